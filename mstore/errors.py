@@ -1,0 +1,97 @@
+"""Every error the library raises, grouped by what a caller would do about it.
+
+    MstoreError
+    ├── InvalidInput          mend the input and call again
+    │   ├── BadCheckpoint     a file or directory that is not a sound checkpoint
+    │   ├── BadRequest        an unknown method or parameter, a senseless budget
+    │   └── BadName           a ref, tag or revision that cannot be a name
+    ├── NotFound              name something that exists
+    ├── Conflict              look at what is there now, then decide
+    ├── Incompatible          another version, another filesystem, another model
+    ├── Corrupt               stored bytes are not what their id says
+    ├── BudgetExceeded        a read outside the plan was refused
+    ├── StorageFailed         the disk said no (carries errno)
+    └── Unavailable           something outside the store is missing (FUSE, a lock)
+
+An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next
+command to type.  `str(error)` is one line without the hint.
+"""
+
+from __future__ import annotations
+
+
+class MstoreError(Exception):
+    """Base of all errors of this library: `what`, `where` and `hint` are fields, not prose."""
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.hint))
+
+
+def _rebuild(
+    kind: type[MstoreError], what: str, where: str | None, hint: str | None
+) -> MstoreError:
+    return kind(what, where=where, hint=hint)
+
+
+class InvalidInput(MstoreError):
+    """The caller's input cannot be used as it is."""
+
+
+class BadCheckpoint(InvalidInput):
+    """A checkpoint on disk is not sound: `where` is the file."""
+
+
+class BadRequest(InvalidInput):
+    """An argument of a command or call makes no sense."""
+
+
+class BadName(InvalidInput):
+    """A ref, tag or revision breaks the naming rules."""
+
+
+class NotFound(MstoreError):
+    """The named thing does not exist in this store."""
+
+
+class Conflict(MstoreError):
+    """The thing exists already, or changed since it was looked at."""
+
+
+class Incompatible(MstoreError):
+    """Versions, filesystems or model shapes that do not go together."""
+
+
+class Corrupt(MstoreError):
+    """Stored bytes are not what their id, checksum or length says."""
+
+
+class BudgetExceeded(MstoreError):
+    """A read of expert bytes would have left the plan; it was not done."""
+
+
+class StorageFailed(MstoreError):
+    """The operating system refused a file operation; `errno` says which way."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.errno = errno
+
+
+class Unavailable(MstoreError):
+    """Something that mstore needs and does not own is missing or busy."""

@@ -1,0 +1,312 @@
+"""Files: the one module that changes anything on a disk.
+
+Owns creation, writing, syncing, renaming, removing and locking of files, and the moment at
+which an index commit becomes durable.  It does not know what the bytes mean.
+
+Every change is announced to the *observer* before it is made.  Crash tests record these
+announcements and rebuild the disk as a power loss would have left it; fault tests raise from
+them.  Nothing else in the library may open a file for writing (tests/test_house_rules.py).
+
+Crash promise: a name given by `rename` holds whole contents if the file was synced before and
+`sync_directory` came after.  An `fsync` that failed is never retried: the caller throws the
+file away and writes a new one (the kernel may have dropped the dirty pages already).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstore.errors import Conflict, Incompatible, StorageFailed
+from mstore.ids import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One change of the disk: create, write, fsync, rename, unlink, mkdir, rmdir, syncdir, commit.
+
+    `path` is what it acts on; `target` the new name of a rename; `offset` and `data` belong to a
+    write (the buffer is only valid during the call).  `commit` is announced before an index
+    transaction is committed and `committed` right after.
+    """
+
+    kind: str
+    path: str
+    target: str = ""
+    offset: int = 0
+    data: Buffer = b""
+
+
+Observer = Callable[[Operation], None]
+_observer: Observer | None = None
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Announce every change to `observer` while the block runs (the seam of the crash tests)."""
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
+def _announce(kind: str, path: Path | str, target: Path | str = "") -> None:
+    if _observer is not None:
+        _observer(Operation(kind, str(path), str(target)))
+
+
+_HINTS = {
+    errno.ENOSPC: "free some space on this disk and run the command again",
+    errno.EDQUOT: "the quota of this user is used up; free some space and run the command again",
+    errno.EROFS: "this filesystem is mounted read-only",
+    errno.EACCES: "check the owner and mode of this path",
+    errno.EPERM: "check the owner and mode of this path",
+}
+
+
+@contextmanager
+def translated(path: Path | str) -> Iterator[None]:
+    """Turn OSError into StorageFailed that names the path and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or 0
+        raise StorageFailed(
+            os.strerror(code).lower() if code else str(error),
+            where=str(path),
+            hint=_HINTS.get(code),
+            errno=code,
+        ) from error
+
+
+class NewFile:
+    """A file being written, under a name that nobody reads yet.
+
+    Invariants: created exclusively; `size` is the end of what was written; after `abandon` or
+    `close` no method may be called.  Not for use from two threads.
+    """
+
+    def __init__(self, path: Path, *, mode: int = 0o600) -> None:
+        self.path = path
+        self.size = 0
+        with translated(path):
+            _announce("create", path)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, mode)
+
+    def append(self, data: Buffer) -> int:
+        """Write at the end; returns the offset at which the data begins."""
+        start = self.size
+        view = memoryview(data)
+        with translated(self.path):
+            if _observer is not None:
+                _observer(Operation("write", str(self.path), offset=start, data=data))
+            done = 0
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done:], start + done)
+        self.size = start + len(view)
+        return start
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read back what was written (for hashing a footer, or checking a copy)."""
+        with translated(self.path):
+            return os.pread(self._fd, length, offset)
+
+    def sync(self) -> None:
+        """fsync.  A failure means that the file must be abandoned."""
+        with translated(self.path):
+            _announce("fsync", self.path)
+            os.fsync(self._fd)
+
+    def protect(self) -> None:
+        """Make the file read-only (mode 0444); it will not change any more."""
+        with translated(self.path):
+            os.fchmod(self._fd, 0o444)
+
+    def close(self) -> None:
+        """Close; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def abandon(self) -> None:
+        """Close and remove; never raises for a file that is gone."""
+        self.close()
+        unlink(self.path, missing_ok=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or directory its final name, replacing a file or an empty directory there."""
+    with translated(target):
+        _announce("rename", source, target)
+        os.rename(source, target)
+
+
+def unlink(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file name."""
+    with translated(path):
+        _announce("unlink", path)
+        path.unlink(missing_ok=missing_ok)
+
+
+def make_directory(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> bool:
+    """Make one directory; True if it is new.  `sync_directory(parent)` makes its name durable."""
+    with translated(path):
+        if exist_ok and path.is_dir():
+            return False
+        _announce("mkdir", path)
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            if not exist_ok:
+                raise
+            return False
+        return True
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and its missing parents."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directories(path.parent)
+    make_directory(path, exist_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and all below it; quiet if it is gone."""
+    if not os.path.lexists(path):
+        return
+    with translated(path):
+        _announce("rmtree", path)
+        shutil.rmtree(path)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that the names in it are durable."""
+    with translated(path):
+        _announce("syncdir", path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a text file atomically and durably: write, fsync, rename, fsync the directory."""
+    file = NewFile(path.with_name(f".{path.name}.{secrets.token_hex(4)}"), mode=0o644)
+    try:
+        file.append(text.encode())
+        file.sync()
+        file.close()
+        rename(file.path, path)
+    except BaseException:
+        file.abandon()
+        raise
+    sync_directory(path.parent)
+
+
+@contextmanager
+def index_commit(path: Path) -> Iterator[None]:
+    """Surround the commit of an index transaction, which LMDB makes durable as one step."""
+    _announce("commit", path)
+    yield
+    _announce("committed", path)
+
+
+class LockFile:
+    """An flock on a file of its own; the kernel drops it when the process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with translated(path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Take the lock; False if it is held elsewhere and `blocking` is off."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the locked file is still the one that the name stands for."""
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._fd))
+
+    def remove(self) -> None:
+        """Remove the name while the lock is held, then unlock: nobody can take it in between."""
+        unlink(self.path, missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        """Unlock and close; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "9p", "ceph", "lustre", "glusterfs"}
+    | {"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.glusterfs", "beegfs", "gpfs"}
+)
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+def filesystem_type(path: Path, mountinfo: Path = MOUNTINFO) -> str:
+    """The type of the filesystem that holds `path` (proc_pid_mountinfo(5)); '' if not known."""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    try:
+        lines = mountinfo.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split(" ")
+        if len(fields) < 5 or not right:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # >=: of two mounts on one point the later line is the visible one.
+        if inside and len(point) >= len(best):
+            best, kind = point, right.split(" ")[0]
+    return kind
+
+
+def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:
+    """Raise Incompatible where LMDB's locks and memory map cannot be trusted."""
+    kind = filesystem_type(path, mountinfo)
+    if kind in NETWORK_FILESYSTEMS:
+        raise Incompatible(
+            f"a store cannot live on a network filesystem ({kind})",
+            where=str(path),
+            hint="mstore --store /a/local/disk/.mstore init",
+        )
+
+
+def require_empty(directory: Path) -> None:
+    """Raise Conflict unless `directory` is missing or an empty directory."""
+    if not os.path.lexists(directory):
+        return
+    if directory.is_symlink() or not directory.is_dir():
+        raise Conflict("exists and is not a directory", where=str(directory))
+    with translated(directory):
+        if any(directory.iterdir()):
+            raise Conflict(
+                "the directory is not empty", where=str(directory), hint="name a new directory"
+            )

@@ -1,0 +1,102 @@
+"""Typed ids: 32 bytes each, parsed strictly, printed short.
+
+A BlockId is the plain BLAKE3 of a block's bytes.  Every record kind has its own
+`derive_key` context, so that the bytes of one kind can never pass for another.  The
+contexts are part of the format (docs/format.md) and never change.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from blake3 import blake3
+
+from mstore.errors import BadName
+
+ID_BYTES = 32
+Buffer = bytes | bytearray | memoryview
+
+
+class Id(bytes):
+    """A 32-byte name.  Subclasses are distinct types; equal bytes of two kinds stay two things."""
+
+    __slots__ = ()
+    context: ClassVar[str | None] = None
+
+    def __new__(cls, raw: Buffer) -> Self:
+        if len(raw) != ID_BYTES:
+            raise ValueError(f"{cls.__name__} takes {ID_BYTES} bytes, not {len(raw)}")
+        return super().__new__(cls, raw)
+
+    @classmethod
+    def of(cls, data: Buffer) -> Self:
+        """The id of these bytes, in this kind's own hash domain."""
+        if cls.context is None:
+            return cls(blake3(data).digest())
+        return cls(blake3(data, derive_key_context=cls.context).digest())
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From 64 hexadecimal digits.  Raises BadName for anything else."""
+        if len(text) != 2 * ID_BYTES or not set(text) <= set("0123456789abcdef"):
+            raise BadName(f"not a {cls.__name__} (64 lowercase hex digits): {text!r}")
+        return cls(bytes.fromhex(text))
+
+    @property
+    def short(self) -> str:
+        """The first twelve digits, for people."""
+        return self.hex()[:12]
+
+    def __str__(self) -> str:
+        return self.hex()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.short})"
+
+
+class BlockId(Id):
+    """Names a block's plain bytes."""
+
+    __slots__ = ()
+
+
+class TensorId(Id):
+    """Names a tensor record: dtype, shape and block list."""
+
+    __slots__ = ()
+    context = "mstore 1 tensor record"
+
+
+class ManifestId(Id):
+    """Names the content of a whole snapshot."""
+
+    __slots__ = ()
+    context = "mstore 1 manifest"
+
+
+class SnapshotId(Id):
+    """Names a commit: manifest, parents, origin, message and time."""
+
+    __slots__ = ()
+    context = "mstore 1 snapshot"
+
+
+class PlanId(Id):
+    """Names a plan: inputs, parameters and selection."""
+
+    __slots__ = ()
+    context = "mstore 1 plan"
+
+
+class CoverageId(Id):
+    """Names the coverage of one merge."""
+
+    __slots__ = ()
+    context = "mstore 1 coverage"
+
+
+class PackId(Id):
+    """Names a pack file by its header and footer table."""
+
+    __slots__ = ()
+    context = "mstore 1 pack"
