@@ -1,0 +1,29 @@
+"""A tensor (or an opaque file) as blocks: tensor-relative, all full but the last.
+
+Arithmetic only, so that every layer agrees on where a block begins.  Blocks cut bytes, not
+elements; block sizes are powers of two, so an element of a whole number of bytes never
+straddles two blocks.
+"""
+
+from __future__ import annotations
+
+
+def block_count(nbytes: int, block_size: int) -> int:
+    """How many blocks `nbytes` bytes take; nothing takes none.
+
+    Raises ValueError for a negative length or a block size below 1.
+    """
+    if nbytes < 0:
+        raise ValueError(f"a length cannot be negative: {nbytes}")
+    if block_size < 1:
+        raise ValueError(f"a block holds at least one byte, not {block_size}")
+    return -(-nbytes // block_size)
+
+
+def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
+    """The (offset, length) of each block, in bytes, in order, without gap or overlap.
+
+    Raises ValueError as `block_count` does.
+    """
+    starts = (index * block_size for index in range(block_count(nbytes, block_size)))
+    return [(start, min(block_size, nbytes - start)) for start in starts]

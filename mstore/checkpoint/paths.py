@@ -1,0 +1,84 @@
+"""Which relative paths may become files of a snapshot.
+
+A path accepted here can be created below any directory, on any filesystem that mstore checks
+out to, without leaving that directory and without touching another file.  Paths are POSIX:
+`/` separates, a backslash is an ordinary character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mstore.errors import BadCheckpoint
+
+MAX_PATH_BYTES = 4096
+MAX_COMPONENT_BYTES = 255
+
+# C0, DEL and C1: unprintable, and on a terminal they are commands.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def quoted(text: str, width: int = 120) -> str:
+    """Untrusted text for one line of an error: escaped, and cut to about `width` characters."""
+    return repr(text if len(text) <= width else f"{text[:width]}…")
+
+
+def check_relative(path: str, where: str) -> None:
+    """Accept a relative path of plain components.
+
+    Raises BadCheckpoint (at `where`, naming the path) for one that is empty or absolute, has an
+    empty, `.` or `..` component, a control character (NUL among them) or text that is not
+    valid UTF-8, or is longer than 4096 bytes or 255 bytes a component.
+    """
+    problem = _problem(path)
+    if problem is not None:
+        raise BadCheckpoint(f"the file name {quoted(path)} {problem}", where=where)
+
+
+def _problem(path: str) -> str | None:
+    if not path:
+        return "is empty"
+    if path.startswith("/"):
+        return "is absolute"
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return "is not valid UTF-8"
+    if CONTROL.search(path):
+        return "holds a control character"
+    if len(encoded) > MAX_PATH_BYTES:
+        return f"is longer than {MAX_PATH_BYTES} bytes"
+    for component in encoded.split(b"/"):
+        if component in (b".", b".."):
+            return f"has a {component.decode()!r} component"
+        if not component:
+            return "has an empty component"
+        if len(component) > MAX_COMPONENT_BYTES:
+            return f"has a component of more than {MAX_COMPONENT_BYTES} bytes"
+    return None
+
+
+def check_case_twins(paths: Iterable[str], where: str | None = None) -> None:
+    """Accept paths that stay apart on a filesystem that ignores case.
+
+    Compares whole paths and every directory on the way with Unicode case folding: `A/x` and `a/y`
+    are twins because the directories are.  Raises BadCheckpoint that names both.
+    """
+    spelling: dict[str, str] = {}
+    for path in paths:
+        # From the whole path upward: once a directory is known in this very spelling, so
+        # is everything above it, and a large flat directory costs two look-ups a file.
+        prefix = path
+        while prefix:
+            known = spelling.setdefault(prefix.casefold(), prefix)
+            if known != prefix:
+                raise BadCheckpoint(
+                    f"{quoted(known)} and {quoted(prefix)} differ only in case",
+                    where=where,
+                    hint="rename one of them: many filesystems would make them one file",
+                )
+            above, _, _ = prefix.rpartition("/")
+            if spelling.get(above.casefold()) == above:
+                break
+            prefix = above

@@ -1,0 +1,111 @@
+"""JSON objects from strangers: read once, strictly, without surprises in type or cost.
+
+Refuses what `json.loads` lets through: repeated keys, NaN and Infinity, nesting beyond the stack.
+Knows nothing of safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from mstore.checkpoint.paths import quoted
+from mstore.errors import BadCheckpoint
+
+# 2**64 - 1 has 20 digits; longer numbers are never converted (that takes quadratic time).
+_MAX_DIGITS = 20
+
+
+class _Repeated(dict[str, object]):
+    """An object with a repeated key: kept until its name in the enclosing object is known."""
+
+    key: str = ""
+
+
+def parse_object(raw: bytes, *, what: str, where: str, max_containers: int) -> dict[str, object]:
+    """The JSON object in `raw`, in source order; white space around it is accepted.
+
+    An integer that fits 64 bits is an int; every other number is NaN, because nothing in a
+    checkpoint's JSON that mstore reads is one.  `what` begins the error ("the header").
+
+    `max_containers` bounds the memory: sixteen MiB of "[]," would take six hundred.  It is
+    compared with the count of opening brackets, those inside strings included.
+
+    Raises BadCheckpoint at `where` for bytes that are not UTF-8, not JSON or not an object, for
+    a key repeated in any object (naming the key, and the entry it was found in), and
+    for too many objects and arrays or nesting too deep to read.
+    """
+    containers = raw.count(b"{") + raw.count(b"[")
+    if containers > max_containers:
+        raise BadCheckpoint(
+            f"{what} opens {containers} objects and arrays; the limit is {max_containers}",
+            where=where,
+        )
+    repeated: list[_Repeated] = []
+
+    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        built = dict(pairs)
+        if len(built) == len(pairs):
+            return built
+        mark = _Repeated(built)
+        mark.key = _first_repeat(pairs)
+        repeated.append(mark)
+        return mark
+
+    try:
+        tree = json.loads(
+            str(raw, "utf-8"),
+            object_pairs_hook=build,
+            parse_int=_count,
+            parse_float=_not_a_count,
+            parse_constant=_no_constant,
+        )
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{what} is not UTF-8 (byte {error.start})", where=where) from None
+    except json.JSONDecodeError as error:
+        raise BadCheckpoint(
+            f"{what} is not JSON: {error.msg} at character {error.pos}", where=where
+        ) from None
+    except RecursionError:
+        raise BadCheckpoint(f"{what} is nested too deeply", where=where) from None
+    except ValueError as error:
+        raise BadCheckpoint(f"{what} is not JSON: {error}", where=where) from None
+    if not isinstance(tree, dict):
+        raise BadCheckpoint(f"{what} is not a JSON object", where=where)
+    if repeated:
+        raise BadCheckpoint(f"{what} {_describe_repeat(tree, repeated)}", where=where)
+    return tree
+
+
+def _first_repeat(pairs: list[tuple[str, object]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError("called for an object without a repeated key")
+
+
+def _describe_repeat(tree: dict[str, object], repeated: list[_Repeated]) -> str:
+    if isinstance(tree, _Repeated):
+        return f"has the key {quoted(tree.key)} twice"
+    for key, value in tree.items():
+        if isinstance(value, _Repeated):
+            return f"has the key {quoted(value.key)} twice in {quoted(key)}"
+    return f"has the key {quoted(repeated[0].key)} twice in one object"
+
+
+def _count(text: str) -> float:
+    # "-0" is an int to Python and a float to every reader with unsigned fields.
+    if len(text) > _MAX_DIGITS or text == "-0":
+        return math.nan
+    number = int(text)
+    return number if number < 2**64 else math.nan
+
+
+def _not_a_count(text: str) -> float:
+    return math.nan
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")

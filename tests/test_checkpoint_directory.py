@@ -1,0 +1,466 @@
+"""Checkpoints on disk: what is found, what is followed, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+from checkpoints import (
+    BITS,
+    Tensor,
+    every_dtype_checkpoint,
+    safetensors_bytes,
+    write_index,
+    write_safetensors,
+)
+
+from mstore.checkpoint.directory import Checkpoint, scan, unchanged
+from mstore.checkpoint.header import HeaderLimits
+from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
+
+A: Tensor = ("a", "U8", (2,), b"aa")
+B: Tensor = ("b", "U8", (3,), b"bbb")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A sound checkpoint of two indexed shards and a config."""
+    root = tmp_path / "model"
+    write_safetensors(root / "one.safetensors", [A])
+    write_safetensors(root / "two.safetensors", [B])
+    write_index(
+        root / "model.safetensors.index.json", {"a": "one.safetensors", "b": "two.safetensors"}
+    )
+    (root / "config.json").write_text("{}")
+    return root
+
+
+def paths(checkpoint: Checkpoint) -> list[str]:
+    return [file.path for file in checkpoint.files]
+
+
+def refusal_of(path: Path, **limits: int) -> BadCheckpoint:
+    """The error that `scan` must raise."""
+    with pytest.raises(BadCheckpoint) as refusal:
+        scan(path, limits=HeaderLimits(**limits))
+    return refusal.value
+
+
+def test_every_file_is_found(tmp_path: Path) -> None:
+    """Nested, hidden, empty and oddly named files are there, sorted, with size and header."""
+    root = every_dtype_checkpoint(tmp_path / "every")
+    checkpoint = scan(root)
+    on_disk = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}
+    assert paths(checkpoint) == sorted(on_disk)
+    assert checkpoint.root == root
+    for file in checkpoint.files:
+        assert file.absolute == on_disk[file.path]
+        assert file.size == on_disk[file.path].stat().st_size
+        assert (file.header is not None) == file.path.endswith(".safetensors")
+        if file.header is not None:
+            assert file.header.data_start + file.header.data_bytes == file.size
+
+
+def test_the_checkpoint_of_every_dtype_is_sound(tmp_path: Path) -> None:
+    """safetensors reads the hand-made checkpoint as we do, and it holds what it promises."""
+    root = every_dtype_checkpoint(tmp_path / "every")
+    slots = []
+    for file in scan(root).files:
+        if file.header is None:
+            continue
+        content = (root / file.path).read_bytes()
+        theirs = {name: bytes(t["data"]) for name, t in safetensors.deserialize(content)}
+        data = content[file.header.data_start :]
+        assert theirs == {s.name: data[s.begin : s.end] for s in file.header.tensors}
+        slots += file.header.tensors
+    assert {slot.dtype for slot in slots} == set(BITS)
+    assert any(slot.shape == () for slot in slots)
+    assert any(0 in slot.shape for slot in slots)
+    assert any(not slot.name.isascii() for slot in slots)
+    assert any(slot.nbytes > 9 * 65536 for slot in slots)
+    starts = {file.header.data_start % 8 for file in scan(root).files if file.header}
+    assert len(starts) > 1
+
+
+def test_the_checkpoint_of_every_dtype_never_changes(tmp_path: Path) -> None:
+    """Two hand-made checkpoints are equal byte for byte."""
+    one, two = every_dtype_checkpoint(tmp_path / "1"), every_dtype_checkpoint(tmp_path / "2")
+    for file in scan(one).files:
+        assert (one / file.path).read_bytes() == (two / file.path).read_bytes()
+
+
+def test_a_single_file_is_a_checkpoint(model: Path) -> None:
+    """A .safetensors file alone is a checkpoint of one file; its neighbours are not read."""
+    (model / "model.safetensors.index.json").write_text("broken")
+    checkpoint = scan(model / "one.safetensors")
+    assert paths(checkpoint) == ["one.safetensors"]
+    assert checkpoint.root == model
+    assert checkpoint.files[0].header is not None
+
+
+def test_a_link_that_the_user_names_is_followed(model: Path, tmp_path: Path) -> None:
+    """The path given may itself be a link, to a directory or to a file."""
+    (tmp_path / "link").symlink_to(model)
+    assert paths(scan(tmp_path / "link")) == paths(scan(model))
+    (tmp_path / "x.safetensors").symlink_to(model / "one.safetensors")
+    assert paths(scan(tmp_path / "x.safetensors")) == ["x.safetensors"]
+
+
+def test_a_link_inside_counts_as_its_file(model: Path) -> None:
+    """A link to a regular file of the checkpoint, relative or absolute, is one more such file."""
+    (model / "sub").mkdir()
+    (model / "sub" / "again.safetensors").symlink_to("../one.safetensors")
+    (model / "config2.json").symlink_to(model / "config.json")
+    found = {file.path: file for file in scan(model).files}
+    assert found["sub/again.safetensors"].header == found["one.safetensors"].header
+    assert found["sub/again.safetensors"].absolute == model / "one.safetensors"
+    assert found["config2.json"].size == 2
+
+
+@pytest.mark.parametrize("target", ["../secret", "/etc/passwd", "../nowhere", "../model2/x"])
+def test_a_link_out_is_refused(model: Path, target: str) -> None:
+    """A link out of the checkpoint is refused by name, wherever it leads, with a way to add it."""
+    (model.parent / "secret").write_text("s")
+    (model.parent / "model2").mkdir()
+    (model.parent / "model2" / "x").write_text("s")
+    (model / "link.bin").symlink_to(target)
+    refusal = refusal_of(model)
+    assert "is a symlink out of the checkpoint" in refusal.what
+    assert refusal.where == str(model / "link.bin")
+    assert refusal.hint is not None
+    assert refusal.hint.startswith("cp -rL")
+
+
+def test_a_link_out_by_way_of_a_link_is_refused(model: Path) -> None:
+    """A link is judged by where it ends, not by its own text."""
+    (model.parent / "secret").write_text("s")
+    (model / "hop").symlink_to("../secret")
+    (model / "a-link").symlink_to("hop")
+    assert refusal_of(model).where == str(model / "a-link")
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("sub", "is a symlink to a directory"),
+        (".", "is a symlink to a directory"),
+        ("gone", "is a symlink that leads nowhere"),
+        ("link", "is a symlink that leads nowhere"),
+        ("fifo", "is a symlink to a fifo, socket or device"),
+    ],
+)
+def test_other_links_are_refused(model: Path, target: str, problem: str) -> None:
+    """Links to directories, to nothing, to themselves and to special files are refused by name."""
+    (model / "sub").mkdir()
+    if target == "fifo":
+        os.mkfifo(model / "zz-fifo")
+        target = "zz-fifo"
+    (model / "link").symlink_to(target)
+    refusal = refusal_of(model)
+    assert refusal.what == problem
+    assert refusal.where == str(model / "link")
+
+
+def test_special_files_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifo or a socket is refused by name, without being opened, even if named like weights."""
+    os.mkfifo(model / "pipe.safetensors")
+    assert refusal_of(model).where == str(model / "pipe.safetensors")
+    (model / "pipe.safetensors").unlink()
+    # Socket addresses are short: bind by a relative name.
+    monkeypatch.chdir(model)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("sock")
+        refusal = refusal_of(model)
+    assert "fifo, socket or device" in refusal.what
+    assert refusal.where == str(model / "sock")
+    refusal = refusal_of(Path("/dev/null"))
+    assert refusal.what == "is neither a directory nor a regular file"
+
+
+def test_a_missing_path_is_not_found(tmp_path: Path) -> None:
+    """A path that is not there, or cannot be a path, is NotFound."""
+    for path in (tmp_path / "gone", tmp_path / "nul\0"):
+        with pytest.raises(NotFound):
+            scan(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(model: Path) -> None:
+    """What the system does not let us read is StorageFailed, with the path and errno."""
+    (model / "one.safetensors").chmod(0)
+    with pytest.raises(StorageFailed, match=r"one\.safetensors") as refusal:
+        scan(model)
+    assert refusal.value.errno is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (b"new\nline", "control character"),
+        (b"escape\x1b[2J", "control character"),
+        (b"latin-1 \xe9", "not valid UTF-8"),
+    ],
+)
+def test_bad_file_names_are_refused(model: Path, name: bytes, problem: str) -> None:
+    """A file whose name is not printable UTF-8 is refused, in a printable line."""
+    (model / os.fsdecode(name)).write_text("")
+    refusal = refusal_of(model)
+    assert problem in refusal.what
+    assert str(refusal).isprintable()
+
+
+@pytest.mark.parametrize("twins", [("README.md", "Readme.md"), ("sub/x", "SUB/y")])
+def test_case_twins_are_refused(model: Path, twins: tuple[str, str]) -> None:
+    """Files or directories that differ only in case are refused, both named."""
+    for twin in twins:
+        (model / twin).parent.mkdir(exist_ok=True)
+        (model / twin).write_text("")
+    refusal = refusal_of(model)
+    assert "differ only in case" in refusal.what
+    assert all(repr(twin.split("/")[0]) in refusal.what for twin in twins)
+    assert refusal.where == str(model)
+
+
+def test_a_bad_shard_is_named(model: Path) -> None:
+    """A header that cannot be accepted names its file and tensor as the user reaches them."""
+    whole = safetensors_bytes([B])
+    (model / "two.safetensors").write_bytes(whole[:-1])
+    refusal = refusal_of(model)
+    assert refusal.where == str(model / "two.safetensors")
+    assert "truncated: tensor 'b'" in refusal.what
+
+
+def test_limits_reach_every_header(model: Path) -> None:
+    """The caller's limits hold for shards and for the index."""
+    assert "too long" in refusal_of(model, max_header_bytes=20).what
+    assert "the index is longer than the limit" in refusal_of(model, max_index_bytes=20).what
+
+
+def test_an_index_that_names_missing_shards_is_refused(model: Path) -> None:
+    """Every missing shard is named, at the index that names it."""
+    index = model / "model.safetensors.index.json"
+    write_index(index, {"a": "one.safetensors", "b": "three.safetensors", "c": "four.safetensors"})
+    refusal = refusal_of(model)
+    assert refusal.where == str(index)
+    assert refusal.what == (
+        "the index names a missing shard: 'four.safetensors', 'three.safetensors'"
+    )
+    write_index(index, {str(n): f"{n}.safetensors" for n in range(40)})
+    assert refusal_of(model).what.endswith("'11.safetensors', '12.safetensors' and 35 more")
+
+
+def test_an_index_without_any_shard_names_them(tmp_path: Path) -> None:
+    """A directory where only the index arrived says which shard is missing."""
+    write_index(tmp_path / "model.safetensors.index.json", {"a": "one.safetensors"})
+    assert "missing shard: 'one.safetensors'" in refusal_of(tmp_path).what
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "problem"),
+    [
+        ({"a": "two.safetensors"}, "tensor 'a' is not in the shard 'two.safetensors'"),
+        ({"zz": "one.safetensors"}, "tensor 'zz' is not in the shard 'one.safetensors'"),
+        ({"a": "../model/one.safetensors"}, "has a '..' component"),
+        ({"a": "/one.safetensors"}, "is absolute"),
+        ({"a": "one.safetensors\0"}, "control character"),
+        ({"a": ""}, "is empty"),
+        ({"a": "\ud800"}, "not valid UTF-8"),
+        ({"a": "config.json"}, "the shard 'config.json' is not a .safetensors file"),
+        ({"a": "sub"}, "missing shard: 'sub'"),
+        ({"a": 1}, "tensor 'a' is not mapped to a file name"),
+        ({"a": ["one.safetensors"]}, "tensor 'a' is not mapped to a file name"),
+        (["one.safetensors"], "no weight_map object"),
+        (None, "no weight_map object"),
+    ],
+)
+def test_a_false_index_is_refused(model: Path, weight_map: object, problem: str) -> None:
+    """Wrong tensors, bad or opaque shard names and maps of other types are refused at the index."""
+    (model / "sub").mkdir()
+    (model / "sub" / "x").write_text("")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    refusal = refusal_of(model)
+    assert problem in refusal.what
+    assert refusal.where == str(index)
+    assert str(refusal).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"", "the index is not JSON"),
+        (b"\xff", "the index is not UTF-8"),
+        (b"[]", "the index is not a JSON object"),
+        (b"{}", "no weight_map object"),
+        (b'{"weight_map":{},"weight_map":{}}', "has the key 'weight_map' twice"),
+        (b'{"weight_map":{"a":"x","a":"y"}}', "has the key 'a' twice in 'weight_map'"),
+        (b'{"a":' * 5000, "nested too deeply"),
+        (b"[" * 1_000_000, "opens 1000000 objects"),
+    ],
+)
+def test_an_index_that_is_no_index_is_refused(model: Path, text: bytes, problem: str) -> None:
+    """An index must be one JSON object without repeated keys."""
+    (model / "model.safetensors.index.json").write_bytes(text)
+    assert problem in refusal_of(model).what
+
+
+def test_one_tensor_in_two_shards_of_an_index_is_refused(model: Path) -> None:
+    """A tensor in two shards of one index is refused, even where the index chooses one."""
+    write_safetensors(model / "two.safetensors", [B, A])
+    assert "tensor 'a' is in two shards, 'one.safetensors' and 'two.safetensors'" in (
+        refusal_of(model).what
+    )
+
+
+def test_files_outside_an_index_may_repeat_its_tensors(model: Path) -> None:
+    """A second copy of the weights that no index joins with the first is accepted."""
+    write_safetensors(model / "consolidated.safetensors", [A, B])
+    write_safetensors(model / "sub" / "one.safetensors", [A])
+    assert len(scan(model).files) == 6
+
+
+def test_an_index_speaks_of_its_own_directory(model: Path) -> None:
+    """Shards are looked for beside their index, not at the root."""
+    write_index(model / "sub" / "x.safetensors.index.json", {"a": "one.safetensors"})
+    assert "missing shard: 'one.safetensors'" in refusal_of(model).what
+    write_safetensors(model / "sub" / "one.safetensors", [A])
+    assert len(scan(model).files) == 6
+
+
+@pytest.mark.parametrize("content", [{}, {"readme.txt": b""}])
+def test_a_directory_without_weights_is_refused(tmp_path: Path, content: dict[str, bytes]) -> None:
+    """No .safetensors file: nothing to add."""
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    refusal = refusal_of(tmp_path)
+    assert refusal.what == "holds no .safetensors file"
+    assert refusal.where == str(tmp_path)
+
+
+# A pickle that creates the file "ran" when it is loaded.
+HOSTILE = b"cposix\nsystem\n(S'touch ran'\ntR."
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pt", "sub/x.pth", "x.ckpt"])
+def test_a_pickle_is_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A pickle-only checkpoint is refused with a conversion command, and is not opened."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(HOSTILE)
+    for path in (tmp_path, tmp_path / name):
+        refusal = refusal_of(path)
+        assert f"has only pickled weights ('{Path(name).name if path.is_file() else name}')" in (
+            refusal.what
+        )
+        assert refusal.hint is not None
+        assert "weights_only=True" in refusal.hint
+        assert "save_file" in refusal.hint
+        assert str(tmp_path / name) in refusal.hint
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_beside_weights_are_opaque_files(model: Path) -> None:
+    """Optimizer state and training arguments next to safetensors are bytes like any others."""
+    (model / "training_args.bin").write_bytes(HOSTILE)
+    found = {file.path: file for file in scan(model).files}
+    assert found["training_args.bin"].header is None
+
+
+def test_the_conversion_that_is_suggested_works(tmp_path: Path) -> None:
+    """The hint, typed as it stands, makes an addable checkpoint of shards with tied weights."""
+    torch = pytest.importorskip("torch")
+    root = tmp_path / "it's a model"
+    root.mkdir()
+    tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    torch.save({"embed": tied, "head": tied, "t": tied.T}, root / "model-00001-of-00002.bin")
+    torch.save({"norm": torch.ones(5)}, root / "model-00002-of-00002.bin")
+    torch.save({"not": "tensors"}, root / "args.bin")
+    hint = refusal_of(root).hint
+    assert hint is not None
+    words = shlex.split(hint)
+    assert words[0] == "python3"
+    subprocess.run([sys.executable, *words[1:]], check=True, cwd=tmp_path)
+    headers = {file.path: file.header for file in scan(root).files if file.header}
+    assert {p: sorted(s.name for s in h.tensors) for p, h in headers.items()} == {
+        "model-00001-of-00002.safetensors": ["embed", "head", "t"],
+        "model-00002-of-00002.safetensors": ["norm"],
+    }
+
+
+@pytest.mark.parametrize("place", [".", ".mstore", "deep/er/store"])
+def test_a_store_inside_is_refused(model: Path, place: str) -> None:
+    """A checkpoint that is an mstore store, or holds one at any depth, is refused at the store."""
+    (model / place).mkdir(parents=True, exist_ok=True)
+    (model / place / "format").write_text("mstore 1 00000000 1048576\n")
+    refusal = refusal_of(model)
+    assert "is an mstore store" in refusal.what
+    assert refusal.where is not None
+    assert Path(refusal.where) == model / place
+    assert refusal.hint is not None
+
+
+def test_a_file_called_format_is_no_store(model: Path) -> None:
+    """Only the first words of a store's format file make a store."""
+    (model / "format").write_text("safetensors")
+    assert "format" in paths(scan(model))
+
+
+def dig(directory: Path, name: str, depth: int) -> None:
+    """Make `depth` directories below each other, and a file at the bottom."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=descriptor)
+        below = os.open(name, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+    os.close(os.open("leaf", os.O_WRONLY | os.O_CREAT, dir_fd=descriptor))
+    os.close(descriptor)
+
+
+def test_depth_costs_no_stack(model: Path) -> None:
+    """The walk is no recursion: more directories than there is stack for are walked."""
+    # Not 1,000 directories under the usual limit: pytest could not clean those up.
+    dig(model, "d", 400)
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        checkpoint = scan(model)
+    finally:
+        sys.setrecursionlimit(usual)
+    assert max(len(file.path) for file in checkpoint.files) == 804
+
+
+def test_a_path_too_long_is_refused(model: Path) -> None:
+    """A path beyond what the system takes in one call is refused in the library's own words."""
+    dig(model, "d" * 250, 18)
+    with pytest.raises(MstoreError, match=r"too long|longer than"):
+        scan(model)
+
+
+def test_a_change_is_seen(model: Path) -> None:
+    """A file is unchanged until its size or time changes, or it is gone or no longer a file."""
+    path = model / "one.safetensors"
+    file = next(file for file in scan(model).files if file.path == path.name)
+    assert unchanged(file)
+    os.utime(path, ns=(file.mtime_ns, file.mtime_ns + 1))
+    assert not unchanged(file)
+    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+    assert unchanged(file)
+    with path.open("ab") as grown:
+        grown.write(b"!")
+    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+    assert not unchanged(file)
+    path.unlink()
+    assert not unchanged(file)
+    path.mkdir()
+    assert not unchanged(file)
