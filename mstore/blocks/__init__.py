@@ -1,0 +1,1 @@
+"""Blocks at rest: codecs, packs and the index.  Knows nothing of snapshots or merges."""

@@ -1,0 +1,339 @@
+"""Packs: sealed, immutable files of payloads with a footer table.
+
+    offset            size   what
+    0                 4096   header: magic "MSTOREPK", u32 version, 4 zero bytes, store UUID (16),
+                             nonce (32), zero bytes
+    4096              ...    payloads, anywhere, with zero bytes between them where a run is aligned
+    table_offset      88*n   entries sorted by (kind, id)
+                      ...    zero bytes up to the tail
+    size - 64         64     tail: u64 table_offset, u64 table_bytes, BLAKE3 of the table (32),
+                             u32 version, 4 zero bytes, magic "KPEROTSM"
+
+    entry: id (32), base (32, zero unless delta), u64 offset, u32 stored length, u32 raw length,
+           u8 kind, u8 codec, u8 element width, 5 zero bytes
+
+All integers are little-endian.  The file's size is a multiple of 4096.  PackId = BLAKE3 with the
+"mstore 1 pack" context over the first 64 header bytes and the table.  Raw payloads of one file
+follow each other in file order; such a run starts at a pack offset congruent to its file offset
+modulo 4096, so that whole pages of the file are whole pages of the pack.
+
+Crash promise: a pack gets its final name only after its bytes are synced; a name in packs/ is a
+whole pack.  Writers are for one thread; `PackFiles` may be used from any number.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from threading import Lock
+from typing import ClassVar
+
+from blake3 import blake3
+
+from mstore import fs
+from mstore.blocks.codecs import Codec
+from mstore.errors import Corrupt, Incompatible, StorageFailed
+from mstore.ids import Buffer, PackId
+
+PAGE = 4096
+VERSION = 1
+MAGIC = b"MSTOREPK"
+TAIL_MAGIC = b"KPEROTSM"
+NONCE_BYTES = 32
+NO_BASE = bytes(32)
+
+_HEADER = struct.Struct("<8sI4x16s32s")
+_TAIL = struct.Struct("<QQ32sI4x8s")
+ENTRY = struct.Struct("<32s32sQIIBBB5x")
+
+
+class Kind(IntEnum):
+    """What an entry's payload is; part of the sort key and of the record key."""
+
+    BLOCK = 0
+    TENSOR = 1
+    MANIFEST = 2
+    SNAPSHOT = 3
+    PLAN = 4
+    COVERAGE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a footer table: where a payload lies in its pack, and what it is."""
+
+    id: bytes
+    kind: int
+    codec: int
+    width: int
+    offset: int
+    stored_length: int
+    raw_length: int
+    base: bytes = NO_BASE
+
+    def encode(self) -> bytes:
+        """The 88 bytes of this entry."""
+        return ENTRY.pack(
+            self.id,
+            self.base,
+            self.offset,
+            self.stored_length,
+            self.raw_length,
+            self.kind,
+            self.codec,
+            self.width,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPack:
+    """A pack that is whole and synced, still under its temporary name."""
+
+    id: PackId
+    path: Path
+    size: int
+    entries: tuple[Entry, ...]
+
+
+def pack_path(packs: Path, pack: PackId) -> Path:
+    """Where a pack of this id lies below the packs directory."""
+    name = pack.hex()
+    return packs / name[:2] / f"{name}.pack"
+
+
+class PackWriter:
+    """Writes one pack under a temporary name.
+
+    Small payloads (records, constants) are held back and written behind the raw runs, so that a
+    run is never broken by them.  After `seal` or `abandon` the writer is done.
+    """
+
+    held_limit: ClassVar[int] = 8 << 20
+
+    def __init__(self, path: Path, store_uuid: bytes) -> None:
+        self._file = fs.NewFile(path)
+        self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, os.urandom(NONCE_BYTES))
+        self._entries: list[Entry] = []
+        self._held: list[tuple[Entry, bytes]] = []
+        self._held_bytes = 0
+        self._run: tuple[str, int] | None = None
+        self._file.append(self._head.ljust(PAGE, b"\0"))
+
+    @property
+    def size(self) -> int:
+        """Bytes that the pack will take, but for its footer."""
+        return self._file.size + self._held_bytes
+
+    def append_raw(self, id: bytes, data: Buffer, width: int, file: str, file_offset: int) -> None:
+        """Append a raw block that lies at `file_offset` of `file` (any name for that file)."""
+        if self._run != (file, file_offset):
+            gap = (file_offset - self._file.size) % PAGE
+            if gap:
+                self._file.append(bytes(gap))
+        offset = self._file.append(data)
+        self._run = (file, file_offset + len(data))
+        self._entries.append(Entry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data)))
+
+    def append_small(
+        self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
+    ) -> None:
+        """Append a record or an encoded block whose place does not matter."""
+        entry = Entry(id, kind, codec, width, 0, len(payload), raw_length)
+        self._held.append((entry, payload))
+        self._held_bytes += len(payload)
+        if self._held_bytes > self.held_limit:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        self._run = None
+        offset = self._file.append(b"".join(payload for _, payload in self._held))
+        for entry, payload in self._held:
+            self._entries.append(
+                Entry(
+                    entry.id, entry.kind, entry.codec, entry.width,
+                    offset, entry.stored_length, entry.raw_length,
+                )
+            )  # fmt: skip
+            offset += len(payload)
+        self._held.clear()
+        self._held_bytes = 0
+
+    def seal(self) -> SealedPack:
+        """Write the footer and sync.  On any failure the file is removed and the error goes on."""
+        try:
+            self._flush()
+            entries = tuple(sorted(self._entries, key=lambda entry: (entry.kind, entry.id)))
+            table = b"".join(entry.encode() for entry in entries)
+            offset = self._file.size
+            end = offset + len(table) + _TAIL.size
+            padding = bytes(-end % PAGE)
+            tail = _TAIL.pack(offset, len(table), blake3(table).digest(), VERSION, TAIL_MAGIC)
+            self._file.append(table + padding + tail)
+            self._file.protect()
+            self._file.sync()
+            size = self._file.size
+            self._file.close()
+        except BaseException:
+            self.abandon()
+            raise
+        return SealedPack(PackId.of(self._head + table), self._file.path, size, entries)
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        self._file.abandon()
+
+
+def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
+    """The id and the entries of a pack, checked against its footer's hash and its own size.
+
+    Raises Corrupt naming the pack, Incompatible for a newer version, StorageFailed on I/O errors.
+    """
+    where = str(path)
+    with fs.translated(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HEADER.size)
+        if size < PAGE + _TAIL.size or size % PAGE:
+            raise Corrupt("truncated pack", where=where, hint="mstore fsck --read-data")
+        file.seek(size - _TAIL.size)
+        offset, length, digest, version, magic = _TAIL.unpack(file.read(_TAIL.size))
+        head_magic, head_version, _, _ = _HEADER.unpack(head)
+        if magic != TAIL_MAGIC or head_magic != MAGIC:
+            raise Corrupt("not a pack, or damaged at an end", where=where)
+        if version != VERSION or head_version != VERSION:
+            raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
+        if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
+            raise Corrupt("the footer does not fit the file", where=where)
+        file.seek(offset)
+        table = file.read(length)
+    if blake3(table).digest() != digest:
+        raise Corrupt("the footer table does not match its hash", where=where)
+    return PackId.of(head + table), tuple(_entries(table, offset, where))
+
+
+def _entries(table: bytes, end: int, where: str) -> Iterator[Entry]:
+    previous = (-1, b"")
+    for id, base, offset, stored, raw, kind, codec, width in ENTRY.iter_unpack(table):
+        if offset < PAGE or offset + stored > end or (kind, id) <= previous:
+            raise Corrupt(f"footer entry {id.hex()[:12]} is out of bounds or order", where=where)
+        previous = (kind, id)
+        yield Entry(id, kind, codec, width, offset, stored, raw, base)
+
+
+class PackFiles:
+    """Open packs for reading: a bounded number of descriptors, positioned reads from any thread."""
+
+    def __init__(self, directory: Path, *, max_open: int = 128) -> None:
+        self.directory = directory
+        self._max_open = max_open
+        self._lock = Lock()
+        self._open: OrderedDict[PackId, _OpenPack] = OrderedDict()
+
+    def _acquire(self, pack: PackId) -> _OpenPack:
+        with self._lock:
+            opened = self._open.get(pack)
+            if opened is None:
+                path = pack_path(self.directory, pack)
+                try:
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except FileNotFoundError as error:
+                    raise Corrupt(
+                        "a pack that the index names is missing",
+                        where=str(path),
+                        hint="mstore fsck",
+                    ) from error
+                except OSError as error:
+                    raise StorageFailed(
+                        str(error.strerror), where=str(path), errno=error.errno
+                    ) from error
+                opened = self._open[pack] = _OpenPack(fd)
+                self._evict()
+            else:
+                self._open.move_to_end(pack)
+            opened.users += 1
+            return opened
+
+    def _evict(self) -> None:
+        for pack, opened in list(self._open.items()):
+            if len(self._open) <= self._max_open:
+                return
+            if opened.users == 0:
+                os.close(opened.fd)
+                del self._open[pack]
+
+    def _release(self, opened: _OpenPack) -> None:
+        with self._lock:
+            opened.users -= 1
+
+    def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
+        """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
+        opened = self._acquire(pack)
+        try:
+            done = 0
+            while done < len(target):
+                got = os.preadv(opened.fd, [target[done:]], offset + done)
+                if got == 0:
+                    raise Corrupt("the pack ends too early", where=str(self.path(pack)))
+                done += got
+        except OSError as error:
+            raise StorageFailed(
+                str(error.strerror),
+                where=str(self.path(pack)),
+                errno=error.errno,
+                hint="mstore fsck --read-data",
+            ) from error
+        finally:
+            self._release(opened)
+
+    def read(self, pack: PackId, offset: int, length: int) -> bytes:
+        """`length` bytes of the pack at `offset`."""
+        opened = self._acquire(pack)
+        try:
+            data = os.pread(opened.fd, length, offset)
+        except OSError as error:
+            raise StorageFailed(
+                str(error.strerror),
+                where=str(self.path(pack)),
+                errno=error.errno,
+                hint="mstore fsck --read-data",
+            ) from error
+        finally:
+            self._release(opened)
+        if len(data) != length:
+            raise Corrupt("the pack ends too early", where=str(self.path(pack)))
+        return data
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+        """Ask the kernel to read ahead; advice only."""
+        opened = self._acquire(pack)
+        try:
+            os.posix_fadvise(opened.fd, offset, length, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            pass
+        finally:
+            self._release(opened)
+
+    def path(self, pack: PackId) -> Path:
+        """Where this pack lies."""
+        return pack_path(self.directory, pack)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        with self._lock:
+            for opened in self._open.values():
+                os.close(opened.fd)
+            self._open.clear()
+
+
+class _OpenPack:
+    __slots__ = ("fd", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0

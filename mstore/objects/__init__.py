@@ -1,0 +1,1 @@
+"""Records: the canonical bytes of tensors, manifests, snapshots, plans and coverage."""

@@ -1,0 +1,50 @@
+"""The coverage record: per output block, which experts contributed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.ids import CoverageId
+from mstore.objects.canonical import Record
+
+
+class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One merged tensor.  Bit i of a bitmap (least significant first) is output block i.
+
+    reused: blocks that are the base's own.  contributed: per expert, the blocks it went into.
+    """
+
+    name: str
+    blocks: int
+    reused: bytes
+    contributed: tuple[bytes, ...]
+
+
+class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
+    """The outcome of one plan; tensors as in the plan, all others are the base's own."""
+
+    kind: ClassVar[Kind] = Kind.COVERAGE
+    id_type: ClassVar[type[CoverageId]] = CoverageId
+
+    plan: bytes
+    tensors: tuple[TensorCoverage, ...]
+
+    def id(self) -> CoverageId:
+        return CoverageId.of(self.encode())
+
+
+def bitmap(flags: list[bool]) -> bytes:
+    """Flags as bits, least significant first."""
+    data = bytearray(-(-len(flags) // 8))
+    for number, flag in enumerate(flags):
+        if flag:
+            data[number >> 3] |= 1 << (number & 7)
+    return bytes(data)
+
+
+def bit(data: bytes, number: int) -> bool:
+    """Bit `number` of a bitmap."""
+    return bool(data[number >> 3] >> (number & 7) & 1)

@@ -1,0 +1,79 @@
+"""The manifest: every file of a snapshot as a run of parts.
+
+A file is the concatenation of its parts.  Of a safetensors file the first part is the verbatim
+header (eight length bytes and JSON) and the others are its tensors in data order; any other
+file is one unnamed part.  No part of a manifest depends on how or when it was made: equal
+contents have equal ManifestIds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.ids import ManifestId, TensorId
+from mstore.objects.canonical import Record
+
+OPAQUE = 0
+SAFETENSORS = 1
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes."""
+
+    name: str | None
+    tensor: bytes
+    nbytes: int
+
+    def tensor_id(self) -> TensorId:
+        """The record of this part."""
+        return TensorId(self.tensor)
+
+
+class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One file: relative POSIX path, form (OPAQUE or SAFETENSORS), size and parts."""
+
+    path: str
+    form: int
+    size: int
+    parts: tuple[Part, ...]
+
+    def tensors(self) -> Iterator[Part]:
+        """The named parts."""
+        return (part for part in self.parts if part.name is not None)
+
+
+class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
+    """Files sorted by path (by code point)."""
+
+    kind: ClassVar[Kind] = Kind.MANIFEST
+    id_type: ClassVar[type[ManifestId]] = ManifestId
+
+    files: tuple[File, ...]
+
+    def id(self) -> ManifestId:
+        return ManifestId.of(self.encode())
+
+    def file(self, path: str) -> File | None:
+        """The file of this path, or None."""
+        return next((file for file in self.files if file.path == path), None)
+
+    def tensors(self) -> dict[str, TensorId]:
+        """Every tensor by name, in file and data order.
+
+        A name that occurs in two files (an original and a consolidated copy, say) stands for
+        its first occurrence.
+        """
+        found: dict[str, TensorId] = {}
+        for file in self.files:
+            for part in file.tensors():
+                assert part.name is not None
+                found.setdefault(part.name, part.tensor_id())
+        return found
+
+    def plain_bytes(self) -> int:
+        """Bytes that a checkout takes."""
+        return sum(file.size for file in self.files)

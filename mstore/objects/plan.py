@@ -1,0 +1,99 @@
+"""The plan record: which blocks of which experts a merge reads, and what that costs.
+
+Content-addressed: inputs are named by their ManifestIds, so equal inputs and parameters give the
+same PlanId on any machine.  What a person called the inputs is kept beside the plan (see
+`mstore.store.plans`), not in it.
+
+Per tensor and expert there is one state byte a *chunk*.  A chunk is a run of elements that is a
+whole number of blocks of the base, of every expert and of the output; where all have one dtype,
+it is a block.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.ids import ManifestId, PlanId
+from mstore.objects.canonical import Record
+
+READ = 0
+"""The expert's blocks are read."""
+SHARED = 1
+"""They are those of an earlier expert, and read once for both."""
+EQUAL = 2
+"""They are the base's blocks: the delta is zero."""
+BELOW = 3
+"""No element reaches the trim threshold: the sparsified delta is zero."""
+OMITTED = 4
+"""They are left out for the budget."""
+
+
+class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Keep |d| > value, and of |d| == value the first `quota` by flat index (-1: all of them)."""
+
+    value: float
+    quota: int
+
+
+class PlanTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor to be merged.
+
+    states: a byte a chunk, per expert.  thresholds: per expert, or empty where nothing is
+    trimmed.  omitted: per expert the L2 norm of the (sparsified) delta that is left out, -1 where
+    it is not known.
+    """
+
+    name: str
+    chunk_elements: int
+    states: tuple[bytes, ...]
+    thresholds: tuple[Threshold, ...]
+    omitted: tuple[float, ...]
+
+
+class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An input and its weight."""
+
+    manifest: bytes
+    weight: float
+
+    def manifest_id(self) -> ManifestId:
+        """The content of this expert."""
+        return ManifestId(self.manifest)
+
+
+class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
+    """Inputs, parameters, selection, expected cost and error bound.
+
+    parameters: complete, sorted by name.  dtype: of the output, None for that of the base.
+    budget: bytes, None for no limit.  tensors: those that are merged, in the order of the base;
+    all others are the base's own, and `copied` says of which that is remarkable and why.
+    error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
+    """
+
+    kind: ClassVar[Kind] = Kind.PLAN
+    id_type: ClassVar[type[PlanId]] = PlanId
+
+    method: str
+    parameters: tuple[tuple[str, bool | int | float], ...]
+    base: bytes
+    experts: tuple[PlanExpert, ...]
+    dtype: str | None
+    block_size: int
+    budget: int | None
+    full_expert_bytes: int
+    planned_expert_bytes: int
+    error_bound: float | None
+    error_estimate: float | None
+    tensors: tuple[PlanTensor, ...]
+    copied: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    def id(self) -> PlanId:
+        return PlanId.of(self.encode())
+
+    def base_id(self) -> ManifestId:
+        """The content merged into."""
+        return ManifestId(self.base)

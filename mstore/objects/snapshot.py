@@ -1,0 +1,61 @@
+"""The snapshot record: an immutable commit."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.ids import CoverageId, ManifestId, PlanId, SnapshotId
+from mstore.objects.canonical import Record
+
+PREVIOUS = "previous"
+BASE = "base"
+EXPERT = "expert"
+
+
+class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An edge of the lineage; `role` is previous, base or expert."""
+
+    role: str
+    snapshot: bytes
+
+    def snapshot_id(self) -> SnapshotId:
+        """The parent."""
+        return SnapshotId(self.snapshot)
+
+
+class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
+    """Manifest, parents in the order previous, base, experts; how it was made; message and time.
+
+    origin: "add" or "merge".  plan and coverage are set for merges.  time_ns: nanoseconds since
+    the epoch, UTC.  tool: name and version of the program that wrote it.
+    """
+
+    kind: ClassVar[Kind] = Kind.SNAPSHOT
+    id_type: ClassVar[type[SnapshotId]] = SnapshotId
+
+    manifest: bytes
+    parents: tuple[Parent, ...]
+    origin: str
+    plan: bytes | None
+    coverage: bytes | None
+    message: str
+    time_ns: int
+    tool: str
+
+    def id(self) -> SnapshotId:
+        return SnapshotId.of(self.encode())
+
+    def manifest_id(self) -> ManifestId:
+        """What it contains."""
+        return ManifestId(self.manifest)
+
+    def plan_id(self) -> PlanId | None:
+        """The plan that was run, for a merge."""
+        return None if self.plan is None else PlanId(self.plan)
+
+    def coverage_id(self) -> CoverageId | None:
+        """Which experts contributed where, for a merge."""
+        return None if self.coverage is None else CoverageId(self.coverage)

@@ -1,0 +1,54 @@
+"""The tensor record: dtype, shape and block list of one tensor, or of one file's plain bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from mstore.blocks.packs import Kind
+from mstore.errors import Corrupt
+from mstore.ids import ID_BYTES, BlockId, TensorId
+from mstore.objects.canonical import Record
+
+# The dtype of headers and of files that are not safetensors: a plain run of bytes.
+BYTES = "BYTES"
+
+
+class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
+    """`blocks` is the concatenation of BlockIds; all but the last block are BLOCK_SIZE bytes long.
+
+    dtype: a safetensors dtype name, or BYTES.  nbytes: length of the plain bytes.
+    """
+
+    kind: ClassVar[Kind] = Kind.TENSOR
+    id_type: ClassVar[type[TensorId]] = TensorId
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    blocks: bytes
+
+    def id(self) -> TensorId:
+        return TensorId.of(self.encode())
+
+    def block_count(self) -> int:
+        """Number of blocks; 0 for an empty tensor."""
+        return len(self.blocks) // ID_BYTES
+
+    def block(self, number: int) -> BlockId:
+        """The id of block `number`."""
+        return BlockId(self.blocks[number * ID_BYTES : (number + 1) * ID_BYTES])
+
+    def block_ids(self) -> Iterator[BlockId]:
+        """All block ids in order."""
+        for number in range(self.block_count()):
+            yield self.block(number)
+
+    def block_length(self, number: int, block_size: int) -> int:
+        """Plain bytes of block `number`."""
+        return min(block_size, self.nbytes - number * block_size)
+
+    def check(self, block_size: int, where: str) -> None:
+        """Raise Corrupt unless the block list fits the length."""
+        if len(self.blocks) != ID_BYTES * -(-self.nbytes // block_size):
+            raise Corrupt("block list and length do not agree", where=where)

@@ -1,0 +1,1 @@
+"""The store proper: layout, catalog, transactions, refs, leases.  No checkpoints, no merging."""

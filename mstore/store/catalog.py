@@ -1,0 +1,261 @@
+"""The catalog: an open store, for reading.
+
+Owns the index, the open packs and a cache of decoded records.  Answers where things are, reads
+blocks and records with their ids checked, and resolves revisions.  Publishing is
+`mstore.store.transaction`'s; it borrows the writer lock from here.
+
+Safe for any number of threads.  Readers never wait for writers: a lookup is one short index
+transaction, and packs do not change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.index import Index, Location
+from mstore.blocks.meter import Meter
+from mstore.blocks.packs import PackFiles
+from mstore.errors import Corrupt, NotFound
+from mstore.ids import BlockId, Id, ManifestId, SnapshotId, TensorId
+from mstore.objects.canonical import Record, decode
+from mstore.objects.manifest import Manifest
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.store import layout as layouts
+from mstore.store import refs as ref_rows
+from mstore.store import revisions
+from mstore.store.layout import Layout
+
+R = TypeVar("R", bound=Record)
+RECORD_LIMIT = 1 << 30
+FSCK = "mstore fsck --read-data"
+
+
+class Catalog:
+    """One open store."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.index = Index(layout.index)
+        self.packs = PackFiles(layout.packs)
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._records_lock = Lock()
+
+    @classmethod
+    def create(cls, root: Path, block_size: int) -> Catalog:
+        """A new, empty store."""
+        layout = layouts.create(root, block_size)
+        catalog = cls(layout)
+        with catalog.publishing():
+            ref_rows.write_mirror(layout, catalog.index)
+        return catalog
+
+    @classmethod
+    def open(cls, root: Path) -> Catalog:
+        """An existing store.  Raises NotFound, Incompatible, Corrupt."""
+        return cls(layouts.locate(root))
+
+    def close(self) -> None:
+        """Close packs and index."""
+        self.packs.close()
+        self.index.close()
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a full block in this store."""
+        return self.layout.block_size
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Hold the writer lock: one publisher at a time, over all processes."""
+        lock = fs.LockFile(self.layout.lock)
+        try:
+            lock.acquire()
+            yield
+        finally:
+            lock.release()
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def locate(self, blocks: Iterable[BlockId]) -> list[Location]:
+        """Where each block lies.  Raises Corrupt naming the first that is not stored."""
+        found = []
+        with self.index.env.read() as transaction:
+            for block in blocks:
+                location = self.index.block(transaction, block)
+                if location is None:
+                    raise Corrupt("the store does not have this block", where=f"block {block}")
+                found.append(location)
+        return found
+
+    def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Whether each block is stored."""
+        with self.index.env.read() as transaction:
+            return [self.index.has_block(transaction, block) for block in blocks]
+
+    def read_block(
+        self, block: BlockId, location: Location | None = None, meter: Meter | None = None
+    ) -> bytes:
+        """The plain bytes of a block, checked against its id.  Raises Corrupt naming it."""
+        if location is None:
+            location = self.locate([block])[0]
+        self._check_length(block, location)
+        if meter is not None:
+            meter.charge(location.stored_length)
+        payload = self.packs.read(location.pack, location.offset, location.stored_length)
+        data = codecs.decode(location.codec, payload, location.width, location.raw_length)
+        self._verify(block, data, location)
+        return data
+
+    def read_block_into(
+        self, block: BlockId, location: Location, target: memoryview, meter: Meter | None = None
+    ) -> None:
+        """Fill `target` (exactly the block's plain length) with checked bytes."""
+        self._check_length(block, location)
+        if len(target) != location.raw_length:
+            raise Corrupt(
+                f"a block of {location.raw_length} bytes where {len(target)} were expected",
+                where=f"block {block}",
+            )
+        if location.codec != Codec.RAW:
+            target[:] = self.read_block(block, location, meter)
+            return
+        if meter is not None:
+            meter.charge(location.stored_length)
+        self.packs.read_into(location.pack, location.offset, target)
+        self._verify(block, target, location)
+
+    def _check_length(self, block: BlockId, location: Location) -> None:
+        # Before anything is allocated: an index row is not proof that a length is sane.
+        if max(location.raw_length, location.stored_length) > self.block_size:
+            raise Corrupt("longer than the block size", where=f"block {block}", hint=FSCK)
+
+    def _verify(self, block: BlockId, data: bytes | memoryview, location: Location) -> None:
+        if BlockId.of(data) != block:
+            raise Corrupt(
+                f"the stored bytes do not match the id (pack {location.pack.short}, "
+                f"offset {location.offset})",
+                where=f"block {block}",
+                hint=FSCK,
+            )
+
+    # -- records -----------------------------------------------------------------------------
+
+    def record(self, kind: type[R], id: Id) -> R:
+        """A decoded record, its bytes checked against its id.  Raises NotFound, Corrupt."""
+        key = bytes([kind.kind]) + id
+        with self._records_lock:
+            cached = self._records.get(key)
+            if cached is not None:
+                self._records.move_to_end(key)
+                assert isinstance(cached, kind)
+                return cached
+        with self.index.env.read() as transaction:
+            location = self.index.record(transaction, kind.kind, id)
+        if location is None:
+            raise NotFound(f"no such {kind.kind.name.lower()}", where=str(id))
+        record = decode(kind, self.record_bytes(kind.id_type(id), location), f"{id}")
+        with self._records_lock:
+            self._records[key] = record
+            while len(self._records) > 4096:
+                self._records.popitem(last=False)
+        return record
+
+    def record_bytes(self, id: Id, location: Location) -> bytes:
+        """The canonical bytes of a record, checked against its id."""
+        where = f"{type(id).__name__} {id}"
+        if location.codec != Codec.RAW or location.stored_length > RECORD_LIMIT:
+            raise Corrupt("not stored as a record", where=where, hint=FSCK)
+        data = self.packs.read(location.pack, location.offset, location.stored_length)
+        if type(id).of(data) != id:
+            raise Corrupt("the stored record does not match its id", where=where, hint=FSCK)
+        return data
+
+    def tensor(self, id: TensorId) -> Tensor:
+        """A tensor record that fits this store's block size."""
+        tensor = self.record(Tensor, id)
+        tensor.check(self.block_size, f"tensor {id}")
+        return tensor
+
+    def manifest(self, id: ManifestId) -> Manifest:
+        """A manifest."""
+        return self.record(Manifest, id)
+
+    def snapshot(self, id: SnapshotId) -> SnapshotRecord:
+        """A snapshot record."""
+        return self.record(SnapshotRecord, id)
+
+    # -- names -------------------------------------------------------------------------------
+
+    def resolve(self, revision: str) -> SnapshotId:
+        """The snapshot that a revision names.  Raises NotFound, BadName."""
+        parsed = revisions.parse(revision)
+        with self.index.env.read() as transaction:
+            snapshot = revisions.start(self.index, transaction, parsed)
+        return revisions.walk_back(snapshot, parsed.steps, self.snapshot, revision)
+
+    def refs(self) -> dict[str, ref_rows.Ref]:
+        """All refs by name."""
+        with self.index.env.read() as transaction:
+            return dict(ref_rows.walk(self.index, transaction))
+
+    def ref(self, name: str) -> ref_rows.Ref | None:
+        """One ref, or None."""
+        with self.index.env.read() as transaction:
+            return ref_rows.get(self.index, transaction, name)
+
+    def snapshot_ids(self) -> list[SnapshotId]:
+        """Every stored snapshot, by id."""
+        with (
+            self.index.env.read() as transaction,
+            transaction.cursor(db=self.index.db("snapshots")) as cursor,
+        ):
+            return [SnapshotId(key) for key, _ in cursor]
+
+    def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
+        """The snapshots with this content, newest first (ties by id)."""
+        with (
+            self.index.env.read() as transaction,
+            transaction.cursor(db=self.index.db("edges")) as cursor,
+        ):
+            prefix = MANIFEST_EDGE + manifest
+            found = []
+            more = cursor.set_range(prefix)
+            while more and cursor.key().startswith(prefix):
+                found.append(SnapshotId(cursor.key()[len(prefix) :]))
+                more = cursor.next()
+        return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
+
+
+MANIFEST_EDGE = b"m"
+PARENT_EDGE = b"p"
+
+
+def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) -> None:
+    """Rows of a snapshot: its own, content -> snapshot, and parent -> child edges.
+
+    snapshots   SnapshotId                   -> ManifestId + time_ns u64
+    edges       "m" ManifestId SnapshotId    -> empty
+                "p" parent child             -> role
+    """
+    id = snapshot.id()
+    row = snapshot.manifest + snapshot.time_ns.to_bytes(8, "big")
+    transaction.put(id, row, db=index.db("snapshots"))
+    transaction.put(MANIFEST_EDGE + snapshot.manifest + id, b"", db=index.db("edges"))
+    for parent in snapshot.parents:
+        key = PARENT_EDGE + parent.snapshot + id
+        transaction.put(key, parent.role.encode(), db=index.db("edges"))
+
+
+def now_ns() -> int:
+    """The time that snapshots and reflog lines carry."""
+    return time.time_ns()

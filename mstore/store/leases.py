@@ -1,0 +1,109 @@
+"""Leases: who is at work in a store, and what must not be taken from under them.
+
+An operation that writes takes a lease first: a directory tmp/<lease>/ with a lock file that the
+process holds, and a row in the index.  The kernel drops the lock when the process ends in any
+way, so a lease is live exactly as long as its owner: no clock decides.  What lies in the
+directory of a dead lease is garbage and may be removed by anyone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mstore import fs
+from mstore.blocks.index import Index
+from mstore.store.layout import Layout
+
+
+class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
+    """What the index says of a lease: process id and purpose, for people; the lock decides."""
+
+    pid: int
+    purpose: str
+
+
+class Lease:
+    """A live lease.  `directory` is the owner's own; it goes with the lease.
+
+    The lock is held before the directory exists and removed after it, so a directory without a
+    held lock is dead for good.
+    """
+
+    def __init__(self, layout: Layout, index: Index, purpose: str) -> None:
+        self._index = index
+        while True:
+            self.name = secrets.token_hex(8)
+            self._lock = fs.LockFile(_lock_path(layout, self.name))
+            self._lock.acquire()
+            if self._lock.is_current():
+                break
+            # A sweeper saw the file in the instant before it was locked, and removed it.
+            self._lock.release()
+        self.directory = layout.tmp / self.name
+        try:
+            fs.make_directory(self.directory, mode=0o700)
+            with index.env.write() as transaction:
+                row = msgspec.msgpack.encode(LeaseRow(os.getpid(), purpose))
+                transaction.put(self.name.encode(), row, db=index.db("leases"))
+        except BaseException:
+            self.release()
+            raise
+
+    def drop_row(self, transaction: Any) -> None:
+        """Remove the row, in the transaction that publishes the work."""
+        transaction.delete(self.name.encode(), db=self._index.db("leases"))
+
+    def release(self) -> None:
+        """Remove directory and lock.  A row still there is swept by the next writer."""
+        fs.remove_tree(self.directory)
+        self._lock.remove()
+
+
+def _lock_path(layout: Layout, name: str) -> Path:
+    return layout.tmp / f"{name}.lock"
+
+
+def garbage(layout: Layout) -> list[Path]:
+    """Everything in tmp/ that belongs to no live lease, for reports."""
+    found = []
+    for path in sorted(layout.tmp.iterdir()):
+        lock = _seize(layout, path)
+        if lock is not None:
+            lock.release()
+            found.append(path)
+    return found
+
+
+def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
+    """The lock of the lease that owned `path`, taken; None while its owner lives."""
+    lock = fs.LockFile(_lock_path(layout, path.name.removesuffix(".lock")))
+    if lock.acquire(blocking=False):
+        return lock
+    lock.release()
+    return None
+
+
+def sweep(layout: Layout, index: Index) -> None:
+    """Remove what dead leases left behind.  Call with the writer lock held."""
+    for path in sorted(layout.tmp.iterdir()):
+        lock = _seize(layout, path)
+        if lock is None:
+            continue
+        if path != lock.path:
+            if path.is_dir() and not path.is_symlink():
+                fs.remove_tree(path)
+            else:
+                fs.unlink(path, missing_ok=True)
+        lock.remove()
+    with index.env.read() as transaction, transaction.cursor(db=index.db("leases")) as cursor:
+        names = [bytes(key).decode() for key, _ in cursor]
+    gone = [name for name in names if not _lock_path(layout, name).exists()]
+    if gone:
+        with index.env.write() as transaction:
+            for name in gone:
+                transaction.delete(name.encode(), db=index.db("leases"))

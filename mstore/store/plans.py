@@ -1,0 +1,90 @@
+"""Where a plan's inputs came from: the snapshots and the names that a person gave.
+
+    plans    PlanId -> [base snapshot, base name, [[expert snapshot, expert name], ...]]
+
+A plan names contents; a merge's parents are snapshots.  Where the row is missing (an index that
+was rebuilt, a plan from elsewhere), the newest snapshot with the same content stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.errors import BadName, NotFound
+from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.objects.canonical import plain_id
+from mstore.objects.plan import Plan
+from mstore.store.catalog import Catalog
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot and what it was called."""
+
+    snapshot: bytes
+    name: str
+
+    def snapshot_id(self) -> SnapshotId:
+        """The snapshot."""
+        return SnapshotId(self.snapshot)
+
+
+class Sources(msgspec.Struct, frozen=True, array_like=True):
+    """The inputs of a plan, experts in plan order."""
+
+    base: Source
+    experts: tuple[Source, ...]
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
+_decode = msgspec.msgpack.Decoder(Sources).decode
+
+
+def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
+    """Remember the inputs, within an open index transaction."""
+    transaction.put(plan, _encode(sources), db=catalog.index.db("plans"))
+
+
+def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
+    """The inputs of a plan.  Raises NotFound for one that this store does not have."""
+    with catalog.index.env.read() as transaction:
+        row = transaction.get(id, db=catalog.index.db("plans"))
+    if row is not None:
+        return _decode(row)
+    return Sources(
+        _stand_in(catalog, plan.base_id()),
+        tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
+    )
+
+
+def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
+    found = catalog.snapshots_of(manifest)
+    if not found:
+        raise NotFound(
+            "this store has no snapshot with an input of the plan",
+            where=f"manifest {manifest}",
+            hint="mstore add PATH --name NAME",
+        )
+    return Source(found[0], found[0].short)
+
+
+def find(catalog: Catalog, text: str) -> PlanId:
+    """The plan of this id or unique prefix (four digits or more).  Raises NotFound, BadName."""
+    if len(text) < 4 or not set(text) <= set("0123456789abcdef") or len(text) > 64:
+        raise BadName(f"{text!r} is not a plan id", hint="mstore plan prints it")
+    matches = [id for id in _ids(catalog) if id.hex().startswith(text)]
+    if not matches:
+        raise NotFound("no such plan", where=text, hint="mstore plan ... makes one")
+    if len(matches) > 1:
+        raise BadName(f"{text!r} is the prefix of several plans", hint="give more digits")
+    return matches[0]
+
+
+def _ids(catalog: Catalog) -> Iterator[PlanId]:
+    with catalog.index.env.read() as transaction:
+        for kind, id, _ in catalog.index.records(transaction):
+            if kind == Kind.PLAN:
+                yield PlanId(id)

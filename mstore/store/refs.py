@@ -1,0 +1,209 @@
+"""Refs: names that point at snapshots, moved by compare-and-swap, every move in the reflog.
+
+    refs     name (UTF-8)                      -> [kind, snapshot]
+    reflog   name + 0x00 + position u64        -> [old, new, action, time_ns]
+
+A branch moves when something is added or merged under its name; a tag does not move.  Functions
+take an open index transaction; the caller decides what else belongs to the same step.  The text
+mirror is written after the commit, for people and for rebuilding the index.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mstore import fs
+from mstore.blocks.index import Index
+from mstore.errors import BadName, Conflict, NotFound
+from mstore.ids import SnapshotId
+from mstore.objects.canonical import plain_id
+from mstore.store.layout import Layout
+
+BRANCH = "branch"
+TAG = "tag"
+MAX_NAME_BYTES = 200
+_FORBIDDEN = re.compile(r"[\x00-\x20\x7f~^:@{}\\*?\[\]=\"'<>|$`]")
+_HEX_NAME = re.compile(r"[0-9a-f]{16,64}")
+_POSITION = struct.Struct(">Q")
+
+
+class Ref(msgspec.Struct, frozen=True, array_like=True):
+    """What a name points at; `kind` is BRANCH or TAG."""
+
+    kind: str
+    snapshot: bytes
+
+    def snapshot_id(self) -> SnapshotId:
+        """The snapshot."""
+        return SnapshotId(self.snapshot)
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """One line of a reflog.  `old` is None for a creation, `new` for a removal."""
+
+    old: bytes | None
+    new: bytes | None
+    action: str
+    time_ns: int
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
+_decode_ref = msgspec.msgpack.Decoder(Ref).decode
+_decode_move = msgspec.msgpack.Decoder(Move).decode
+
+
+def check_name(name: str) -> None:
+    """Raise BadName unless `name` can be a ref, a directory of a mount and a word in a shell."""
+
+    def refuse(why: str) -> BadName:
+        return BadName(
+            f"{name!r} cannot be a ref: {why}",
+            hint="use letters, digits, '.', '_', '-' and '/', as in llama/merged",
+        )
+
+    if not name:
+        raise refuse("it is empty")
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError as error:
+        raise refuse("it is not valid Unicode") from error
+    if len(encoded) > MAX_NAME_BYTES:
+        raise refuse(f"it is longer than {MAX_NAME_BYTES} bytes")
+    if unicodedata.normalize("NFC", name) != name:
+        raise refuse("it is not in Unicode normal form C")
+    if found := _FORBIDDEN.search(name):
+        raise refuse(f"it contains {found.group()!r}")
+    if _HEX_NAME.fullmatch(name):
+        raise refuse("it looks like an id")
+    for part in name.split("/"):
+        if not part:
+            raise refuse("it has an empty part between slashes")
+        if part.startswith((".", "-")) or part.endswith(".lock"):
+            raise refuse(f"the part {part!r} starts with '.' or '-' or ends with '.lock'")
+
+
+def get(index: Index, transaction: Any, name: str) -> Ref | None:
+    """The ref of this name, or None."""
+    key = name.encode(errors="surrogateescape")
+    if not key or len(key) > MAX_NAME_BYTES:
+        return None
+    value = transaction.get(key, db=index.db("refs"))
+    return None if value is None else _decode_ref(value)
+
+
+def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
+    """All refs by name."""
+    with transaction.cursor(db=index.db("refs")) as cursor:
+        for key, value in cursor:
+            yield key.decode(), _decode_ref(value)
+
+
+def move(
+    index: Index,
+    transaction: Any,
+    name: str,
+    *,
+    expect: Ref | None,
+    new: Ref | None,
+    action: str,
+    time_ns: int,
+) -> None:
+    """Compare-and-swap of one ref, with its line in the reflog.
+
+    `new` None removes the ref (its reflog stays).  Raises Conflict if the ref is not what was
+    expected any more, or if one of two names would be a directory of the other.
+    """
+    if get(index, transaction, name) != expect:
+        raise Conflict(
+            "the ref moved while this command was running",
+            where=name,
+            hint=f"mstore reflog {name}, then run the command again",
+        )
+    if expect is None:
+        _refuse_nesting(index, transaction, name)
+    key = name.encode()
+    if new is None:
+        transaction.delete(key, db=index.db("refs"))
+    else:
+        transaction.put(key, _encode(new), db=index.db("refs"))
+    position = next_position(index, transaction, name)
+    line = Move(
+        None if expect is None else expect.snapshot,
+        None if new is None else new.snapshot,
+        action,
+        time_ns,
+    )
+    transaction.put(_log_key(name, position), _encode(line), db=index.db("reflog"))
+
+
+def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
+    parts = name.split("/")
+    for length in range(1, len(parts)):
+        above = "/".join(parts[:length])
+        if get(index, transaction, above) is not None:
+            raise Conflict(f"{above!r} is a ref, so {name!r} cannot be one below it", where=name)
+    prefix = f"{name}/".encode()
+    with transaction.cursor(db=index.db("refs")) as cursor:
+        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
+            below = cursor.key().decode()
+            raise Conflict(f"{below!r} is a ref, so {name!r} cannot be one above it", where=name)
+
+
+def _log_key(name: str, position: int) -> bytes:
+    return name.encode() + b"\0" + _POSITION.pack(position)
+
+
+def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
+    """All moves of a name, oldest first; also of one that was removed."""
+    prefix = name.encode(errors="surrogateescape") + b"\0"
+    moves = []
+    with transaction.cursor(db=index.db("reflog")) as cursor:
+        found = cursor.set_range(prefix)
+        while found and cursor.key().startswith(prefix):
+            moves.append(_decode_move(cursor.value()))
+            found = cursor.next()
+    return moves
+
+
+def next_position(index: Index, transaction: Any, name: str) -> int:
+    """How many moves the reflog of `name` has: the position of its next line."""
+    prefix = name.encode(errors="surrogateescape") + b"\0"
+    with transaction.cursor(db=index.db("reflog")) as cursor:
+        beyond = cursor.set_range(prefix + b"\xff" * (_POSITION.size + 1))
+        last = cursor.prev() if beyond else cursor.last()
+        if not last or not cursor.key().startswith(prefix):
+            return 0
+        return int(_POSITION.unpack(cursor.key()[len(prefix) :])[0]) + 1
+
+
+def require(index: Index, transaction: Any, name: str) -> Ref:
+    """The ref of this name.  Raises NotFound with the nearest names."""
+    ref = get(index, transaction, name)
+    if ref is None:
+        raise NotFound("no such ref", where=name, hint="mstore refs")
+    return ref
+
+
+# -- the text mirror -------------------------------------------------------------------------
+
+MIRROR_HEAD = "mstore refs 1\n"
+
+
+def write_mirror(layout: Layout, index: Index) -> None:
+    """Bring the text mirror up to date, if it is not.  Call with the writer lock held."""
+    with index.env.read() as transaction:
+        found = list(walk(index, transaction))
+    lines = [f"{ref.kind} {ref.snapshot_id()} {name}\n" for name, ref in found]
+    text = MIRROR_HEAD + "".join(lines)
+    try:
+        if layout.mirror.read_text() == text:
+            return
+    except (OSError, UnicodeDecodeError):
+        pass
+    fs.replace_text(layout.mirror, text)

@@ -1,0 +1,106 @@
+"""Revisions: how a person names a snapshot.
+
+NAME          a ref or tag
+PREFIX        at least four hex digits of a SnapshotId
+REV~N         N steps along the first parent (parents are in the order previous, base, experts)
+NAME@{N}      where the ref pointed N moves ago; @{0} is now
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mstore.blocks.index import Index
+from mstore.errors import BadName, NotFound
+from mstore.ids import SnapshotId
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.store import refs
+
+_SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>\d{1,9})\})?(?P<steps>(?:~\d{0,9})*)")
+_PREFIX = re.compile(r"[0-9a-f]{4,64}")
+_HINT = "mstore refs lists the names, mstore log the snapshots"
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A parsed revision: a name or id prefix, a reflog position, steps to the first parent."""
+
+    name: str
+    back: int | None
+    steps: int
+
+
+def parse(text: str) -> Revision:
+    """Split a revision into its parts.  Raises BadName."""
+    found = _SUFFIX.fullmatch(text)
+    if found is None:
+        raise BadName(f"{text!r} does not name a snapshot", hint=_HINT)
+    steps = sum(int(step or "1") for step in found["steps"].split("~")[1:])
+    back = None if found["back"] is None else int(found["back"])
+    return Revision(found["name"], back, steps)
+
+
+def start(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
+    """Resolve name and reflog position.  Raises NotFound or BadName (ambiguous prefix)."""
+    if revision.back is not None:
+        return _from_reflog(index, transaction, revision)
+    ref = refs.get(index, transaction, revision.name)
+    if ref is not None:
+        return ref.snapshot_id()
+    if not _PREFIX.fullmatch(revision.name):
+        raise NotFound("no such ref or snapshot", where=revision.name, hint=_HINT)
+    ids = with_prefix(index, transaction, revision.name)
+    if not ids:
+        raise NotFound("no such ref or snapshot", where=revision.name, hint=_HINT)
+    if len(ids) > 1:
+        listed = ", ".join(id.short for id in ids[:5])
+        raise BadName(f"{revision.name!r} is the prefix of several snapshots: {listed}", hint=_HINT)
+    return ids[0]
+
+
+def _from_reflog(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
+    moves = refs.reflog(index, transaction, revision.name)
+    assert revision.back is not None
+    if not moves:
+        raise NotFound("no such ref", where=revision.name, hint="mstore refs")
+    if revision.back >= len(moves):
+        raise NotFound(
+            f"the reflog has only {len(moves)} entries",
+            where=f"{revision.name}@{{{revision.back}}}",
+            hint=f"mstore reflog {revision.name}",
+        )
+    new = moves[-1 - revision.back].new
+    if new is None:
+        raise NotFound(
+            "the ref was removed at that move",
+            where=f"{revision.name}@{{{revision.back}}}",
+            hint=f"mstore reflog {revision.name}",
+        )
+    return SnapshotId(new)
+
+
+def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]:
+    """Snapshots whose id begins with these hex digits."""
+    low = bytes.fromhex(prefix.ljust(64, "0"))
+    found = []
+    with transaction.cursor(db=index.db("snapshots")) as cursor:
+        more = cursor.set_range(low)
+        while more and cursor.key().hex().startswith(prefix):
+            found.append(SnapshotId(cursor.key()))
+            more = cursor.next()
+    return found
+
+
+def walk_back(
+    snapshot: SnapshotId, steps: int, load: Callable[[SnapshotId], SnapshotRecord], text: str
+) -> SnapshotId:
+    """`steps` along the first parent.  Raises NotFound where the lineage ends before that."""
+    for _ in range(steps):
+        parents = load(snapshot).parents
+        if not parents:
+            raise NotFound("the lineage ends before that", where=text, hint="mstore log")
+        snapshot = parents[0].snapshot_id()
+    return snapshot

@@ -1,0 +1,242 @@
+"""Transactions: the one way in which anything is published.
+
+The commit order is the promise (docs/format.md, "Commit order"):
+
+    lease -> payloads into tmp/ -> footer, fsync -> rename into packs/ -> fsync directories
+    -> writer lock -> ONE index transaction: check again that every block counted as present
+       still is, insert rows, compare-and-swap the refs, append the reflog
+    -> acknowledge -> refresh the text mirror
+
+Before the index commit a crash leaves garbage and nothing else; after it, everything is there.
+A transaction belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
+from mstore.errors import Conflict
+from mstore.ids import BlockId, Buffer, Id, TensorId
+from mstore.objects.canonical import Record
+from mstore.objects.manifest import Manifest
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.store import leases, refs
+from mstore.store.catalog import Catalog, insert_snapshot, now_ns
+
+MAX_PACK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RefMove:
+    """A ref to be moved: what it must be now, what it shall be, and the reflog's word for it."""
+
+    name: str
+    expect: refs.Ref | None
+    new: refs.Ref | None
+    action: str
+
+
+class Transaction:
+    """Blocks and records on their way into the store.
+
+    Invariants: nothing is visible before `commit` returns; after an exception, or without
+    `commit`, leaving the block removes all that was written.
+    """
+
+    def __init__(self, catalog: Catalog, purpose: str, *, max_pack: int = MAX_PACK_BYTES) -> None:
+        self._catalog = catalog
+        self._max_pack = max_pack
+        self._writer: PackWriter | None = None
+        self._sealed: list[SealedPack] = []
+        self._published: list[SealedPack] = []
+        self._own: set[bytes] = set()
+        self._pending: dict[TensorId, Tensor] = {}
+        self._relied_blocks: set[BlockId] = set()
+        self._relied_records: set[tuple[Kind, Id]] = set()
+        self._committing = False
+        self.bytes_written = 0
+        self.blocks_new = 0
+        self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        if not self._committing:
+            # An index commit that failed half way may still be on disk: then the packs stay.
+            for pack in self._published:
+                path = pack_path(self._catalog.layout.packs, pack.id)
+                fs.unlink(path, missing_ok=True)
+        self._lease.release()
+
+    # -- filling -----------------------------------------------------------------------------
+
+    def put_block(
+        self, block: BlockId, data: Buffer, width: int, file: str, file_offset: int
+    ) -> bool:
+        """Store a block unless it is there; True if it is new.
+
+        `data` must hash to `block` (the caller has just hashed it).  `file` and `file_offset`
+        say where it lies in the file that is written or copied, so that neighbours stay
+        neighbours.
+        """
+        if block in self._own:
+            return False
+        if block in self._relied_blocks or self._catalog.has_blocks([block])[0]:
+            self._relied_blocks.add(block)
+            return False
+        writer = self._pack()
+        codec, payload = codecs.encode(data, width)
+        if codec == Codec.RAW:
+            writer.append_raw(block, payload, width, file, file_offset)
+        else:
+            writer.append_small(block, Kind.BLOCK, codec, width, bytes(payload), len(data))
+        self._own.add(block)
+        self.blocks_new += 1
+        return True
+
+    def rely_on_manifest(self, manifest: Manifest) -> None:
+        """All blocks and tensor records of a manifest must be stored, or be this transaction's."""
+        for file in manifest.files:
+            for part in file.parts:
+                id = part.tensor_id()
+                if bytes([Kind.TENSOR]) + id in self._own:
+                    self._rely_on_blocks(self._pending[id])
+                    continue
+                self._relied_records.add((Kind.TENSOR, id))
+                self._rely_on_blocks(self._catalog.tensor(id))
+
+    def _rely_on_blocks(self, tensor: Tensor) -> None:
+        self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
+
+    def put_record(self, record: Record) -> Id:
+        """Store a record unless it is there; returns its id."""
+        id = record.id()
+        kind = type(record).kind
+        key = bytes([kind]) + id
+        if key in self._own or (kind, id) in self._relied_records:
+            return id
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            present = index.record(transaction, kind, id) is not None
+        if present:
+            self._relied_records.add((kind, id))
+            return id
+        data = record.encode()
+        self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
+        self._own.add(key)
+        if isinstance(record, Tensor):
+            self._pending[record.id()] = record
+        return id
+
+    def _pack(self) -> PackWriter:
+        if self._writer is not None and self._writer.size >= self._max_pack:
+            self._seal()
+        if self._writer is None:
+            path = self._lease.directory / f"{len(self._sealed)}.pack"
+            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+        return self._writer
+
+    def _seal(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            pack = writer.seal()
+            self._sealed.append(pack)
+            self.bytes_written += pack.size
+
+    # -- publishing --------------------------------------------------------------------------
+
+    def commit(
+        self,
+        *,
+        snapshots: Sequence[SnapshotRecord] = (),
+        moves: Sequence[RefMove] = (),
+        also: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Publish all of it, or raise and publish nothing.  Raises Conflict, StorageFailed.
+
+        `also` adds rows of its own to the index transaction.
+        """
+        for snapshot in snapshots:
+            self.put_record(snapshot)
+        self._seal()
+        self._publish_packs()
+        catalog = self._catalog
+        with catalog.publishing():
+            leases.sweep(catalog.layout, catalog.index)
+            with catalog.index.env.write() as transaction:
+                self._check_relied(transaction)
+                for pack in self._sealed:
+                    catalog.index.insert_pack(transaction, pack)
+                for snapshot in snapshots:
+                    insert_snapshot(catalog.index, transaction, snapshot)
+                apply_moves(catalog, transaction, moves)
+                if also is not None:
+                    also(transaction)
+                self._lease.drop_row(transaction)
+                self._committing = True
+            refs.write_mirror(catalog.layout, catalog.index)
+
+    def _publish_packs(self) -> None:
+        packs = self._catalog.layout.packs
+        touched = set()
+        for pack in self._sealed:
+            target = pack_path(packs, pack.id)
+            if fs.make_directory(target.parent, exist_ok=True):
+                touched.add(packs)
+            touched.add(target.parent)
+            self._published.append(pack)
+            fs.rename(pack.path, target)
+        for directory in sorted(touched, reverse=True):
+            fs.sync_directory(directory)
+
+    def _check_relied(self, transaction: Any) -> None:
+        index = self._catalog.index
+        gone: list[Id] = [b for b in self._relied_blocks if not index.has_block(transaction, b)]
+        gone += [
+            id for kind, id in self._relied_records if index.record(transaction, kind, id) is None
+        ]
+        if gone:
+            raise Conflict(
+                f"{len(gone)} blocks or records were collected while this command was running",
+                where=str(min(gone)),
+                hint="run the command again",
+            )
+
+
+def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) -> None:
+    """Move refs within an open index transaction."""
+    for move in moves:
+        refs.move(
+            catalog.index,
+            transaction,
+            move.name,
+            expect=move.expect,
+            new=move.new,
+            action=move.action,
+            time_ns=now_ns(),
+        )
+
+
+def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
+    """Publish ref moves that need no new blocks (tag, reset, remove)."""
+    with catalog.publishing():
+        with catalog.index.env.write() as transaction:
+            apply_moves(catalog, transaction, moves)
+        refs.write_mirror(catalog.layout, catalog.index)
