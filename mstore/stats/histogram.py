@@ -1,0 +1,275 @@
+"""The histogram of |d| over a whole tensor, and the threshold that keeps its k largest.
+
+Owns the sparse histogram (Histogram), the threshold (Threshold, `select`), its refinement by a
+second look (`select_exact`), and the estimate of what a chunk holds above a threshold
+(`tail_squares`).  Does not own how elements are counted (`deltas`) or how counts are stored
+(`table`).  Pure functions and frozen values on numpy arrays: safe in any thread.
+
+**Bins.**  Bit patterns of non-negative float32 numbers are ordered as the numbers are, so the top
+16 bits of |d| cut the magnitudes into ordered bins: the sign bit's place is empty, 8 bits are
+exponent, 7 are fraction.  A bin's *edge* is the one number in it whose low 16 bits are zero: the
+smallest.  Elements on the edge are *exact* (for them the bin says all there is to say), the others
+*inexact*.  A bf16 number is always exact; so is mostly, but not always, the difference of two.
+Bin 0 starts at 0, but elements with d == 0 are never counted: all in it are inexact.  Bin 0x7F80
+is infinity and bin 0x7FC0 is NaN, each counted as larger than what comes before.
+
+**Rule of selection.**  All elements with |d| > value are kept, and of those with |d| == value the
+`quota` of lowest flat index.  Together these are exactly k, or all that are not zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.errors import BadRequest, Corrupt
+from mstore.stats.chunk import Rows, finite
+
+BINS: Final = 0x8000
+NAN_BIN: Final = 0x7FC0
+
+_INFINITY_BIN: Final = 0x7F80
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histogram:
+    """The occupied bins, ascending: how many elements each holds, and how many are inexact.
+
+    Holds: bins rise strictly up to NAN_BIN; every count is at least 1; inexact <= counts, equal
+    to it in bin 0, and 0 where the bin is infinity or NaN.  The arrays are read-only.  Elements
+    with d == 0 are in no bin: the caller knows n and `nonzeros` says the rest.
+    """
+
+    bins: npt.NDArray[np.uint16]
+    counts: npt.NDArray[np.uint64]
+    inexact: npt.NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        shapes = {self.bins.shape, self.counts.shape, self.inexact.shape}
+        if len(shapes) != 1 or self.bins.ndim != 1:
+            raise BadRequest("bins, counts and inexact counts are three arrays of one length")
+        dtypes = [array.dtype.str for array in (self.bins, self.counts, self.inexact)]
+        if dtypes != ["<u2", "<u8", "<u8"]:
+            raise BadRequest("bins are uint16, counts and inexact counts are uint64")
+        if np.any(self.bins[1:] <= self.bins[:-1]) or np.any(self.bins > NAN_BIN):
+            raise BadRequest(f"bins must rise strictly and end at {NAN_BIN:#06x}")
+        if np.any(self.counts == 0) or np.any(self.inexact > self.counts):
+            raise BadRequest("a bin holds at least one element, and no more inexact ones than that")
+        bottom, top = self.bins == 0, self.bins >= _INFINITY_BIN
+        if np.any(self.inexact[bottom] != self.counts[bottom]) or np.any(self.inexact[top]):
+            raise BadRequest("zeros are not counted, infinity and the quiet NaN are exact")
+        for array in (self.bins, self.counts, self.inexact):
+            array.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Histogram):
+            return NotImplemented
+        return (
+            np.array_equal(self.bins, other.bins)
+            and np.array_equal(self.counts, other.counts)
+            and np.array_equal(self.inexact, other.inexact)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def from_dense(cls, hist: npt.NDArray[np.int64]) -> Self:
+        """From what `deltas.measure` fills: int64[32768, 2].  Raises BadRequest if it is not so."""
+        if hist.shape != (BINS, 2) or hist.dtype != np.int64:
+            raise BadRequest(
+                f"a dense histogram is int64[{BINS}, 2], not {hist.dtype}{list(hist.shape)}"
+            )
+        if hist.min() < 0:
+            raise BadRequest("a dense histogram holds no negative counts")
+        bins = np.flatnonzero(hist.any(axis=1))
+        counts = hist[bins].astype(np.uint64)
+        return cls(bins.astype(np.uint16), counts[:, 0].copy(), counts[:, 1].copy())
+
+    @classmethod
+    def merge(cls, parts: Iterable[Histogram]) -> Self:
+        """The sum, for histograms of disjoint element ranges.  Order does not matter."""
+        total = np.zeros((BINS, 2), dtype=np.int64)
+        for part in parts:
+            total += part.to_dense()
+        return cls.from_dense(total)
+
+    def to_dense(self) -> npt.NDArray[np.int64]:
+        """int64[32768, 2]: all, and inexact ones."""
+        hist = np.zeros((BINS, 2), dtype=np.int64)
+        hist[self.bins, 0] = self.counts
+        hist[self.bins, 1] = self.inexact
+        return hist
+
+    @property
+    def nonzeros(self) -> int:
+        """Elements counted: those with d != 0."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Where the k largest |d| of a tensor end, as far as its histogram says.
+
+    `value` is the edge of the bin in which the k-th largest lies, exactly a float32; `above`
+    counts elements in higher bins, `in_bin` those in this one, `inexact` those of them off the
+    edge; `needed` of the bin's elements complete the k.  Where fewer than k elements are not zero,
+    `value` is 0, `above` is all of them, and the rest is 0: zeros would add nothing.
+    """
+
+    value: float
+    above: int
+    needed: int
+    in_bin: int
+    inexact: int
+
+    @classmethod
+    def none(cls) -> Self:
+        """The threshold of a tensor that equals its base: there is nothing to keep."""
+        return cls(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `value` and `quota` keep exactly the k largest, without a second look.
+
+        Inexact elements are larger than those on the edge.  As soon as all of them are needed,
+        the rule "larger than the edge, and so many on it" says exactly which elements; that holds
+        also when the whole bin is needed.  Where only some of the inexact ones are needed, the
+        order among them decides, and the histogram does not know it.
+        """
+        return self.needed >= self.inexact
+
+    @property
+    def quota(self) -> int:
+        """Elements with |d| == value to keep, lowest flat index first.
+
+        Where not `exact`, the bin's edge serves as the threshold, and all on it are kept.
+        """
+        return (self.needed if self.exact else self.in_bin) - self.inexact
+
+    @property
+    def kept(self) -> int:
+        """Elements that `value` and `quota` keep: k, if `exact` and that many are not zero."""
+        return self.above + self.inexact + self.quota
+
+    @property
+    def bin(self) -> int:
+        """The bin of `value`: what `deltas.count_low` is to look into."""
+        return _pattern(self.value) >> 16
+
+
+def select(hist: Histogram, k: int, n: int) -> Threshold:
+    """The threshold that keeps the `k` largest |d| of a tensor of `n` elements.
+
+    k may exceed the number of non-zeros (see Threshold).  Raises BadRequest unless
+    1 <= k <= max(1, n), and where the histogram counts more than n elements.
+    """
+    nonzeros = hist.nonzeros
+    if not 1 <= k <= max(1, n):
+        raise BadRequest(f"cannot keep {k} of {n} elements")
+    if nonzeros > n:
+        raise BadRequest(f"the histogram counts {nonzeros} elements of a tensor of {n}")
+    if k > nonzeros:
+        return Threshold(value=0.0, above=nonzeros, needed=0, in_bin=0, inexact=0)
+    at_least = np.cumsum(hist.counts[::-1])[::-1]
+    # The last bin that still has k elements at or above its edge; at_least falls along the bins.
+    place = int(np.flatnonzero(at_least >= k)[-1])
+    in_bin = int(hist.counts[place])
+    above = int(at_least[place]) - in_bin
+    return Threshold(
+        value=_float32(int(hist.bins[place]) << 16),
+        above=above,
+        needed=k - above,
+        in_bin=in_bin,
+        inexact=int(hist.inexact[place]),
+    )
+
+
+def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple[float, int]:
+    """(value, quota) that keep exactly k, from a second look into the threshold's bin.
+
+    `low_hist`, int64[65536], counts the bin's elements by their low 16 bits, over all of the
+    tensor (`deltas.count_low`).  `value` is exactly a float32 and one that occurs, except where
+    fewer than k elements are not zero.  Raises BadRequest for another shape, and Corrupt where
+    the counts contradict the threshold: then the data are not those of the histogram.
+    """
+    if low_hist.shape != (0x10000,) or low_hist.dtype != np.int64:
+        raise BadRequest(
+            f"low bits are counted in int64[65536], not {low_hist.dtype}{list(low_hist.shape)}"
+        )
+    if threshold.needed == 0:
+        return threshold.value, threshold.quota
+    at_least = np.cumsum(low_hist[::-1])[::-1]
+    found = int(at_least[0])
+    off_edge = int(at_least[1])
+    if (found, off_edge) != (threshold.in_bin, threshold.inexact) or low_hist.min() < 0:
+        raise Corrupt(
+            f"statistics do not belong to these blocks: a second look found {found} elements, "
+            f"{off_edge} of them inexact, where {threshold.in_bin} and {threshold.inexact} "
+            f"were counted",
+            where=f"bin {threshold.bin:#06x}",
+        )
+    low = int(np.flatnonzero(at_least >= threshold.needed)[-1])
+    larger = int(at_least[low]) - int(low_hist[low])
+    return _float32(threshold.bin << 16 | low), threshold.needed - larger
+
+
+def tail_squares(rows: Rows, value: float) -> npt.NDArray[np.float64]:
+    """Estimate, chunk by chunk, of the sum of d^2 over elements with |d| >= value: float64[chunks].
+
+    Exact where it is nothing (max_abs < value) or all (value == 0).  Between, |d| of the non-zero
+    elements is taken as exponentially distributed (d as Laplace's) with the mean that was
+    measured: above t = value / mean lies the share exp(-t) (t^2 / 2 + t + 1) of the squares.  That
+    is then held within what is certain: the largest element lies above, all below adds up to at
+    most value * sum |d|, and the part is no more than the whole.  Rows that are not finite give
+    infinity: read them first.  The same bits on every machine.
+
+    Raises BadRequest for a negative threshold.  One that is not finite comes from a row that is
+    not either: all other rows then hold nothing above it.
+    """
+    if value < 0.0:
+        raise BadRequest(f"a threshold is a magnitude, not {value}")
+    total = rows["sum_squares"].astype(np.float64)
+    largest = rows["max_abs"].astype(np.float64)
+    magnitudes = rows["sum_abs"].astype(np.float64)
+    usable = finite(rows)
+    inside = usable & (largest >= value) & (largest > 0.0)
+    tail = np.zeros(rows.shape, dtype=np.float64)
+    tail[inside] = total[inside]
+    if value > 0.0:
+        # Not above 2^11, where the share has long been 0, so that nothing overflows.
+        t = np.minimum(value * rows["nonzeros"][inside] / magnitudes[inside], 2048.0)
+        modelled = total[inside] * (_exp_of_minus(t) * (0.5 * t * t + t + 1.0))
+        certain = np.maximum(largest[inside] ** 2, total[inside] - value * magnitudes[inside])
+        tail[inside] = np.minimum(np.maximum(modelled, certain), total[inside])
+    tail[~usable] = np.inf
+    return tail
+
+
+def _exp_of_minus(t: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """exp(-t) for 0 <= t, to about 1e-15.
+
+    np.exp differs in the last bit between processors and libraries; the estimates order blocks
+    in a plan, and a plan must come out the same everywhere.  Only correctly rounded operations.
+    """
+    halvings = np.floor(t * 1.4426950408889634)
+    rest = (t - halvings * 0.693147180369123816490) - halvings * 1.90821492927058770002e-10
+    series = np.ones_like(t)
+    for term in range(18, 0, -1):
+        series = 1.0 - series * rest / term
+    result: npt.NDArray[np.float64] = np.ldexp(series, -halvings.astype(np.int32))
+    return result
+
+
+def _float32(pattern: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", pattern))[0]
+    return value
+
+
+def _pattern(value: float) -> int:
+    pattern: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return pattern

@@ -1,0 +1,133 @@
+"""Statistics of one pair of tensors, taken chunk by chunk from any number of threads.
+
+Owns the bookkeeping between the compiled passes (`deltas`) and the table at rest (`table`):
+where a chunk's row goes, and the histogram that its deltas are counted in.  Pure function of
+the two tensors' bytes: the order in which chunks arrive does not change the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+
+from mstore.ids import BlockId, TensorId
+from mstore.objects.tensor import Tensor
+from mstore.stats import deltas
+from mstore.stats.chunk import CHUNK
+from mstore.stats.histogram import Histogram
+from mstore.stats.table import DeltaTable
+from mstore.store.catalog import Catalog
+
+
+def chunk_elements(block_size: int, *dtypes: str) -> int:
+    """Elements of a chunk: as many as a block of the narrowest dtype holds."""
+    return block_size // min(deltas.ITEMSIZES[deltas.DTYPES[dtype]] for dtype in dtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """Finished statistics of a pair: the encoded table (None where nothing differs)."""
+
+    base: TensorId
+    expert: TensorId
+    table: bytes | None
+    base_squares: float
+
+
+class PairMeasure:
+    """The growing statistics of (base tensor, expert tensor)."""
+
+    def __init__(self, base_dtype: str, expert_dtype: str, elements: int, chunk: int) -> None:
+        self.base_dtype = base_dtype
+        self.expert_dtype = expert_dtype
+        self.elements = elements
+        self.chunk = chunk
+        self.changed = False
+        self._rows = np.zeros(-(-elements // chunk), dtype=CHUNK)
+        self._counts: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self._lock = Lock()
+
+    @classmethod
+    def begin(
+        cls, base: Tensor | None, dtype: str, shape: tuple[int, ...], block_size: int
+    ) -> Self | None:
+        """For a tensor that streams past in blocks; None where a block is not a chunk.
+
+        That is: no base, another dtype or shape than the base's, no elements, or a dtype whose
+        deltas are not measured.
+        """
+        if base is None or base.dtype != dtype or base.shape != shape or base.nbytes == 0:
+            return None
+        if dtype not in deltas.DTYPES:
+            return None
+        return cls(dtype, dtype, math.prod(shape), chunk_elements(block_size, dtype))
+
+    def take(
+        self, number: int, data: memoryview, id: BlockId, base: BlockId, catalog: Catalog
+    ) -> None:
+        """Measure block `number`, whose plain bytes are `data`, against the base's block."""
+        expert = np.frombuffer(data, dtype=np.uint8)
+        if id == base:
+            self.take_equal(number, expert)
+        else:
+            stored = np.frombuffer(catalog.read_block(base), dtype=np.uint8)
+            self.take_chunk(number, stored, expert)
+
+    def _length(self, number: int) -> int:
+        return min(self.chunk, self.elements - number * self.chunk)
+
+    def take_equal(self, number: int, base: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Chunk `number` is the same on both sides."""
+        squares = deltas.base_squares(base, self.base_dtype, self._length(number))
+        self._rows[number] = deltas.unchanged(squares)[0]
+
+    def take_chunk(
+        self,
+        number: int,
+        base: np.ndarray[Any, np.dtype[np.uint8]],
+        expert: np.ndarray[Any, np.dtype[np.uint8]],
+    ) -> None:
+        """Chunk `number` differs, or may; both sides as stored bytes."""
+        counts = np.zeros((32768, 2), dtype=np.int64)
+        row = deltas.measure(
+            base,
+            self.base_dtype,
+            expert,
+            self.expert_dtype,
+            self._length(number),
+            number * self.chunk,
+            counts,
+        )
+        with self._lock:
+            self._rows[number] = row[0]
+            self.changed = True
+            if self._counts is None:
+                self._counts = counts
+            else:
+                self._counts += counts
+
+    def base_squares(self) -> float:
+        """Sum of squares of the base tensor."""
+        return math.fsum(self._rows["base_squares"])
+
+    def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
+        """Encode, and let go of the dense histogram."""
+        table = self.table().encode() if self.changed else None
+        self._counts = None
+        return MeasuredPair(base, expert, table, self.base_squares())
+
+    def table(self) -> DeltaTable:
+        """The finished statistics; every chunk must have been taken."""
+        counts = self._counts
+        if counts is None:
+            counts = np.zeros((32768, 2), dtype=np.int64)
+        return DeltaTable(
+            rows=self._rows,
+            histogram=Histogram.from_dense(counts),
+            elements=self.elements,
+            chunk_elements=self.chunk,
+        )

@@ -1,0 +1,230 @@
+"""The statistics of one tensor pair as one value, and as compact bytes.
+
+Owns DeltaTable (rows of all chunks, histogram, lengths), its totals, and its encoding.  Does not
+own where the bytes are kept or under which key.  Frozen values, pure functions: safe in any
+thread.  Bytes given to `decode` may come from anywhere: they are checked, never executed, and
+never take more memory than the limit that the caller sets.
+
+**Encoding**, little-endian:
+
+    4       magic "MDT1"
+    rest    one zstd frame, level 3, with content size and content checksum, of:
+
+        8       elements of the tensor, n
+        8       elements a chunk, c (the last chunk may be shorter)
+        4       occupied bins of the histogram, h
+                ceil(n / c) rows, column by column in the order of chunk.CHUNK
+        2h      bins, each as its distance from the one before, the first from 0
+        8h      elements of the bin that lie on its edge (exact ones)
+        8h      elements of the bin off the edge (inexact ones)
+
+A column is split into byte planes: the lowest byte of every entry, then the second of every
+entry, and so on.  High bytes of counts and exponents are then long runs, which zstd folds away;
+of a row some 90 bytes remain, and of a histogram some 2 bytes a bin.  The bytes are the same for
+the same zstd release; another release may pack better, and decodes all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from mstore.errors import BadRequest, Corrupt, InvalidInput
+from mstore.ids import Buffer
+from mstore.stats.chunk import CHUNK, Rows, finite
+from mstore.stats.histogram import NAN_BIN, Histogram
+
+MAGIC: Final = b"MDT1"
+LEVEL: Final = 3
+
+DEFAULT_LIMIT: Final = 64 << 20
+"""Most plain bytes that `decode` takes unless told otherwise: half a million rows."""
+
+MAX_ELEMENTS: Final = 1 << 48
+"""Most elements of a tensor: keeps every sum of counts within 64 bits."""
+
+_HEAD: Final = struct.Struct("<QQI")
+_BIN_BYTES: Final = 2 + 8 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A tensor's statistics in one line; units as in chunk.CHUNK.
+
+    Sums are correctly rounded sums of the rows' (math.fsum), so no order of chunks changes them.
+    `reliable` is False where anything was infinite or NaN, the base's own squares included: a
+    bound relative to the base would mean nothing.
+    """
+
+    nonzeros: int
+    sum_abs: float
+    sum_squares: float
+    max_abs: float
+    base_squares: float
+    reliable: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaTable:
+    """Statistics of the delta of one tensor pair.
+
+    Holds: `rows` is CHUNK[ceil(elements / chunk_elements)], in flat order, read-only; the rows'
+    non-zeros add up to the histogram's; no row counts more than its chunk has; no sum is negative.
+    The constructor raises BadRequest where that is not so.
+    """
+
+    rows: Rows
+    histogram: Histogram
+    elements: int
+    chunk_elements: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.elements <= MAX_ELEMENTS and 1 <= self.chunk_elements < 1 << 32):
+            raise BadRequest(f"no table for {self.elements} elements by {self.chunk_elements}")
+        chunks = -(-self.elements // self.chunk_elements)
+        if self.rows.dtype != CHUNK or self.rows.shape != (chunks,):
+            raise BadRequest(f"{self.elements} elements are {chunks} rows, not {self.rows.shape}")
+        nonzeros = self.rows["nonzeros"]
+        if chunks:
+            last = self.elements - (chunks - 1) * self.chunk_elements
+            if np.any(nonzeros > self.chunk_elements) or nonzeros[-1] > last:
+                raise BadRequest("a row counts more elements than its chunk has")
+        counted = int(nonzeros.sum(dtype=np.uint64))
+        if counted != self.histogram.nonzeros:
+            raise BadRequest(f"rows count {counted} elements, bins {self.histogram.nonzeros}")
+        for name in ("sum_abs", "sum_squares", "max_abs", "base_squares"):
+            if np.any(self.rows[name] < 0):
+                raise BadRequest(f"a row has a negative {name}")
+        self.rows.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeltaTable):
+            return NotImplemented
+        return (
+            (self.elements, self.chunk_elements) == (other.elements, other.chunk_elements)
+            # By bytes, so that a NaN equals itself.
+            and self.rows.tobytes() == other.rows.tobytes()
+            and self.histogram == other.histogram
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def combined(self) -> Totals:
+        """Totals over all chunks."""
+        rows = self.rows
+        return Totals(
+            nonzeros=self.histogram.nonzeros,
+            sum_abs=math.fsum(rows["sum_abs"].tolist()),
+            sum_squares=math.fsum(rows["sum_squares"].tolist()),
+            max_abs=float(rows["max_abs"].max(initial=0.0)),
+            base_squares=math.fsum(rows["base_squares"].tolist()),
+            reliable=bool(finite(rows).all()),
+        )
+
+    def encode(self) -> bytes:
+        """The table as bytes; see the module's docstring."""
+        hist = self.histogram
+        steps = np.diff(hist.bins.astype("<u2"), prepend=np.uint16(0)).astype("<u2")
+        parts = [_HEAD.pack(self.elements, self.chunk_elements, hist.bins.size)]
+        parts += [_planes(self.rows[name]) for name in _COLUMNS]
+        parts += [
+            _planes(steps),
+            _planes((hist.counts - hist.inexact).astype("<u8")),
+            _planes(hist.inexact.astype("<u8")),
+        ]
+        compressor = zstandard.ZstdCompressor(
+            level=LEVEL, write_checksum=True, write_content_size=True
+        )
+        return MAGIC + compressor.compress(b"".join(parts))
+
+    @classmethod
+    def decode(cls, data: Buffer, *, limit: int = DEFAULT_LIMIT) -> Self:
+        """The table that `encode` made these bytes from.
+
+        Raises Corrupt for anything else, and where the table takes more than `limit` plain bytes.
+        """
+        plain = _decompress(bytes(data), limit)
+        if len(plain) < _HEAD.size:
+            raise Corrupt("statistics end before their lengths", where=_WHERE)
+        elements, chunk_elements, occupied = _HEAD.unpack_from(plain)
+        if elements > MAX_ELEMENTS or not 1 <= chunk_elements < 1 << 32 or occupied > NAN_BIN + 1:
+            raise Corrupt("statistics claim impossible lengths", where=_WHERE)
+        chunks = -(-elements // chunk_elements)
+        if len(plain) != _HEAD.size + chunks * CHUNK.itemsize + occupied * _BIN_BYTES:
+            raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
+        columns = _Columns(plain, _HEAD.size)
+        rows = np.empty(chunks, dtype=CHUNK)
+        for name in _COLUMNS:
+            rows[name] = columns.take(CHUNK[name], chunks)
+        # In 64 bits, so that steps that run past the last bin are seen and not wrapped round.
+        bins = np.cumsum(columns.take(np.dtype("<u2"), occupied), dtype=np.int64)
+        exact = columns.take(np.dtype("<u8"), occupied)
+        inexact = columns.take(np.dtype("<u8"), occupied)
+        # Each part within MAX_ELEMENTS: then neither their sum nor that of all bins overflows.
+        if np.any(bins > NAN_BIN) or np.any(np.maximum(exact, inexact) > elements):
+            raise Corrupt("statistics count elements that cannot be", where=_WHERE)
+        try:
+            histogram = Histogram(
+                bins.astype(np.uint16),
+                (exact + inexact).astype(np.uint64),
+                inexact.astype(np.uint64),
+            )
+            return cls(rows, histogram, elements, chunk_elements)
+        except InvalidInput as error:
+            raise Corrupt(f"statistics contradict themselves: {error.what}", where=_WHERE) from None
+
+
+_COLUMNS: Final = CHUNK.names or ()
+_WHERE: Final = "delta table"
+
+
+class _Columns:
+    """Reads columns off the plain bytes one after the other."""
+
+    __slots__ = ("_at", "_plain")
+
+    def __init__(self, plain: bytes, at: int) -> None:
+        self._plain = plain
+        self._at = at
+
+    def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        """The next column: `count` entries of `dtype`, which may be an array of numbers."""
+        scalar = dtype.base
+        entries = count * (dtype.itemsize // scalar.itemsize)
+        size = entries * scalar.itemsize
+        split = np.frombuffer(self._plain, dtype=np.uint8, count=size, offset=self._at)
+        self._at += size
+        whole = np.ascontiguousarray(split.reshape(scalar.itemsize, entries).T)
+        return whole.reshape(-1).view(scalar).reshape((count, *dtype.shape))
+
+
+def _planes(column: npt.NDArray[np.generic]) -> bytes:
+    """The lowest byte of every entry, then the second, ..."""
+    flat = np.ascontiguousarray(column).reshape(-1)
+    return flat.view(np.uint8).reshape(flat.size, flat.itemsize).T.tobytes()
+
+
+def _decompress(data: bytes, limit: int) -> bytes:
+    if data[: len(MAGIC)] != MAGIC:
+        raise Corrupt("not statistics, or of a format unknown to this version", where=_WHERE)
+    frame = data[len(MAGIC) :]
+    try:
+        # The size is checked before anything of that size is made room for.
+        claimed = zstandard.get_frame_parameters(frame).content_size
+        if not 0 <= claimed <= limit:
+            raise Corrupt(
+                f"statistics do not say their size, or are over the limit of {limit} bytes",
+                where=_WHERE,
+            )
+        plain = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"statistics cannot be unpacked: {error}", where=_WHERE) from None
+    if len(plain) != claimed:
+        raise Corrupt("statistics are not as long as they say", where=_WHERE)
+    return plain
