@@ -1,0 +1,165 @@
+"""Conversions between stored element types (bf16, fp16, fp32) and float32 bit patterns.
+
+Owns the element types a merge can read and write, their codes inside compiled code, and the two
+conversions, as numba functions that the kernels inline.  Does not own any arithmetic on values.
+
+Everything works on the *bits* of a float32 in a uint32, so that a NaN never passes through
+floating-point hardware and the results are the same on every machine: widening is exact and
+keeps sign and payload of a NaN; narrowing rounds to nearest, ties to even, and overflows to
+infinity (IEEE 754-2019, 4.3.1 and 7.4).  Compiled functions keep no state and release the GIL.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from mstore.errors import BadRequest
+from mstore.merge.compiling import compiled, inlined
+
+BF16: Final = 0
+F16: Final = 1
+F32: Final = 2
+
+CODES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
+"""Element type, as safetensors spells it, to its code inside compiled code."""
+
+ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
+"""Bytes an element."""
+
+QUIET_NAN: Final = np.uint32(0x7FC00000)
+"""The NaN that every arithmetic result is: payload and sign of others differ between machines."""
+
+
+def dtype_code(dtype: str) -> int:
+    """The code of a mergeable element type.  Raises BadRequest for any other."""
+    try:
+        return CODES[dtype]
+    except KeyError:
+        raise BadRequest(
+            f"cannot merge elements of type {dtype}; types that can be: {', '.join(CODES)}"
+        ) from None
+
+
+# Operations on numba's 32-bit integers give 64-bit ones; the explicit np.uint32 brings them back
+# so that LLVM keeps eight lanes a 256-bit vector.
+
+
+@inlined
+def float_bits(value: Any) -> Any:
+    """The bits of one float32."""
+    return np.float32(value).view(np.uint32)
+
+
+@inlined
+def bits_float(bits: Any) -> Any:
+    """The float32 of these bits."""
+    return np.uint32(bits).view(np.float32)
+
+
+@inlined
+def bfloat_to_bits(stored: Any) -> Any:
+    """float32 bits of one bf16 pattern."""
+    return np.uint32(np.uint32(stored) << np.uint32(16))
+
+
+@inlined
+def half_to_bits(stored: Any) -> Any:
+    """float32 bits of one fp16 pattern.
+
+    A subnormal is a small integer times 2^-24; the other cases only shift the exponent.
+    """
+    sign = np.uint32((np.uint32(stored) & np.uint32(0x8000)) << np.uint32(16))
+    magnitude = np.uint32(np.uint32(stored) & np.uint32(0x7FFF))
+    shifted = np.uint32(magnitude << np.uint32(13))
+    small = float_bits(np.float32(np.int32(magnitude)) * np.float32(2.0**-24))
+    normal = np.uint32(shifted + np.uint32(112 << 23))
+    special = np.uint32(shifted | np.uint32(0x7F800000))
+    bits = small if magnitude < np.uint32(0x0400) else normal
+    bits = special if magnitude >= np.uint32(0x7C00) else bits
+    return np.uint32(bits | sign)
+
+
+@inlined
+def bits_to_bfloat(bits: Any) -> Any:
+    """bf16 pattern nearest to a float32 whose NaN, if it is one, is exact in bf16."""
+    odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@inlined
+def bits_to_half(bits: Any) -> Any:
+    """fp16 pattern nearest to a float32 whose NaN, if it is one, is exact in fp16.
+
+    Below 2^-14 the addition of 0.5 lets the hardware round at the last place of a subnormal
+    half; above, adding just under half of the last place kept (or half, if that is odd) rounds.
+    """
+    sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
+    rounded = np.uint32(
+        np.uint32(magnitude - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+    )
+    small = np.uint32(float_bits(bits_float(magnitude) + np.float32(0.5)) - np.uint32(0x3F000000))
+    special = np.uint32(
+        np.uint32(0x7C00)
+        | (
+            np.uint32((magnitude >> np.uint32(13)) & np.uint32(0x3FF))
+            if magnitude > np.uint32(0x7F800000)
+            else np.uint32(0)
+        )
+    )
+    pattern = small if magnitude < np.uint32(0x38800000) else rounded
+    pattern = special if magnitude >= np.uint32(0x47800000) else pattern
+    return np.uint16(pattern | sign)
+
+
+# Loops run over slices, from zero: an index that might be negative would be wrapped around at
+# every element, and the loop not vectorised.
+
+
+@compiled
+def load_bits(code: int, stored: Any, start: int, count: int, bits: Any, at: int) -> None:
+    """Widen elements start..start+count of the bytes `stored` into bits[at : at+count]."""
+    target = bits[at : at + count]
+    if code == BF16:
+        halves = stored[2 * start : 2 * (start + count)].view(np.uint16)
+        for i in range(count):
+            target[i] = bfloat_to_bits(halves[i])
+    elif code == F16:
+        halves = stored[2 * start : 2 * (start + count)].view(np.uint16)
+        for i in range(count):
+            target[i] = half_to_bits(halves[i])
+    else:
+        words = stored[4 * start : 4 * (start + count)].view(np.uint32)
+        for i in range(count):
+            target[i] = words[i]
+
+
+@compiled
+def store_bits(code: int, bits: Any, at: int, count: int, stored: Any, start: int) -> None:
+    """Narrow bits[at : at+count] into elements start..start+count of the bytes `stored`.
+
+    A NaN among them must be exact in the element type `code` (`quieten` makes any so).
+    """
+    source = bits[at : at + count]
+    if code == BF16:
+        halves = stored[2 * start : 2 * (start + count)].view(np.uint16)
+        for i in range(count):
+            halves[i] = bits_to_bfloat(source[i])
+    elif code == F16:
+        halves = stored[2 * start : 2 * (start + count)].view(np.uint16)
+        for i in range(count):
+            halves[i] = bits_to_half(source[i])
+    else:
+        words = stored[4 * start : 4 * (start + count)].view(np.uint32)
+        for i in range(count):
+            words[i] = source[i]
+
+
+@inlined
+def quieten(bits: Any) -> Any:
+    """The same float32, or QUIET_NAN for any NaN."""
+    nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return QUIET_NAN if nan else bits

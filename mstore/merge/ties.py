@@ -1,0 +1,50 @@
+"""The tie ledger: which chunk gets how many of the elements that tie at a trim threshold.
+
+Exactly k elements of a tensor are kept, and of those that equal the threshold the ones with the
+lowest flat index.  So a chunk must know how many ties come before it.  Chunks of a tensor count
+their own ties and hand the sum on in order; everything else in a chunk runs side by side.
+"""
+
+from __future__ import annotations
+
+from threading import Condition
+
+from mstore.merge.kernels import UNLIMITED
+
+
+class TieLedger:
+    """For one tensor and all its experts; chunks are numbered 0, 1, ... and each reports once."""
+
+    def __init__(self, quotas: list[int]) -> None:
+        self._left = list(quotas)
+        self._next = 0
+        self._failed = False
+        self._turn = Condition()
+
+    @property
+    def limited(self) -> list[bool]:
+        """Which experts have a quota at all."""
+        return [quota != UNLIMITED for quota in self._left]
+
+    def take(self, chunk: int, ties: list[int]) -> list[int]:
+        """How many of its `ties` per expert chunk `chunk` may keep.  Waits for earlier chunks."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._failed or self._next == chunk)
+            if self._failed:
+                raise RuntimeError("another chunk of this tensor failed")
+            granted = []
+            for expert, count in enumerate(ties):
+                if self._left[expert] == UNLIMITED:
+                    granted.append(UNLIMITED)
+                    continue
+                granted.append(min(count, self._left[expert]))
+                self._left[expert] -= granted[-1]
+            self._next += 1
+            self._turn.notify_all()
+            return granted
+
+    def fail(self) -> None:
+        """A chunk will never report: wake the ones that wait for it."""
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()

@@ -1,0 +1,253 @@
+"""Merging written a second time, in numpy on whole tensors, from the definitions alone.
+
+Nothing here imports the code under test.  Arithmetic is float32, one numpy operation at a time,
+sums over experts in plan order; trimming is a stable sort of all elements; the random mask is
+Philox4x32-10 over the whole tensor.  Slow and plain on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+Array = npt.NDArray[Any]
+Single = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
+WORDS = {"BF16": np.dtype("u2"), "F16": np.dtype("u2"), "F32": np.dtype("u4")}
+QUIET_NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F32": 0x7FC00000}
+
+CONSENSUS = {"ties", "dare_ties"}
+RANDOM = {"dare_linear", "dare_ties"}
+_DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "linear": {"normalize": True},
+    "task_arithmetic": {"lambda": 1.0, "normalize": False},
+    "ties": {"density": 1.0, "lambda": 1.0, "normalize": True},
+    "dare_linear": _DARE,
+    "dare_ties": _DARE,
+}
+
+
+def merge(
+    method: str,
+    given: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    *,
+    tensor: str = "t",
+    out_dtype: str | None = None,
+    absent: Sequence[Mask] | None = None,
+) -> Array:
+    """The merged tensor: base's shape, in `out_dtype` (base's own if None).
+
+    `base` and `experts` are arrays of one of DTYPES.  `absent[k]` marks the elements of expert k
+    that are not read; thresholds and masks are those of the whole expert all the same.
+    """
+    parameters = DEFAULTS[method] | given
+    shape, base = base.shape, base.ravel()
+    experts = [expert.ravel() for expert in experts]
+    if absent is None:
+        absent = [np.zeros(base.size, dtype=bool)] * len(experts)
+    absent = [mask.ravel() for mask in absent]
+    with np.errstate(all="ignore"):
+        if method == "linear":
+            mixed, keep = _linear(parameters, weights, base, experts, absent)
+        else:
+            mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor)
+        return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
+
+
+def _linear(
+    parameters: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> tuple[Single, Mask]:
+    b = single(base)
+    untouched = np.ones(b.size, dtype=bool)
+    total = None
+    for expert, weight, missing in zip(experts, weights, absent, strict=True):
+        x = single(expert)
+        x = _where_bits(missing, b, x)
+        untouched &= _bits(x) == _bits(b)
+        product = np.float32(weight) * x
+        total = product if total is None else total + product
+    assert total is not None
+    if parameters["normalize"]:
+        return total / sequential_sum(weights), untouched
+    return total, np.zeros(b.size, dtype=bool)
+
+
+def _additive(
+    method: str,
+    parameters: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+    tensor: str,
+) -> tuple[Single, Mask]:
+    products = []
+    for k, (expert, weight, missing) in enumerate(zip(experts, weights, absent, strict=True)):
+        d = delta(base, expert)
+        if method == "ties" and parameters["density"] < 1:
+            kept = largest(d, parameters["density"])
+            d = np.where(kept, d, np.float32(0))
+        if method in RANDOM:
+            if parameters["density"] < 1:
+                limit = round(parameters["density"] * 2**32)
+                drawn = draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
+                d = np.where(drawn < limit, d, np.float32(0))
+            if parameters["rescale"]:
+                d = d * np.float32(1.0 / parameters["density"])
+        products.append(np.float32(weight) * np.where(missing, np.float32(0), d))
+
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    if method in CONSENSUS:
+        positive = total >= 0
+        mixed, divisor = np.zeros_like(total), np.zeros_like(total)
+        for product, weight in zip(products, weights, strict=True):
+            agrees = np.where(positive, product > 0, product < 0)
+            mixed[agrees] += product[agrees]
+            divisor[agrees] += np.float32(weight)
+        if parameters["normalize"]:
+            divisor[divisor == 0] = 1
+            mixed = mixed / divisor
+    else:
+        mixed = total
+        if parameters["normalize"]:
+            all_weights = sequential_sum(weights)
+            mixed = mixed / (all_weights if abs(all_weights) >= np.float32(1e-8) else np.float32(1))
+    if parameters["lambda"] != 1:
+        mixed = mixed * np.float32(parameters["lambda"])
+    b = single(base)
+    return b + mixed, mixed == 0
+
+
+def _result(base: Array, values: Single, keep: Mask, out_dtype: str) -> Array:
+    """`values` rounded to the output type, or the base element itself where `keep`."""
+    out = rounded(values, out_dtype)
+    own = base if name_of(base) == out_dtype else rounded(single(base), out_dtype)
+    words = np.where(keep, own.view(WORDS[out_dtype]), out.view(WORDS[out_dtype]))
+    return words.astype(WORDS[out_dtype]).view(DTYPES[out_dtype])
+
+
+def delta(base: Array, expert: Array) -> Single:
+    """Expert minus base in float32; +0 where their float32 bit patterns are equal."""
+    b, e = single(base), single(expert)
+    with np.errstate(all="ignore"):
+        return np.where(_bits(b) == _bits(e), np.float32(0), e - b)
+
+
+def keep_count(density: float, elements: int) -> int:
+    """How many elements trimming keeps."""
+    return max(1, int(density * elements))
+
+
+def largest(d: Single, density: float) -> Mask:
+    """The keep_count elements first in order of (-|d|, index).  NaN is the smallest, never kept."""
+    if density >= 1:
+        return np.ones(d.size, dtype=bool)
+    kept = np.zeros(d.size, dtype=bool)
+    kept[np.argsort(-np.abs(d), kind="stable")[: keep_count(density, d.size)]] = True
+    return kept & ~np.isnan(d)
+
+
+def threshold(d: Single, density: float) -> tuple[np.float32, int]:
+    """(v, quota) of `largest`: all |d| > v are kept and the first `quota` of those equal to v."""
+    magnitudes = np.abs(d)[largest(d, density)]
+    if not magnitudes.size:
+        return np.float32(np.inf), 0
+    v = magnitudes.min()
+    return v, int(np.count_nonzero(magnitudes == v))
+
+
+def mask_key(seed: int, position: int, tensor: str) -> tuple[int, int]:
+    """Key words of the DARE mask of one expert and tensor."""
+    hasher = blake3(derive_key_context="mstore 1 dare mask")
+    hasher.update(np.array([seed], "<u8").tobytes())
+    hasher.update(np.array([position], "<u4").tobytes())
+    hasher.update(tensor.encode("utf-8"))
+    low, high = np.frombuffer(hasher.digest()[:8], "<u4")
+    return int(low), int(high)
+
+
+def draws(seed: int, position: int, tensor: str, count: int) -> npt.NDArray[np.uint32]:
+    """One 32-bit draw an element, for elements 0..count-1."""
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    zero = np.zeros_like(blocks)
+    counter = (blocks % 2**32, blocks // 2**32, zero, zero)
+    words = philox(counter, mask_key(seed, position, tensor))
+    return np.stack(words, axis=1).astype(np.uint32).ravel()[:count]
+
+
+def philox(counter: Sequence[Array], key: tuple[int, int]) -> list[Array]:
+    """Philox4x32-10 (Salmon et al., SC11, section 5.3), 32-bit words in uint64 arrays."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        left = c0 * np.uint64(0xD2511F53)
+        right = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            right // 2**32 ^ c1 ^ np.uint64(k0),
+            right % 2**32,
+            left // 2**32 ^ c3 ^ np.uint64(k1),
+            left % 2**32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def sequential_sum(values: Sequence[float]) -> np.float32:
+    """Sum in order, rounded to float32 after each step."""
+    total = np.float32(values[0])
+    for value in values[1:]:
+        total = np.float32(total + np.float32(value))
+    return total
+
+
+def name_of(array: Array) -> str:
+    """ "BF16", "F16" or "F32"."""
+    return next(name for name, dtype in DTYPES.items() if array.dtype == dtype)
+
+
+def single(array: Array) -> Single:
+    """float32 of every element, exactly; a NaN keeps its sign and payload."""
+    name = name_of(array)
+    if name == "F32":
+        return array
+    words = array.view(np.uint16).astype(np.uint32)
+    if name == "BF16":
+        return (words << 16).view(np.float32)
+    values = array.astype(np.float32)
+    nan = np.isnan(values)
+    with_payload = (words & 0x8000) << 16 | 0x7F800000 | (words & 0x3FF) << 13
+    return np.where(nan, with_payload, _bits(values)).astype(np.uint32).view(np.float32)
+
+
+def rounded(values: Single, dtype: str) -> Array:
+    """To nearest, ties to even, in this type; every NaN the positive quiet one."""
+    with np.errstate(all="ignore"):
+        out = values.astype(DTYPES[dtype])
+    words = out.view(WORDS[dtype]).copy()
+    words[np.isnan(values)] = QUIET_NAN[dtype]
+    return words.view(DTYPES[dtype])
+
+
+def _bits(values: Single) -> npt.NDArray[np.uint32]:
+    return values.view(np.uint32)
+
+
+def _where_bits(mask: Mask, yes: Single, no: Single) -> Single:
+    return np.where(mask, _bits(yes), _bits(no)).view(np.float32)

@@ -1,0 +1,446 @@
+"""The fused kernels, against numpy on whole tensors: every result equal bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import DTYPES, WORDS, Array, Mask, name_of
+
+from mstore.errors import BadRequest
+from mstore.merge.kernels import UNLIMITED, Mix, count_ties, mix_chunk, warm_up
+from mstore.merge.operators import needs_thresholds, parse_parameters
+from mstore.merge.random import mask_keys
+
+WEIGHTS = (0.5, 0.3, -0.7, 1.0, 0.0, 2.25)
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}),
+    ("linear", {"normalize": False}),
+    ("task_arithmetic", {}),
+    ("task_arithmetic", {"lambda": 0.6, "normalize": True}),
+    ("ties", {}),
+    ("ties", {"density": 0.3}),
+    ("ties", {"density": 0.3, "lambda": 1.7, "normalize": False}),
+    ("dare_linear", {"density": 0.4, "seed": 7}),
+    ("dare_linear", {"density": 0.4, "rescale": False, "normalize": True, "lambda": -0.5}),
+    ("dare_ties", {"density": 0.6, "seed": 2**64 - 1}),
+    ("dare_ties", {"density": 0.6, "normalize": True}),
+]
+# Zeros, subnormals, the smallest normal, one and its neighbour, the largest finite, infinity,
+# quiet and signalling NaN; the sign bit is added to each.
+EDGES = {
+    "BF16": (0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81, 0x7FFF),
+    "F16": (0, 1, 0x3FF, 0x400, 0x3C00, 0x3C01, 0x7BFF, 0x7C00, 0x7E00, 0x7C01, 0x7FFF),
+    "F32": (
+        *(0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F800001),
+        *(0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF),
+    ),
+}
+KINDS = ("noise", "grid", "edges", "patterns")
+
+
+def _values(rng: np.random.Generator, kind: str, dtype: str, n: int, scale: float) -> Array:
+    """n elements: small noise, a coarse grid (ties everywhere), edge cases, any bit pattern."""
+    bits = WORDS[dtype].itemsize * 8
+    if kind == "edges":
+        edges = np.array(EDGES[dtype], dtype=WORDS[dtype])
+        signs = rng.integers(0, 2, n).astype(WORDS[dtype]) << (bits - 1)
+        return (rng.choice(edges, n) | signs.astype(WORDS[dtype])).view(DTYPES[dtype])
+    if kind == "patterns":
+        return rng.integers(0, 2**bits, n, dtype=WORDS[dtype]).view(DTYPES[dtype])
+    values = rng.standard_normal(n).astype(np.float32) * np.float32(scale)
+    if kind == "grid":
+        values = np.round(values * 4) / 4
+    return values.astype(DTYPES[dtype])
+
+
+def _family(
+    rng: np.random.Generator, kind: str, dtypes: Sequence[str], n: int
+) -> tuple[Array, list[Array]]:
+    """A base and experts of these element types, each expert equal to the base in a stretch."""
+    base = _values(rng, kind, dtypes[0], n, 1.0)
+    experts = []
+    for dtype in dtypes[1:]:
+        if kind in ("edges", "patterns"):
+            expert = _values(rng, kind, dtype, n, 1.0)
+        else:
+            near = reference.single(base) + reference.single(_values(rng, kind, "F32", n, 0.5))
+            expert = near.astype(DTYPES[dtype])
+        start, stop = sorted(rng.integers(0, n + 1, 2))
+        with np.errstate(all="ignore"):
+            expert[start:stop] = base[start:stop].astype(DTYPES[dtype])
+        experts.append(expert)
+    return base, experts
+
+
+def _merge(
+    method: str,
+    given_parameters: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    *,
+    out_dtype: str,
+    cuts: Sequence[int],
+    absent: Sequence[Mask],
+    tensor: str = "t",
+) -> Array:
+    """Merge with the kernel, chunk by chunk, as an engine would.
+
+    An expert is absent from a chunk if its mask says so at the chunk's first element.
+    """
+    parameters = parse_parameters(method, given_parameters)
+    mix = Mix.build(method, parameters, weights)
+    count = len(experts)
+    thresholds = np.zeros(count, dtype=np.float32)
+    left = np.full(count, UNLIMITED, dtype=np.int64)
+    if needs_thresholds(method, parameters):
+        for k, expert in enumerate(experts):
+            deltas = reference.delta(base, expert)
+            thresholds[k], left[k] = reference.threshold(deltas, parameters["density"])
+    keys = mask_keys(int(parameters.get("seed", 0)), count, tensor)
+    out = np.zeros(base.size, dtype=DTYPES[out_dtype])
+    for start, stop in itertools.pairwise([0, *cuts, base.size]):
+        n = stop - start
+        own = base[start:stop].view(np.uint8)
+        present = [k for k in range(count) if n and not absent[k][start]]
+        rows = np.full((len(present), 4 * n + 64), 0xA5, dtype=np.uint8)
+        for row, k in zip(rows, present, strict=True):
+            data = experts[k][start:stop].view(np.uint8)
+            row[: data.size] = data
+        quotas = left.copy()
+        for k in range(count):
+            if left[k] != UNLIMITED:
+                data = experts[k][start:stop].view(np.uint8)
+                ties = count_ties(
+                    own, name_of(base), data, name_of(experts[k]), n, float(thresholds[k])
+                )
+                quotas[k] = min(left[k], ties)
+                left[k] -= quotas[k]
+        mix_chunk(
+            mix,
+            own,
+            name_of(base),
+            rows,
+            [name_of(experts[k]) for k in present],
+            np.array(present, dtype=np.int64),
+            n,
+            start,
+            thresholds,
+            quotas,
+            keys,
+            out[start:stop].view(np.uint8),
+            out_dtype,
+        )
+    return out
+
+
+def _assert_same_bits(found: Array, wanted: Array) -> None:
+    assert found.dtype == wanted.dtype
+    words = WORDS[name_of(found)]
+    np.testing.assert_array_equal(found.view(words), wanted.view(words))
+
+
+def _compare(
+    method: str,
+    parameters: dict[str, Any],
+    kind: str,
+    dtypes: Sequence[str],
+    out_dtype: str,
+    *,
+    n: int,
+    cuts: Sequence[int],
+    seed: int,
+    share_absent: float = 0.3,
+) -> None:
+    rng = np.random.default_rng(seed)
+    base, experts = _family(rng, kind, dtypes, n)
+    weights = WEIGHTS[: len(experts)]
+    absent = [np.zeros(n, dtype=bool) for _ in experts]
+    for start, stop in itertools.pairwise([0, *cuts, n]):
+        for mask in absent:
+            mask[start:stop] = rng.random() < share_absent
+    found = _merge(
+        method, parameters, weights, base, experts, out_dtype=out_dtype, cuts=cuts, absent=absent
+    )
+    wanted = reference.merge(
+        method, parameters, weights, base, experts, out_dtype=out_dtype, absent=absent
+    )
+    _assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
+)
+def test_every_type_in_and_out(method: str, parameters: dict[str, Any], kind: str) -> None:
+    """All 27 element types of base, experts and output give the reference's bits."""
+    for seed, (base, expert, out) in enumerate(itertools.product(DTYPES, repeat=3)):
+        _compare(
+            method,
+            parameters,
+            kind,
+            [base, expert, expert, base],
+            out,
+            n=2500,
+            cuts=[1024, 2049],
+            seed=seed,
+        )
+
+
+@settings(max_examples=150)
+@given(
+    data=st.data(),
+    method=st.sampled_from(METHODS),
+    kind=st.sampled_from(KINDS),
+    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=7),
+    out_dtype=st.sampled_from(list(DTYPES)),
+    n=st.integers(1, 3000),
+    seed=st.integers(0, 2**32),
+)
+def test_any_mix_of_types_cuts_and_absences(
+    data: st.DataObject,
+    method: tuple[str, dict[str, Any]],
+    kind: str,
+    dtypes: list[str],
+    out_dtype: str,
+    n: int,
+    seed: int,
+) -> None:
+    """One to six experts of any types, cut anywhere, some unread in some chunks: same bits."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=4)))
+    _compare(*method, kind, dtypes, out_dtype, n=n, cuts=cuts, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 1000, 1024, 4096])
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear"])
+def test_chunk_size_does_not_show(method: str, size: int) -> None:
+    """However a tensor is cut, the merge is the same, elements tied at the threshold included."""
+    n = 5000 if size > 3 else 300
+    parameters = {"density": 0.37} if method != "linear" else {}
+    dtypes = ["BF16"] * 5
+    cuts = list(range(size, n, size))
+    _compare(method, parameters, "grid", dtypes, "BF16", n=n, cuts=cuts, seed=3, share_absent=0)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2, 0.5, 0.77, 0.999])
+def test_exactly_k_are_kept(density: float) -> None:
+    """TIES keeps max(1, int(density * n)) elements, of equal magnitudes those that come first."""
+    rng = np.random.default_rng(5)
+    n = 4321
+    base = np.zeros(n, dtype=np.float32)
+    # No zeros, so that what is kept is what is not the base afterwards.
+    expert = rng.choice(np.array([-0.5, -0.25, 0.25, 0.5, 0.75], dtype=np.float32), n)
+    order = sorted(range(n), key=lambda i: (-abs(expert[i]), i))
+    kept = sorted(order[: max(1, int(density * n))])
+    found = _merge(
+        *("ties", {"density": density}, [1.0], base, [expert]),
+        out_dtype="F32",
+        cuts=[1000, 1001, 3000],
+        absent=[np.zeros(n, dtype=bool)],
+    )
+    assert np.flatnonzero(found).tolist() == kept
+    np.testing.assert_array_equal(found[kept], expert[kept])
+
+
+def test_without_a_quota_all_ties_stay() -> None:
+    """With an unlimited quota every element whose magnitude equals the threshold is kept."""
+    base = np.zeros(3000, dtype=np.float32)
+    expert = np.tile(np.array([0.25, -0.5, 1.0], dtype=np.float32), 1000)
+    out = np.zeros(3000, dtype=np.float32)
+    _mix_one(base, expert, out, threshold=0.5, quota=UNLIMITED)
+    np.testing.assert_array_equal(out, np.where(np.abs(expert) >= 0.5, expert, 0))
+    _mix_one(base, expert, out, threshold=0.5, quota=0)
+    np.testing.assert_array_equal(out, np.where(np.abs(expert) > 0.5, expert, 0))
+
+
+def _mix_one(base: Array, expert: Array, out: Array, *, threshold: float, quota: int) -> None:
+    mix = Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0])
+    mix_chunk(
+        *(mix, base.view(np.uint8), "F32", expert.view(np.uint8)[None], ["F32"]),
+        *(np.zeros(1, dtype=np.int64), base.size, 0),
+        *(np.array([threshold], dtype=np.float32), np.array([quota])),
+        *(np.zeros((1, 2), dtype=np.uint32), out.view(np.uint8), "F32"),
+    )
+
+
+def _without_experts(base: Array, out_dtype: str, method: str = "ties") -> Array:
+    """The chunk of a merge in which every expert is absent."""
+    return _merge(
+        *(method, {}, [1.0], base, [base]),
+        out_dtype=out_dtype,
+        cuts=[],
+        absent=[np.ones(base.size, dtype=bool)],
+    )
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "dare_linear"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_no_expert_leaves_the_bytes(dtype: str, method: str) -> None:
+    """With no expert present each of the 65536 patterns of an element comes out as it was."""
+    base = np.arange(65536, dtype=np.uint16).view(DTYPES[dtype])
+    _assert_same_bits(_without_experts(base, dtype, method), base)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_widening_is_exact(dtype: str) -> None:
+    """Every 16-bit element becomes the float32 of its value, every NaN the quiet one."""
+    base = np.arange(65536, dtype=np.uint16).view(DTYPES[dtype])
+    wanted = base.astype(np.float32).view(np.uint32)
+    wanted[wanted << 1 > 0xFF000000] = 0x7FC00000
+    _assert_same_bits(_without_experts(base, "F32"), wanted.view(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_narrowing_rounds_to_nearest_even(dtype: str) -> None:
+    """At, just below and just above each midpoint of two neighbours, and anywhere, as IEEE says."""
+    rng = np.random.default_rng(0)
+    exact = np.arange(65536, dtype=np.uint16).view(DTYPES[dtype]).astype(np.float32)
+    middle = np.arange(65536, dtype=np.uint32) << 16 | 0x8000
+    if dtype == "F16":
+        with np.errstate(all="ignore"):
+            middle = ((exact[:-1] + exact[1:]) / np.float32(2)).view(np.uint32)
+    anything = rng.integers(0, 2**32, 300_000, dtype=np.uint32)
+    bits = np.concatenate([exact.view(np.uint32), middle - 1, middle, middle + 1, anything])
+    values = bits.astype(np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        wanted = values.astype(DTYPES[dtype]).view(np.uint16)
+    wanted[np.isnan(values)] = reference.QUIET_NAN[dtype]
+    _assert_same_bits(_without_experts(values, dtype), wanted.view(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize(("base", "row"), list(itertools.product(DTYPES, repeat=2)))
+def test_ties_are_counted(base: str, row: str) -> None:
+    """count_ties counts the deltas of exactly that magnitude, for any types and length."""
+    rng = np.random.default_rng(2)
+    for kind, n in itertools.product(KINDS, (1, 1024, 2500)):
+        own, (expert,) = _family(rng, kind, [base, row], n)
+        magnitudes = np.abs(reference.delta(own, expert))
+        for threshold in (0.0, 0.25, np.inf, float(magnitudes[n // 2])):
+            found = count_ties(
+                *(own.view(np.uint8), base, expert.view(np.uint8), row, n, threshold)
+            )
+            assert found == np.count_nonzero(magnitudes == np.float32(threshold))
+
+
+def test_threads_do_not_meet() -> None:
+    """Eight calls at once give what one call after the other gives."""
+    rng = np.random.default_rng(4)
+    base, experts = _family(rng, "grid", ["BF16"] * 5, 200_000)
+    absent = [np.zeros(base.size, dtype=bool)] * 4
+
+    def run(seed: int) -> Array:
+        return _merge(
+            *("dare_ties", {"density": 0.5, "seed": seed}, WEIGHTS[:4], base, experts),
+            out_dtype="F16",
+            cuts=[100_000],
+            absent=absent,
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(run, range(8)))
+    for seed, found in enumerate(together):
+        _assert_same_bits(found, run(seed))
+
+
+def test_many_experts() -> None:
+    """Sixty-four experts are summed in order like a few."""
+    rng = np.random.default_rng(6)
+    base, experts = _family(rng, "noise", ["BF16"] * 65, 1500)
+    weights = [float(w) for w in rng.standard_normal(64)]
+    absent = [np.full(base.size, k % 5 == 0) for k in range(64)]
+    for method in ("linear", "ties", "dare_linear"):
+        given_parameters = {"density": 0.5} if method != "linear" else {}
+        found = _merge(
+            *(method, given_parameters, weights, base, experts),
+            out_dtype="BF16",
+            cuts=[],
+            absent=absent,
+        )
+        wanted = reference.merge(method, given_parameters, weights, base, experts, absent=absent)
+        _assert_same_bits(found, wanted)
+
+
+def _call(**changes: Any) -> npt.NDArray[np.uint8]:
+    """mix_chunk on four zero bytes of base and two experts, but for `changes`."""
+    arguments: dict[str, Any] = {
+        "mix": Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0, 1.0]),
+        "base": np.zeros(4, dtype=np.uint8),
+        "base_dtype": "BF16",
+        "rows": np.zeros((2, 64), dtype=np.uint8),
+        "row_dtypes": ["BF16", "BF16"],
+        "positions": np.array([0, 1]),
+        "n": 2,
+        "first_index": 0,
+        "thresholds": np.zeros(2, dtype=np.float32),
+        "quotas": np.zeros(2, dtype=np.int64),
+        "keys": np.zeros((2, 2), dtype=np.uint32),
+        "out": np.full(6, 0xFF, dtype=np.uint8),
+        "out_dtype": "BF16",
+    } | changes
+    mix_chunk(**arguments)
+    out: npt.NDArray[np.uint8] = arguments["out"]
+    return out
+
+
+def test_bytes_after_the_chunk_are_left_alone() -> None:
+    """Only n elements of the output are written; sources may be read-only."""
+    base, rows = np.zeros(4, dtype=np.uint8), np.zeros((2, 64), dtype=np.uint8)
+    base.flags.writeable = rows.flags.writeable = False
+    assert _call(base=base, rows=rows).tolist() == [0, 0, 0, 0, 0xFF, 0xFF]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 3},
+        {"out": np.zeros(3, dtype=np.uint8)},
+        {"rows": np.zeros((2, 3), dtype=np.uint8)},
+        {"rows": np.zeros((1, 64), dtype=np.uint8)},
+        {"positions": np.array([0])},
+        {"positions": np.array([1, 1])},
+        {"positions": np.array([0, 2])},
+        {"positions": np.array([-1, 0])},
+        {"thresholds": np.zeros(1, dtype=np.float32)},
+        {"quotas": np.zeros(3, dtype=np.int64)},
+        {
+            "mix": Mix.build("dare_ties", parse_parameters("dare_ties", {"density": 0.5}), [1, 1]),
+            "keys": np.zeros((1, 2), dtype=np.uint32),
+        },
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
+    """Nothing is read or written out of bounds: arrays that do not fit together are refused."""
+    with pytest.raises(ValueError, match=r"fit|expert"):
+        _call(**changes)
+    with pytest.raises(ValueError, match="shorter"):
+        count_ties(np.zeros(3, np.uint8), "BF16", np.zeros(4, np.uint8), "BF16", 2, 0.0)
+
+
+@pytest.mark.parametrize("name", ["base_dtype", "out_dtype"])
+def test_other_element_types_are_refused(name: str) -> None:
+    """An element type that cannot be merged is refused by name."""
+    with pytest.raises(BadRequest, match="F8_E4M3"):
+        _call(**{name: "F8_E4M3"})
+    with pytest.raises(BadRequest, match="I64"):
+        count_ties(np.zeros(8, np.uint8), "I64", np.zeros(8, np.uint8), "I64", 1, 0.0)
+
+
+def test_warm_up_compiles_once() -> None:
+    """After warm_up neither a call with other array kinds nor another warm_up compiles anything."""
+    from mstore.merge import kernels
+
+    warm_up()
+    before = [kernel.signatures for kernel in (kernels._mix, kernels._count)]
+    _call(base=np.frombuffer(bytes(4), dtype=np.uint8))
+    warm_up()
+    assert [kernel.signatures for kernel in (kernels._mix, kernels._count)] == before
+    assert [len(signatures) for signatures in before] == [1, 1]

@@ -1,0 +1,248 @@
+"""The operator table: parameters parsed strictly, coefficients rounded upward, scalars exact."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore.errors import BadRequest
+from mstore.merge.operators import (
+    OPERATORS,
+    Value,
+    check_weights,
+    coefficients,
+    fixed_divisor,
+    keep_count,
+    mask_limit,
+    needs_thresholds,
+    operator,
+    parse_parameters,
+    rescale_factor,
+    reuses_base,
+    single,
+)
+
+DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
+singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "defaults"),
+    [
+        ("linear", {"normalize": True}),
+        ("task_arithmetic", {"lambda": 1.0, "normalize": False}),
+        ("ties", {"density": 1.0, "lambda": 1.0, "normalize": True}),
+        ("dare_linear", DARE),
+        ("dare_ties", DARE),
+    ],
+)
+def test_defaults_are_filled_in(method: str, defaults: dict[str, Value]) -> None:
+    """Without a word from the user, a method has exactly its documented parameters."""
+    parsed = parse_parameters(method, {})
+    assert parsed == defaults
+    assert {name: type(value) for name, value in parsed.items()} == {
+        name: type(value) for name, value in defaults.items()
+    }
+
+
+def test_the_table_names_each_row() -> None:
+    """Every operator is found under its own name, and the table cannot be changed."""
+    assert all(name == row.name for name, row in OPERATORS.items())
+    with pytest.raises(TypeError):
+        OPERATORS["mine"] = OPERATORS["ties"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "given_value", "value"),
+    [
+        ("ties", "density", "0.2", 0.2),
+        ("ties", "density", 1, 1.0),
+        ("ties", "density", "1e-3", 0.001),
+        ("ties", "density", np.float32(0.25), 0.25),
+        ("ties", "lambda", "-0.0", 0.0),
+        ("ties", "normalize", "False", False),
+        ("ties", "normalize", "1", True),
+        ("ties", "normalize", " yes ", True),
+        ("dare_ties", "seed", "18446744073709551615", 2**64 - 1),
+        ("dare_ties", "seed", np.int64(7), 7),
+        ("dare_ties", "density", 2.0**-32, 2.0**-32),
+    ],
+)
+def test_values_are_made_canonical(
+    method: str, name: str, given_value: object, value: Value
+) -> None:
+    """Text and Python numbers that mean the same give the same value of the same type."""
+    parsed = parse_parameters(method, {name: given_value})[name]
+    assert parsed == value
+    assert type(parsed) is type(value)
+    assert math.copysign(1, parsed) == math.copysign(1, value)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        *(("ties", "density", bad) for bad in (0, "0", -0.1, 1.5, "nan", "inf", "x", None, True)),
+        *(("ties", "lambda", bad) for bad in ("inf", "nan", 1e39, "", [1.0], 10**400)),
+        *(("ties", "normalize", bad) for bad in ("maybe", 1, 0.0, None)),
+        *(("dare_ties", "seed", bad) for bad in (-1, 2**64, 1.0, "1.0", "x", False)),
+        ("dare_ties", "density", 2.0**-33),
+    ],
+)
+def test_senseless_values_are_refused(method: str, name: str, value: object) -> None:
+    """A value of the wrong kind or out of range is refused by name."""
+    with pytest.raises(BadRequest, match=name):
+        parse_parameters(method, {name: value})
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    """An unknown method lists the methods; an unknown parameter lists that method's own."""
+    with pytest.raises(BadRequest) as refused:
+        parse_parameters("tie", {})
+    assert all(name in str(refused.value) for name in OPERATORS)
+    with pytest.raises(BadRequest, match="normalize") as refused:
+        parse_parameters("linear", {"density": 0.5})
+    assert "lambda" not in str(refused.value)
+    with pytest.raises(BadRequest) as refused:
+        parse_parameters("linear", {"weight": 0.5})
+    assert refused.value.hint is not None
+    assert "--expert" in refused.value.hint
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, math.nan], [math.inf], [1e39], [1e400]])
+def test_weights_are_finite_float32(weights: list[float]) -> None:
+    """No weights, or one that is no finite float32, is refused."""
+    with pytest.raises(BadRequest):
+        check_weights("ties", parse_parameters("ties", {}), weights)
+
+
+def test_linear_refuses_to_divide_by_zero() -> None:
+    """Weights that add up to zero are refused by linear with normalize, and only there."""
+    weights = [0.5, -0.25, -0.25]
+    with pytest.raises(BadRequest, match="zero"):
+        check_weights("linear", {"normalize": True}, weights)
+    assert check_weights("linear", {"normalize": False}, weights) == tuple(weights)
+    assert check_weights("task_arithmetic", {"lambda": 1.0, "normalize": True}, weights)
+
+
+def test_fixed_divisor_of_each_method() -> None:
+    """Sum of all weights under normalize; 1 without it, under consensus, or near zero."""
+    weights = [0.1, 0.2, 0.3]
+    total = np.float32(np.float32(np.float32(0.1) + np.float32(0.2)) + np.float32(0.3))
+    task = {"lambda": 1.0, "normalize": True}
+    assert fixed_divisor("linear", {"normalize": True}, weights) == total
+    assert fixed_divisor("task_arithmetic", task, weights) == total
+    assert fixed_divisor("task_arithmetic", {**task, "normalize": False}, weights) == 1
+    assert fixed_divisor("ties", parse_parameters("ties", {}), weights) == 1
+    assert fixed_divisor("task_arithmetic", task, [1.0, -1.0]) == 1
+    assert fixed_divisor("task_arithmetic", task, [9e-9]) == 1
+    assert fixed_divisor("task_arithmetic", task, [-2e-8]) == single(-2e-8)
+    assert fixed_divisor("linear", {"normalize": True}, [9e-9]) == single(9e-9)
+
+
+@given(st.lists(singles, min_size=1, max_size=8))
+def test_weights_add_up_as_float32_does(weights: list[float]) -> None:
+    """The sum of weights is numpy's float32 sum taken in order, or is refused if infinite."""
+    total = np.float32(weights[0])
+    with np.errstate(over="ignore"):
+        for weight in weights[1:]:
+            total = np.float32(total + np.float32(weight))
+    if not np.isfinite(total) or total == 0:
+        with pytest.raises(BadRequest):
+            fixed_divisor("linear", {"normalize": True}, weights)
+    else:
+        assert fixed_divisor("linear", {"normalize": True}, weights) == total
+
+
+@given(
+    method=st.sampled_from(["linear", "task_arithmetic", "dare_linear"]),
+    weights=st.lists(st.floats(2.0**-10, 2.0**10, width=32), min_size=1, max_size=6),
+    density=st.floats(2.0**-32, 1.0),
+    lam=singles,
+    normalize=st.booleans(),
+    rescale=st.booleans(),
+)
+def test_coefficients_are_the_least_float_above(
+    method: str,
+    weights: list[float],
+    density: float,
+    lam: float,
+    normalize: bool,
+    rescale: bool,
+) -> None:
+    """c_k is |lambda w_k rescale / divisor| in exact arithmetic, rounded up and no further."""
+    options = {"lambda": lam, "normalize": normalize, "rescale": rescale, "density": density}
+    names = {p.name for p in operator(method).parameters}
+    parameters = parse_parameters(method, {n: v for n, v in options.items() if n in names})
+    exact = Fraction(1)
+    if "lambda" in names:
+        exact *= abs(Fraction(lam))
+    if "rescale" in names and rescale:
+        exact *= Fraction(float(np.float32(1 / density)))
+    if normalize:
+        total = np.float32(weights[0])
+        for weight in weights[1:]:
+            total = np.float32(total + np.float32(weight))
+        exact /= Fraction(float(total))
+    for weight, found in zip(weights, coefficients(method, parameters, weights), strict=True):
+        assert Fraction(found) >= Fraction(weight) * exact
+        assert found == 0 or Fraction(math.nextafter(found, 0)) < Fraction(weight) * exact
+
+
+def test_coefficients_bound_what_omission_changes() -> None:
+    """||full - partial|| <= |c_k| ||d_k|| for a linear merge in float64."""
+    rng = np.random.default_rng(1)
+    base, first, second = rng.standard_normal((3, 1000))
+    weights = [0.7, -0.2]
+    c = coefficients("linear", {"normalize": True}, weights)
+    full = (0.7 * first - 0.2 * second) / 0.5
+    without_second = (0.7 * first - 0.2 * base) / 0.5
+    change = np.linalg.norm(full - without_second)
+    # Weights are used as float32: the last places differ from this float64 sum.
+    assert change == pytest.approx(c[1] * np.linalg.norm(second - base), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties"])
+def test_consensus_has_no_coefficients(method: str) -> None:
+    """An operator whose sum elects signs has no certified bound, and says which have."""
+    with pytest.raises(BadRequest, match="task_arithmetic"):
+        coefficients(method, parse_parameters(method, {}), [1.0])
+
+
+@pytest.mark.parametrize("method", OPERATORS)
+def test_untouched_chunks_are_the_base(method: str) -> None:
+    """Every operator leaves a chunk that nobody touches as it is, but linear without normalize."""
+    assert reuses_base(method, parse_parameters(method, {}))
+    without = parse_parameters(method, {"normalize": False})
+    assert reuses_base(method, without) == (method != "linear")
+
+
+@pytest.mark.parametrize(
+    ("density", "elements", "kept"),
+    [(0.2, 5, 1), (0.29, 100, 28), (0.2, 3, 1), (1.0, 7, 7), (0.999, 1, 1), (0.5, 0, 0)],
+)
+def test_keep_count(density: float, elements: int, kept: int) -> None:
+    """max(1, int(density * n)) in float64, at most n."""
+    assert keep_count(density, elements) == kept
+
+
+def test_needs_and_limits_follow_density() -> None:
+    """Density 1 asks for no threshold and no mask; otherwise the limit is density * 2^32."""
+
+    def parsed(method: str, **options: Any) -> dict[str, Value]:
+        return parse_parameters(method, options)
+
+    assert not needs_thresholds("ties", parsed("ties"))
+    assert needs_thresholds("ties", parsed("ties", density=0.9))
+    assert not needs_thresholds("dare_ties", parsed("dare_ties", density=0.9))
+    assert mask_limit("ties", parsed("ties", density=0.5)) == 2**32
+    assert mask_limit("dare_ties", parsed("dare_ties")) == 2**32
+    assert mask_limit("dare_ties", parsed("dare_ties", density=0.25)) == 2**30
+    assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3)) == np.float32(1 / 0.3)
+    assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3, rescale=False)) == 1
+    assert rescale_factor("ties", parsed("ties", density=0.3)) == 1
