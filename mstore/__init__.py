@@ -1,0 +1,23 @@
+"""mstore: git for model checkpoints, with budgeted merging built in.
+
+The public face: `Store`, `Snapshot`, the errors, and the reports that calls return.
+"""
+
+from __future__ import annotations
+
+from mstore.api import Snapshot, Store
+from mstore.errors import MstoreError
+from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.version import __version__
+
+__all__ = [
+    "BlockId",
+    "ManifestId",
+    "MstoreError",
+    "PlanId",
+    "Snapshot",
+    "SnapshotId",
+    "Store",
+    "TensorId",
+    "__version__",
+]

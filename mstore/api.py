@@ -1,0 +1,516 @@
+"""The public face: an open store, its snapshots, and everything that can be done with them.
+
+    store = mstore.Store.open(path)
+    snapshot = store["llama/merged"]
+    snapshot.tensor("model.norm.weight")
+
+A store may be shared by threads.  It is not inherited by a fork: open it again in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from mstore import lineage
+from mstore.blocks.packs import Kind
+from mstore.errors import BadRequest, Conflict
+from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.reports import (
+    AddReport,
+    CheckoutReport,
+    CheckReport,
+    DiffReport,
+    Explanation,
+    FileReport,
+    MergeReport,
+    ParentReport,
+    PlanReport,
+    Progress,
+    ReflogReport,
+    RefReport,
+    ReplayReport,
+    SnapshotReport,
+    StoreReport,
+)
+from mstore.store import refs
+from mstore.store.catalog import Catalog
+from mstore.store.layout import DEFAULT_BLOCK_SIZE, FORMAT_VERSION
+from mstore.store.transaction import RefMove, move_refs
+
+# numpy, numba and the merge engine are imported by the calls that need them: `log` must not
+# wait for a compiler.
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mstore.merge.request import Input
+    from mstore.stats.store import StatsStore
+    from mstore.view import BlockCache, SnapshotView
+
+Report = Callable[[Progress], None]
+
+
+class Snapshot:
+    """One immutable snapshot of an open store."""
+
+    def __init__(self, store: Store, id: SnapshotId) -> None:
+        self._store = store
+        self._record: SnapshotRecord = store._catalog.snapshot(id)
+        self.id = id
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.id.short})"
+
+    @property
+    def manifest(self) -> ManifestId:
+        """What it contains: equal ids, equal bytes."""
+        return self._record.manifest_id()
+
+    @property
+    def parents(self) -> tuple[ParentReport, ...]:
+        """Role (previous, base, expert) and snapshot of each parent."""
+        return tuple(ParentReport(p.role, p.snapshot_id()) for p in self._record.parents)
+
+    @property
+    def message(self) -> str:
+        """What its maker wrote."""
+        return self._record.message
+
+    @property
+    def time_ns(self) -> int:
+        """When it was made, in nanoseconds since the epoch."""
+        return self._record.time_ns
+
+    def files(self) -> list[FileReport]:
+        """Its files by path."""
+        return lineage.files(self._store._catalog, self.id)
+
+    def tensor_names(self) -> list[str]:
+        """Names of its tensors in file and data order."""
+        return list(self._store.view(self.id).tensors)
+
+    def tensor(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor as a read-only array; bfloat16 and float8 through ml_dtypes.
+
+        Raises NotFound, Corrupt.
+        """
+        return self._store.view(self.id).tensor(name)
+
+    def read(self, path: str) -> bytes:
+        """The bytes of one file."""
+        return b"".join(self._store.view(self.id).stream(path))
+
+    def lineage(self) -> list[SnapshotReport]:
+        """This snapshot and all that it came from, children before parents."""
+        return lineage.log(self._store._catalog, [self.id], None)
+
+
+class Store:
+    """An open store.  Use as a context manager, or call `close`."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._stats: StatsStore | None = None
+        self._cache: BlockCache | None = None
+        self._views: dict[SnapshotId, SnapshotView] = {}
+
+    @classmethod
+    def init(cls, path: str | Path, *, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
+        """Make a store in a new or empty directory.
+
+        block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
+        Raises Conflict if something is there, Incompatible on a network filesystem.
+        """
+        return cls(Catalog.create(Path(path), block_size))
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a store.  Raises NotFound, Incompatible (newer format, network filesystem)."""
+        return cls(Catalog.open(Path(path)))
+
+    def close(self) -> None:
+        """Let go of files and index."""
+        if self._stats is not None:
+            self._stats.close()
+            self._stats = None
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self._catalog.layout.root
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a full block."""
+        return self._catalog.block_size
+
+    @property
+    def uuid(self) -> str:
+        """The store's own name."""
+        return str(self._catalog.layout.uuid)
+
+    @property
+    def _statistics(self) -> StatsStore:
+        if self._stats is None:
+            from mstore.stats.store import StatsStore
+
+            self._stats = StatsStore(self._catalog.layout.stats)
+        return self._stats
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def __getitem__(self, revision: str) -> Snapshot:
+        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names."""
+        return Snapshot(self, self._catalog.resolve(revision))
+
+    def view(self, revision: str | SnapshotId) -> SnapshotView:
+        """A snapshot as read-only files, as a mount shows it."""
+        from mstore.view import BlockCache, SnapshotView
+
+        id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
+        if id not in self._views:
+            if self._cache is None:
+                self._cache = BlockCache(self._catalog)
+            self._views[id] = SnapshotView(self._catalog, id, self._cache)
+        return self._views[id]
+
+    def snapshot_ids(self) -> list[SnapshotId]:
+        """Every snapshot of the store."""
+        return self._catalog.snapshot_ids()
+
+    def log(self, revision: str | None = None, limit: int | None = None) -> list[SnapshotReport]:
+        """The lineage of a revision, or of all refs: children before parents, newest first."""
+        starts = None if revision is None else [self._catalog.resolve(revision)]
+        return lineage.log(self._catalog, starts, limit)
+
+    def show(self, revision: str) -> SnapshotReport:
+        """One snapshot."""
+        id = self._catalog.resolve(revision)
+        return lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
+
+    def files(self, revision: str) -> list[FileReport]:
+        """The files of a snapshot."""
+        return lineage.files(self._catalog, self._catalog.resolve(revision))
+
+    def read_file(self, revision: str, path: str) -> Iterator[bytes]:
+        """The bytes of one file, block by block.  Raises NotFound before the first piece."""
+        view = self.view(revision)
+        view.require(path)
+        return view.stream(path)
+
+    def diff(
+        self, a: str, b: str, *, blocks: bool = False, threads: int | None = None
+    ) -> DiffReport:
+        """How snapshot b differs from snapshot a."""
+        from mstore.diff import diff
+
+        return diff(
+            self._catalog,
+            self._catalog.resolve(a),
+            self._catalog.resolve(b),
+            blocks=blocks,
+            threads=thread_count(threads),
+        )
+
+    def checkout(
+        self,
+        revision: str,
+        directory: str | Path,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> CheckoutReport:
+        """A byte-exact copy in a new or empty directory."""
+        from mstore.checkout import checkout
+
+        return checkout(
+            self._catalog,
+            self._catalog.resolve(revision),
+            Path(directory),
+            threads=thread_count(threads),
+            progress=progress,
+        )
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        path: str | Path,
+        *,
+        name: str,
+        base: str | None = None,
+        message: str = "",
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> AddReport:
+        """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
+
+        With `base`, statistics of the differences are kept for planning merges.  Raises
+        BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed; then nothing is published.
+        """
+        from mstore.add import add
+
+        return add(
+            self._catalog,
+            self._statistics,
+            Path(path),
+            name=name,
+            base=None if base is None else self._catalog.resolve(base),
+            message=message,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+
+    def plan(
+        self,
+        *,
+        base: str,
+        experts: Sequence[str | tuple[str, float]],
+        method: str,
+        parameters: Mapping[str, object] | None = None,
+        budget: float | None = None,
+        max_error: float | None = None,
+        dtype: str | None = None,
+        analyze: bool = True,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> PlanReport:
+        """Plan a merge and keep the plan.  An expert is a revision, or (revision, weight).
+
+        budget: bytes (int), share of the full cost (float in (0, 1]) or None.  max_error: find the
+        cheapest plan within this relative error.  Raises BadRequest, NotFound, Incompatible.
+        """
+        from mstore.merge.commit import store_plan
+        from mstore.merge.explain import plan_report
+        from mstore.merge.planning import make_plan
+        from mstore.merge.request import request
+        from mstore.store.plans import Source, Sources
+
+        began = time.monotonic()
+        given = [(e, 1.0) if isinstance(e, str) else e for e in experts]
+        inputs = [(self._input(revision), weight) for revision, weight in given]
+        asked = request(
+            base=self._input(base),
+            experts=inputs,
+            method=method,
+            parameters=parameters or {},
+            budget=budget,
+            max_error=max_error,
+            dtype=dtype,
+            analyze=analyze,
+        )
+        plan, analyzed = make_plan(
+            self._catalog,
+            self._statistics,
+            asked,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+        sources = Sources(
+            Source(asked.base.snapshot, asked.base.name),
+            tuple(Source(expert.snapshot, expert.name) for expert in asked.experts),
+        )
+        id = store_plan(self._catalog, plan, sources)
+        seconds = time.monotonic() - began
+        return plan_report(plan, id, sources, analyzed=analyzed, seconds=seconds)
+
+    def _input(self, revision: str) -> Input:
+        from mstore.merge.request import Input
+
+        return Input(self._catalog.resolve(revision), revision)
+
+    def export_plan(self, plan: str) -> str:
+        """A stored plan (id or prefix) as JSON text."""
+        from mstore.merge.exchange import export_plan
+
+        return export_plan(self._catalog, plan)
+
+    def import_plan(self, text: str) -> PlanReport:
+        """Keep a plan that `export_plan` wrote.  Raises BadRequest, NotFound."""
+        from mstore.merge.exchange import import_plan
+
+        return import_plan(self._catalog, text)
+
+    def merge(
+        self,
+        plan: PlanReport | PlanId | str,
+        *,
+        name: str,
+        message: str = "",
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> MergeReport:
+        """Run a stored plan and publish the result under the ref `name`, or publish nothing."""
+        from mstore.merge.commit import run_merge
+        from mstore.merge.explain import plan_report
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import find, sources_of
+
+        began = time.monotonic()
+        id = plan.plan if isinstance(plan, PlanReport) else find(self._catalog, str(plan))
+        analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
+        record = self._catalog.record(Plan, id)
+        sources = sources_of(self._catalog, id, record)
+        merged = run_merge(
+            self._catalog,
+            record,
+            sources,
+            name=name,
+            message=message,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+        planned = plan_report(record, id, sources)
+        return MergeReport(
+            name=name,
+            plan=id,
+            snapshot=merged.snapshot,
+            manifest=merged.manifest,
+            new_snapshot=merged.is_new,
+            method=record.method,
+            budget_bytes=record.budget,
+            full_expert_bytes=record.full_expert_bytes,
+            planned_expert_bytes=record.planned_expert_bytes,
+            expert_bytes_read=merged.outcome.expert_bytes_read,
+            analyze_bytes_read=analyzed,
+            base_bytes_read=merged.outcome.base_bytes_read,
+            bytes_written=merged.bytes_written,
+            blocks_total=merged.outcome.blocks_total,
+            blocks_reused=merged.outcome.blocks_reused,
+            error_bound=record.error_bound,
+            error_estimate=record.error_estimate,
+            notes=planned.notes,
+            seconds=time.monotonic() - began,
+        )
+
+    def explain(self, revision: str, tensor: str | None = None) -> Explanation:
+        """Which experts made a merge, block by block, what was left out and why."""
+        from mstore.merge.explain import explain
+
+        return explain(self._catalog, self._catalog.resolve(revision), tensor)
+
+    def replay(
+        self, revision: str, *, threads: int | None = None, progress: Report | None = None
+    ) -> ReplayReport:
+        """Run a merge's recorded plan again and compare.  Raises BadRequest if it is no merge."""
+        from mstore.merge.replay import replay
+
+        id = self._catalog.resolve(revision)
+        return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+    # -- refs --------------------------------------------------------------------------------
+
+    def refs(self) -> list[RefReport]:
+        """All refs by name."""
+        return lineage.refs(self._catalog)
+
+    def _ref(self, name: str) -> RefReport:
+        return next(ref for ref in self.refs() if ref.name == name)
+
+    def tag(self, name: str, revision: str) -> RefReport:
+        """Name a snapshot for good.  Raises Conflict if the name is taken."""
+        refs.check_name(name)
+        snapshot = self._catalog.resolve(revision)
+        if self._catalog.ref(name) is not None:
+            raise Conflict("the name is taken", where=name, hint=f"mstore rm {name}")
+        new = refs.Ref(refs.TAG, snapshot)
+        move_refs(self._catalog, [RefMove(name, None, new, f"tag: {revision}")])
+        return self._ref(name)
+
+    def reset(self, name: str, revision: str) -> RefReport:
+        """Point a branch at another snapshot; the old position stays in the reflog."""
+        refs.check_name(name)
+        current = self._catalog.ref(name)
+        if current is not None and current.kind == refs.TAG:
+            raise Conflict("is a tag, and tags do not move", where=name, hint=f"mstore rm {name}")
+        new = refs.Ref(refs.BRANCH, self._catalog.resolve(revision))
+        if new != current:
+            move_refs(self._catalog, [RefMove(name, current, new, f"reset: {revision}")])
+        return self._ref(name)
+
+    def reflog(self, name: str) -> list[ReflogReport]:
+        """Every move of a ref, newest first; position N is NAME@{N}.  Also of removed ones."""
+        with self._catalog.index.env.read() as transaction:
+            moves = refs.reflog(self._catalog.index, transaction, name)
+            if not moves:
+                refs.require(self._catalog.index, transaction, name)
+        return [
+            ReflogReport(
+                position=position,
+                old=None if move.old is None else SnapshotId(move.old),
+                new=None if move.new is None else SnapshotId(move.new),
+                action=move.action,
+                time_ns=move.time_ns,
+            )
+            for position, move in enumerate(reversed(moves))
+        ]
+
+    def remove(self, name: str) -> None:
+        """Remove a ref.  Its snapshots stay, and its reflog can bring it back."""
+        with self._catalog.index.env.read() as transaction:
+            current = refs.require(self._catalog.index, transaction, name)
+        move_refs(self._catalog, [RefMove(name, current, None, "rm")])
+
+    # -- the whole store ---------------------------------------------------------------------
+
+    def fsck(self, *, read_data: bool = False, progress: Report | None = None) -> CheckReport:
+        """Check the store's structure, and with `read_data` every byte."""
+        from mstore.check import Checker
+
+        return Checker(self._catalog, read_data=read_data, progress=progress).run()
+
+    def stats(self) -> StoreReport:
+        """Sizes and counts."""
+        catalog = self._catalog
+        with catalog.index.env.read() as transaction:
+            packs = list(catalog.index.packs(transaction))
+            unique = sum(location.raw_length for _, location in catalog.index.blocks(transaction))
+            tensors = sum(
+                1 for kind, _, _ in catalog.index.records(transaction) if kind == Kind.TENSOR
+            )
+            blocks = catalog.index.count(transaction, "blocks")
+        ids = catalog.snapshot_ids()
+        reached = lineage.ancestry(catalog, lineage.names_of(catalog))
+        manifests = [catalog.snapshot(id).manifest_id() for id in reached]
+        return StoreReport(
+            path=str(self.path),
+            uuid=self.uuid,
+            format_version=FORMAT_VERSION,
+            block_size=self.block_size,
+            refs=len(catalog.refs()),
+            snapshots=len(ids),
+            packs=len(packs),
+            blocks=blocks,
+            tensors=tensors,
+            plain_bytes=sum(catalog.manifest(id).plain_bytes() for id in manifests),
+            unique_bytes=unique,
+            stored_bytes=sum(size for _, size in packs),
+            index_bytes=catalog.index.env.file_bytes(),
+            statistics_bytes=self._statistics.file_bytes(),
+        )
+
+
+def thread_count(threads: int | None) -> int:
+    """As many threads as this process may use, unless a number is given.  Raises BadRequest."""
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    if not 1 <= threads <= 256:
+        raise BadRequest(f"threads must be between 1 and 256, not {threads}")
+    return threads

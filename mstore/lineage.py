@@ -1,0 +1,107 @@
+"""Lineage: snapshots and where they came from, as `log` and `show` tell it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from mstore.ids import SnapshotId
+from mstore.objects.plan import Plan
+from mstore.reports import FileReport, ParentReport, RefReport, SnapshotReport
+from mstore.store.catalog import Catalog
+
+
+def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
+    """The refs that point at each snapshot."""
+    found: dict[SnapshotId, list[str]] = defaultdict(list)
+    for name, ref in catalog.refs().items():
+        found[ref.snapshot_id()].append(name)
+    return found
+
+
+def describe(
+    catalog: Catalog, id: SnapshotId, names: dict[SnapshotId, list[str]]
+) -> SnapshotReport:
+    """One snapshot."""
+    record = catalog.snapshot(id)
+    manifest = catalog.manifest(record.manifest_id())
+    plan_id = record.plan_id()
+    return SnapshotReport(
+        snapshot=id,
+        manifest=record.manifest_id(),
+        parents=tuple(ParentReport(p.role, p.snapshot_id()) for p in record.parents),
+        origin=record.origin,
+        plan=plan_id,
+        method=None if plan_id is None else catalog.record(Plan, plan_id).method,
+        message=record.message,
+        time_ns=record.time_ns,
+        refs=tuple(names.get(id, ())),
+        plain_bytes=manifest.plain_bytes(),
+        files=len(manifest.files),
+        tensors=len(manifest.tensors()),
+    )
+
+
+def ancestry(
+    catalog: Catalog, starts: Iterable[SnapshotId], limit: int | None = None
+) -> list[SnapshotId]:
+    """The snapshots that are reached from `starts`: children before parents, newest first.
+
+    A parent never comes before its child, even where clocks disagree.
+    """
+    roots = sorted(set(starts))
+    waiting = _children_count(catalog, roots)
+    ready = [(-catalog.snapshot(id).time_ns, id) for id in roots if waiting[id] == 0]
+    heapq.heapify(ready)
+    found: list[SnapshotId] = []
+    while ready and (limit is None or len(found) < limit):
+        _, id = heapq.heappop(ready)
+        found.append(id)
+        for parent in {p.snapshot_id() for p in catalog.snapshot(id).parents}:
+            waiting[parent] -= 1
+            if waiting[parent] == 0:
+                heapq.heappush(ready, (-catalog.snapshot(parent).time_ns, parent))
+    return found
+
+
+def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotId, int]:
+    """How many children, within what is reached, each snapshot has."""
+    counts: dict[SnapshotId, int] = dict.fromkeys(roots, 0)
+    stack = list(roots)
+    seen = set(roots)
+    while stack:
+        for parent in {p.snapshot_id() for p in catalog.snapshot(stack.pop()).parents}:
+            counts[parent] = counts.get(parent, 0) + 1
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return counts
+
+
+def log(
+    catalog: Catalog, starts: Iterable[SnapshotId] | None, limit: int | None
+) -> list[SnapshotReport]:
+    """The lineage of some snapshots, or of all refs."""
+    names = names_of(catalog)
+    reached = ancestry(catalog, names if starts is None else starts, limit)
+    return [describe(catalog, id, names) for id in reached]
+
+
+def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
+    """The files of a snapshot, by path."""
+    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    return [
+        FileReport(file.path, file.size, sum(1 for _ in file.tensors())) for file in manifest.files
+    ]
+
+
+def refs(catalog: Catalog) -> list[RefReport]:
+    """All refs by name."""
+    found = []
+    for name, ref in catalog.refs().items():
+        record = catalog.snapshot(ref.snapshot_id())
+        found.append(
+            RefReport(name, ref.kind, ref.snapshot_id(), record.manifest_id(), record.time_ns)
+        )
+    return found
