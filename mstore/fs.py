@@ -30,9 +30,10 @@ from mstore.ids import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change of the disk: create, write, fsync, rename, unlink, mkdir, rmdir, syncdir, commit.
+    """One change of the disk: create, write, fsync, rename, link, unlink, mkdir, rmtree, syncdir,
+    commit.
 
-    `path` is what it acts on; `target` the new name of a rename; `offset` and `data` belong to a
+    `path` is what it acts on; `target` the new name of a rename or link; `offset` and `data` belong to a
     write (the buffer is only valid during the call).  `commit` is announced before an index
     transaction is committed and `committed` right after.
     """
@@ -79,13 +80,17 @@ def translated(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        code = error.errno or 0
-        raise StorageFailed(
-            os.strerror(code).lower() if code else str(error),
-            where=str(path),
-            hint=_HINTS.get(code),
-            errno=code,
-        ) from error
+        raise refusal(error.errno or 0, path, str(error)) from error
+
+
+def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
+    """The error for an errno; `otherwise` says what happened where there is none."""
+    return StorageFailed(
+        os.strerror(code).lower() if code else otherwise,
+        where=str(path),
+        hint=_HINTS.get(code),
+        errno=code,
+    )
 
 
 class NewFile:
@@ -174,12 +179,13 @@ def make_directory(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> 
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents."""
+    """Make a directory and its missing parents; the names that are new are durable."""
     if path.is_dir():
         return
     if path.parent != path:
         make_directories(path.parent)
-    make_directory(path, exist_ok=True)
+    if make_directory(path, exist_ok=True):
+        sync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:
@@ -202,9 +208,12 @@ def sync_directory(path: Path) -> None:
             os.close(fd)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a text file atomically and durably: write, fsync, rename, fsync the directory."""
-    file = NewFile(path.with_name(f".{path.name}.{secrets.token_hex(4)}"), mode=0o644)
+def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
+    """Replace a text file atomically and durably (temporary file, fsync, rename, fsync directory).
+
+    staging: the directory of the temporary file, on the same filesystem; beside `path` if not given.
+    """
+    file = NewFile(_temporary(path, staging), mode=0o644)
     try:
         file.append(text.encode())
         file.sync()
@@ -216,10 +225,34 @@ def replace_text(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
+def create_whole(path: Path, data: Buffer) -> bool:
+    """Make a file that is never seen but whole; False, and nothing done, where the name is taken."""
+    file = NewFile(_temporary(path, None), mode=0o644)
+    try:
+        file.append(data)
+        file.sync()
+        with translated(path):
+            _announce("link", file.path, path)
+            try:
+                os.link(file.path, path)
+            except FileExistsError:
+                return False
+    finally:
+        file.abandon()
+    sync_directory(path.parent)
+    return True
+
+
+def _temporary(path: Path, staging: Path | None) -> Path:
+    with translated(path):
+        return Path(tempfile.mktemp(prefix=f".{path.name}.", dir=staging or path.parent))
+
+
 @contextmanager
 def index_commit(path: Path) -> Iterator[None]:
     """Surround the commit of an index transaction, which LMDB makes durable as one step."""
-    _announce("commit", path)
+    with translated(path):
+        _announce("commit", path)
     yield
     _announce("committed", path)
 
@@ -230,14 +263,17 @@ class LockFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with translated(path):
+            if not os.path.lexists(path):
+                _announce("create", path)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Take the lock; False if it is held elsewhere and `blocking` is off."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
+        with translated(self.path):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+            except BlockingIOError:
+                return False
         return True
 
     def is_current(self) -> bool:

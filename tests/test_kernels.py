@@ -263,12 +263,20 @@ def test_without_a_quota_all_ties_stay() -> None:
 
 
 def _mix_one(base: Array, expert: Array, out: Array, *, threshold: float, quota: int) -> None:
-    mix = Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0])
     mix_chunk(
-        *(mix, base.view(np.uint8), "F32", expert.view(np.uint8)[None], ["F32"]),
-        *(np.zeros(1, dtype=np.int64), base.size, 0),
-        *(np.array([threshold], dtype=np.float32), np.array([quota])),
-        *(np.zeros((1, 2), dtype=np.uint32), out.view(np.uint8), "F32"),
+        Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]),
+        base.view(np.uint8),
+        "F32",
+        expert.view(np.uint8)[None],
+        ["F32"],
+        positions=np.zeros(1, dtype=np.int64),
+        n=base.size,
+        first_index=0,
+        thresholds=np.array([threshold], dtype=np.float32),
+        quotas=np.array([quota]),
+        keys=np.zeros((1, 2), dtype=np.uint32),
+        out=out.view(np.uint8),
+        out_dtype="F32",
     )
 
 

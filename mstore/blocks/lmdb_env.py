@@ -2,15 +2,21 @@
 
 Owns opening, map size and transactions; what the rows mean is for `index` and `stats`.
 Always full sync, never `writemap`: a full disk is then an error and not a SIGBUS.
+
+An environment that is there already is opened for reading first, and again for writing when a
+write transaction is asked for: LMDB opens named databases of a writable environment in a write
+transaction, and a reader would wait there for whoever is writing.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock, get_ident
 from typing import Any
 
 import lmdb
@@ -19,6 +25,9 @@ from mstore import fs
 from mstore.errors import Corrupt, StorageFailed, Unavailable
 
 MAP_SIZE = 1 << 38
+MAX_READERS = 1024
+# LMDB's lock file: a header and 64 bytes a reader.
+_LOCK_BYTES = 4096 + 64 * MAX_READERS
 _environments: dict[str, Environment] = {}
 _environments_lock = Lock()
 
@@ -32,26 +41,78 @@ class Environment:
 
     def __init__(self, path: Path, databases: tuple[str, ...]) -> None:
         self.path = path
+        self.databases: dict[str, Any] = {}
+        self._names = databases
         self._pid = os.getpid()
         self._users = 0
+        # Guards the change from reading to writing: who has a read transaction open just now.
+        self._gate = Condition()
+        self._readers: dict[int, int] = {}
+        if (path / "data.mdb").exists():
+            self._open(writable=False)
+        else:
+            self._create()
+
+    def _open(self, *, writable: bool) -> None:
         try:
-            self._env = lmdb.open(
-                str(path),
-                map_size=MAP_SIZE,
-                max_dbs=len(databases) + 8,
-                max_readers=1024,
-                metasync=True,
-                sync=True,
-                writemap=False,
-                readahead=False,
-                create=True,
-                mode=0o644,
-            )
-            self.databases = {name: self._env.open_db(name.encode()) for name in databases}
+            self._env = self._lmdb(writable=writable)
+            try:
+                # Not in a transaction of ours: the handles of a read transaction end with it.
+                self.databases = {
+                    name: self._env.open_db(name.encode(), create=False) for name in self._names
+                }
+            except BaseException:
+                self._env.close()
+                raise
         except lmdb.InvalidError as error:
-            raise Corrupt("not an LMDB index", where=str(path), hint="mstore fsck") from error
+            raise self._damaged("not an LMDB index") from error
+        except lmdb.NotFoundError as error:
+            raise self._damaged("a database of the index is missing") from error
         except lmdb.Error as error:
-            raise _translated(error, path) from error
+            raise _translated(error, self.path) from error
+        self._writable = writable
+
+    def _lmdb(self, *, writable: bool) -> Any:
+        return lmdb.open(
+            str(self.path),
+            map_size=MAP_SIZE,
+            max_dbs=len(self._names) + 8,
+            max_readers=MAX_READERS,
+            metasync=True,
+            sync=True,
+            writemap=False,
+            readahead=False,
+            readonly=not writable,
+            create=False,
+            mode=0o644,
+        )
+
+    def _create(self) -> None:
+        """Make the environment; its files' names are durable when this returns."""
+        try:
+            # LMDB would make a sparse file and map it: on a full disk that is a SIGBUS.
+            fs.create_whole(self.path / "lock.mdb", bytes(_LOCK_BYTES))
+        except StorageFailed as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise
+        try:
+            self._env = self._lmdb(writable=True)
+            try:
+                with self._env.begin(write=True) as transaction:
+                    for name in self._names:
+                        self.databases[name] = self._env.open_db(name.encode(), txn=transaction)
+                    with fs.index_commit(self.path):
+                        transaction.commit()
+                fs.sync_directory(self.path)
+            except BaseException:
+                self._env.close()
+                raise
+        except lmdb.Error as error:
+            raise _translated(error, self.path) from error
+        self._writable = True
+
+    def _damaged(self, what: str) -> Corrupt:
+        return Corrupt(what, where=str(self.path), hint="mstore fsck")
 
     @classmethod
     def acquire(cls, path: Path, databases: tuple[str, ...]) -> Environment:
@@ -59,8 +120,9 @@ class Environment:
         key = os.path.realpath(path)
         with _environments_lock:
             found = _environments.get(key)
-            if found is None or found._pid != os.getpid():
+            if found is None:
                 found = _environments[key] = cls(path, databases)
+            found._guard()
             found._users += 1
             return found
 
@@ -70,18 +132,17 @@ class Environment:
             self._users -= 1
             if self._users == 0 and self._pid == os.getpid():
                 self._env.close()
-                _environments.pop(os.path.realpath(self.path), None)
+                del _environments[next(k for k, e in _environments.items() if e is self)]
 
     def _guard(self) -> None:
         if self._pid != os.getpid():
             raise Unavailable(
-                "this store was opened before a fork and cannot be used in the child",
+                "this store was open when the process forked, and cannot be used in the child",
                 where=str(self.path),
-                hint="open the store again in the child: mstore.Store.open(path)",
+                hint="close the store before the fork, or start the child with 'spawn'",
             )
 
     def _begin(self, *, write: bool) -> Any:
-        self._guard()
         try:
             return self._env.begin(write=write)
         except lmdb.MapResizedError:
@@ -92,38 +153,88 @@ class Environment:
     @contextmanager
     def read(self) -> Iterator[Any]:
         """A short read transaction: copy what is needed, leave, then do I/O."""
+        self._guard()
+        thread = get_ident()
+        with self._gate:
+            self._readers[thread] = self._readers.get(thread, 0) + 1
         try:
-            transaction = self._begin(write=False)
-        except lmdb.Error as error:
-            raise _translated(error, self.path) from error
-        try:
-            yield transaction
-        except lmdb.Error as error:
-            raise _translated(error, self.path) from error
+            with self._errors_translated():
+                transaction = self._begin(write=False)
+                try:
+                    yield transaction
+                finally:
+                    transaction.abort()
         finally:
-            transaction.abort()
+            with self._gate:
+                self._readers[thread] -= 1
+                if not self._readers[thread]:
+                    del self._readers[thread]
+                    self._gate.notify_all()
 
     @contextmanager
     def write(self) -> Iterator[Any]:
         """The one write transaction; committed and synced on leaving, dropped on an exception."""
-        try:
+        self._guard()
+        self._make_writable()
+        with self._errors_translated():
             transaction = self._begin(write=True)
             try:
                 yield transaction
-            except BaseException:
+                with fs.index_commit(self.path):
+                    transaction.commit()
+            finally:
+                # Does nothing after a commit.
                 transaction.abort()
-                raise
-            with fs.index_commit(self.path):
-                transaction.commit()
+
+    def _make_writable(self) -> None:
+        with self._gate:
+            if self._writable:
+                return
+            if get_ident() in self._readers:
+                raise RuntimeError("a write transaction asked for inside a read transaction")
+            while self._readers:
+                self._gate.wait()
+            if not self._writable:
+                self._env.close()
+                self._open(writable=True)
+
+    @contextmanager
+    def _errors_translated(self) -> Iterator[None]:
+        try:
+            yield
         except lmdb.Error as error:
             raise _translated(error, self.path) from error
 
     def file_bytes(self) -> int:
         """Size of the data file on disk."""
-        return (self.path / "data.mdb").stat().st_size
+        with fs.translated(self.path):
+            return (self.path / "data.mdb").stat().st_size
 
 
 def _translated(error: Any, path: Path) -> StorageFailed | Corrupt:
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
         return Corrupt(f"damaged index: {error}", where=str(path), hint="mstore fsck")
-    return StorageFailed(f"the index could not be used: {error}", where=str(path))
+    # Positive codes are the system's, negative ones LMDB's own.
+    code = max(0, int(getattr(error, "code", 0)))
+    if code == errno.EIO and _is_full(path):
+        # LMDB takes a short write for an I/O error.
+        code = errno.ENOSPC
+    return fs.refusal(code, path, f"the index could not be used: {error}")
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize < 1 << 20
+
+
+def _keep_in_child() -> None:
+    # Closing an environment in a forked child, even when the interpreter ends, would take the
+    # parent's readers out of the shared reader table.  So the child's copies are never freed.
+    for environment in _environments.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(environment._env))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

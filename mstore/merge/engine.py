@@ -41,7 +41,6 @@ from mstore.reports import Progress
 from mstore.store.catalog import Catalog
 
 _ROW_ALIGNMENT = 64
-MERGED_DTYPES = ("BF16", "F16", "F32")
 
 
 class Sink(Protocol):
@@ -391,10 +390,10 @@ class Engine:
     def _quotas(
         self, job: _Job, number: int, n: int, base: Any, experts: Any, present: list[int]
     ) -> Any:
-        limited = job.ledger.limited
+        counted = job.ledger.open
         ties = [0] * len(job.experts)
         for row, k in enumerate(present):
-            if limited[k]:
+            if counted[k]:
                 ties[k] = count_ties(
                     base, job.base.dtype, experts[row], job.experts[k].dtype, n, job.thresholds[k]
                 )

@@ -26,17 +26,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge import floats, random
-from mstore.merge.compiling import cached, compiled
-from mstore.merge.floats import (
-    ITEMSIZES,
-    bits_float,
-    dtype_code,
-    float_bits,
-    load_bits,
-    quieten,
-    store_bits,
-)
+from mstore.merge import random
 from mstore.merge.operators import (
     Value,
     check_weights,
@@ -48,6 +38,17 @@ from mstore.merge.operators import (
     single,
 )
 from mstore.merge.random import fill_draws
+from mstore.numeric import floats
+from mstore.numeric.compiling import cached, compiled
+from mstore.numeric.floats import (
+    ITEMSIZES,
+    bits_float,
+    dtype_code,
+    float_bits,
+    load_bits,
+    quieten,
+    store_bits,
+)
 
 UNLIMITED: Final = -1
 """A quota that keeps every element whose magnitude equals the threshold."""
@@ -131,8 +132,9 @@ def mix_chunk(
     """Merge `n` elements of one tensor, from flat index `first_index` on, into `out`.
 
     base        uint8[>= n * itemsize], contiguous, aligned to its element
-    rows        uint8[P, stride], row p the elements of expert positions[p]; P may be 0.  Experts
-                without a row are absent: their delta is zero
+    rows        uint8[P, stride], row p the elements of expert positions[p].  Experts without a
+                row are absent: their delta is zero.  With P = 0 the output is the base, converted
+                to its type (unless operators.reuses_base says otherwise)
     row_dtypes  element type of each row ("BF16", "F16" or "F32"; sources and output may differ)
     positions   int64[P], distinct, each in 0..K-1 for the K weights of `mix`
     thresholds  float32[K]: trimming keeps |d| above it, and

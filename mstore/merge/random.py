@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from mstore.merge.compiling import compiled, inlined
+from mstore.numeric.compiling import compiled, inlined
 
 KEY_CONTEXT: Final = "mstore 1 dare mask"
 """BLAKE3 derive_key context of the keys: part of the format, it never changes."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.merge.operators import Value, check_weights, parse_parameters
+from mstore.numeric.floats import CODES
 
-OUTPUT_DTYPES = ("BF16", "F16", "F32")
 _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -88,7 +88,7 @@ def _check_budget(budget: int | float) -> None:
 
 def _output_dtype(dtype: str) -> str:
     name = _SPELLINGS.get(dtype.lower(), dtype.upper())
-    if name not in OUTPUT_DTYPES:
+    if name not in CODES:
         raise BadRequest(
             f"cannot write dtype {dtype!r}", hint="--dtype bfloat16, float16 or float32"
         )

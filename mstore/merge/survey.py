@@ -20,6 +20,7 @@ from mstore.errors import BadRequest
 from mstore.ids import ID_BYTES, BlockId, ManifestId, TensorId
 from mstore.merge.operators import keep_count, needs_thresholds
 from mstore.merge.request import Request
+from mstore.numeric.floats import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import require_same_shapes
 from mstore.objects.tensor import Tensor
@@ -165,9 +166,9 @@ class Surveyor:
     ) -> SurveyedTensor | None:
         changed = [id != base_id for id, _ in pairs]
         sources = {base.dtype, *(record.dtype for _, record in pairs)}
-        if not sources <= deltas.DTYPES.keys():
+        if not sources <= ITEMSIZES.keys():
             if any(changed):
-                odd = ", ".join(sorted(sources - deltas.DTYPES.keys()))
+                odd = ", ".join(sorted(sources - ITEMSIZES.keys()))
                 self._copied.append((name, f"dtype {odd} is not merged"))
             return None
         elements = math.prod(base.shape)
@@ -279,7 +280,7 @@ class Surveyor:
         found = []
         sums = []
         for id, record in records.values():
-            if record.dtype not in deltas.DTYPES:
+            if record.dtype not in ITEMSIZES:
                 continue
             if id not in known:
                 squares = self._statistics.squares(id)
@@ -361,7 +362,7 @@ def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> li
 
 def blocks_per_chunk(dtype: str, chunk: int, block_size: int) -> int:
     """How many blocks a full chunk has in this dtype."""
-    return chunk * deltas.ITEMSIZES[deltas.DTYPES[dtype]] // block_size
+    return chunk * ITEMSIZES[dtype] // block_size
 
 
 def read_chunk(

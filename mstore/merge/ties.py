@@ -22,9 +22,12 @@ class TieLedger:
         self._turn = Condition()
 
     @property
-    def limited(self) -> list[bool]:
-        """Which experts have a quota at all."""
-        return [quota != UNLIMITED for quota in self._left]
+    def open(self) -> list[bool]:
+        """Which experts' ties must still be counted: those with a quota that is not used up.
+
+        Quotas only fall, so an answer that is out of date costs a count and no more.
+        """
+        return [quota > 0 for quota in self._left]
 
     def take(self, chunk: int, ties: list[int]) -> list[int]:
         """How many of its `ties` per expert chunk `chunk` may keep.  Waits for earlier chunks."""

@@ -23,30 +23,21 @@ with zeros; in a tile element j and its three fellows at j + 256, + 512, + 768 a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from mstore.errors import BadRequest
+from mstore.numeric import floats
+from mstore.numeric.compiling import cached, compiled
+from mstore.numeric.floats import CODES, ITEMSIZES, QUIET_NAN, load_bits
 from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, pack_sketch, unchanged
 
-__all__ = ["CHUNK", "DTYPES", "TILE", "base_squares", "count_low", "measure", "unchanged"]
+__all__ = ["CHUNK", "TILE", "base_squares", "count_low", "measure", "unchanged"]
 
 TILE: Final = 1024
 """Elements a tile.  A chunk starts at a multiple of it."""
-
-BF16: Final = 0
-F16: Final = 1
-F32: Final = 2
-
-DTYPES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
-"""Element types, as safetensors spells them, whose deltas can be measured; the code is ours."""
-
-ITEMSIZES: Final = (2, 2, 4)
-"""Bytes an element, by code."""
 
 MAX_ELEMENTS: Final = 2**31
 """Most elements a call takes: its counts are kept in 32 bits."""
@@ -62,26 +53,16 @@ _TURNS: Final = 4
 _ABS: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITY: Final = np.uint32(0x7F800000)
-_QUIET_NAN: Final = np.uint32(0x7FC00000)
 _LOW: Final = np.uint32(0xFFFF)
 _INEXACT: Final = np.uint32(0x8000)
 _TURN_SALT: Final = np.uint32(0x9E3779B9)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(function: _Function) -> _Function:
-    # No fastmath: LLVM may then neither reorder sums nor fuse a product with a sum.
-    decorate = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-    return cast(_Function, decorate(function))
-
 
 # In the compiled functions each loop does one simple thing to a tile that stays in the L1 cache:
 # LLVM vectorises such loops whole.  numba widens 32-bit integers to 64 on every operation; the
 # explicit np.uint32 brings them back, so that a vector holds twice as many.
 
 
-@_compiled
+@compiled
 def _mix(x: Any) -> Any:
     """MurmurHash3's 32-bit finaliser."""
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
@@ -91,37 +72,15 @@ def _mix(x: Any) -> Any:
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
 
 
-@_compiled
-def _half_bits(stored: Any) -> Any:
-    """float32 bits of an fp16 pattern; a subnormal one is a small integer times 2^-24."""
-    magnitude = np.uint32(np.uint32(stored) & np.uint32(0x7FFF))
-    shifted = np.uint32(magnitude << np.uint32(13))
-    small = np.float32(np.float32(np.int32(magnitude)) * np.float32(2.0**-24)).view(np.uint32)
-    bits = small if magnitude < np.uint32(0x0400) else np.uint32(shifted + np.uint32(112 << 23))
-    bits = np.uint32(shifted | _INFINITY) if magnitude >= np.uint32(0x7C00) else bits
-    return np.uint32(bits | np.uint32(np.uint32(np.uint32(stored) & _INEXACT) << np.uint32(16)))
-
-
-@_compiled
-def _widen(code: int, halves: Any, words: Any, start: int, count: int, bits: Any) -> None:
+@compiled
+def _widen(code: int, stored: Any, start: int, count: int, bits: Any) -> None:
     """float32 bits of elements start..start+count, then zeros to the end of the tile."""
-    if code == BF16:
-        source = halves[start : start + count]
-        for j in range(count):
-            bits[j] = np.uint32(np.uint32(source[j]) << np.uint32(16))
-    elif code == F16:
-        source = halves[start : start + count]
-        for j in range(count):
-            bits[j] = _half_bits(source[j])
-    else:
-        wide = words[start : start + count]
-        for j in range(count):
-            bits[j] = wide[j]
+    load_bits(code, stored, start, count, bits, 0)
     for j in range(count, bits.size):
         bits[j] = np.uint32(0)
 
 
-@_compiled
+@compiled
 def _subtract(expert: Any, base: Any, delta: Any) -> tuple[Any, Any]:
     """Bits of d for a tile; gives the bits of the largest |d| and of the smallest that is not 0.
 
@@ -142,17 +101,17 @@ def _subtract(expert: Any, base: Any, delta: Any) -> tuple[Any, Any]:
         # 0 - 1 wraps round to the top, so that zeros never are the smallest.
         smallest = min(smallest, np.uint32(magnitude - np.uint32(1)))
     if largest > _INFINITY:
-        largest = _QUIET_NAN
+        largest = QUIET_NAN
         for j in range(delta.size):
             if np.uint32(delta[j] & _ABS) > _INFINITY:
-                delta[j] = _QUIET_NAN
+                delta[j] = QUIET_NAN
         smallest = np.uint32(0xFFFFFFFF)
         for j in range(delta.size):
             smallest = min(smallest, np.uint32(np.uint32(delta[j] & _ABS) - np.uint32(1)))
     return largest, np.uint32(smallest + np.uint32(1))
 
 
-@_compiled
+@compiled
 def _count(delta: Any, keys: Any, counters: Any) -> None:
     """Count a tile by key: top 16 bits of |d|, and bit 15 where the low 16 are not all zero."""
     for j in range(delta.size):
@@ -166,7 +125,7 @@ def _count(delta: Any, keys: Any, counters: Any) -> None:
         counters[np.uint64(keys[j + 3 * _QUARTER]), 3] += np.uint32(1)
 
 
-@_compiled
+@compiled
 def _collect(counters: Any, first_bin: Any, last_bin: Any, hist: Any) -> Any:
     """Add the counters of these bins to `hist`, set them back to zero, give their sum."""
     total = np.int64(0)
@@ -184,7 +143,7 @@ def _collect(counters: Any, first_bin: Any, last_bin: Any, hist: Any) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def _add_squares(bits: Any, squares: Any) -> None:
     values = bits.view(np.float32)
     v0 = values[:_QUARTER]
@@ -197,7 +156,7 @@ def _add_squares(bits: Any, squares: Any) -> None:
         squares[j] += (x0 * x0 + x1 * x1) + (x2 * x2 + x3 * x3)
 
 
-@_compiled
+@compiled
 def _add_magnitudes(bits: Any, magnitudes: Any) -> None:
     values = bits.view(np.float32)
     v0 = values[:_QUARTER]
@@ -210,7 +169,7 @@ def _add_magnitudes(bits: Any, magnitudes: Any) -> None:
         magnitudes[j] += (x0 + x1) + (x2 + x3)
 
 
-@_compiled
+@compiled
 def _add_signed(first: int, bits: Any, lanes: Any) -> None:
     """Add sign(i) * d[i] of the tile that starts at flat index `first`; spoils `bits`."""
     salt = np.uint32(np.uint32(first & 0xFFFFFFFF) ^ _mix(np.uint32(first >> 32)))
@@ -231,7 +190,7 @@ def _add_signed(first: int, bits: Any, lanes: Any) -> None:
         turned[j] += (x0 + x1) + (x2 + x3)
 
 
-@_compiled
+@compiled
 def _halve(lanes: Any, width: int) -> None:
     """Add the upper half of the lanes to the lower until `width` are left."""
     size = lanes.size
@@ -241,14 +200,12 @@ def _halve(lanes: Any, width: int) -> None:
             lanes[j] += lanes[j + size]
 
 
-@_compiled
+@cached(floats)
 def _measure(
     base_code: int,
-    base_halves: Any,
-    base_words: Any,
+    base_bytes: Any,
     expert_code: int,
-    expert_halves: Any,
-    expert_words: Any,
+    expert_bytes: Any,
     n: int,
     first: int,
     counters: Any,
@@ -268,8 +225,8 @@ def _measure(
     smallest = _ABS
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        _widen(base_code, base_halves, base_words, start, count, base)
-        _widen(expert_code, expert_halves, expert_words, start, count, expert)
+        _widen(base_code, base_bytes, start, count, base)
+        _widen(expert_code, expert_bytes, start, count, expert)
         _add_squares(base, base_lanes)
         tile_largest, tile_smallest = _subtract(expert, base, delta)
         if tile_largest == np.uint32(0):
@@ -298,25 +255,23 @@ def _measure(
     return nonzeros, largest, magnitudes[0], squares[0], base_lanes[0]
 
 
-@_compiled
-def _base_squares(code: int, halves: Any, words: Any, n: int) -> float:
+@cached(floats)
+def _base_squares(code: int, stored: Any, n: int) -> float:
     bits = np.empty(TILE, dtype=np.uint32)
     lanes = np.zeros(_QUARTER, dtype=np.float64)
     for start in range(0, n, TILE):
-        _widen(code, halves, words, start, min(TILE, n - start), bits)
+        _widen(code, stored, start, min(TILE, n - start), bits)
         _add_squares(bits, lanes)
     _halve(lanes, 1)
     return float(lanes[0])
 
 
-@_compiled
+@cached(floats)
 def _count_low(
     base_code: int,
-    base_halves: Any,
-    base_words: Any,
+    base_bytes: Any,
     expert_code: int,
-    expert_halves: Any,
-    expert_words: Any,
+    expert_bytes: Any,
     n: int,
     bin_: Any,
     low_hist: Any,
@@ -326,8 +281,8 @@ def _count_low(
     delta = np.empty(TILE, dtype=np.uint32)
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        _widen(base_code, base_halves, base_words, start, count, base)
-        _widen(expert_code, expert_halves, expert_words, start, count, expert)
+        _widen(base_code, base_bytes, start, count, base)
+        _widen(expert_code, expert_bytes, start, count, expert)
         largest, smallest = _subtract(expert, base, delta)
         if np.uint32(largest >> 16) < bin_ or np.uint32(smallest >> 16) > bin_:
             continue
@@ -345,10 +300,6 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_no_halves = np.empty(0, dtype=np.uint16)
-_no_words = np.empty(0, dtype=np.uint32)
-_no_halves.flags.writeable = False
-_no_words.flags.writeable = False
 
 
 def measure(
@@ -374,19 +325,17 @@ def measure(
 
     Raises BadRequest for other dtypes, lengths or shapes.
     """
-    base_code, base_halves, base_words = _elements(base, base_dtype, n, "base")
-    expert_code, expert_halves, expert_words = _elements(expert, expert_dtype, n, "expert")
+    base_code, base_bytes = _elements(base, base_dtype, n, "base")
+    expert_code, expert_bytes = _elements(expert, expert_dtype, n, "expert")
     if first_index < 0 or first_index % TILE:
         raise BadRequest(f"a chunk starts at a multiple of {TILE} elements, not at {first_index}")
     _check_counts(hist, (0x8000, 2), "histogram")
     sketch = np.empty(SKETCH_BUCKETS, dtype=np.float64)
     nonzeros, largest, sum_abs, sum_squares, squares_of_base = _measure(
         base_code,
-        base_halves,
-        base_words,
+        base_bytes,
         expert_code,
-        expert_halves,
-        expert_words,
+        expert_bytes,
         n,
         first_index,
         _scratch.counters,
@@ -409,8 +358,8 @@ def base_squares(base: Bytes, base_dtype: str, n: int) -> float:
     With `unchanged` it makes the row of a chunk that equals the base, for half the work and
     without the expert.  Raises BadRequest as `measure` does.
     """
-    code, halves, words = _elements(base, base_dtype, n, "base")
-    return _one_nan(_base_squares(code, halves, words, n))
+    code, stored = _elements(base, base_dtype, n, "base")
+    return _one_nan(_base_squares(code, stored, n))
 
 
 def count_low(
@@ -428,51 +377,46 @@ def count_low(
     all chunks of a tensor it is what `histogram.select_exact` takes.  Other arguments and errors
     as for `measure`.
     """
-    base_code, base_halves, base_words = _elements(base, base_dtype, n, "base")
-    expert_code, expert_halves, expert_words = _elements(expert, expert_dtype, n, "expert")
+    base_code, base_bytes = _elements(base, base_dtype, n, "base")
+    expert_code, expert_bytes = _elements(expert, expert_dtype, n, "expert")
     if not 0 <= bin < 0x8000:
         raise BadRequest(f"a bin of the histogram is 0..32767, not {bin}")
     _check_counts(low_hist, (0x10000,), "histogram of low bits")
     _count_low(
         base_code,
-        base_halves,
-        base_words,
+        base_bytes,
         expert_code,
-        expert_halves,
-        expert_words,
+        expert_bytes,
         n,
         np.uint32(bin),
         low_hist,
     )
 
 
-def _elements(
-    stored: Bytes, dtype: str, n: int, side: str
-) -> tuple[int, npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
-    """(code, the elements if they are 2 bytes wide, the elements if they are 4 bytes wide)."""
-    code = DTYPES.get(dtype)
+def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes]:
+    """(code, the bytes as compiled code takes them)."""
+    code = CODES.get(dtype)
     if code is None:
         raise BadRequest(
-            f"deltas of {dtype} elements cannot be measured; those of {', '.join(DTYPES)} can",
+            f"deltas of {dtype} elements cannot be measured; those of {', '.join(CODES)} can",
             where=side,
         )
     if not 0 <= n <= MAX_ELEMENTS:
         raise BadRequest(f"a chunk has 0 to {MAX_ELEMENTS} elements, not {n}", where=side)
-    if stored.dtype != np.uint8 or stored.shape != (n * ITEMSIZES[code],):
+    length = n * ITEMSIZES[dtype]
+    if stored.dtype != np.uint8 or stored.shape != (length,):
         raise BadRequest(
-            f"{n} elements of {dtype} are uint8[{n * ITEMSIZES[code]}], "
-            f"not {stored.dtype}{list(stored.shape)}",
+            f"{n} elements of {dtype} are uint8[{length}], not {stored.dtype}{list(stored.shape)}",
             where=side,
         )
     # Blocks may lie at any offset of a mapped file; compiled code takes aligned elements only.
     # It is compiled for read-only arrays, once, and takes no others.
-    if ITEMSIZES[code] == 2:
-        halves = np.require(np.ascontiguousarray(stored).view(np.uint16), requirements="A")[:]
-        halves.flags.writeable = False
-        return code, halves, _no_words
-    words = np.require(np.ascontiguousarray(stored).view(np.uint32), requirements="A")[:]
-    words.flags.writeable = False
-    return code, _no_halves, words
+    aligned = np.ascontiguousarray(stored)
+    if aligned.ctypes.data % ITEMSIZES[dtype]:
+        aligned = aligned.copy()
+    taken = aligned[:]
+    taken.flags.writeable = False
+    return code, taken
 
 
 def _check_counts(counts: DenseHistogram, shape: tuple[int, ...], what: str) -> None:

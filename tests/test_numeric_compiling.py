@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 STEP = """
-from mstore.merge.compiling import compiled
+from mstore.numeric.compiling import compiled
 
 @compiled
 def step(x):
@@ -16,7 +16,7 @@ def step(x):
 """
 KERNEL = """
 import steps
-from mstore.merge.compiling import cached
+from mstore.numeric.compiling import cached
 
 @cached(steps)
 def kernel(x):
@@ -48,3 +48,18 @@ def test_a_changed_step_is_compiled_anew(tmp_path: Path) -> None:
     assert _run(tmp_path, **cache) == ["11", "1"]
     (tmp_path / "steps.py").write_text(STEP.format(number=20))
     assert _run(tmp_path, **cache) == ["21", "0"]
+
+
+def test_a_damaged_cache_is_compiled_over(tmp_path: Path) -> None:
+    """Files that a power cut left empty or garbled cost a compilation, not the merge."""
+    cache = tmp_path / "cache"
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "steps.py").write_text(STEP.format(number=10))
+    _run(tmp_path, NUMBA_CACHE_DIR=str(cache))
+    for suffix, damage in ((".nbi", b""), (".nbc", b""), (".nbc", b"garbled")):
+        damaged = list(cache.rglob(f"*{suffix}"))
+        assert damaged
+        for path in damaged:
+            path.write_bytes(damage)
+        assert _run(tmp_path, NUMBA_CACHE_DIR=str(cache)) == ["11", "0"]
+        assert _run(tmp_path, NUMBA_CACHE_DIR=str(cache)) == ["11", "1"]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from mstore.errors import BadRequest
-from mstore.merge.compiling import compiled, inlined
+from mstore.numeric.compiling import compiled, inlined
 
 BF16: Final = 0
 F16: Final = 1

@@ -1,4 +1,4 @@
-"""How functions of the merge become machine code: flags, inlining, and the cache on disk.
+"""How functions become machine code: flags, inlining, and the cache on disk.
 
 Owns the three decorators and the flags that make compiled float32 arithmetic bit-equal to numpy's
 on every machine.  Does not own any arithmetic.  Compiled functions run without the GIL; numba
@@ -7,8 +7,10 @@ serialises compilation itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -55,13 +57,29 @@ def cached(*modules: ModuleType) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _StampedCache(FunctionCache):
-    """numba's cache, which notices changes of the kernel's own file, made to notice the others'."""
+    """numba's cache, keyed by all sources and never a reason to fail.
+
+    numba itself notices changes of the kernel's own file only, and lets out what a full disk or a
+    file damaged by a power cut raises.
+    """
 
     def __init__(self, function: Callable[..., Any], modules: tuple[ModuleType, ...]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        sources = "\0".join(inspect.getsource(module) for module in modules)
-        self._stamp = hashlib.sha256(sources.encode()).hexdigest()
+        sources = [inspect.getsource(module) for module in (sys.modules[__name__], *modules)]
+        self._stamp = hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
         return (*key, self._stamp)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - damaged bytes raise anything; compiling again mends it
+            with contextlib.suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Numbers below the words: how functions are compiled, how element types become float32."""
