@@ -1,0 +1,14 @@
+"""Snapshots as directories: paths and errno on one side, a snapshot view on the other.
+
+    mount_table   what the kernel says is mounted
+    tree          names, attributes and inodes of one snapshot or of a whole store
+    readahead     when to read ahead
+    operations    FUSE requests -> tree and view
+    libfuse       the one place that touches mfusepy
+    daemon        the process behind one mount
+    mounts        start, list and end mounts: what the command line and programs call
+
+Only the daemon loads libfuse and mfusepy.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,231 @@
+"""The process behind one mount: `python -m mstore_fuse --store DIR (--revision REV | --all) DIR`.
+
+Owns the life of that process and nothing of the mount's contents.
+
+    start     no fork (the starter has given it a session of its own): hand over to libfuse,
+              which mounts; the mount's first request opens the store and starts threads
+    ready     one line of JSON on --ready-fd: {"ready": true}, or the error that prevented it
+    stop      SIGTERM, SIGINT or SIGHUP: unmount lazily, serve what is still open, end with the
+              last close
+    killed    readers get ENOTCONN until `mstore unmount` clears the mount
+
+It never touches a path below its own mount point: it would wait for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mstore.errors import MstoreError, Unavailable
+from mstore_fuse import libfuse, mount_table
+from mstore_fuse.mount_table import Source
+from mstore_fuse.operations import Operations
+from mstore_fuse.tree import MountSource, SnapshotTree, StoreTree, Tree
+
+_STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_SYSLOG = Path("/dev/log")
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+_PR_SET_PDEATHSIG = 1
+_ENDED = b"\0"  # no signal has this number
+
+log = logging.getLogger("mstore_fuse")
+
+
+@dataclass(slots=True)
+class Daemon:
+    """One mount from its first request to its end.
+
+    `open_source` is called in the mount's first request and never before.
+    """
+
+    open_source: Callable[[], MountSource]
+    store: Path
+    revision: str | None
+    mountpoint: Path
+    ready: Callable[[BaseException | None], None]
+    _source: MountSource | None = field(default=None, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _stop: bool = field(default=False, init=False)
+
+    def run(self) -> None:
+        """Mount, serve and return when the mount has ended.  Call from the main thread.
+
+        Raises what prevented it: an error of the library, or RuntimeError where libfuse has
+        already said why on stderr.
+        """
+        module = libfuse.load()
+        # A signal may arrive in any thread, also in those of numerical libraries.  Python's own
+        # handler then writes its number to this pipe; here is where it is read.
+        events, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        for number in _STOPPING:
+            signal.signal(number, _heard)
+        # libfuse must not run in the main thread: mfusepy would take SIGINT back there.
+        serving = threading.Thread(target=self._serve, args=(module, wake), name="libfuse")
+        serving.start()
+        while os.read(events, 1) != _ENDED:
+            self._detach()
+        serving.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, module: Any, wake: int) -> None:
+        operations = Operations(self._start, module.fuse_exit)
+        source = Source(self.store, self.revision, os.getpid())
+        try:
+            libfuse.serve(module, operations, str(self.mountpoint), source=str(source))
+        except BaseException as error:  # noqa: BLE001 - carried to the main thread
+            self._failure = self._failure or error
+        finally:
+            if self._source is not None:
+                self._source.close()
+            os.write(wake, _ENDED)
+
+    def _start(self) -> Tree:
+        try:
+            self._source = self.open_source()
+            tree: Tree
+            if self.revision is None:
+                tree = StoreTree(self._source)
+            else:
+                tree = SnapshotTree(self._source.view(self.revision))
+            if self._stop:
+                raise Unavailable("stopped before it was mounted", where=str(self.mountpoint))
+        except BaseException as error:
+            self._failure = error
+            raise
+        self.ready(None)
+        return tree
+
+    def _detach(self) -> None:
+        """Lazily: what is open stays readable, and libfuse returns after the last close."""
+        self._stop = True
+        top = mount_table.at(self.mountpoint)
+        source = Source.parse(top.source) if top is not None else None
+        if source is None:
+            return  # gone already, or not made yet
+        if source.pid != os.getpid():
+            log.warning("%s: another mount covers this one", self.mountpoint)
+            return
+        try:
+            mount_table.detach(self.mountpoint, lazy=True)
+        except OSError as error:
+            log.error("%s: %s", self.mountpoint, error)
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """A handler in Python is what makes the signal appear in the pipe."""
+
+
+def open_store(path: Path) -> MountSource:
+    """The store at this path, for reading."""
+    from mstore import Store
+
+    return Store.open(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command.  Exit status: 0 the mount has ended, 1 it could not be made, 2 usage."""
+    options = _parser().parse_args(arguments)
+    mountpoint = Path(os.path.realpath(options.mountpoint))
+    store = Path(os.path.realpath(options.store))
+    report = _Report(options.ready_fd, options.foreground)
+    if options.foreground:
+        _end_with_parent()
+    _tune_malloc()
+    _set_up_log(options.foreground)
+    daemon = Daemon(lambda: open_store(store), store, options.revision, mountpoint, report)
+    try:
+        daemon.run()
+    except MstoreError as error:
+        report(error)
+        return 1
+    except RuntimeError:
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mstore_fuse", description=main.__doc__)
+    parser.add_argument("--store", required=True, metavar="DIR")
+    shown = parser.add_mutually_exclusive_group(required=True)
+    shown.add_argument("--revision", metavar="REV")
+    shown.add_argument("--all", action="store_true")
+    parser.add_argument("--ready-fd", type=int, metavar="N")
+    parser.add_argument("--foreground", action="store_true")
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    return parser
+
+
+class _Report:
+    """Tells the starter once whether the mount answers, then lets go of it."""
+
+    def __init__(self, descriptor: int | None, foreground: bool) -> None:
+        self._descriptor = descriptor
+        self._foreground = foreground
+
+    def __call__(self, error: BaseException | None) -> None:
+        if self._descriptor is None:
+            if error is not None:
+                print(f"mstore_fuse: {error}", file=sys.stderr)  # noqa: T201 - nobody else hears it
+        else:
+            os.write(self._descriptor, json.dumps(_message(error)).encode() + b"\n")
+            os.close(self._descriptor)
+            self._descriptor = None
+        if error is None and not self._foreground:
+            # The starter reads stderr until now; held open, it would never see its end.
+            null = os.open(os.devnull, os.O_RDWR)
+            for standard in (0, 1, 2):
+                os.dup2(null, standard)
+            os.close(null)
+
+
+def _message(error: BaseException | None) -> dict[str, object]:
+    if error is None:
+        return {"ready": True}
+    where, hint = getattr(error, "where", None), getattr(error, "hint", None)
+    what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
+    return {"error": type(error).__name__, "what": what, "where": where, "hint": hint}
+
+
+def _tune_malloc() -> None:
+    """Keep the buffers of reads in the heap: mapped and unmapped each time, a read of 1 MiB costs
+    256 page faults, which is half the throughput."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def _end_with_parent() -> None:
+    """In the foreground, a starter that is killed takes the mount along."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def _set_up_log(foreground: bool) -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if not foreground:
+        handler = logging.NullHandler()
+        if _SYSLOG.exists():
+            handler = logging.handlers.SysLogHandler(str(_SYSLOG))
+    handler.setFormatter(logging.Formatter("mstore_fuse[%(process)d]: %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False

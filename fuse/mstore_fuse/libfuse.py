@@ -1,0 +1,93 @@
+"""The one place that touches mfusepy: its types as seen from here, and the call that serves.
+
+mfusepy has no annotations and loads libfuse when it is imported, version 2 if it finds both; so
+it is imported late, and with `FUSE_LIBRARY_NAME` set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, Protocol
+
+from mstore.errors import Unavailable
+
+WITHOUT_FUSE = (
+    "mstore checkout REF DIR writes the same files without FUSE, and in Python "
+    "store[REF].tensor(NAME) reads single tensors"
+)
+"""The hint of every error that comes from missing FUSE."""
+
+# libfuse's own limit, so no thread ever ends; left unsaid, libfuse 3.12 to 3.16 warn on stderr.
+_THREADS = 10
+
+
+class FileInfo(Protocol):
+    """struct fuse_file_info: `fh` and `keep_cache` are ours to set at open."""
+
+    flags: int
+    fh: int
+    keep_cache: int
+
+
+class Connection(Protocol):
+    """struct fuse_conn_info: `want` is the set of capabilities to switch on."""
+
+    want: int
+
+
+class Config(Protocol):
+    """struct fuse_config: how long the kernel may remember names and attributes, in seconds."""
+
+    entry_timeout: float
+    negative_timeout: float
+    attr_timeout: float
+    use_ino: int
+
+
+def load() -> Any:
+    """The module mfusepy on libfuse 3.  Raises Unavailable."""
+    os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
+    try:
+        module = importlib.import_module("mfusepy")
+    except ImportError as error:
+        raise Unavailable(
+            "the Python package mfusepy is missing",
+            hint=f"pip install 'mstore[fuse]', or without FUSE: {WITHOUT_FUSE}",
+        ) from error
+    except (OSError, AttributeError) as error:
+        raise Unavailable(
+            f"libfuse 3 could not be loaded: {error}",
+            hint=f"apt install fuse3, or without FUSE: {WITHOUT_FUSE}",
+        ) from error
+    if module.fuse_version_major != 3:
+        raise Unavailable(
+            f"libfuse {module.fuse_version_major} was loaded instead of libfuse 3",
+            hint=f"apt install fuse3, or without FUSE: {WITHOUT_FUSE}",
+        )
+    return module
+
+
+def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> None:
+    """Mount and answer requests until the mount has ended.
+
+    `source` is what mountinfo shows as the mounted device.  Raises RuntimeError, with libfuse's
+    reason already on stderr, if the mount was refused.
+
+    Without `auto_unmount`: it would leave a second process per mount, and a crashed mount would
+    turn into an empty directory instead of an error.
+    """
+    module.FUSE(
+        operations,
+        mountpoint,
+        raw_fi=True,
+        foreground=True,
+        nothreads=False,
+        ro=True,
+        nosuid=True,
+        nodev=True,
+        default_permissions=True,
+        fsname=source,
+        subtype="mstore",
+        max_idle_threads=_THREADS,
+    )

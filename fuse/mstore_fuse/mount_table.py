@@ -1,0 +1,133 @@
+"""The kernel's table of mounts: the only record of what mstore has mounted.
+
+Nothing is kept in files of our own.  A mount of ours has the type `fuse.mstore` and a source
+that says all there is to know, so the record lives exactly as long as the mount, even if the
+process behind it is dead:
+
+    mstore:<revision>@<store>#<pid>      `*` stands for the whole store
+
+In both texts `%`, `,`, `\\`, quotes, blanks and control characters are written as %XX, in the
+store's path `@` too.
+
+Looking at the table never touches a mounted file system, so a dead or hanging one is harmless.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+TYPE = "fuse.mstore"
+
+_WHOLE_STORE = "*"
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+_SOURCE = re.compile(r"mstore:(?P<revision>.*)@(?P<store>[^@]*)#(?P<pid>\d+)", re.DOTALL)
+_UNSAFE = re.compile(r"[\x00-\x20\x7f%,\\\"']")
+_UNSAFE_IN_PATH = re.compile(r"[\x00-\x20\x7f%,\\\"'@]")
+
+_MNT_DETACH = 2
+_UMOUNT_NOFOLLOW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """One line of mountinfo: where, which type, which source, whether it is a whole file system."""
+
+    mountpoint: Path
+    type: str
+    source: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a mount of ours shows and who serves it; `revision` is None for the whole store."""
+
+    store: Path
+    revision: str | None
+    pid: int
+
+    def __str__(self) -> str:
+        revision = _WHOLE_STORE
+        if self.revision is not None:
+            revision = _UNSAFE.sub(_percent, self.revision)
+        store = _UNSAFE_IN_PATH.sub(_percent, str(self.store))
+        return f"mstore:{revision}@{store}#{self.pid}"
+
+    @classmethod
+    def parse(cls, text: str) -> Source | None:
+        """From a mount's source; None if it was not written by us."""
+        found = _SOURCE.fullmatch(text)
+        if found is None:
+            return None
+        revision, store = (os.fsdecode(unquote_to_bytes(os.fsencode(found[n]))) for n in (1, 2))
+        return cls(Path(store), None if revision == _WHOLE_STORE else revision, int(found["pid"]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the serving process runs (a zombie does not, nor one that got its number)."""
+        try:
+            arguments = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return b"mstore_fuse" in arguments
+
+
+def _percent(found: re.Match[str]) -> str:
+    return f"%{ord(found.group()):02X}"
+
+
+def entries(table: Path = _MOUNTINFO) -> list[TableEntry]:
+    """All mounts that this process sees, in the order in which they were made."""
+    return [_entry(line) for line in table.read_bytes().splitlines()]
+
+
+def _entry(line: bytes) -> TableEntry:
+    # 36 35 98:0 /root /where opt,opt optional:1 - type source opt,opt     (proc_pid_mountinfo(5))
+    before, _, after = line.partition(b" - ")
+    fields = before.split(b" ")
+    kind, source = after.split(b" ")[:2]
+    return TableEntry(Path(_plain(fields[4])), _plain(kind), _plain(source), fields[3] == b"/")
+
+
+def _plain(field: bytes) -> str:
+    return os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), field))
+
+
+def at(mountpoint: Path) -> TableEntry | None:
+    """The topmost mount at this very path, or None."""
+    found = [entry for entry in entries() if entry.mountpoint == mountpoint]
+    return found[-1] if found else None
+
+
+def detach(mountpoint: Path, *, lazy: bool) -> None:
+    """Take the topmost mount off this path; `lazy` lets open files live on.
+
+    Raises OSError: EBUSY where a file of it is in use and not `lazy`, EPERM where it is not ours.
+    """
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
+        if libc.umount2(os.fsencode(mountpoint), flags) == 0:
+            return
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(mountpoint))
+    _fusermount(mountpoint, lazy)
+
+
+def _fusermount(mountpoint: Path, lazy: bool) -> None:
+    program = shutil.which("fusermount3")
+    if program is None:
+        raise FileNotFoundError("fusermount3 is not installed")
+    command = [program, "-u", *(["-z"] if lazy else []), "--", str(mountpoint)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        code = 16 if "busy" in done.stderr.lower() else 1
+        raise OSError(code, done.stderr.strip() or os.strerror(code), str(mountpoint))

@@ -1,0 +1,374 @@
+"""Mounting from outside: start a daemon, list mounts, end them.
+
+Used by the command line and by Python programs; keeps no state (mount_table.py says where it
+is).  Serves nothing itself: a process that reads a mount which it serves waits for itself, so
+the server is always a process of its own.
+
+A mount in the background belongs to no terminal and no caller: it outlives both.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstore import errors
+from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore_fuse import mount_table, readahead
+from mstore_fuse.libfuse import WITHOUT_FUSE
+from mstore_fuse.mount_table import Source
+
+DEVICE = Path("/dev/fuse")
+
+_ENDS_WITHIN = 10.0
+_POLL = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MountInfo:
+    """One mount.  `revision` is None for the whole store; `pid` where nothing serves it any more.
+
+    A mount that is not `alive` crashed: reading it fails with ENOTCONN until it is unmounted.
+    """
+
+    mountpoint: Path
+    store: Path
+    revision: str | None
+    pid: int | None
+    alive: bool
+
+
+def mount(
+    store_path: Path,
+    revision: str | None,
+    mountpoint: Path,
+    *,
+    foreground: bool = False,
+    timeout: float = 30.0,
+    on_ready: Callable[[MountInfo], None] | None = None,
+) -> MountInfo:
+    """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
+
+    Returns when the mount answers; in the foreground, when it has ended.  `on_ready` is called
+    once it answers; if that raises, the mount is taken away again.  In the foreground,
+    KeyboardInterrupt unmounts, waits for open files, and returns; a second one waits no longer.
+
+    Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
+    Unavailable (no FUSE, refused, no answer within `timeout` seconds), and what opening the store
+    and finding the revision raise.
+    """
+    require_fuse()
+    target = _free_mountpoint(mountpoint)
+    store = Path(os.path.realpath(store_path))
+    if target.is_relative_to(store):
+        raise Conflict("the mount point lies in the store itself", where=str(target))
+    daemon = _Starting.start(store, revision, target, foreground)
+    try:
+        daemon.wait(time.monotonic() + timeout)
+        info = _info_at(target)
+        if on_ready is not None:
+            on_ready(info)
+    except BaseException:
+        daemon.abandon()
+        raise
+    if foreground:
+        daemon.wait_for_end()
+    else:
+        daemon.let_go()
+    return info
+
+
+def mounts() -> list[MountInfo]:
+    """All mounts of mstore that this process sees, of any store.  Touches none of them."""
+    return [info for entry in mount_table.entries() if (info := _info(entry)) is not None]
+
+
+def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
+    """End a mount; a crashed one is cleared.  Returns when the daemon is gone, unless `lazy`.
+
+    `lazy` takes the mount away at once, and files that are open stay readable until they are
+    closed.  Raises NotFound (not a mount of mstore), Conflict (in use), StorageFailed.
+    """
+    target = Path(os.path.realpath(mountpoint))
+    entry = mount_table.at(target)
+    info = _info(entry) if entry is not None else None
+    if info is None:
+        raise NotFound("not a mount of mstore", where=str(target), hint="mstore mounts")
+    try:
+        mount_table.detach(target, lazy=lazy or not info.alive)
+    except OSError as error:
+        raise _unmount_error(error, target) from error
+    if not lazy and info.pid is not None:
+        _await_end(info.pid)
+
+
+def require_fuse() -> None:
+    """Raise Unavailable, naming what to install, if this machine cannot mount."""
+    if not DEVICE.exists():
+        raise Unavailable(
+            "this machine has no FUSE",
+            where=str(DEVICE),
+            hint=f"modprobe fuse (in a container: --device /dev/fuse); {WITHOUT_FUSE}",
+        )
+    if not os.access(DEVICE, os.R_OK | os.W_OK):
+        raise Unavailable(
+            "this user may not use FUSE", where=str(DEVICE), hint=f"run as root; {WITHOUT_FUSE}"
+        )
+    if find_library("fuse3") is None:
+        raise Unavailable(
+            "libfuse 3 is not installed", hint=f"apt install fuse3; or without it: {WITHOUT_FUSE}"
+        )
+    if os.geteuid() != 0 and shutil.which("fusermount3") is None:
+        raise Unavailable(
+            "fusermount3 is not installed, and only root mounts without it",
+            hint=f"apt install fuse3; or without it: {WITHOUT_FUSE}",
+        )
+    if importlib.util.find_spec("mfusepy") is None:
+        raise Unavailable(
+            "the Python package mfusepy is missing",
+            hint=f"pip install 'mstore[fuse]'; or without it: {WITHOUT_FUSE}",
+        )
+
+
+def _free_mountpoint(mountpoint: Path) -> Path:
+    """The real path of an empty directory on which nothing is mounted."""
+    target = Path(os.path.realpath(mountpoint))
+    entry = mount_table.at(target)
+    if entry is not None:
+        info = _info(entry)
+        if info is None:
+            raise Conflict("another file system is mounted here", where=str(target))
+        what = "a snapshot is mounted here already" if info.alive else "a crashed mount is here"
+        raise Conflict(what, where=str(target), hint=f"mstore unmount {target}")
+    try:
+        with os.scandir(target) as found:
+            occupied = next(found, None)
+    except FileNotFoundError as error:
+        raise NotFound(
+            "the mount point does not exist", where=str(target), hint=f"mkdir -p {target}"
+        ) from error
+    except NotADirectoryError as error:
+        raise Conflict("the mount point is not a directory", where=str(target)) from error
+    except OSError as error:
+        raise StorageFailed(
+            f"the mount point cannot be read: {error.strerror}",
+            where=str(target),
+            errno=error.errno,
+        ) from error
+    if occupied is not None:
+        raise Conflict(
+            f"the mount point is not empty: it holds {occupied.name!r}",
+            where=str(target),
+            hint="choose an empty directory",
+        )
+    return target
+
+
+@dataclass(slots=True)
+class _Starting:
+    """A daemon from its start to its first answer (in the foreground: to its end)."""
+
+    process: subprocess.Popen[bytes]
+    ready: int
+    mountpoint: Path
+
+    @classmethod
+    def start(
+        cls, store: Path, revision: str | None, mountpoint: Path, foreground: bool
+    ) -> _Starting:
+        """Start the daemon in a session of its own, without the caller's terminal."""
+        receive, send = os.pipe()
+        shown = ["--all"] if revision is None else [f"--revision={revision}"]
+        # -P: a file called mstore_fuse.py in the current directory is not ours.
+        command = [sys.executable, "-P", "-m", "mstore_fuse", f"--store={store}", *shown]
+        command += [f"--ready-fd={send}", *(["--foreground"] if foreground else [])]
+        try:
+            process = subprocess.Popen(
+                [*command, "--", str(mountpoint)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None if foreground else subprocess.PIPE,
+                pass_fds=[send],
+                start_new_session=True,
+            )
+        finally:
+            os.close(send)
+        return cls(process, receive, mountpoint)
+
+    def wait(self, deadline: float) -> None:
+        """Until the mount answers a stat.  Raises what the daemon says, or Unavailable."""
+        message = self._message(deadline)
+        if message is None:
+            raise Unavailable(
+                f"the mount could not be made: {self._last_words()}",
+                where=str(self.mountpoint),
+                hint=WITHOUT_FUSE,
+            )
+        if not message.get("ready"):
+            raise _error_from(message)
+        device = self._first_answer(deadline)
+        readahead.widen(device)
+        self._close_pipe()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    def let_go(self) -> None:
+        """Background: only see to it that its end leaves no zombie while this process lives."""
+        threading.Thread(target=self.process.wait, name="reap-mount", daemon=True).start()
+
+    def wait_for_end(self) -> None:
+        """Foreground: until the mount has ended, by whatever means."""
+        try:
+            status = self.process.wait()
+        except KeyboardInterrupt:
+            self.process.terminate()
+            try:
+                self.process.wait()
+            except KeyboardInterrupt:
+                self.process.kill()
+                self.process.wait()
+                self._clear()
+            return
+        if status:
+            self._clear()
+            raise Unavailable(
+                f"the process that served the mount ended with status {status}",
+                where=str(self.mountpoint),
+                hint="mount again",
+            )
+
+    def abandon(self) -> None:
+        """The mount was not wanted or not made: leave no process and no mount behind."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        self._close_pipe()
+        self._clear()
+
+    def _close_pipe(self) -> None:
+        if self.ready >= 0:
+            os.close(self.ready)
+            self.ready = -1
+
+    def _clear(self) -> None:
+        entry = mount_table.at(self.mountpoint)
+        if entry is not None and _info(entry) is not None:
+            with suppress(OSError):
+                mount_table.detach(self.mountpoint, lazy=True)
+
+    def _message(self, deadline: float) -> dict[str, object] | None:
+        """The daemon's line; None if it ended without one."""
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select(
+                [self.ready], [], [], max(0, deadline - time.monotonic())
+            )
+            if not readable:
+                raise _no_answer(self.mountpoint)
+            part = os.read(self.ready, 65536)
+            if not part:
+                return None
+            line += part
+        message: dict[str, object] = json.loads(line)
+        return message
+
+    def _first_answer(self, deadline: float) -> int:
+        """The mount's st_dev, from a stat in a thread that may be left hanging."""
+        answer: list[int | OSError] = []
+
+        def ask() -> None:
+            try:
+                answer.append(os.stat(self.mountpoint).st_dev)
+            except OSError as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(max(0, deadline - time.monotonic()))
+        if not answer:
+            raise _no_answer(self.mountpoint)
+        if isinstance(answer[0], OSError):
+            raise Unavailable(
+                f"the mount does not answer: {answer[0].strerror}",
+                where=str(self.mountpoint),
+                hint=WITHOUT_FUSE,
+            )
+        return answer[0]
+
+    def _last_words(self) -> str:
+        if self.process.stderr is None:
+            return "libfuse refused (its reason is above)"
+        said = self.process.stderr.read().decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else "the daemon ended without a word"
+
+
+def _no_answer(mountpoint: Path) -> Unavailable:
+    return Unavailable("the mount did not answer in time", where=str(mountpoint), hint=WITHOUT_FUSE)
+
+
+def _error_from(message: dict[str, object]) -> MstoreError:
+    """The daemon's error as an exception of its own kind."""
+    kind = getattr(errors, str(message["error"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, MstoreError)):
+        kind = Unavailable
+    where, hint = message.get("where"), message.get("hint")
+    return kind(
+        str(message["what"]),
+        where=None if where is None else str(where),
+        hint=None if hint is None else str(hint),
+    )
+
+
+def _info(entry: mount_table.TableEntry) -> MountInfo | None:
+    if entry.type != mount_table.TYPE or not entry.whole:
+        return None
+    source = Source.parse(entry.source)
+    if source is None:
+        return None
+    alive = source.alive
+    pid = source.pid if alive else None
+    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive)
+
+
+def _info_at(mountpoint: Path) -> MountInfo:
+    entry = mount_table.at(mountpoint)
+    info = _info(entry) if entry is not None else None
+    if info is None:
+        raise Unavailable("the mount ended at once", where=str(mountpoint), hint="mstore mounts")
+    return info
+
+
+def _unmount_error(error: OSError, mountpoint: Path) -> MstoreError:
+    if error.errno == errno.EBUSY:
+        return Conflict(
+            "the mount is in use: a process has a file or its working directory in it",
+            where=str(mountpoint),
+            hint=f"mstore unmount --lazy {mountpoint}",
+        )
+    return StorageFailed(
+        f"could not unmount: {error.strerror}",
+        where=str(mountpoint),
+        hint="ask the user who mounted it",
+        errno=error.errno,
+    )
+
+
+def _await_end(pid: int) -> None:
+    """Until the daemon has let go of its store, or for a while."""
+    deadline = time.monotonic() + _ENDS_WITHIN
+    while Source(Path(), None, pid).alive and time.monotonic() < deadline:
+        time.sleep(_POLL)

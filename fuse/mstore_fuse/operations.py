@@ -1,0 +1,200 @@
+"""FUSE operations: paths, handles and errno on one side, a `Tree` on the other.
+
+Translates and owns nothing but the table of open files.  The mount is read-only: the kernel
+answers writes with EROFS itself (`ro`) and checks permissions itself (`default_permissions`), so
+neither `access` nor any writing operation exists here.  Extended attributes are left unset on
+purpose: after one ENOSYS the kernel stops asking.
+
+    NotFound -> ENOENT      Corrupt, StorageFailed, anything else -> EIO, with a line in the log
+
+Threads: libfuse calls from several at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import logging
+import os
+import stat
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from mstore.errors import MstoreError, NotFound
+from mstore_fuse.libfuse import Config, Connection, FileInfo
+from mstore_fuse.readahead import Sequence
+from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
+
+_AUTO_INVAL_DATA = 1 << 12
+_PREFERRED_READ = 1 << 20
+_STATFS_UNIT = 4096
+_NAME_MAX = 255
+_SAID_AT_MOST = 1000
+
+log = logging.getLogger("mstore_fuse")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _answers_errno(
+    operation: Callable[Concatenate[Operations, str, P], R],
+) -> Callable[Concatenate[Operations, str, P], R]:
+    """Turn the library's errors into errno; `path` loses its leading slash."""
+
+    @functools.wraps(operation)
+    def wrapped(self: Operations, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return operation(self, path.lstrip("/"), *args, **kwargs)
+        except NotFound as error:
+            raise OSError(errno.ENOENT, str(error)) from error
+        except MstoreError as error:
+            self.say_once(f"{path}: {error}")
+            raise OSError(errno.EIO, str(error)) from error
+        except OSError as error:
+            self.say_once(f"{path}: {error}")
+            raise
+        except Exception as error:
+            log.exception("%s: %s failed", path, operation.__name__)
+            raise OSError(errno.EIO, str(error)) from error
+
+    return wrapped
+
+
+class _Handle:
+    """An open file and what was noticed about its reader."""
+
+    __slots__ = ("file", "sequence", "settled")
+
+    def __init__(self, file: OpenFile) -> None:
+        self.file = file
+        self.sequence = Sequence(file.size)
+        self.settled = file.keep_cache
+
+
+class Operations:
+    """What libfuse calls.  `start` is called once, from the mount's own first request, and gives
+    the tree; whatever must not live through a fork (threads, LMDB) is made there.
+
+    If `start` raises, every answer is EIO and `give_up` is called to end the mount.
+    """
+
+    use_ns = True  # read by mfusepy: times are integers in nanoseconds
+
+    def __init__(self, start: Callable[[], Tree], give_up: Callable[[], None]) -> None:
+        self._start = start
+        self._give_up = give_up
+        self._tree: Tree | None = None
+        self._handles: dict[int, _Handle] = {}
+        self._numbers = itertools.count(1)
+        self._said: set[str] = set()
+        self._owner = (os.getuid(), os.getgid())
+
+    def init_with_config(self, connection: Connection, config: Config) -> None:
+        """The first request: open the store and tell the kernel what it may cache."""
+        try:
+            self._tree = self._start()
+        except BaseException:  # noqa: BLE001 - `start` keeps what it raised; libfuse cannot carry it
+            self._give_up()
+            return
+        seconds = self._tree.attributes_last_for
+        config.entry_timeout = config.attr_timeout = config.negative_timeout = seconds
+        config.use_ino = 1
+        # Contents never change under a path that is cached, so sizes need no asking at each read.
+        connection.want &= ~_AUTO_INVAL_DATA
+
+    @property
+    def tree(self) -> Tree:
+        """The tree; EIO if there is none."""
+        if self._tree is None:
+            raise OSError(errno.EIO, "the store could not be opened")
+        return self._tree
+
+    def say_once(self, message: str) -> None:
+        """Log a failure the first time: one bad block is read many times."""
+        if message not in self._said and len(self._said) < _SAID_AT_MOST:
+            self._said.add(message)
+            log.error("%s", message)
+
+    @_answers_errno
+    def getattr(self, path: str, info: FileInfo | None = None) -> dict[str, int]:
+        """stat(2)."""
+        return self._attributes(self.tree.entry(path))
+
+    def _attributes(self, entry: Entry) -> dict[str, int]:
+        kind = stat.S_IFDIR | 0o555 if entry.is_directory else stat.S_IFREG | 0o444
+        uid, gid = self._owner
+        return {
+            "st_ino": entry.inode,
+            "st_mode": kind,
+            # 1 for directories too: programs that count subdirectories by it then do not.
+            "st_nlink": 1,
+            "st_uid": uid,
+            "st_gid": gid,
+            "st_size": entry.size,
+            "st_blocks": -(-entry.size // BLOCK),
+            "st_blksize": _PREFERRED_READ,
+            "st_atime": entry.time_ns,
+            "st_mtime": entry.time_ns,
+            "st_ctime": entry.time_ns,
+        }
+
+    @_answers_errno
+    def readdir(self, path: str, handle: int) -> list[tuple[str, dict[str, int], int]]:
+        """Names with type and inode number, all at once."""
+        tree = self.tree
+        listed = [(".", tree.entry(path)), ("..", tree.entry(path.rpartition("/")[0]))]
+        listed += tree.children(path)
+        return [(name, self._attributes(entry), 0) for name, entry in listed]
+
+    @_answers_errno
+    def open(self, path: str, info: FileInfo) -> int:
+        """Open for reading; the kernel keeps the pages unless they are of another snapshot."""
+        if info.flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        file = self.tree.open(path)
+        number = next(self._numbers)
+        self._handles[number] = _Handle(file)
+        info.fh = number
+        info.keep_cache = int(file.keep_cache)
+        return 0
+
+    @_answers_errno
+    def read(self, path: str, size: int, offset: int, info: FileInfo) -> bytes:
+        """Verified bytes, fewer than asked for only at the end of the file."""
+        handle = self._handles[info.fh]
+        file = handle.file
+        if not handle.settled:
+            handle.settled = True
+            self.tree.settled(file)
+        size = min(size, file.size - offset)
+        if size <= 0:
+            return b""
+        ahead = handle.sequence.next_after(offset, size)
+        if ahead is not None:
+            file.view.prefetch(file.path, *ahead)
+        data = file.view.read(file.path, offset, size)
+        if len(data) != size:
+            # The kernel would fill the gap with zeros, which are somebody's weights.
+            raise OSError(errno.EIO, f"{len(data)} bytes at {offset} instead of {size}")
+        return data
+
+    @_answers_errno
+    def release(self, path: str, info: FileInfo) -> int:
+        """The last close of an open."""
+        handle = self._handles.pop(info.fh)
+        self.tree.release(handle.file)
+        return 0
+
+    @_answers_errno
+    def statfs(self, path: str) -> dict[str, int]:
+        """statvfs(3): full, because nothing can be written."""
+        totals = self.tree.totals()
+        return {
+            "f_bsize": _PREFERRED_READ,
+            "f_frsize": _STATFS_UNIT,
+            "f_blocks": -(-totals.size // _STATFS_UNIT),
+            "f_files": totals.files,
+            "f_namemax": _NAME_MAX,
+        }

@@ -1,0 +1,708 @@
+"""mstore_fuse end to end: real stores behind real mounts.
+
+Skipped where this machine cannot mount (no /dev/fuse, no libfuse 3): `require_fuse` says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import filecmp
+import mmap
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mstore import Store
+from mstore.errors import Conflict, MstoreError, NotFound, Unavailable
+from mstore_fuse import mount_table
+from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
+
+try:
+    require_fuse()
+except Unavailable as missing:
+    pytest.skip(f"cannot mount: {missing}", allow_module_level=True)
+
+BLOCK_SIZE = 64 << 10
+BIG = "model-00001-of-00002.safetensors"
+
+
+def write_checkpoint(folder: Path, seed: int) -> Path:
+    """Two shards of many blocks, odd sizes, an empty file, nested and non-ASCII names."""
+    draw = np.random.default_rng(seed)
+    (folder / "sub" / "deeper").mkdir(parents=True)
+    for shard in (1, 2):
+        tensors: dict[str, np.ndarray[Any, Any]] = {
+            f"layer.{shard}.weight": draw.standard_normal((700, 513), dtype=np.float32),
+            f"layer.{shard}.bias": draw.integers(0, 99, 7, dtype=np.int8),
+            f"layer.{shard}.scalar": np.array(seed + shard, dtype=np.float64),
+            f"layer.{shard}.none": np.zeros((0, 3), dtype=np.float16),
+        }
+        save_file(tensors, folder / f"model-0000{shard}-of-00002.safetensors")
+    (folder / "config.json").write_text(f'{{"seed": {seed}}}' + " " * seed)
+    (folder / "empty").touch()
+    (folder / "sub" / "deeper" / "vocabulary ünd, so.txt").write_bytes(draw.bytes(200_001))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A store, and the directories that its refs were added from."""
+    root = tmp_path_factory.mktemp("family")
+    originals = {name: write_checkpoint(root / name, seed) for name, seed in [("a", 1), ("b", 2)]}
+    refs = {"team/a": originals["a"], "b": originals["b"]}
+    with Store.init(root / "store", block_size=BLOCK_SIZE) as store:
+        for ref, original in refs.items():
+            store.add(original, name=ref)
+    return root / "store", refs
+
+
+@pytest.fixture
+def point(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory; whatever is mounted below it when the test ends is unmounted."""
+    folder = tmp_path / "a mount, point"
+    folder.mkdir()
+    yield folder
+    for info in reversed(mounts()):
+        if info.mountpoint.is_relative_to(tmp_path):
+            unmount(info.mountpoint, lazy=True)
+            if info.pid is not None:
+                wait_until(lambda pid=info.pid: not runs(pid))  # type: ignore[misc]
+
+
+@pytest.fixture
+def mounted(family: tuple[Path, dict[str, Path]], point: Path) -> tuple[Path, Path, MountInfo]:
+    """The mount of one snapshot, the directory it came from, and what `mount` said."""
+    store, refs = family
+    return point, refs["team/a"], mount(store, "team/a", point)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    return mount_table.Source(Path("/"), None, pid).alive
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+
+
+def drop_pages(path: Path) -> None:
+    """Let the kernel forget what it has read of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def code_of(call: Callable[[], object]) -> str:
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is the assertion
+        call()
+    assert caught.value.errno is not None
+    return errno.errorcode[caught.value.errno]
+
+
+def is_mounted(point: Path) -> bool:
+    return mount_table.at(point) is not None
+
+
+# -- what is read ----------------------------------------------------------------------------
+
+
+def test_every_file_is_what_was_added(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """cmp is equal on every file, and there are no others; sizes are right; nothing is a link."""
+    point, original, _ = mounted
+    assert files_below(point) == files_below(original)
+    for path in files_below(original):
+        assert filecmp.cmp(point / path, original / path, shallow=False), path
+        shown = os.lstat(point / path)
+        assert shown.st_size == os.path.getsize(original / path)
+        assert shown.st_blocks == -(-shown.st_size // 512)
+        assert stat.S_IMODE(shown.st_mode) == 0o444
+    space = os.statvfs(point)
+    total = sum(os.path.getsize(original / path) for path in files_below(original))
+    assert 0 <= space.f_blocks * space.f_frsize - total < space.f_frsize
+    assert space.f_bfree == 0
+
+
+def test_ordinary_programs(mounted: tuple[Path, Path, MountInfo], tmp_path: Path) -> None:
+    """find, cp -r and diff -r see an ordinary directory."""
+    point, original, _ = mounted
+    listed = subprocess.run(
+        ["find", ".", "-type", "f", "-size", "+100k"],
+        check=True,
+        cwd=point,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    big = [path for path in files_below(original) if os.path.getsize(original / path) > 100 << 10]
+    assert sorted(listed) == sorted(f"./{path}" for path in big)
+    subprocess.run(["cp", "-r", point, tmp_path / "copy"], check=True)
+    subprocess.run(["diff", "-r", tmp_path / "copy", original], check=True)
+
+
+def test_mapped_reading(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """mmap works, by hand and through safetensors, cold and warm."""
+    point, original, _ = mounted
+    expected = (original / BIG).read_bytes()
+    drop_pages(point / BIG)
+    with (point / BIG).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+        assert data[-1] == expected[-1]
+        assert data[:] == expected
+    with safe_open(point / BIG, "np") as shown, safe_open(original / BIG, "np") as kept:
+        assert shown.keys() == kept.keys()
+        for name in kept.keys():  # noqa: SIM118 - safe_open is no mapping
+            assert np.array_equal(shown.get_tensor(name), kept.get_tensor(name))
+
+
+def test_reading_at_and_beyond_the_end(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """The last bytes come short, past the end comes nothing, an empty file is empty."""
+    point, original, _ = mounted
+    expected = (original / BIG).read_bytes()
+    with (point / BIG).open("rb", buffering=0) as file:
+        number = file.fileno()
+        assert os.pread(number, 1000, len(expected) - 10) == expected[-10:]
+        assert os.pread(number, 1000, len(expected)) == b""
+        assert os.pread(number, 1000, len(expected) + (1 << 40)) == b""
+    assert (point / "empty").read_bytes() == b""
+
+
+def test_concurrent_readers(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """Eight threads that read pieces all over the files get the right ones."""
+    point, original, _ = mounted
+    paths = [path for path in files_below(original) if os.path.getsize(original / path)]
+    contents = {path: (original / path).read_bytes() for path in paths}
+    wrong: list[tuple[Path, int, int]] = []
+
+    def read(seed: int) -> None:
+        draw = random.Random(seed)
+        opened = {path: os.open(point / path, os.O_RDONLY) for path in paths}
+        for _ in range(150):
+            path = draw.choice(paths)
+            at, size = draw.randrange(len(contents[path])), draw.randrange(1, 300_000)
+            if draw.random() < 0.2:
+                os.posix_fadvise(opened[path], 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.pread(opened[path], size, at) != contents[path][at : at + size]:
+                wrong.append((path, at, size))
+        for number in opened.values():
+            os.close(number)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_nothing_can_be_written(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """Every change is refused as on any read-only file system."""
+    point, _, _ = mounted
+    config = point / "config.json"
+    changes: list[Callable[[], object]] = [
+        lambda: config.open("r+b"),
+        (point / "new").touch,
+        (point / "folder").mkdir,
+        config.unlink,
+        lambda: config.rename(point / "other"),
+        lambda: config.chmod(0o644),
+        lambda: os.truncate(config, 0),
+        lambda: (point / "link").symlink_to(config),
+    ]
+    assert [code_of(change) for change in changes] == ["EROFS"] * len(changes)
+
+
+def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """A damaged block gives EIO to whoever reads it, and nobody else notices."""
+    _, refs = family
+    store = point.parent / "store"
+    with Store.init(store, block_size=BLOCK_SIZE) as made:
+        made.add(refs["b"], name="b")
+    expected = (refs["b"] / BIG).read_bytes()
+    at = len(expected) // 2
+    flip_bit(store, expected[at : at + 64])
+    mount(store, "b", point)
+    with (point / BIG).open("rb", buffering=0) as file:
+        assert code_of(lambda: os.pread(file.fileno(), 64, at)) == "EIO"
+        assert os.pread(file.fileno(), 4096, 0) == expected[:4096]
+        far = at + 2 * BLOCK_SIZE
+        assert os.pread(file.fileno(), 4096, far) == expected[far : far + 4096]
+    assert code_of(lambda: shutil.copy(point / BIG, point.parent / "copy")) == "EIO"
+    other = BIG.replace("00001", "00002")
+    assert filecmp.cmp(point / other, refs["b"] / other, shallow=False)
+
+
+def flip_bit(store: Path, inside: bytes) -> None:
+    for pack in store.rglob("*.pack"):
+        at = pack.read_bytes().find(inside)
+        if at >= 0:
+            pack.chmod(0o644)
+            with pack.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([inside[0] ^ 1]))
+            return
+    raise AssertionError("no pack holds these bytes")
+
+
+def test_inodes_are_the_same_in_every_mount(
+    family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
+) -> None:
+    """A file keeps its inode number across mounts, and different files have different ones."""
+    store, _ = family
+    point, original, _ = mounted
+    before = {path: os.stat(point / path).st_ino for path in files_below(original)}
+    assert len(set(before.values())) == len(before)
+    listed = {entry.name: entry.inode() for entry in os.scandir(point)}
+    assert listed["config.json"] == before[Path("config.json")]
+    unmount(point)
+    mount(store, "team/a", point)
+    assert {path: os.stat(point / path).st_ino for path in before} == before
+
+
+def test_pages_are_kept_between_opens(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """What was read once is read from the kernel's memory: the daemon is not asked."""
+    point, _, info = mounted
+    (point / BIG).read_bytes()
+    before = bytes_served_by(info)
+    (point / BIG).read_bytes()
+    assert bytes_served_by(info) - before < BLOCK_SIZE
+
+
+def bytes_served_by(info: MountInfo) -> int:
+    """What the daemon has written, and it writes only to /dev/fuse."""
+    return int(Path(f"/proc/{info.pid}/io").read_text().split("wchar:")[1].split()[0])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise the read-ahead")
+def test_read_ahead_is_raised(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """The kernel asks for a MiB at a time."""
+    device = os.stat(mounted[0]).st_dev
+    knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    assert knob.read_text().strip() == "1024"
+
+
+# -- the whole store -------------------------------------------------------------------------
+
+
+def test_the_whole_store(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """Every ref by its name, every snapshot by its id, the same bytes through both."""
+    store, refs = family
+    mount(store, None, point)
+    assert sorted(os.listdir(point)) == ["refs", "snapshots"]
+    assert sorted(os.listdir(point / "refs")) == ["b", "team"]
+    with Store.open(store) as opened:
+        ids = {ref.name: str(ref.snapshot) for ref in opened.refs()}
+    assert sorted(os.listdir(point / "snapshots")) == sorted(ids.values())
+    for ref, original in refs.items():
+        for shown in (point / "refs" / ref, point / "snapshots" / ids[ref]):
+            subprocess.run(["diff", "-r", shown, original], check=True)
+    assert code_of(lambda: os.stat(point / "refs" / "nobody")) == "ENOENT"
+    assert code_of(lambda: os.stat(point / "snapshots" / ("0" * 64))) == "ENOENT"
+
+
+def test_the_mount_follows_its_refs(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """A new ref appears, a removed one goes, and a moved one shows the other snapshot: whole, and
+    not before the last reader of the first one has closed its files."""
+    _, refs = family
+    path = point.parent / "store"
+    store = Store.init(path, block_size=BLOCK_SIZE)
+    store.add(refs["team/a"], name="main")
+    mount(path, None, point)
+    main = point / "refs" / "main"
+    subprocess.run(["diff", "-r", main, refs["team/a"]], check=True)
+
+    store.add(refs["b"], name="later/b")
+    subprocess.run(["diff", "-r", point / "refs" / "later" / "b", refs["b"]], check=True)
+
+    with (main / BIG).open("rb") as file:
+        store.reset("main", "later/b")
+        time.sleep(0.2)
+        assert file.read() == (refs["team/a"] / BIG).read_bytes()
+        assert (main / "config.json").read_bytes() == (refs["team/a"] / "config.json").read_bytes()
+    wait_until(lambda: os.path.getsize(main / "config.json") == 13)
+    subprocess.run(["diff", "-r", main, refs["b"]], check=True)
+
+    store.remove("later/b")
+    assert os.listdir(point / "refs") == ["main"]
+    store.close()
+
+
+def test_readers_of_a_moving_ref_never_see_a_mixture(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """While a ref goes back and forth, every file read through it is one snapshot's, whole."""
+    _, refs = family
+    path = point.parent / "store"
+    store = Store.init(path, block_size=BLOCK_SIZE)
+    store.add(refs["team/a"], name="a")
+    store.add(refs["b"], name="b")
+    store.add(refs["b"], name="main")
+    mount(path, None, point)
+    names = [BIG, "config.json"]
+    allowed = {
+        name: {(original / name).read_bytes() for original in refs.values()} for name in names
+    }
+    seen: dict[str, set[bytes]] = {name: set() for name in names}
+    until = time.monotonic() + 2
+
+    def read(mapped: bool) -> None:
+        while time.monotonic() < until:
+            for name in names:
+                with (point / "refs" / "main" / name).open("rb") as file:
+                    if mapped:
+                        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+                            seen[name].add(data[:])
+                    else:
+                        seen[name].add(file.read())
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=read, args=(mapped,)) for mapped in (False, True)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        store.reset("main", "a")
+        time.sleep(0.12)
+        store.reset("main", "b")
+        time.sleep(0.12)
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert seen == allowed
+
+
+# -- the life of a mount ---------------------------------------------------------------------
+
+
+def test_mounts_lists_what_is_mounted(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """One process for each mount; revision, store, place and process are listed."""
+    store, _ = family
+    one, two = point / "one", point / "two"
+    one.mkdir()
+    two.mkdir()
+    made = [mount(store, "team/a", one), mount(store, None, two)]
+    listed = [info for info in mounts() if info.mountpoint.is_relative_to(point)]
+    assert listed == made
+    assert [info.revision for info in made] == ["team/a", None]
+    assert {info.store for info in made} == {store.resolve()}
+    assert all(info.alive for info in made)
+    assert made[0].pid != made[1].pid
+    assert os.getpid() not in {info.pid for info in made}
+    unmount(one)
+    assert [info for info in mounts() if info.mountpoint.is_relative_to(point)] == made[1:]
+    assert not runs(made[0].pid or 0)
+
+
+def test_a_mount_outlives_the_shell(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """The caller returns at once with its pipes closed, and its end does not end the mount."""
+    store, refs = family
+    code = (
+        "import sys; from pathlib import Path; from mstore_fuse.mounts import mount;"
+        "mount(Path(sys.argv[1]), 'b', Path(sys.argv[2]))"
+    )
+    script = '"$0" -c "$1" "$2" "$3"; echo done; kill -HUP 0; sleep 60'
+    shell = subprocess.Popen(
+        ["sh", "-c", script, sys.executable, code, store, point],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    said, complained = shell.communicate(timeout=30)
+    assert (said, complained) == (b"done\n", b"")
+    assert shell.returncode == -signal.SIGHUP
+    assert filecmp.cmp(point / BIG, refs["b"] / BIG, shallow=False)
+
+
+def test_sigterm_waits_for_the_last_close(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """The mount goes at once; open files and mappings are served until they are closed."""
+    point, original, info = mounted
+    expected = (original / BIG).read_bytes()
+    assert info.pid is not None
+    with (point / BIG).open("rb", buffering=0) as file:
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            os.kill(info.pid, signal.SIGTERM)
+            wait_until(lambda: not is_mounted(point))
+            assert os.listdir(point) == []
+            assert file.readall() == expected
+            os.kill(info.pid, signal.SIGTERM)  # once more changes nothing
+            assert data[:] == expected
+        assert runs(info.pid)
+    wait_until(lambda: not runs(info.pid or 0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_end_an_idle_mount(
+    mounted: tuple[Path, Path, MountInfo], number: signal.Signals
+) -> None:
+    """Nothing open: the mount and its process are gone."""
+    point, _, info = mounted
+    assert info.pid is not None
+    os.kill(info.pid, number)
+    wait_until(lambda: not runs(info.pid or 0))
+    assert not is_mounted(point)
+
+
+def test_a_crashed_mount_is_recognised_and_cleared(
+    family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
+) -> None:
+    """kill -9: readers get an error, `mounts` shows it dead, `mount` names `unmount`."""
+    store, _ = family
+    point, _, info = mounted
+    held = os.open(point / BIG, os.O_RDONLY)
+    assert info.pid is not None
+    os.kill(info.pid, signal.SIGKILL)
+    wait_until(lambda: not runs(info.pid or 0))
+    # A process loses its memory a moment before its files: until then, requests are aborted.
+    wait_until(lambda: code_of(lambda: os.listdir(point)) == "ENOTCONN")
+    assert code_of(lambda: os.pread(held, 100, 0)) == "ENOTCONN"
+    (listed,) = [entry for entry in mounts() if entry.mountpoint == point]
+    assert (listed.alive, listed.pid, listed.revision) == (False, None, "team/a")
+    with pytest.raises(Conflict) as caught:
+        mount(store, "team/a", point)
+    assert caught.value.hint == f"mstore unmount {point}"
+    unmount(point)  # although a file is open
+    assert code_of(lambda: os.close(held)) == "ENOTCONN"
+    assert os.listdir(point) == []
+    mount(store, "team/a", point)
+    assert (point / "config.json").exists()
+
+
+def test_a_mount_in_use_is_not_taken_away(mounted: tuple[Path, Path, MountInfo]) -> None:
+    """`unmount` refuses and names `--lazy`, which lets the open file live on."""
+    point, original, info = mounted
+    with (point / BIG).open("rb") as file:
+        with pytest.raises(Conflict) as caught:
+            unmount(point)
+        assert caught.value.hint == f"mstore unmount --lazy {point}"
+        assert is_mounted(point)
+        unmount(point, lazy=True)
+        assert not is_mounted(point)
+        assert file.read() == (original / BIG).read_bytes()
+    wait_until(lambda: not runs(info.pid or 0))
+
+
+def test_unmount_needs_a_mount_of_ours(point: Path) -> None:
+    """A plain directory, and another file system, are left alone."""
+    for other in (point, Path("/proc")):
+        with pytest.raises(NotFound, match="not a mount of mstore"):
+            unmount(other)
+
+
+def test_a_mount_that_nobody_was_told_of_is_taken_away(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """If the caller cannot take note of the mount, there is none, and no process."""
+    made: list[MountInfo] = []
+
+    def fail(info: MountInfo) -> None:
+        made.append(info)
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        mount(family[0], "b", point, on_ready=fail)
+    assert not is_mounted(point)
+    assert not runs(made[0].pid or 0)
+
+
+FOREGROUND = """
+import sys
+from pathlib import Path
+from mstore_fuse.mounts import mount
+def ready(info):
+    print(info.pid, flush=True)
+mount(Path(sys.argv[1]), "b", Path(sys.argv[2]), foreground=True, on_ready=ready)
+print("ended", flush=True)
+"""
+
+
+def start_in_foreground(store: Path, point: Path) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FOREGROUND, str(store), str(point)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_in_the_foreground_caller_and_mount_end_together(
+    family: tuple[Path, dict[str, Path]], point: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, or any other end of the caller, unmounts; open files are served to their end."""
+    store, refs = family
+    process, daemon = start_in_foreground(store, point)
+    with (point / BIG).open("rb") as file:
+        process.send_signal(number)
+        wait_until(lambda: not is_mounted(point))
+        assert file.read() == (refs["b"] / BIG).read_bytes()
+    said, complained = process.communicate(timeout=10)
+    assert said == ("ended\n" if number == signal.SIGINT else "")
+    assert complained == ""
+    wait_until(lambda: not runs(daemon))
+
+
+def test_in_the_foreground_unmount_ends_the_call(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """`unmount` from elsewhere: the call returns."""
+    process, _ = start_in_foreground(family[0], point)
+    unmount(point)
+    assert process.communicate(timeout=10) == ("ended\n", "")
+    assert process.returncode == 0
+
+
+def test_in_the_foreground_a_crash_is_an_error(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """A daemon that is killed leaves no dead mount behind, and the call raises."""
+    process, daemon = start_in_foreground(family[0], point)
+    os.kill(daemon, signal.SIGKILL)
+    _, complained = process.communicate(timeout=10)
+    assert "Unavailable" in complained
+    assert not is_mounted(point)
+
+
+# -- what goes wrong before ------------------------------------------------------------------
+
+
+def refused(store: Path, revision: str | None, point: Path, **options: float) -> MstoreError:
+    """The error of a mount that must fail; nothing may be left of it."""
+    before = mount_table.at(point)
+    with pytest.raises(MstoreError) as caught:
+        mount(store, revision, point, **options)  # type: ignore[arg-type]
+    assert mount_table.at(point) == before
+    return caught.value
+
+
+def test_bad_mount_points(family: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """Missing, a file, not empty, taken, in the store: said so, with the place named."""
+    store, _ = family
+    missing, file, full = point / "missing", point / "file", point
+    error = refused(store, "b", missing)
+    assert isinstance(error, NotFound)
+    assert (error.where, error.hint) == (str(missing), f"mkdir -p {missing}")
+    file.touch()
+    for place, what in [(file, "not a directory"), (full, "not empty: it holds 'file'")]:
+        error = refused(store, "b", place)
+        assert isinstance(error, Conflict)
+        assert what in str(error)
+        assert error.where == str(place)
+    assert isinstance(refused(store, "b", Path("/proc")), Conflict)
+    inside = store / "tmp" / "inside"
+    inside.mkdir()
+    assert isinstance(refused(store, "b", inside), Conflict)
+    inside.rmdir()
+
+
+def test_a_second_mount_at_the_same_place(
+    family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
+) -> None:
+    """A living mount is never covered by another one."""
+    error = refused(family[0], "b", mounted[0])
+    assert isinstance(error, Conflict)
+    assert error.hint == f"mstore unmount {mounted[0]}"
+
+
+def test_what_the_store_says_reaches_the_caller(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """An unknown ref and a missing store are the library's own errors, hints included."""
+    store, _ = family
+    with Store.open(store) as opened, pytest.raises(NotFound) as direct:
+        opened.view("nobody")
+    error = refused(store, "nobody", point)
+    assert (type(error), str(error), error.hint) == (NotFound, str(direct.value), direct.value.hint)
+    error = refused(point.parent / "nowhere", "b", point)
+    assert isinstance(error, NotFound)
+    assert "nowhere" in str(error)
+    refused(store, "--all", point)
+
+
+def pretend_python(folder: Path, script: str) -> str:
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_daemon_that_does_not_answer(
+    family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the time that was given, the caller gets an error and the process is gone."""
+    silent = pretend_python(point.parent, f"echo $$ > '{point.parent}/pid'; exec sleep 60")
+    monkeypatch.setattr(sys, "executable", silent)
+    error = refused(family[0], "b", point, timeout=0.3)
+    assert isinstance(error, Unavailable)
+    assert "mstore checkout" in (error.hint or "")
+    assert not Path("/proc", (point.parent / "pid").read_text().strip()).exists()
+
+
+def test_a_daemon_that_dies(
+    family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last words are in the error."""
+    dying = pretend_python(point.parent, "echo 'fusermount3: mount failed: no' >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", dying)
+    error = refused(family[0], "b", point)
+    assert isinstance(error, Unavailable)
+    assert "fusermount3: mount failed: no" in str(error)
+
+
+def test_the_current_directory_is_not_trusted(
+    family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is called like one of our modules is not run, wherever `mount` is called."""
+    (point.parent / "mstore_fuse.py").write_text("raise SystemExit(7)")
+    (point.parent / "mfusepy.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(point.parent)
+    assert mount(family[0], "b", Path(point.name)).mountpoint == point
+
+
+def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each missing part is named, with what to install and what works without it."""
+
+    def hint() -> str:
+        with pytest.raises(Unavailable) as caught:
+            require_fuse()
+        return f"{caught.value} -- {caught.value.hint}"
+
+    module = sys.modules[require_fuse.__module__]
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "DEVICE", tmp_path / "fuse")
+        said.append(hint())
+        assert "no FUSE" in said[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "find_library", lambda name: None)
+        said.append(hint())
+        assert "apt install fuse3" in said[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.geteuid", lambda: 1000)
+        patch.setattr("shutil.which", lambda name: None)
+        said.append(hint())
+        assert "fusermount3" in said[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        said.append(hint())
+        assert "pip install 'mstore[fuse]'" in said[-1]
+    for text in said:
+        assert "mstore checkout REF DIR" in text
+        assert "store[REF].tensor(NAME)" in text

@@ -1,0 +1,216 @@
+"""mstore_fuse.operations: what libfuse is told, without a mount."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore_fuse.operations import Operations
+from mstore_fuse.tree import SnapshotTree
+
+MIB = 1 << 20
+DATA = bytes(range(256)) * (16 * MIB // 256)
+
+
+@dataclass
+class Info:
+    """struct fuse_file_info."""
+
+    flags: int = os.O_RDONLY
+    fh: int = 0
+    keep_cache: int = 0
+
+
+@dataclass
+class Connection:
+    want: int = 0xFFFF
+
+
+@dataclass
+class Config:
+    entry_timeout: float = 1.0
+    negative_timeout: float = 0.0
+    attr_timeout: float = 1.0
+    use_ino: int = 0
+
+
+@dataclass
+class View:
+    """One snapshot in memory that can be told to fail."""
+
+    id: str = "a" * 64
+    time_ns: int = 1_700_000_000_123_456_789
+    files: dict[str, int] = field(default_factory=lambda: {"m.bin": len(DATA), "d/c": 3, "e": 0})
+    failure: BaseException | None = None
+    short: int = 0
+    prefetched: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        if self.failure is not None:
+            raise self.failure
+        return DATA[offset : offset + size - self.short]
+
+    def prefetch(self, path: str, offset: int, size: int) -> None:
+        self.prefetched.append((path, offset, size))
+
+
+@pytest.fixture
+def view() -> View:
+    return View()
+
+
+@pytest.fixture
+def operations(view: View) -> Operations:
+    made = Operations(lambda: SnapshotTree(view), lambda: None)
+    made.init_with_config(Connection(), Config())
+    return made
+
+
+def opened(operations: Operations, path: str) -> Info:
+    info = Info()
+    assert operations.open(path, info) == 0
+    return info
+
+
+def code_of(call: Callable[[], object]) -> str:
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is the assertion
+        call()
+    assert caught.value.errno is not None
+    return errno.errorcode[caught.value.errno]
+
+
+def test_attributes(operations: Operations) -> None:
+    """Read-only modes, sizes, blocks of 512 bytes, the snapshot's time to the nanosecond."""
+    file, folder = operations.getattr("/m.bin"), operations.getattr("/d")
+    assert stat.S_ISREG(file["st_mode"])
+    assert stat.S_ISDIR(folder["st_mode"])
+    assert not (file["st_mode"] | folder["st_mode"]) & 0o222
+    assert (file["st_size"], file["st_blocks"]) == (len(DATA), len(DATA) // 512)
+    assert operations.getattr("/d/c")["st_blocks"] == 1
+    assert file["st_mtime"] == 1_700_000_000_123_456_789
+    assert file["st_uid"] == os.getuid()
+
+
+def test_listing(operations: Operations) -> None:
+    """A directory lists itself, its parent, and its names with their types and inodes."""
+    listed = {name: attributes for name, attributes, _ in operations.readdir("/", 0)}
+    assert set(listed) == {".", "..", "m.bin", "d", "e"}
+    for name in ("m.bin", "d", "e"):
+        assert listed[name] == operations.getattr(f"/{name}")
+    assert [name for name, _, _ in operations.readdir("/d", 0)] == [".", "..", "c"]
+
+
+def test_read(operations: Operations) -> None:
+    """Bytes as asked for, fewer at the end, none beyond it."""
+    info = opened(operations, "/m.bin")
+    assert info.keep_cache == 1
+    assert operations.read("/m.bin", 100, 1000, info) == DATA[1000:1100]
+    assert operations.read("/m.bin", 100, len(DATA) - 30, info) == DATA[-30:]
+    assert operations.read("/m.bin", 100, len(DATA), info) == b""
+    assert operations.read("/m.bin", 100, len(DATA) + 4096, info) == b""
+    assert operations.read("/e", 100, 0, opened(operations, "/e")) == b""
+    assert operations.release("/m.bin", info) == 0
+
+
+def test_sequential_reads_are_announced(operations: Operations, view: View) -> None:
+    """Reading from front to back tells the store what comes next."""
+    info = opened(operations, "/m.bin")
+    for offset in range(0, 6 * MIB, MIB):
+        operations.read("/m.bin", MIB, offset, info)
+    assert view.prefetched
+    assert all(path == "m.bin" and size > 0 for path, _, size in view.prefetched)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Corrupt("block 12ab is damaged"),
+        StorageFailed("the disk says no", errno=errno.ENXIO),
+        BadRequest("nonsense"),
+        KeyError("a bug"),
+    ],
+)
+def test_what_the_store_cannot_read_is_an_io_error(
+    operations: Operations,
+    view: View,
+    failure: Exception,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A damaged block, a failing disk or a bug: EIO for the reader, the reason in the log."""
+    info = opened(operations, "/m.bin")
+    view.failure = failure
+    with caplog.at_level(logging.ERROR, "mstore_fuse"):
+        assert code_of(lambda: operations.read("/m.bin", 10, 0, info)) == "EIO"
+    assert "/m.bin" in caplog.text
+    assert str(failure.args[0]) in caplog.text
+    view.failure = None
+    assert operations.read("/m.bin", 10, 0, info) == DATA[:10]
+
+
+def test_a_short_read_is_an_io_error(operations: Operations, view: View) -> None:
+    """Fewer bytes than the file has are never passed on: the kernel would add zeros."""
+    info = opened(operations, "/m.bin")
+    view.short = 1
+    assert code_of(lambda: operations.read("/m.bin", 100, 0, info)) == "EIO"
+
+
+def test_one_failure_is_logged_once(
+    operations: Operations, view: View, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bad block that is read again and again does not fill the log."""
+    info = opened(operations, "/m.bin")
+    view.failure = Corrupt("block 12ab is damaged")
+    with caplog.at_level(logging.ERROR, "mstore_fuse"):
+        for _ in range(5):
+            code_of(lambda: operations.read("/m.bin", 10, 0, info))
+    assert caplog.text.count("12ab") == 1
+
+
+def test_unknown_paths(operations: Operations) -> None:
+    """A path that is not there is ENOENT everywhere."""
+    for call in (operations.getattr, lambda path: operations.readdir(path, 0)):
+        assert code_of(lambda call=call: call("/nope")) == "ENOENT"  # type: ignore[misc]
+    assert code_of(lambda: operations.open("/nope", Info())) == "ENOENT"
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_TRUNC])
+def test_opening_for_writing_is_refused(operations: Operations, flags: int) -> None:
+    """EROFS, should the kernel ever ask."""
+    assert code_of(lambda: operations.open("/m.bin", Info(flags))) == "EROFS"
+
+
+def test_statfs(operations: Operations) -> None:
+    """`df` shows the snapshot's bytes and files, and no room."""
+    shown = operations.statfs("/")
+    assert shown["f_blocks"] * shown["f_frsize"] >= len(DATA)
+    assert shown["f_files"] == 3
+    assert shown.get("f_bfree", 0) == 0
+
+
+def test_the_kernel_is_told_that_nothing_changes(view: View) -> None:
+    """Names and attributes of one snapshot may be kept for an hour; inodes are ours."""
+    config, connection = Config(), Connection()
+    Operations(lambda: SnapshotTree(view), lambda: None).init_with_config(connection, config)
+    assert (config.entry_timeout, config.attr_timeout, config.negative_timeout) == (3600,) * 3
+    assert config.use_ino == 1
+    assert connection.want == 0xEFFF
+
+
+def test_a_store_that_does_not_open_ends_the_mount() -> None:
+    """If the first request fails, the mount is given up, and until it is gone answers EIO."""
+    given_up = []
+
+    def start() -> SnapshotTree:
+        raise Corrupt("the index is damaged")
+
+    operations = Operations(start, lambda: given_up.append(True))
+    operations.init_with_config(Connection(), Config())
+    assert given_up == [True]
+    assert code_of(lambda: operations.getattr("/")) == "EIO"
