@@ -1,0 +1,124 @@
+"""From a Python function to a command: global options, help text, session.
+
+`command` lets a command function say only what is its own.  The global options are added to its
+signature, so that they can stand after the verb as well as before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from mstore_cli.session import STORE_VARIABLE, Choices, Session
+
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        show_default=False,
+        help=f"The store [else ${STORE_VARIABLE}, the nearest .mstore upward, the user's own].",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only ids or names, one a line.")
+]
+NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Never show a progress bar.")]
+
+
+def _global_options(
+    store: StoreOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    no_progress: NoProgressOption = False,
+) -> None:
+    """Only its signature is used: the options that every command takes."""
+
+
+_GLOBALS = tuple(
+    parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    for parameter in inspect.signature(_global_options, eval_str=True).parameters.values()
+)
+GLOBAL_NAMES = tuple(parameter.name for parameter in _GLOBALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command ready for typer: its function with the global options, and words for its help."""
+
+    name: str
+    summary: str
+    run: Callable[..., None]
+    epilog: str
+
+
+class VerbCommand(TyperCommand):
+    """A command whose help lists the global options under a heading of their own."""
+
+    # The context and formatter types are private to typer.
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if parameter.name in GLOBAL_NAMES:
+                title = "Global options"
+            elif parameter.param_type_name == "argument":
+                title = "Arguments"
+            else:
+                title = "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(title, []).append(record)
+        for title in ("Arguments", "Options", "Global options"):
+            if title in sections:
+                with formatter.section(title):
+                    formatter.write_dl(sections[title])
+
+
+def command(*, example: str, failure: str = "an error") -> Callable[[Callable[..., None]], Verb]:
+    """Make a Verb of a function `(session, its own parameters) -> None`.
+
+    The function's name is the verb, its docstring the help.  `example` is a command line that
+    makes sense; `failure` says when the exit status is 1.
+    """
+
+    def decorate(function: Callable[..., None]) -> Verb:
+        signature = inspect.signature(function, eval_str=True)
+        _session, *own = signature.parameters.values()
+        context = inspect.Parameter(
+            "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+        )
+        parameters = [
+            context,
+            *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own),
+            *_GLOBALS,
+        ]
+
+        def entry(**given: Any) -> None:
+            outer = given.pop("context").find_object(Choices) or Choices()
+            inner = Choices(**{name: given.pop(name) for name in GLOBAL_NAMES})
+            function(Session(inner.over(outer)), **given)
+
+        entry.__name__ = function.__name__
+        entry.__doc__ = function.__doc__
+        entry.__annotations__ = {p.name: p.annotation for p in parameters}
+        # typer reads the signature; setting it is how inspect lets a wrapper speak for itself.
+        entry.__dict__["__signature__"] = inspect.Signature(parameters)
+        summary = (function.__doc__ or "").partition("\n")[0]
+        return Verb(function.__name__, summary, entry, _epilog(example, failure))
+
+    return decorate
+
+
+def _epilog(example: str, failure: str) -> str:
+    # "\b" keeps the formatter from joining the lines of a paragraph.
+    return (
+        f"\b\nExample:\n  {example}\n\n"
+        f"\b\nExit status:\n  0  success\n  1  {failure}\n  2  wrong usage of the command line"
+    )

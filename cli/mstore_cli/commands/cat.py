@@ -1,0 +1,39 @@
+"""`mstore cat`: the bytes of one file of a snapshot."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.errors import UsageError
+from mstore_cli.output import Mode
+from mstore_cli.session import Session
+
+
+@command(
+    example="mstore cat llama/merged:config.json",
+    failure="an error; what was written before it is right, but not all",
+)
+def cat(
+    session: Session,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="REF:PATH", help="A snapshot and a file in it.", show_default=False),
+    ],
+) -> None:
+    """Write one file of a snapshot to standard output, byte for byte.
+
+    It has no JSON form. Every block is checked before it is written.
+    """
+    if session.output.mode is Mode.JSON:
+        raise UsageError("cat writes bytes and has no JSON form", hint="mstore ls REF --json")
+    revision, colon, path = target.partition(":")
+    if not (revision and colon and path):
+        raise UsageError(f"not REF:PATH: {target!r}", hint="mstore ls REF")
+    with session.open() as store:
+        for chunk in store.read_file(revision, path):
+            sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()

@@ -1,0 +1,43 @@
+"""`mstore checkout`: a byte-exact copy of a snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Revision, Threads
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+
+@command(
+    example="mstore checkout llama/merged ./llama-merged",
+    failure="an error; no directory was made",
+)
+def checkout(
+    session: Session,
+    revision: Revision,
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A directory that is not there yet.", show_default=False
+        ),
+    ],
+    threads: Threads = None,
+) -> None:
+    """Write the files of a snapshot into a directory, byte for byte."""
+    with session.open() as store, session.progress() as tick:
+        report = store.checkout(revision, directory, threads=threads, progress=tick)
+
+    def human(screen: Screen) -> None:
+        screen.line(
+            f"checked out {short(report.snapshot)} to {report.directory}: {report.files} files, "
+            f"{format_size(report.bytes_written)} in {format_seconds(report.seconds)}",
+            style="green",
+        )
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

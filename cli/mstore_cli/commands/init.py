@@ -1,0 +1,63 @@
+"""`mstore init`: make an empty store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.errors import UsageError
+from mstore_cli.output import Screen
+from mstore_cli.session import STORE_NAME, Session
+from mstore_cli.sizes import format_size, parse_size
+
+
+@command(
+    example="mstore init --block-size 1MiB", failure="the store exists already, or another error"
+)
+def init(
+    session: Session,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help=f"The store itself [default: --store, else {STORE_NAME} here].",
+            show_default=False,
+        ),
+    ] = None,
+    block_size: Annotated[
+        str,
+        typer.Option(
+            "--block-size",
+            metavar="SIZE",
+            help="A power of two, 64KiB to 16MiB.",
+            show_default=True,
+        ),
+    ] = "1MiB",
+) -> None:
+    """Make an empty store.
+
+    The block size is fixed for the life of the store. Smaller blocks find more equal parts and
+    cost more index.
+    """
+    if directory and session.named_store and directory.absolute() != session.named_store.absolute():
+        raise UsageError(f"two stores named: {directory} and {session.named_store}")
+    path = directory or session.named_store or Path(STORE_NAME)
+    size = parse_size(block_size, option="--block-size")
+    from mstore import Store
+
+    with Store.init(path, block_size=size) as store:
+        document = {
+            "path": str(store.path),
+            "uuid": str(store.uuid),
+            "block_size": store.block_size,
+        }
+
+    def human(screen: Screen) -> None:
+        screen.line(
+            f"empty store at {document['path']}, blocks of {format_size(size)}", style="green"
+        )
+
+    session.output.emit(document, ids=[document["uuid"]], human=human)

@@ -1,0 +1,71 @@
+"""`mstore log`: snapshots, newest first, and the graph of their parents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.graph import draw
+from mstore_cli.output import Column, Screen, short, when
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import SnapshotReport
+
+COLUMNS = (
+    Column("SNAPSHOT", style="yellow"),
+    Column("MADE"),
+    Column("HOW"),
+    Column("SIZE", right=True),
+    Column("REFS", style="green"),
+    Column("MESSAGE"),
+)
+
+
+@command(example="mstore log llama/merged --graph")
+def log(
+    session: Session,
+    revision: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REF", help="Start here [default: all branches and tags].", show_default=False
+        ),
+    ] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Draw parents and their roles: base, expert, previous.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="At most N snapshots.")
+    ] = None,
+) -> None:
+    """List snapshots with what they were made from, newest first."""
+    with session.open() as store:
+        snapshots = store.log(revision, limit)
+
+    def human(screen: Screen) -> None:
+        if not snapshots:
+            screen.line("no snapshots yet; next: mstore add PATH --name REF")
+        elif graph:
+            for line in draw(snapshots):
+                screen.line(line)
+        else:
+            screen.table(COLUMNS, (_row(snapshot) for snapshot in snapshots))
+
+    session.output.emit(
+        {"snapshots": snapshots}, ids=[one.snapshot for one in snapshots], human=human
+    )
+
+
+def _row(snapshot: SnapshotReport) -> Sequence[str]:
+    return (
+        short(snapshot.snapshot),
+        when(snapshot.time_ns),
+        f"{snapshot.origin} {snapshot.method or ''}".rstrip(),
+        format_size(snapshot.plain_bytes),
+        ", ".join(snapshot.refs),
+        snapshot.message.partition("\n")[0],
+    )

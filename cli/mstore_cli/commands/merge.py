@@ -1,0 +1,151 @@
+"""`mstore merge`: run a plan and publish the result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.errors import UsageError
+from mstore_cli.merging import (
+    Budget,
+    Dtype,
+    MaxError,
+    MaybeBase,
+    MaybeExperts,
+    MaybeMethod,
+    NoAnalyze,
+    Parameters,
+    Request,
+    draw_notes,
+    format_bound,
+    make_request,
+)
+from mstore_cli.options import Message, Threads
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_share, format_size
+
+if TYPE_CHECKING:
+    from mstore import Store
+
+HELP = "mstore merge --help"
+PLAN_HINT = "mstore plan --help"
+
+
+@command(
+    example="mstore merge --plan plan.json --name llama/merged",
+    failure="an error; nothing was published",
+)
+def merge(
+    session: Session,
+    name: Annotated[
+        str, typer.Option("--name", metavar="REF", help="The branch that will point at the result.")
+    ],
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="ID_OR_FILE",
+            help="Run this plan: its id, the beginning of it, or a file made by `plan -o`.",
+        ),
+    ] = None,
+    base: MaybeBase = None,
+    expert: MaybeExperts = None,
+    method: MaybeMethod = None,
+    param: Parameters = None,
+    budget: Budget = None,
+    max_error: MaxError = None,
+    dtype: Dtype = None,
+    no_analyze: NoAnalyze = False,
+    message: Message = "",
+    threads: Threads = None,
+) -> None:
+    """Merge experts into a base: plan it now, or run a plan made before.
+
+    Takes either --plan, or the options of `mstore plan`. Never reads more from experts than the
+    plan says.
+    """
+    request: Request | None = None
+    if plan is None:
+        if base is None or not expert or method is None:
+            raise UsageError("give --plan, or --base, --expert and --method", hint=HELP)
+        request = make_request(
+            base=base,
+            experts=expert,
+            method=method,
+            parameters=param or [],
+            budget=budget,
+            max_error=max_error,
+            dtype=dtype,
+            no_analyze=no_analyze,
+        )
+    elif (
+        base or expert or method or param or budget or max_error is not None or dtype or no_analyze
+    ):
+        raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
+    with session.open() as store, session.progress() as tick:
+        if request is None:
+            chosen = _known_plan(store, plan or "")
+            report = store.merge(chosen, name=name, message=message, threads=threads, progress=tick)
+        else:
+            planned = request.plan(store, threads=threads, progress=tick)
+            merged = store.merge(
+                planned, name=name, message=message, threads=threads, progress=tick
+            )
+            report = replace(merged, seconds=planned.seconds + merged.seconds)
+
+    def human(screen: Screen) -> None:
+        if report.new_snapshot:
+            screen.line(f"merged {report.name} {short(report.snapshot)}", style="green")
+        else:
+            screen.line(f"nothing new: {report.name} holds this merge already")
+        share = format_share(report.expert_bytes_read, report.full_expert_bytes)
+        full = format_size(report.full_expert_bytes)
+        screen.fields(
+            [
+                ("plan", short(report.plan)),
+                ("manifest", short(report.manifest)),
+                ("method", report.method),
+                ("budget", _optional_size(report.budget_bytes)),
+                (
+                    "experts read",
+                    f"{format_size(report.expert_bytes_read)} ({share} of {full})",
+                ),
+                ("analysis read", format_size(report.analyze_bytes_read)),
+                ("base read", format_size(report.base_bytes_read)),
+                ("written", format_size(report.bytes_written)),
+                ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
+                ("error bound", format_bound(report.error_bound)),
+                ("error estimate", format_bound(report.error_estimate)),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+        draw_notes(screen, report.notes)
+
+    session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _known_plan(store: Store, id_or_file: str) -> str:
+    """The id of a plan named by id, id prefix or file.  A file wins, and is imported first."""
+    path = Path(id_or_file)
+    if not path.is_file():
+        if set(id_or_file) <= set("0123456789abcdef"):
+            return id_or_file
+        from mstore.errors import NotFound
+
+        raise NotFound("neither a plan's id nor a file", where=id_or_file, hint=PLAN_HINT)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        from mstore.errors import BadRequest
+
+        raise BadRequest("not a plan: not a text file", where=str(path), hint=PLAN_HINT) from error
+    return str(store.import_plan(text).plan)
+
+
+def _optional_size(size: int | None) -> str:
+    return "none" if size is None else format_size(size)

@@ -1,0 +1,52 @@
+"""`mstore reflog`: where a ref has pointed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.output import Column, Screen, short, when
+from mstore_cli.session import Session
+
+COLUMNS = (
+    Column("POSITION", style="yellow"),
+    Column("OLD"),
+    Column("NEW"),
+    Column("ACTION"),
+    Column("WHEN"),
+)
+
+
+@command(example="mstore reflog llama/merged")
+def reflog(
+    session: Session,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A branch or tag.", show_default=False)
+    ],
+) -> None:
+    """List where a ref has pointed, newest first.
+
+    NAME@{N} in the first column is a revision like any other.
+    """
+    with session.open() as store:
+        entries = store.reflog(name)
+
+    def human(screen: Screen) -> None:
+        screen.table(
+            COLUMNS,
+            (
+                (
+                    f"{name}@{{{one.position}}}",
+                    short(one.old),
+                    short(one.new),
+                    one.action,
+                    when(one.time_ns),
+                )
+                for one in entries
+            ),
+        )
+
+    ids = [one.new for one in entries if one.new is not None]
+    session.output.emit({"name": name, "entries": entries}, ids=ids, human=human)

@@ -1,0 +1,30 @@
+"""`mstore refs`: branches and tags."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.output import Column, Screen, short, when
+from mstore_cli.session import Session
+
+COLUMNS = (
+    Column("NAME", style="green"),
+    Column("KIND"),
+    Column("SNAPSHOT", style="yellow"),
+    Column("MOVED"),
+)
+
+
+@command(example="mstore refs -q")
+def refs(session: Session) -> None:
+    """List branches and tags and what they point at."""
+    with session.open() as store:
+        found = store.refs()
+
+    def human(screen: Screen) -> None:
+        if not found:
+            screen.line("no refs yet; next: mstore add PATH --name REF")
+        screen.table(
+            COLUMNS, ((one.name, one.kind, short(one.snapshot), when(one.time_ns)) for one in found)
+        )
+
+    session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)

@@ -1,0 +1,31 @@
+"""`mstore reset`: point a branch somewhere else."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Revision
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+
+
+@command(example="mstore reset llama/merged 'llama/merged@{1}'")
+def reset(
+    session: Session,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The branch.", show_default=False)],
+    revision: Revision,
+) -> None:
+    """Point a branch at another snapshot.
+
+    The old position stays in the reflog.
+    """
+    with session.open() as store:
+        report = store.reset(name, revision)
+
+    def human(screen: Screen) -> None:
+        screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

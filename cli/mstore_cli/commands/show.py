@@ -1,0 +1,34 @@
+"""`mstore show`: one snapshot."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.options import Revision
+from mstore_cli.output import Screen, short, when
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_size
+
+
+@command(example="mstore show llama/merged")
+def show(session: Session, revision: Revision) -> None:
+    """Print what is known of one snapshot: content, parents, origin, message."""
+    with session.open() as store:
+        report = store.show(revision)
+
+    def human(screen: Screen) -> None:
+        made = f"{report.origin} {report.method or ''}".rstrip()
+        screen.line(f"snapshot {report.snapshot}", style="yellow")
+        screen.fields(
+            [
+                ("manifest", report.manifest),
+                ("made", f"{when(report.time_ns)} by {made}"),
+                ("plan", report.plan),
+                ("refs", ", ".join(report.refs) or None),
+                ("content", f"{report.files} files, {report.tensors} tensors"),
+                ("size", format_size(report.plain_bytes)),
+                *((parent.role, short(parent.snapshot)) for parent in report.parents),
+                ("message", report.message or None),
+            ]
+        )
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

@@ -1,0 +1,38 @@
+"""`mstore stats`: how large a store is, and how much it saves."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_share, format_size
+
+
+@command(example="mstore stats --json")
+def stats(session: Session) -> None:
+    """Print sizes and counts of the whole store."""
+    with session.open() as store:
+        report = store.stats()
+
+    def human(screen: Screen) -> None:
+        share = format_share(report.stored_bytes, report.plain_bytes)
+        screen.fields(
+            [
+                ("store", report.path),
+                ("uuid", report.uuid),
+                ("format", report.format_version),
+                ("block size", format_size(report.block_size)),
+                ("refs", report.refs),
+                ("snapshots", report.snapshots),
+                ("packs", report.packs),
+                ("blocks", report.blocks),
+                ("tensors", report.tensors),
+                ("as plain files", format_size(report.plain_bytes)),
+                ("without repeats", format_size(report.unique_bytes)),
+                ("stored", f"{format_size(report.stored_bytes)} ({share} of plain)"),
+                ("index", format_size(report.index_bytes)),
+                ("statistics", format_size(report.statistics_bytes)),
+            ]
+        )
+
+    session.output.emit(report, ids=[report.uuid], human=human)

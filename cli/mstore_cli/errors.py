@@ -1,0 +1,131 @@
+"""The boundary of the command line: exception -> words on standard error and an exit status.
+
+`rules()` is the only such table in the program.  Nothing here writes to standard output.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TextIO
+
+import typer
+
+from mstore_cli.output import is_terminal, printable
+
+SUCCESS = 0
+FAILURE = 1
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+DISK_FULL_HINT = "free some space and run the command again; nothing was published"
+
+
+class UsageError(typer.TyperException):
+    """Options that do not go together; `hint` is the command to try."""
+
+    exit_code = USAGE
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What happens for one class of exception: exit status, and the hint where it has none."""
+
+    kind: type[BaseException]
+    status: int
+    hint: str | None = None
+
+
+def rules() -> tuple[Rule, ...]:
+    """The table, most special first: the first rule whose `kind` fits decides."""
+    # Imported here because `mstore --help` must not pay for the library.
+    from mstore import errors
+
+    return (
+        Rule(typer.TyperException, USAGE, "mstore --help"),
+        Rule(KeyboardInterrupt, INTERRUPTED),
+        Rule(BrokenPipeError, BROKEN_PIPE),
+        Rule(errors.BadName, FAILURE, "mstore refs"),
+        Rule(errors.BadRequest, FAILURE),
+        Rule(errors.BadCheckpoint, FAILURE),
+        Rule(errors.NotFound, FAILURE, "mstore refs"),
+        Rule(errors.Conflict, FAILURE, "mstore refs"),
+        Rule(errors.Incompatible, FAILURE),
+        Rule(errors.Corrupt, FAILURE, "mstore fsck --read-data"),
+        Rule(errors.BudgetExceeded, FAILURE, "mstore fsck"),
+        Rule(errors.StorageFailed, FAILURE),
+        Rule(errors.Unavailable, FAILURE),
+        Rule(errors.MstoreError, FAILURE),
+        Rule(OSError, FAILURE),
+        Rule(MemoryError, FAILURE, "try again with fewer --threads"),
+        Rule(Exception, FAILURE, "this is a bug in mstore: please report the lines above"),
+    )
+
+
+def report(error: BaseException, stream: TextIO | None = None) -> int:
+    """Say on standard error what went wrong; returns the exit status."""
+    rule = next((rule for rule in rules() if isinstance(error, rule.kind)), None)
+    if rule is None:
+        raise error
+    stream = sys.stderr if stream is None else stream
+    if rule.kind is BrokenPipeError:
+        # The reader has left: it wants no more, and that includes complaints.
+        return rule.status
+    if rule.kind is KeyboardInterrupt:
+        stream.write("interrupted\n")
+        return rule.status
+    if rule.kind is Exception:
+        traceback.print_exception(error, file=stream)
+    _say(stream, "error", "31", _message(error))
+    hint = _hint(error, rule)
+    if hint:
+        _say(stream, "hint", "36", hint)
+    stream.flush()
+    return rule.status
+
+
+def _message(error: BaseException) -> str:
+    from mstore.errors import MstoreError
+
+    if isinstance(error, typer.TyperException):
+        message = error.format_message().rstrip(".")
+        return message[:1].lower() + message[1:]
+    if isinstance(error, MstoreError):
+        return str(error)
+    if isinstance(error, OSError):
+        words = os.strerror(error.errno).lower() if error.errno else str(error)
+        return f"{os.fsdecode(error.filename)}: {words}" if _has_name(error) else words
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return f"internal error: {type(error).__name__}: {error}"
+
+
+def _has_name(error: OSError) -> bool:
+    return isinstance(error.filename, str | bytes)
+
+
+def _hint(error: BaseException, rule: Rule) -> str | None:
+    own = getattr(error, "hint", None)
+    if isinstance(own, str):
+        return own
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return DISK_FULL_HINT
+    context = getattr(error, "ctx", None)
+    if isinstance(error, typer.TyperException) and context is not None:
+        return f"{context.command_path} --help"
+    return rule.hint
+
+
+def _say(stream: TextIO, label: str, colour: str, text: str) -> None:
+    coloured = is_terminal(stream) and not os.environ.get("NO_COLOR")
+    head = f"\x1b[1;{colour}m{label}:\x1b[0m" if coloured else f"{label}:"
+    first, *rest = [printable(line) for line in text.splitlines()] or [""]
+    stream.write(f"{head} {first}\n")
+    stream.writelines(f"  {line}\n" for line in rest)

@@ -1,0 +1,129 @@
+"""`mstore log --graph`: the lineage as text.
+
+Pure: snapshots in, lines out.  A snapshot is a `*` in a column; below it stands one line for each
+parent with its role, drawn towards the column in which that parent comes.  Plain ASCII, so that
+it reads the same in a file, a mail and any terminal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mstore_cli.output import short
+
+if TYPE_CHECKING:
+    from mstore.ids import SnapshotId
+    from mstore.reports import ParentReport, SnapshotReport
+
+Lanes = list["SnapshotId | None"]
+
+
+def draw(snapshots: Sequence[SnapshotReport]) -> list[str]:
+    """The lines of the graph, children before parents, newest first among those that can come.
+
+    A parent that is not among `snapshots` is named and marked `(not shown)`.
+    """
+    shown = {snapshot.snapshot: snapshot for snapshot in snapshots}
+    lanes: Lanes = []
+    rows: list[tuple[str, str]] = []
+    for snapshot in _children_first(snapshots):
+        column = _lane_of(lanes, snapshot.snapshot)
+        rows.append((_bars(lanes, {column: "*"}), _title(snapshot)))
+        rows.extend(_edges(lanes, column, snapshot.parents, shown))
+    width = max((len(drawn) for drawn, _text in rows), default=0)
+    return [f"{drawn:<{width}}  {text}" for drawn, text in rows]
+
+
+def _children_first(snapshots: Sequence[SnapshotReport]) -> list[SnapshotReport]:
+    shown = {snapshot.snapshot: snapshot for snapshot in snapshots}
+    children = dict.fromkeys(shown, 0)
+    for snapshot in shown.values():
+        for parent in _distinct(snapshot.parents):
+            if parent.snapshot in shown:
+                children[parent.snapshot] += 1
+    ready = [
+        (-one.time_ns, place, one.snapshot)
+        for place, one in enumerate(shown.values())
+        if not children[one.snapshot]
+    ]
+    places = {identity: place for place, identity in enumerate(shown)}
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        snapshot = shown[heapq.heappop(ready)[2]]
+        ordered.append(snapshot)
+        for parent in _distinct(snapshot.parents):
+            if parent.snapshot not in shown:
+                continue
+            children[parent.snapshot] -= 1
+            if not children[parent.snapshot]:
+                one = shown[parent.snapshot]
+                heapq.heappush(ready, (-one.time_ns, places[one.snapshot], one.snapshot))
+    return ordered
+
+
+def _distinct(parents: Sequence[ParentReport]) -> list[ParentReport]:
+    """One edge a parent, even where it has two roles."""
+    return list({parent.snapshot: parent for parent in parents}.values())
+
+
+def _lane_of(lanes: Lanes, identity: SnapshotId) -> int:
+    """The column that waits for this snapshot, or the first free one, taken now."""
+    if identity not in lanes:
+        free = lanes.index(None) if None in lanes else len(lanes)
+        lanes[free : free + 1] = [identity]
+    return lanes.index(identity)
+
+
+def _edges(
+    lanes: Lanes,
+    column: int,
+    parents: Sequence[ParentReport],
+    shown: dict[SnapshotId, SnapshotReport],
+) -> list[tuple[str, str]]:
+    """A row for each parent; afterwards `lanes` waits for the parents instead of the child."""
+    # The child's own column stays taken while edges leave it, then goes to the first parent
+    # that has no column yet.
+    heirs = [p.snapshot for p in parents if p.snapshot in shown and p.snapshot not in lanes]
+    heir = heirs[0] if heirs else None
+    rows = []
+    for place, parent in enumerate(parents):
+        continues = heir is not None or place + 1 < len(parents)
+        marks = {column: "|" if continues else "'"}
+        text = f"{parent.role:<8} {short(parent.snapshot)}"
+        if parent.snapshot not in shown:
+            rows.append((_bars(lanes, marks), f"{text} (not shown)"))
+            continue
+        names = ", ".join(shown[parent.snapshot].refs)
+        if parent.snapshot == heir:
+            lane = column
+        else:
+            joins = parent.snapshot in lanes
+            lane = _lane_of(lanes, parent.snapshot)
+            marks |= {column: "+" if continues else "'", lane: "+" if joins else "."}
+        rows.append((_bars(lanes, marks, sorted((column, lane))), f"{text} {names}".rstrip()))
+    lanes[column] = heir
+    while lanes and lanes[-1] is None:
+        lanes.pop()
+    return rows
+
+
+def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> str:
+    """One row of columns two apart: marks, waiting lanes, and a dash from span to span."""
+    first, last = span
+    cells = []
+    for column, waiting in enumerate(lanes):
+        inside = first < column < last
+        bar = "|" if waiting is not None else "-" if inside else " "
+        cells.append(marks.get(column, bar))
+        cells.append("-" if first <= column < last else " ")
+    return "".join(cells).rstrip()
+
+
+def _title(snapshot: SnapshotReport) -> str:
+    how = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
+    refs = f" ({', '.join(snapshot.refs)})" if snapshot.refs else ""
+    subject = snapshot.message.partition("\n")[0]
+    return f"{short(snapshot.snapshot)} {how}{refs} {subject}".rstrip()

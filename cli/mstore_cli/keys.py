@@ -1,0 +1,294 @@
+"""What the keys of every `--json` object mean; the source of the tables in docs/cli.md.
+
+Key names come from the reports themselves.  A report field without a meaning here, and a meaning
+without a field, are both failures of the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstore import ids, reports
+from mstore_fuse.mounts import MountInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a JSON object: its name, what kind of value it has, and what that means."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+_BOUND = (
+    "certified bound on the norm of (merged - full-read merge) / norm of base, before rounding to "
+    "the output dtype; null where the method has none"
+)
+_COMMON = {
+    "name": "the ref",
+    "snapshot": "the snapshot's id",
+    "manifest": "id of the content: same bytes, same id",
+    "plan": "the plan's id",
+    "message": "the words given with -m",
+    "seconds": "how long it took",
+    "time_ns": "when, in nanoseconds since 1970 (UTC)",
+    "method": "how deltas are combined",
+    "budget_bytes": "most bytes that may be read from experts; null: no budget",
+    "full_expert_bytes": "bytes that a merge without a budget would read from experts",
+    "planned_expert_bytes": "bytes that the plan reads from experts",
+    "analyze_bytes_read": "bytes read to make statistics that were missing",
+    "bytes_written": "bytes added to the store",
+    "blocks_total": "blocks in all",
+    "error_bound": _BOUND,
+    "error_estimate": "a guess at the same error, not certified; null where there is none",
+    "notes": "what the planner wants known, in words",
+    "plain_bytes": "size of the files as checked out",
+    "files": "number of files",
+    "tensors": "number of tensors",
+    "refs": "number of branches and tags",
+    "path": "path inside the snapshot",
+    "weight": "the expert's weight",
+    "blocks_equal_base": "expert blocks that are the base's own: nothing to read",
+    "blocks_shared": "expert blocks that another expert has too: read once",
+    "blocks_below_threshold": "expert blocks that the method would trim away whole",
+}
+
+# Only what `_COMMON` does not say, or says differently, stands here.
+_OWN: dict[type, dict[str, str]] = {
+    reports.AddReport: {
+        "new_snapshot": "false where the ref held these bytes already",
+        "blocks_new": "blocks that the store did not have",
+        "blocks_equal_base": "blocks that are the base's own; null without --base",
+    },
+    reports.PlanReport: {
+        "base": "the model merged into",
+        "experts": "pairs of ref and weight",
+        "parameters": "every parameter of the method, defaults included",
+        "blocks_selected": "expert blocks that will be read",
+        "blocks_omitted": "expert blocks left out for the budget",
+    },
+    reports.MergeReport: {
+        "new_snapshot": "false where the ref held this merge already",
+        "expert_bytes_read": "bytes read from experts, counted at pread",
+        "base_bytes_read": "bytes read from the base",
+        "blocks_reused": "output blocks that the store had already",
+    },
+    reports.FileReport: {"size": "bytes", "tensors": "tensors in it; 0 where it is no safetensors"},
+    reports.ParentReport: {"role": "previous, base or expert"},
+    reports.SnapshotReport: {
+        "parents": "what it was made from",
+        "origin": "add or merge",
+        "plan": "id of the plan it was merged by; null where it was added",
+        "method": "the plan's method; null where it was added",
+        "refs": "branches and tags that point at it",
+    },
+    reports.RefReport: {"kind": "branch or tag", "time_ns": "when it moved last, in ns since 1970"},
+    reports.ReflogReport: {
+        "position": "N of NAME@{N}; 0 is the latest",
+        "old": "where it pointed before; null where it was created",
+        "new": "where it pointed then; null where it was removed",
+        "action": "what moved it",
+    },
+    reports.TensorDiff: {
+        "name": "the tensor",
+        "status": "added, removed, changed or equal",
+        "dtype": "as safetensors writes it",
+        "shape": "lengths of the axes",
+        "blocks_changed": "blocks that differ",
+        "relative_l2": "norm of (b - a) / norm of a; null where that means nothing",
+        "changed_blocks": "their numbers; null without --blocks",
+    },
+    reports.FileDiff: {
+        "status": "added, removed or changed",
+        "size_a": "bytes in a; null where it is not there",
+        "size_b": "bytes in b; null where it is not there",
+    },
+    reports.DiffReport: {
+        "a": "first snapshot",
+        "b": "second snapshot",
+        "files": "files that differ",
+        "tensors": "tensors that differ",
+        "files_equal": "number of equal files",
+        "tensors_equal": "number of equal tensors",
+        "blocks_changed": "blocks that differ",
+    },
+    reports.ExpertShare: {
+        "expert": "the ref or id it was given by",
+        "blocks_read": "blocks read",
+        "blocks_over_budget": "blocks left out for the budget",
+        "omitted_norm": "norm of the deltas left out for the budget",
+        "blocks": "one word a block; null unless a TENSOR was named",
+    },
+    reports.TensorExplanation: {
+        "name": "the tensor",
+        "treatment": "how the merge dealt with it",
+        "blocks_reused": "blocks that are the base's own",
+        "experts": "what each expert gave",
+    },
+    reports.Explanation: {
+        "origin": "add or merge",
+        "plan": "the plan it was merged by; null where it was added",
+        "tensors": "where each tensor came from; empty where it was added",
+    },
+    reports.ReplayReport: {
+        "manifest": "the content that was recorded",
+        "replayed": "the content that came out now",
+        "same": "whether the two are one",
+        "first_difference": "where they part first; null where they do not",
+    },
+    reports.CheckoutReport: {
+        "directory": "where the files are now",
+        "bytes_written": "bytes written there",
+    },
+    reports.Problem: {
+        "kind": "sort of problem",
+        "where": "the object or file",
+        "what": "what is wrong",
+    },
+    reports.CheckReport: {
+        "read_data": "whether every block was read",
+        "packs": "packs checked",
+        "blocks": "blocks checked",
+        "records": "records checked",
+        "snapshots": "snapshots checked",
+        "refs": "refs checked",
+        "bytes_read": "bytes read",
+        "garbage": "what interrupted work left behind; harmless",
+        "problems": "what is wrong; empty in a sound store",
+    },
+    reports.StoreReport: {
+        "path": "the store",
+        "uuid": "the store's own name",
+        "format_version": "version of the format on disk",
+        "block_size": "bytes",
+        "snapshots": "number of snapshots",
+        "packs": "number of packs",
+        "blocks": "number of distinct blocks",
+        "tensors": "number of distinct tensors",
+        "plain_bytes": "size of all snapshots that refs reach, as plain files",
+        "unique_bytes": "the same with every block counted once",
+        "stored_bytes": "size of the packs",
+        "index_bytes": "size of the index",
+        "statistics_bytes": "size of the cached statistics, which may be thrown away",
+    },
+    MountInfo: {
+        "mountpoint": "the directory",
+        "store": "the store",
+        "revision": "what is shown; null: the whole store",
+        "pid": "the process that serves it; null where none does any more",
+        "alive": "whether it answers; a dead one is cleared by `mstore unmount`",
+    },
+}
+
+# Objects that stand inside others, by the word that docs/cli.md has for them.
+OBJECTS: dict[str, type] = {
+    "snapshot": reports.SnapshotReport,
+    "parent": reports.ParentReport,
+    "file": reports.FileReport,
+    "ref": reports.RefReport,
+    "move": reports.ReflogReport,
+    "file difference": reports.FileDiff,
+    "tensor difference": reports.TensorDiff,
+    "plan": reports.PlanReport,
+    "tensor explanation": reports.TensorExplanation,
+    "expert share": reports.ExpertShare,
+    "problem": reports.Problem,
+    "mount": MountInfo,
+}
+_WORDS = {kind: word for word, kind in OBJECTS.items()}
+_SIMPLE: dict[object, str] = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Path: "text",
+    type(None): "null",
+}
+
+
+def keys_of(report: type) -> tuple[Key, ...]:
+    """The keys of a report, in the order in which they are printed."""
+    hints = typing.get_type_hints(report)
+    meanings = _COMMON | _OWN.get(report, {})
+    return tuple(
+        Key(field.name, _kind(hints[field.name]), meanings[field.name])
+        for field in dataclasses.fields(report)
+    )
+
+
+def unused_meanings() -> list[str]:
+    """Meanings of fields that no report has (any more)."""
+    found = [
+        f"{report.__name__}.{name}"
+        for report, meanings in _OWN.items()
+        for name in meanings.keys() - {field.name for field in dataclasses.fields(report)}
+    ]
+    everywhere = {field.name for report in _OWN for field in dataclasses.fields(report)}
+    return found + sorted(_COMMON.keys() - everywhere)
+
+
+def _kind(hint: object) -> str:
+    """A type in words: `integer or null`, `list of snapshot`."""
+    if isinstance(hint, type) and issubclass(hint, ids.Id):
+        return "id"
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if isinstance(hint, type) and hint in _WORDS:
+        return _WORDS[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_kind(one) for one in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_kind(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(_kind(one) for one in arguments)}]"
+    if origin is dict:
+        return "object"
+    raise TypeError(f"no words for {hint!r}")
+
+
+_MERGE_TO_COME = (
+    Key("snapshot", "null", "there is none before the merge"),
+    Key("manifest", "null", "there is none before the merge"),
+    Key("expert_bytes_read", "integer", "0: the merge has not read yet"),
+    Key("base_bytes_read", "integer", "0: the merge has not read yet"),
+    Key("bytes_written", "integer", "0: the merge has not written yet"),
+    Key("blocks_reused", "null", "known after the merge"),
+    Key("file", "text or null", "where -o wrote the plan"),
+)
+
+DOCUMENTS: dict[str, tuple[Key, ...]] = {
+    "init": (
+        Key("path", "text", "the store"),
+        Key("uuid", "text", "the store's own name"),
+        Key("block_size", "integer", "bytes"),
+    ),
+    "add": keys_of(reports.AddReport),
+    "plan": (*keys_of(reports.PlanReport), *_MERGE_TO_COME),
+    "merge": keys_of(reports.MergeReport),
+    "log": (Key("snapshots", "list of snapshot", "newest first"),),
+    "show": keys_of(reports.SnapshotReport),
+    "ls": (Key("files", "list of file", "every file"),),
+    "diff": keys_of(reports.DiffReport),
+    "explain": keys_of(reports.Explanation),
+    "replay": keys_of(reports.ReplayReport),
+    "checkout": keys_of(reports.CheckoutReport),
+    "mount": keys_of(MountInfo),
+    "mounts": (Key("mounts", "list of mount", "every mount of this user"),),
+    "unmount": (Key("unmounted", "text", "the directory"),),
+    "refs": (Key("refs", "list of ref", "branches and tags"),),
+    "tag": keys_of(reports.RefReport),
+    "reset": keys_of(reports.RefReport),
+    "reflog": (
+        Key("name", "text", "the ref"),
+        Key("entries", "list of move", "newest first"),
+    ),
+    "rm": (Key("removed", "text", "the ref"),),
+    "fsck": keys_of(reports.CheckReport),
+    "stats": keys_of(reports.StoreReport),
+}

@@ -1,0 +1,141 @@
+"""The program `mstore`: puts the commands together, runs one, ends with its exit status.
+
+Starting it imports neither the library nor numpy, numba or torch: each command imports what it
+needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from mstore_cli import errors
+from mstore_cli.command import (
+    JsonOption,
+    NoProgressOption,
+    QuietOption,
+    StoreOption,
+    Verb,
+    VerbCommand,
+)
+from mstore_cli.output import Output
+from mstore_cli.session import Choices, Session
+
+PROGRAM = "mstore"
+# In the order of the help: make and fill, merge, look, take out, name, keep sound.
+VERBS = (
+    *("init", "add", "plan", "merge"),
+    *("log", "show", "ls", "cat", "diff", "explain", "replay"),
+    *("checkout", "mount", "mounts", "unmount"),
+    *("refs", "tag", "reset", "reflog", "rm"),
+    *("fsck", "stats"),
+)
+EPILOG = (
+    "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
+    "the beginning of an id, REF~N (N steps back along previous) or REF@{N} (N moves ago).\n\n"
+    "\b\nExit status:\n  0  success\n  1  an error\n  2  wrong usage of the command line\n"
+    "  130  interrupted"
+)
+CONTEXT = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+
+
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    store: StoreOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    no_progress: NoProgressOption = False,
+) -> None:
+    """git for model checkpoints, with merging built in."""
+    context.obj = Choices(store=store, json=json, quiet=quiet, no_progress=no_progress)
+    if version:
+        _print_version(Session(context.obj).output)
+        raise typer.Exit(errors.SUCCESS)
+    if context.invoked_subcommand is None:
+        sys.stderr.write(f"{context.get_help()}\n")
+        raise typer.Exit(errors.USAGE)
+
+
+def _print_version(output: Output) -> None:
+    from mstore.version import __version__
+
+    output.emit(
+        {"version": __version__},
+        ids=[__version__],
+        human=lambda screen: screen.line(f"{PROGRAM} {__version__}"),
+    )
+
+
+def build() -> TyperGroup:
+    """The whole command line as one command tree."""
+    app = typer.Typer(
+        name=PROGRAM,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        invoke_without_command=True,
+        context_settings=CONTEXT,
+        epilog=EPILOG,
+    )
+    app.callback()(_top)
+    for name in VERBS:
+        verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
+        app.command(
+            verb.name,
+            cls=VerbCommand,
+            short_help=verb.summary,
+            epilog=verb.epilog,
+            context_settings=dict(CONTEXT),
+        )(verb.run)
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return group
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit status.  Everything that goes wrong ends here."""
+    try:
+        try:
+            with build().make_context(PROGRAM, list(arguments)) as context:
+                context.command.invoke(context)
+        except typer.Exit as end:
+            sys.stdout.flush()
+            return end.exit_code
+        sys.stdout.flush()
+        return errors.SUCCESS
+    except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
+        status = errors.report(error)
+        _discard_output()
+        return status
+
+
+def _discard_output() -> None:
+    """Send what is still in the buffer of standard output nowhere.
+
+    The interpreter flushes it on exit, and would fail once more on a closed pipe or a full disk.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main() -> None:
+    """The entry point of the installed program."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # A locale that cannot spell a name must not turn a success into a failure.
+            reconfigure(errors="backslashreplace")
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Arguments and options that several commands share, declared once so that they read alike."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Revision = Annotated[
+    str,
+    typer.Argument(
+        metavar="REF",
+        help="A branch, tag, snapshot id or its beginning, REF~N, or REF@{N}.",
+        show_default=False,
+    ),
+]
+Message = Annotated[
+    str, typer.Option("--message", "-m", metavar="MSG", help="Why, in words.", show_default=False)
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=1,
+        help="Worker threads [default: one a processor].",
+        show_default=False,
+    ),
+]

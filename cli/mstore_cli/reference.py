@@ -1,0 +1,78 @@
+"""The reference in docs/cli.md, made from the program itself.
+
+`python -m mstore_cli.reference docs/cli.md` renews what stands below the marker in that page; what
+stands above it is written by hand.  A test compares the page with `reference()`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from typer.core import TyperCommand, TyperGroup
+
+from mstore_cli.keys import DOCUMENTS, OBJECTS, Key, keys_of
+from mstore_cli.main import PROGRAM, VERBS, build
+
+MARKER = "<!-- below: made by `python -m mstore_cli.reference docs/cli.md` -->\n"
+WIDTH = 80
+
+
+def reference() -> str:
+    """The generated part of docs/cli.md: a section a command, then the objects inside objects."""
+    group = build()
+    parts = [f"## {PROGRAM}\n\n{_block(_help(group, ()))}"]
+    for verb in VERBS:
+        parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(group, (verb,)))}")
+        if verb in DOCUMENTS:
+            parts.append(f"With `--json`:\n\n{_table(DOCUMENTS[verb])}")
+        else:
+            parts.append("It has no JSON form.\n")
+    parts.append("## Objects inside objects\n")
+    for word, report in sorted(OBJECTS.items()):
+        parts.append(f"### {word}\n\n{_table(keys_of(report))}")
+    return "\n".join(parts)
+
+
+def renewed(page: str) -> str:
+    """The page with what stands below the marker made anew."""
+    head, marker, _old = page.partition(MARKER)
+    if not marker:
+        raise ValueError(f"no line {MARKER.strip()}")
+    return f"{head}{marker}\n{reference()}"
+
+
+def _help(group: TyperGroup, path: Sequence[str]) -> str:
+    """A help text as the program prints it on a terminal of 80 columns."""
+    context = group.make_context(PROGRAM, ["--version"], resilient_parsing=True)
+    context.terminal_width = WIDTH - 2
+    for name in path:
+        command = group.commands[name]
+        assert isinstance(command, TyperCommand)
+        context = command.make_context(name, [], parent=context, resilient_parsing=True)
+    return context.get_help()
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+def _table(keys: Sequence[Key]) -> str:
+    return "".join(_rows(keys))
+
+
+def _rows(keys: Sequence[Key]) -> Iterator[str]:
+    yield "| key | value | meaning |\n| --- | --- | --- |\n"
+    for key in keys:
+        yield f"| `{key.name}` | {key.kind} | {key.meaning} |\n"
+
+
+def main() -> None:
+    """Renew the page named on the command line."""
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""One run of the program: the global options, and the store, output and bar they choose.
+
+The only module that reads `MSTORE_STORE`.  Never creates a store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mstore_cli import progress
+from mstore_cli.errors import UsageError
+from mstore_cli.output import Mode, Output
+
+if TYPE_CHECKING:
+    from mstore import Store
+    from mstore.reports import Progress
+
+STORE_VARIABLE = "MSTORE_STORE"
+STORE_NAME = ".mstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The global options as given on one side of the verb."""
+
+    store: Path | None = None
+    json: bool = False
+    quiet: bool = False
+    no_progress: bool = False
+
+    def over(self, outer: Choices) -> Choices:
+        """These choices, with those before the verb where these say nothing."""
+        return Choices(
+            store=self.store or outer.store,
+            json=self.json or outer.json,
+            quiet=self.quiet or outer.quiet,
+            no_progress=self.no_progress or outer.no_progress,
+        )
+
+
+class Session:
+    """What every command is given: where the store is and how to speak.
+
+    Raises UsageError for `--json` together with `--quiet`.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        if choices.json and choices.quiet:
+            raise UsageError("--json and --quiet exclude each other")
+        self._choices = choices
+        mode = Mode.JSON if choices.json else Mode.QUIET if choices.quiet else Mode.HUMAN
+        self.output = Output(mode)
+
+    @property
+    def named_store(self) -> Path | None:
+        """The store that was asked for by `--store` or MSTORE_STORE, if any."""
+        if self._choices.store is not None:
+            return self._choices.store
+        variable = os.environ.get(STORE_VARIABLE)
+        return Path(variable) if variable else None
+
+    def store_path(self) -> Path:
+        """`--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's own.
+
+        Raises NotFound where none was named and none is there.
+        """
+        if self.named_store is not None:
+            return self.named_store
+        here = Path.cwd()
+        for directory in (here, *here.parents):
+            if (directory / STORE_NAME).is_dir():
+                return directory / STORE_NAME
+        from platformdirs import user_data_path
+
+        users = user_data_path("mstore") / "store"
+        if users.is_dir():
+            return users
+        from mstore.errors import NotFound
+
+        raise NotFound(
+            f"no store: no {STORE_NAME} in {here} or above it, and none at {users}",
+            hint="mstore init",
+        )
+
+    def open(self) -> Store:
+        """The store of this run, to be used in a `with` block."""
+        from mstore import Store
+
+        return Store.open(self.store_path())
+
+    def progress(self) -> AbstractContextManager[Callable[[Progress], None] | None]:
+        """The callback for a long call: a bar on a terminal, else None."""
+        wanted = not (self._choices.no_progress or self._choices.quiet)
+        return progress.bar(wanted=wanted)

@@ -1,0 +1,366 @@
+"""The commands, from the command line to the disk and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Tensor, write_safetensors
+from cli_runs import Program
+
+from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
+from mstore_cli.main import VERBS
+
+ID = re.compile(r"[0-9a-f]{64}")
+ELEMENTS = 100_000
+MERGE = ("--base", "tiny/base", "--expert", "tiny/math", "--expert", "tiny/code=0.5")
+SHAREABLE = ("--method", "task_arithmetic", *MERGE)
+
+
+def write_model(directory: Path, *, seed: int, moved: tuple[str, ...] = ()) -> Path:
+    """A checkpoint of three F32 tensors; those in `moved` differ from the base's, by `seed`."""
+    tensors: list[Tensor] = []
+    for name in ("embed", "layer", "norm"):
+        draw = random.Random(f"{name} {seed if name in moved else 0}")
+        values = bytearray(draw.randbytes(4 * ELEMENTS))
+        # Exponents near 1: no infinities, no NaN, no values that swamp the others.
+        values[3::4] = bytes(0x3F if byte % 2 else 0xBF for byte in values[3::4])
+        tensors.append((name, "F32", (ELEMENTS,), bytes(values)))
+    write_safetensors(directory / "model.safetensors", tensors, metadata={"format": "pt"})
+    (directory / "config.json").write_text('{"model_type": "tiny"}\n')
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two experts of it, as directories."""
+    root = tmp_path_factory.mktemp("models")
+    write_model(root / "base", seed=0)
+    write_model(root / "math", seed=1, moved=("layer",))
+    write_model(root / "code", seed=2, moved=("layer", "norm"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with the base, the experts and a merge.  Tests that use it only read."""
+    mstore = Program(tmp_path_factory.mktemp("family") / "store")
+    mstore.succeed("init", "--block-size", "64KiB")
+    mstore.succeed("add", models / "base", "--name", "tiny/base", "-m", "the base")
+    for name in ("math", "code"):
+        mstore.succeed("add", models / name, "--name", f"tiny/{name}", "--base", "tiny/base")
+    mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
+    return mstore
+
+
+@pytest.fixture
+def copy(family: Program, tmp_path: Path) -> Program:
+    """The same store, free to be changed."""
+    return Program(Path(shutil.copytree(family.store, tmp_path / "store")))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+# JSON
+
+
+def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
+    """A command line that goes well for each verb that has JSON and needs no FUSE."""
+    return {
+        "init": ["init", str(out / "new")],
+        "add": ["add", str(models / "math"), "--name", "tiny/again"],
+        "plan": ["plan", *SHAREABLE],
+        "merge": ["merge", "--name", "tiny/other", *SHAREABLE],
+        "log": ["log"],
+        "show": ["show", "tiny/merged"],
+        "ls": ["ls", "tiny/merged"],
+        "diff": ["diff", "tiny/base", "tiny/code", "--blocks"],
+        "explain": ["explain", "tiny/merged", "layer"],
+        "replay": ["replay", "tiny/merged"],
+        "checkout": ["checkout", "tiny/base", str(out / "copy")],
+        "mounts": ["mounts"],
+        "refs": ["refs"],
+        "tag": ["tag", "v1", "tiny/merged"],
+        "reset": ["reset", "tiny/merged", "tiny/base"],
+        "reflog": ["reflog", "tiny/merged"],
+        "rm": ["rm", "tiny/code"],
+        "fsck": ["fsck", "--read-data"],
+        "stats": ["stats"],
+    }
+
+
+def check_objects(value: Any, kind: str) -> None:
+    """Every object inside a document has the keys that docs/cli.md lists for it."""
+    word = kind.removesuffix(" or null").removeprefix("list of ")
+    if word in OBJECTS and value is not None:
+        for one in value if isinstance(value, list) else [value]:
+            assert list(one) == [key.name for key in keys_of(OBJECTS[word])]
+            for key in keys_of(OBJECTS[word]):
+                check_objects(one[key.name], key.kind)
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v not in {"cat", "mount", "unmount"}])
+def test_json_keys(verb: str, copy: Program, models: Path, tmp_path: Path) -> None:
+    """With --json each command prints one object with exactly the keys of docs/cli.md."""
+    line = lines_for(models, tmp_path)[verb]
+    # `init DIR` is asked for a store of its own: naming two would be wrong usage.
+    mstore = Program(Path(line[1])) if verb == "init" else copy
+    done = mstore.succeed(*line, "--json")
+    assert list(done.document) == [key.name for key in DOCUMENTS[verb]]
+    for key in DOCUMENTS[verb]:
+        check_objects(done.document[key.name], key.kind)
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v not in {"cat", "mount", "unmount"}])
+def test_human_output(verb: str, copy: Program, models: Path, tmp_path: Path) -> None:
+    """Without options each command says something; off a terminal in plain characters only."""
+    line = lines_for(models, tmp_path)[verb]
+    mstore = Program(Path(line[1])) if verb == "init" else copy
+    done = mstore.succeed(*line)
+    assert done.out.strip()
+    assert all(text == text.rstrip() for text in done.lines)
+    assert "".join(done.lines).isprintable()
+    assert done.err == ""
+
+
+def test_plan_has_the_keys_of_a_merge(copy: Program) -> None:
+    """A plan's object has every key of a merge's but its name, null or 0 where nothing is done."""
+    plan = copy.succeed("plan", *SHAREABLE, "--json").document
+    merge = copy.succeed("merge", "--plan", plan["plan"], "--name", "x", "--json").document
+    assert merge.keys() - plan.keys() == {"name", "new_snapshot"}
+    assert plan["snapshot"] is None
+    assert plan["manifest"] is None
+    assert plan["expert_bytes_read"] == plan["base_bytes_read"] == plan["bytes_written"] == 0
+    assert merge["plan"] == plan["plan"]
+    assert merge["expert_bytes_read"] == plan["planned_expert_bytes"]
+
+
+# Quiet
+
+
+def test_quiet_prints_ids(copy: Program, models: Path) -> None:
+    """-q prints ids and names only, one a line, and they can be used again."""
+    for line in (
+        ["add", str(models / "code"), "--name", "x"],
+        ["plan", *SHAREABLE],
+        ["merge", "--name", "y", *SHAREABLE],
+        ["show", "tiny/merged"],
+        ["tag", "v1", "tiny/base"],
+    ):
+        [identity] = copy.succeed(*line, "-q").lines
+        assert ID.fullmatch(identity)
+    ids = copy.succeed("log", "-q").lines
+    assert all(ID.fullmatch(identity) for identity in ids)
+    assert copy.succeed("show", ids[0][:12], "-q").lines == [ids[0]]
+    assert set(copy.succeed("refs", "-q").lines) > {"tiny/base", "tiny/code", "v1"}
+    assert copy.succeed("ls", "tiny/base", "-q").lines == ["config.json", "model.safetensors"]
+    assert copy.succeed("diff", "tiny/base", "tiny/math", "-q").lines == [
+        "model.safetensors",
+        "layer",
+    ]
+    assert copy.succeed("fsck", "-q").out == ""
+
+
+# What comes out
+
+
+def test_checkout_and_cat_are_exact(family: Program, models: Path, tmp_path: Path) -> None:
+    """What was added is what `checkout` writes and `cat` prints, byte for byte."""
+    family.succeed("checkout", "tiny/code", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(models / "code")
+    for path, content in contents(models / "code").items():
+        assert family.succeed("cat", f"tiny/code:{path}").raw == content
+
+
+def test_adding_again_changes_nothing(copy: Program, models: Path) -> None:
+    """The same bytes again: nothing is stored, no snapshot is made, and the command says so."""
+    again = copy.succeed("add", models / "base", "--name", "tiny/base", "--json").document
+    assert not again["new_snapshot"]
+    assert again["blocks_new"] == 0
+    assert "nothing new" in copy.succeed("add", models / "base", "--name", "tiny/base").out
+
+
+def test_plan_file(copy: Program, tmp_path: Path) -> None:
+    """A plan in a file, in the same store, is the plan itself; its id and prefix name it too."""
+    file = tmp_path / "plan.json"
+    line = ("plan", *SHAREABLE, "--budget", "60%", "-o", file)
+    plan = copy.succeed(*line, "--json").document
+    assert plan["file"] == str(file)
+    assert isinstance(json.loads(file.read_text()), dict)
+    assert plan["planned_expert_bytes"] <= plan["budget_bytes"]
+    manifests = set()
+    for place, named in enumerate([file, plan["plan"], plan["plan"][:10]]):
+        merge = copy.succeed("merge", "--plan", named, "--name", f"m{place}", "--json").document
+        assert merge["plan"] == plan["plan"]
+        assert merge["expert_bytes_read"] <= plan["budget_bytes"]
+        manifests.add(merge["manifest"])
+    assert len(manifests) == 1
+
+
+def test_log_graph(family: Program) -> None:
+    """The graph names the merge, its parents, and what they are to it."""
+    lines = family.succeed("log", "--graph").lines
+    assert "tiny/merged" in lines[0]
+    text = "\n".join(lines)
+    assert re.search(r"base +[0-9a-f]{12} tiny/base", text)
+    assert re.search(r"expert +[0-9a-f]{12} tiny/math", text)
+    assert len(family.succeed("log", "-n", "2", "-q").lines) == 2
+
+
+def test_diff_names_what_moved(family: Program) -> None:
+    """Only tensors that differ are listed, with how far they moved."""
+    diff = family.succeed("diff", "tiny/base", "tiny/code", "--blocks", "--json").document
+    assert [one["name"] for one in diff["tensors"]] == ["layer", "norm"]
+    assert all(one["relative_l2"] > 0 for one in diff["tensors"])
+    assert diff["tensors_equal"] == 1
+    blocks = diff["tensors"][0]["changed_blocks"]
+    assert blocks == list(range(diff["tensors"][0]["blocks_total"]))
+    assert "0-6" in family.succeed("diff", "tiny/base", "tiny/code", "--blocks").out
+
+
+def test_explain(family: Program) -> None:
+    """A merge is explained expert by expert; what was added has nothing to explain."""
+    [layer] = family.succeed("explain", "tiny/merged", "layer", "--json").document["tensors"]
+    assert [share["weight"] for share in layer["experts"]] == [1.0, 0.5]
+    assert "not merged" in family.succeed("explain", "tiny/base").out
+
+
+def test_refs_move_and_come_back(copy: Program) -> None:
+    """reset moves a branch, the reflog knows where it was, and that can be put back."""
+    before = copy.succeed("show", "tiny/merged", "-q").out
+    copy.succeed("reset", "tiny/merged", "tiny/base")
+    assert copy.succeed("show", "tiny/merged", "-q").out != before
+    assert len(copy.succeed("reflog", "tiny/merged", "--json").document["entries"]) == 2
+    copy.succeed("reset", "tiny/merged", "tiny/merged@{1}")
+    assert copy.succeed("show", "tiny/merged", "-q").out == before
+    copy.succeed("rm", "tiny/merged")
+    assert copy("show", "tiny/merged").status == 1
+
+
+def test_replay(family: Program) -> None:
+    """A merge that is run again comes to the same content, exit 0."""
+    assert "same content" in family.succeed("replay", "tiny/merged").out
+
+
+def test_replay_of_other_content_fails(family: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other content is a result, printed, and exits with 1."""
+    import mstore
+    from mstore.ids import ManifestId, PlanId, SnapshotId
+    from mstore.reports import ReplayReport
+
+    manifest = ManifestId(b"\1" * 32)
+    report = ReplayReport(
+        snapshot=SnapshotId(bytes(32)),
+        plan=PlanId(bytes(32)),
+        manifest=manifest,
+        replayed=ManifestId(b"\2" * 32),
+        same=False,
+        first_difference="layer",
+        seconds=0.1,
+    )
+    monkeypatch.setattr(mstore.Store, "replay", lambda *_args, **_options: report)
+    done = family("replay", "tiny/merged", "--json")
+    assert done.status == 1
+    assert done.document["replayed"] == "02" * 32
+    assert "DIFFERENT content, first at layer" in family("replay", "tiny/merged").out
+
+
+def test_fsck_finds_a_flipped_bit(copy: Program) -> None:
+    """A store with a flipped bit: fsck prints the problem and exits with 1."""
+    pack = max(copy.store.rglob("*.pack"), key=lambda path: path.stat().st_size)
+    content = bytearray(pack.read_bytes())
+    content[len(content) // 3] ^= 1
+    pack.chmod(0o644)
+    pack.write_bytes(content)
+    done = copy("fsck", "--read-data", "--json")
+    assert done.status == 1
+    assert done.document["problems"]
+    assert "found" in copy("fsck", "--read-data").out
+
+
+# What goes wrong
+
+
+BAD_LINES = {
+    "unknown ref": ["show", "nobody"],
+    "unknown file": ["cat", "tiny/base:nothing.txt"],
+    "bad name": ["tag", "a..b//", "tiny/base"],
+    "no checkpoint": ["add", "nowhere", "--name", "x"],
+    "unknown base": ["add", "{models}/math", "--name", "x", "--base", "nobody"],
+    "unknown method": ["plan", *MERGE, "--method", "magic"],
+    "unknown parameter": ["plan", *SHAREABLE, "--param", "colour=red"],
+    "parameter without value": ["plan", *SHAREABLE, "--param", "density"],
+    "parameter of another type": ["plan", *SHAREABLE, "--param", "lambda=much"],
+    "weight": ["plan", *SHAREABLE, "--expert", "tiny/math=heavy"],
+    "unknown expert": ["merge", "--name", "x", *SHAREABLE, "--expert", "nobody"],
+    "budget of nothing": ["plan", *SHAREABLE, "--budget", "0"],
+    "share of nothing": ["plan", *SHAREABLE, "--budget", "0%"],
+    "budget of nonsense": ["merge", "--name", "x", *SHAREABLE, "--budget", "lots"],
+    "error below nothing": ["plan", *SHAREABLE, "--max-error", "-1"],
+    "unknown dtype": ["plan", *SHAREABLE, "--dtype", "float99"],
+    "unknown plan": ["merge", "--name", "x", "--plan", "00ff"],
+    "no plan file": ["merge", "--name", "x", "--plan", "plan.json"],
+    "not a plan": ["merge", "--name", "x", "--plan", "{models}/base/config.json"],
+    "binary plan": ["merge", "--name", "x", "--plan", "{models}/base/model.safetensors"],
+    "plan to nowhere": ["plan", *SHAREABLE, "-o", "{models}/nowhere/plan.json"],
+    "unknown tensor": ["explain", "tiny/merged", "nothing"],
+    "replay of what was added": ["replay", "tiny/base"],
+    "checkout on top": ["checkout", "tiny/base", "{models}/base"],
+    "second init": ["init"],
+    "unmount of nothing": ["unmount", "{models}"],
+    "reflog of nobody": ["reflog", "nobody"],
+    "rm of nobody": ["rm", "nobody"],
+}
+
+
+@pytest.mark.parametrize("what", BAD_LINES)
+def test_bad_input(
+    what: str, family: Program, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad input: exit 1, a readable error, nothing on standard output, the store untouched."""
+    monkeypatch.chdir(models)
+    before = family.succeed("log", "-q").out, family.succeed("refs", "--json").out
+    done = family(*(word.format(models=models) for word in BAD_LINES[what]))
+    assert done.status == 1
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert "Traceback" not in done.err
+    assert (family.succeed("log", "-q").out, family.succeed("refs", "--json").out) == before
+    assert not any((family.store / "tmp").iterdir())
+    assert not list(models.glob("**/.*plan*"))
+
+
+def test_no_store(tmp_path: Path) -> None:
+    """A store that is not there is an error that says how to make one, and is not made."""
+    done = Program(tmp_path / "nothing")("log")
+    assert done.status == 1
+    assert re.search(r"hint: mstore .*init\n$", done.err)
+    assert not os.listdir(tmp_path)
+
+
+def test_bad_block_sizes(tmp_path: Path) -> None:
+    """A block size that is no power of two, or outside the limits, makes no store."""
+    for size in ("3MiB", "1KiB", "1GiB", "big"):
+        done = Program(tmp_path / "store")("init", "--block-size", size)
+        assert done.status == 1, size
+        assert done.err.startswith("error: ")
+        assert not (tmp_path / "store").exists()
+
+
+def test_two_stores_named(tmp_path: Path) -> None:
+    """`init DIR` with another --store is wrong usage."""
+    assert Program(tmp_path / "a")("init", tmp_path / "b").status == 2
+    assert not os.listdir(tmp_path)

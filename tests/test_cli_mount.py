@@ -1,0 +1,142 @@
+"""`mount`, `mounts` and `unmount` from the command line."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+from mstore.errors import Unavailable
+from mstore_cli.keys import DOCUMENTS, keys_of
+from mstore_fuse.mounts import MountInfo, require_fuse
+
+
+def can_mount() -> bool:
+    try:
+        require_fuse()
+    except Unavailable:
+        return False
+    return True
+
+
+needs_fuse = pytest.mark.skipif(not can_mount(), reason="this machine cannot mount")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with one snapshot, `tiny`."""
+    root = tmp_path_factory.mktemp("mounting")
+    content = random.Random(3).randbytes(300_000)
+    write_safetensors(root / "m" / "model.safetensors", [("t", "U8", (300_000,), content)])
+    mstore = Program(root / "store")
+    mstore.succeed("init")
+    mstore.succeed("add", root / "m", "--name", "tiny")
+    return mstore
+
+
+@pytest.fixture
+def directory(store: Program, tmp_path: Path) -> Iterator[Path]:
+    """An empty directory, on which nothing is mounted any more when the test ends."""
+    point = tmp_path / "mnt"
+    point.mkdir()
+    yield point
+    if os.path.ismount(point):
+        store("unmount", point)
+
+
+@needs_fuse
+def test_mount_and_unmount(store: Program, directory: Path) -> None:
+    """A mount answers when the command returns, is listed, and ends when told to."""
+    mounted = store.succeed("mount", "tiny", directory, "--json").document
+    assert list(mounted) == [key.name for key in DOCUMENTS["mount"]]
+    assert (mounted["mountpoint"], mounted["revision"]) == (str(directory), "tiny")
+    content = (directory / "model.safetensors").read_bytes()
+    assert content == store.succeed("cat", "tiny:model.safetensors").raw
+    listed = store.succeed("mounts", "--json").document["mounts"]
+    assert mounted in listed
+    assert all(list(one) == [key.name for key in keys_of(MountInfo)] for one in listed)
+    assert str(directory) in store.succeed("mounts").out
+    assert str(directory) in store.succeed("mounts", "-q").lines
+    ended = store.succeed("unmount", directory, "--json").document
+    assert ended == {"unmounted": str(directory)}
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
+def test_mount_all(store: Program, directory: Path) -> None:
+    """--all shows the whole store: its refs and its snapshots."""
+    assert "the whole store" in store.succeed("mount", "--all", directory).out
+    assert (directory / "refs" / "tiny" / "model.safetensors").is_file()
+    assert store.succeed("unmount", directory, "-q").lines == [str(directory)]
+
+
+@needs_fuse
+def test_mount_point_in_use(store: Program, directory: Path) -> None:
+    """A mount point that is not empty is an error with exit 1, and nothing is mounted."""
+    (directory / "file").write_text("mine")
+    done = store("mount", "tiny", directory)
+    assert done.status == 1
+    assert done.out == ""
+    assert "not empty" in done.err
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
+def test_foreground_ends_with_ctrl_c(store: Program, directory: Path) -> None:
+    """In the foreground the mount is announced when it answers, and Ctrl-C ends it cleanly."""
+    line = ["--store", str(store.store), "mount", "tiny", str(directory), "--foreground"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "mstore_cli", *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == f"mounted tiny at {directory}\n"
+    assert os.path.ismount(directory)
+    # Long enough for the program to have gone from saying so to waiting for the end.
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    _out, err = running.communicate(timeout=20)
+    assert (running.returncode, err) == (0, "")
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
+@pytest.mark.parametrize("foreground", [[], ["--foreground"]])
+def test_a_mount_that_cannot_be_announced_is_not_left(
+    foreground: list[str], store: Program, directory: Path
+) -> None:
+    """If the result cannot be written, the command fails and nothing stays mounted."""
+    line = ["--store", str(store.store), "mount", "tiny", str(directory), *foreground]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mstore_cli", *line],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+        )
+    assert done.returncode == 1
+    assert b"no space left" in done.stderr
+    assert not os.path.ismount(directory)
+
+
+def test_without_fuse(store: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no FUSE, the error names `mstore checkout`."""
+    # Not as an attribute: the package may have a function of the module's name.
+    monkeypatch.setattr(import_module("mstore_fuse.mounts"), "DEVICE", tmp_path / "dev" / "fuse")
+    done = store("mount", "tiny", tmp_path)
+    assert done.status == 1
+    assert done.out == ""
+    assert "mstore checkout" in done.err

@@ -1,0 +1,178 @@
+"""The program as a process: how it starts, what ends it, what a terminal sees."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+HEAVY = ("numba", "numpy", "torch", "safetensors", "rich", "mfusepy")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store with one snapshot."""
+    root = tmp_path_factory.mktemp("process")
+    write_safetensors(root / "m" / "model.safetensors", [("t", "U8", (1000,), bytes(1000))])
+    mstore = Program(root / "store")
+    mstore.succeed("init")
+    mstore.succeed("add", root / "m", "--name", "tiny")
+    return mstore
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "mstore_cli", *(str(one) for one in arguments)]
+
+
+def imported(*arguments: str | Path) -> set[str]:
+    """The top-level modules that are loaded when the command ends."""
+    script = (
+        "import sys; from mstore_cli.main import run; run(sys.argv[1:]); "
+        "sys.stderr.write(' '.join({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(str(one) for one in arguments)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return set(done.stderr.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`mstore --help` loads neither the library nor anything numerical."""
+    assert imported("log", "--help") & {"mstore", *HEAVY} == set()
+
+
+@pytest.mark.parametrize("line", [["log", "-q"], ["refs", "--json"], ["show", "tiny", "--json"]])
+def test_looking_imports_no_compiler(line: list[str], store: Program) -> None:
+    """Commands that only look load neither numba nor torch."""
+    assert imported("--store", store.store, *line) & {"numba", "torch"} == set()
+
+
+def test_version() -> None:
+    """--version prints the version of the library."""
+    from mstore.version import __version__
+
+    done = subprocess.run(command("--version"), check=True, capture_output=True, text=True)
+    assert done.stdout == f"mstore {__version__}\n"
+
+
+def test_reader_that_leaves(store: Program) -> None:
+    """A closed pipe ends the program quietly."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command("--store", store.store, "log"), check=False, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert done.returncode == 141
+    assert done.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("line", [["log"], ["cat", "tiny:model.safetensors"], ["--help"]])
+def test_full_disk_behind_stdout(line: list[str], store: Program) -> None:
+    """Output that cannot be written is an error with a readable line, not a silent success."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("--store", store.store, *line), check=False, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: no space left on device\n")
+
+
+def test_locale_without_letters(tmp_path: Path) -> None:
+    """A locale that cannot spell a file name does not turn success into failure."""
+    write_safetensors(tmp_path / "m" / "modèle 🦙.safetensors", [("t", "U8", (1,), b"x")])
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    mstore.succeed("add", tmp_path / "m", "--name", "tiny")
+    done = subprocess.run(
+        command("--store", mstore.store, "ls", "tiny"),
+        check=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert rb"mod\xe8le \U0001f999.safetensors" in done.stdout
+
+
+def written(directory: Path) -> int:
+    """Bytes of the packs that are being written there."""
+    try:
+        return sum(path.stat().st_size for path in directory.rglob("*.pack"))
+    except FileNotFoundError:
+        return 0
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of `add`: exit 130, one word, no ref, nothing in tmp/."""
+    draw = random.Random(1)
+    size = 1 << 27
+    shard = tmp_path / "m" / "model.safetensors"
+    write_safetensors(shard, [("t", "U8", (size,), draw.randbytes(size))])
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    line = command("--store", mstore.store, "add", shard.parent, "--name", "x", "--threads", "1")
+    adding = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 20
+    while written(mstore.store / "tmp") < 1 << 20 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    adding.send_signal(signal.SIGINT)
+    out, err = adding.communicate(timeout=20)
+    assert adding.returncode == 130
+    assert out == b""
+    assert err == b"interrupted\n"
+    assert mstore.succeed("refs", "-q").out == ""
+    assert not any((mstore.store / "tmp").iterdir())
+    mstore.succeed("fsck", "--read-data")
+
+
+def on_terminal(line: list[str], environment: dict[str, str]) -> tuple[str, str]:
+    """Standard output (a pipe) and standard error (a terminal) of a command."""
+    master, slave = pty.openpty()
+    running = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=slave, env=os.environ | environment
+    )
+    os.close(slave)
+    seen = bytearray()
+    while running.poll() is None or select.select([master], [], [], 0)[0]:
+        if select.select([master], [], [], 0.05)[0]:
+            try:
+                chunk = os.read(master, 65536)
+            except OSError:
+                break
+            seen += chunk
+    assert running.stdout is not None
+    out = running.stdout.read().decode()
+    running.stdout.close()
+    os.close(master)
+    assert running.wait() == 0, seen
+    return out, seen.decode()
+
+
+def test_progress_on_a_terminal_only(tmp_path: Path) -> None:
+    """The bar is drawn on a terminal's standard error, never with --no-progress or -q."""
+    size = 1 << 24
+    shard = tmp_path / "m" / "model.safetensors"
+    write_safetensors(shard, [("t", "U8", (size,), random.Random(2).randbytes(size))])
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    line = command("--store", mstore.store, "add", shard.parent, "--name", "x")
+    environment = {"TERM": "xterm", "COLUMNS": "100"}
+    assert on_terminal([*line, "--no-progress"], environment)[1] == ""
+    assert on_terminal([*line, "-q"], environment)[1] == ""
+    # The bar comes last, so that the silence before it is not that of work done already.
+    out, seen = on_terminal([*line, "--json"], environment)
+    assert out.startswith("{")
+    assert "MiB" in seen
