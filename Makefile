@@ -1,0 +1,33 @@
+# Tasks.  Each one sets up what it needs; CI calls the same names (.ci/run).
+PYTHON := .venv/bin/python
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: setup demo test test-slow check format clean
+
+setup:
+	@scripts/setup
+
+# Trains a family of models, adds, merges and mounts it, and generates text from the mount.
+demo: setup
+	@$(PYTHON) examples/demo.py
+
+test: setup
+	@$(PYTHON) -m pytest -q -m "not slow"
+
+test-slow: setup
+	@$(PYTHON) -m pytest -q -m slow
+
+check: setup
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@lint-imports --no-logo
+
+format: setup
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+# Removes what tests, checks and builds leave behind; `rm -r .venv` removes the set-up too.
+clean:
+	@rm -rf build dist demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +

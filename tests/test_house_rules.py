@@ -1,0 +1,299 @@
+"""The library's manners, read from its syntax trees: silent, no environment, one writing module.
+
+`breaches` knows names, not values: it resolves imports (`from os import replace as r`) and then
+forbids mere mention, so that passing `os.unlink` along is caught as well as calling it.  What it
+cannot see (a method reached through getattr) no reviewer should let in either.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = sorted((ROOT / "mstore").rglob("*.py"))
+ADAPTERS = sorted([*(ROOT / "fuse").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+WRITER = ROOT / "mstore" / "fs.py"
+
+TALK = {
+    *("print", "breakpoint", "exit", "quit", "SystemExit"),
+    *("sys.exit", "sys.stdout", "sys.stderr", "sys.stdin", "os._exit", "os.abort"),
+    *("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
+    *("os.path.expanduser", "os.path.expandvars", "pathlib.Path.home"),
+}
+TALK_METHODS = {"expanduser"}
+
+EXECUTION = {
+    *("eval", "exec", "compile", "__import__"),
+    *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader", "yaml.UnsafeLoader"),
+    *("os.system", "os.popen", "subprocess", "runpy", "code"),
+}
+
+WRITES = {
+    *("os.rename", "os.renames", "os.replace", "os.link", "os.symlink"),
+    *("os.unlink", "os.remove", "os.removedirs", "os.rmdir"),
+    *("os.mkdir", "os.makedirs", "os.mkfifo", "os.mknod"),
+    *("os.truncate", "os.ftruncate", "os.posix_fallocate"),
+    *("os.fsync", "os.fdatasync", "os.sync"),
+    *("os.write", "os.writev", "os.pwrite", "os.pwritev"),
+    *("os.sendfile", "os.copy_file_range", "os.splice"),
+    *("os.chmod", "os.fchmod", "os.chown", "os.fchown", "os.utime", "os.setxattr"),
+    *("os.O_WRONLY", "os.O_RDWR", "os.O_CREAT", "os.O_EXCL"),
+    *("os.O_APPEND", "os.O_TRUNC", "os.O_TMPFILE"),
+    *("shutil", "tempfile", "fileinput"),
+    *("numpy.save", "numpy.savez", "numpy.savez_compressed", "numpy.savetxt", "numpy.memmap"),
+    *("safetensors.numpy.save_file", "safetensors.serialize_file"),
+}
+WRITE_METHODS = {
+    *("write_text", "write_bytes", "touch", "tofile"),
+    *("mkdir", "rmdir", "unlink", "rename", "symlink_to", "hardlink_to", "chmod", "lchmod"),
+}
+OPENERS = {"open", "io.open", "codecs.open", "gzip.open", "bz2.open", "lzma.open", "os.fdopen"}
+
+
+def breaches(
+    source: str, names: set[str], methods: frozenset[str] | set[str] = frozenset()
+) -> Iterator[str]:
+    """Each mention of one of `names` (dotted, or a whole module) or of a method of that name.
+
+    A method is looked for on objects only: `fs.unlink`, a function of an imported module of
+    mstore, is not `path.unlink`.
+    """
+    tree = ast.parse(source)
+    imported = dict(_imports(tree))
+    for name, line in _import_lines(tree):
+        if _within(name, names):
+            yield f"line {line}: imports {name}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        dotted = _dotted(node, imported)
+        if dotted is not None and _within(dotted, names):
+            yield f"line {node.lineno}: {dotted}"
+        elif isinstance(node, ast.Attribute) and node.attr in methods:
+            owner = _dotted(node.value, imported)
+            if owner is None or not owner.startswith("mstore"):
+                yield f"line {node.lineno}: .{node.attr}"
+
+
+def opens_for_writing(source: str) -> Iterator[str]:
+    """Each `open` (builtin, of a module, or of a path) whose mode is not a literal reading mode."""
+    tree = ast.parse(source)
+    imported = dict(_imports(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        dotted = _dotted(node.func, imported)
+        if dotted in OPENERS:
+            mode = _argument(node, 1, "mode")
+            if mode is not None and not _is_reading(mode):
+                yield f"line {node.lineno}: {dotted}"
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "open":
+            mode = _argument(node, 0, "mode")
+            # A first argument that is no mode belongs to another `open`: Store.open(path).
+            is_mode = isinstance(mode, ast.Constant) and set(str(mode.value)) <= set("rwxabt+")
+            if is_mode and not _is_reading(mode):
+                yield f"line {node.lineno}: .open({mode.value!r})"
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(local name, dotted origin) of every import in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (top, top)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _import_lines(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def _dotted(node: ast.expr, imported: dict[str, str]) -> str | None:
+    """`a.b.c` with `a` an import (as its origin) or a builtin; None for any other expression."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, node.id if hasattr(builtins, node.id) else None)
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value, imported)
+        return f"{owner}.{node.attr}" if owner is not None else None
+    return None
+
+
+def _within(dotted: str, names: set[str]) -> bool:
+    parts = dotted.split(".")
+    return any(".".join(parts[:n]) in names for n in range(1, len(parts) + 1))
+
+
+def _argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
+    if len(call.args) > position:
+        return call.args[position]
+    return next((k.value for k in call.keywords if k.arg == keyword), None)
+
+
+def _is_reading(mode: ast.expr) -> bool:
+    return isinstance(mode, ast.Constant) and str(mode.value) in {"r", "rb", "br", "rt"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _sources() -> list[Path]:
+    """Every text file that git tracks or would track; without git, those of the known folders."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True)
+    if done.returncode == 0:
+        paths = [ROOT / os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    else:
+        folders = ["mstore", "fuse", "cli", "tests", "docs", "examples", "bench", "scripts", ".ci"]
+        paths = [p for folder in folders for p in (ROOT / folder).rglob("*")]
+        paths += [p for p in ROOT.iterdir() if p.is_file()]
+    return [p for p in paths if p.is_file() and b"\0" not in p.read_bytes()]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=_name)
+def test_library_is_silent(path: Path) -> None:
+    """The library prints nothing, reads no environment variable and never exits."""
+    assert not list(breaches(path.read_text(), TALK, TALK_METHODS))
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY if p != WRITER], ids=_name)
+def test_only_fs_writes_files(path: Path) -> None:
+    """No module but mstore/fs.py opens a file for writing, or makes, renames, syncs or removes."""
+    source = path.read_text()
+    assert not list(breaches(source, WRITES, WRITE_METHODS))
+    assert not list(opens_for_writing(source))
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *ADAPTERS], ids=_name)
+def test_input_stays_data(path: Path) -> None:
+    """Nothing in the library unpickles, evaluates or runs what it reads, nor imports torch."""
+    names = EXECUTION if path in LIBRARY else EXECUTION - {"subprocess"}
+    assert not list(breaches(path.read_text(), names))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.replace(a, b)",
+        "import os as o\no.unlink(a)",
+        "from os import replace as r\nr(a, b)",
+        "import os\nf = os.fsync",
+        "import os\nos.open(p, os.O_RDONLY | os.O_CREAT)",
+        "import shutil\nshutil.rmtree(p)",
+        "from shutil import copyfile",
+        "import tempfile",
+        "path.write_bytes(b'')",
+        "(a / b).unlink()",
+        "import numpy as np\nnp.save(p, a)",
+    ],
+)
+def test_a_write_is_seen(source: str) -> None:
+    """The rule on writing catches renamed imports, mere mention, flags and methods of paths."""
+    assert list(breaches(source, WRITES, WRITE_METHODS))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(p, 'wb')",
+        "open(p, mode='a')",
+        "open(p, mode)",
+        "import gzip\ngzip.open(p, 'w')",
+        "p.open('r+b')",
+        "p.open(mode='x')",
+    ],
+)
+def test_an_open_for_writing_is_seen(source: str) -> None:
+    """An `open` whose mode is not plainly a reading mode is a breach."""
+    assert list(opens_for_writing(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(p)",
+        "open(p, 'rb')",
+        "p.open('rb')",
+        "Store.open(p)",
+        "from mstore import fs\nfs.unlink(p)",
+        "import os\nos.open(p, os.O_RDONLY | os.O_CLOEXEC)\nos.pread(fd, 1, 0)",
+        "name.replace('a', 'b')",
+        "def f(tempfile: str) -> str:\n    return tempfile",
+    ],
+)
+def test_reading_is_free(source: str) -> None:
+    """Reading files, text methods and calls into mstore.fs break no rule."""
+    assert not list(breaches(source, WRITES, WRITE_METHODS))
+    assert not list(opens_for_writing(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("print('x')", TALK),
+        ("import sys\nsys.exit(1)", TALK),
+        ("from os import environ", TALK),
+        ("import os\nx = os.getenv('A')", TALK),
+        ("raise SystemExit", TALK),
+        ("import pickle", EXECUTION),
+        ("from torch import nn", EXECUTION),
+        ("import yaml\nyaml.load(x)", EXECUTION),
+        ("eval(x)", EXECUTION),
+    ],
+)
+def test_talk_and_execution_are_seen(source: str, names: set[str]) -> None:
+    """Printing, leaving, reading the environment, unpickling and evaluating are breaches."""
+    assert list(breaches(source, names))
+
+
+def test_nothing_is_left_for_later() -> None:
+    """No tracked file holds a note to do something later."""
+    # Joined here, so that this file does not hold them.
+    words = ["".join(pair) for pair in [("TO", "DO"), ("FIX", "ME"), ("X", "XX")]]
+    marks = re.compile(rf"\b({'|'.join(words)})\b".encode())
+    assert [_name(p) for p in _sources() if marks.search(p.read_bytes())] == []
+
+
+def test_constraints_hold_names_and_versions_only() -> None:
+    """constraints.txt is lines of name==version: no host, no hash, no local build label."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert lines
+    wrong = [s for s in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", s)]
+    assert wrong == []
+    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
+    assert len(set(names)) == len(names)
+
+
+def test_no_file_names_a_package_index() -> None:
+    """Where packages come from is each machine's own business: no file names an index or mirror."""
+    hosts = [
+        ("pypi", "org"),
+        ("pypi", "python", "org"),
+        ("pythonhosted", "org"),
+        ("download", "pytorch", "org"),
+        ("anaconda", "org"),
+        ("deb", "debian", "org"),
+        ("security", "debian", "org"),
+        ("archive", "ubuntu", "com"),
+        ("security", "ubuntu", "com"),
+    ]
+    options = [("--index", "url"), ("--extra-index", "url"), ("--trusted", "host")]
+    words = [".".join(host) for host in hosts] + ["-".join(option) for option in options]
+    pattern = re.compile("|".join(re.escape(word) for word in words).encode())
+    assert [_name(p) for p in _sources() if pattern.search(p.read_bytes())] == []

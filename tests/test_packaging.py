@@ -1,0 +1,54 @@
+"""What the wheel holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mstore.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"mstore", "mstore_fuse", "mstore_cli"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The names inside a wheel built from this tree, without an index."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def test_top_level_is_the_three_packages(wheel: list[str]) -> None:
+    """The wheel's top level is exactly mstore, mstore_fuse and mstore_cli (and its metadata)."""
+    top = {name.split("/")[0] for name in wheel}
+    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+    assert len(top) == len(PACKAGES) + 1
+
+
+def test_every_source_file_is_in(wheel: list[str]) -> None:
+    """The wheel holds every Python file of the three packages, and no compiled one."""
+    roots = [ROOT / "mstore", ROOT / "fuse" / "mstore_fuse", ROOT / "cli" / "mstore_cli"]
+    sources = {str(f.relative_to(root.parent)) for root in roots for f in root.rglob("*.py")}
+    assert {name for name in wheel if name.endswith(".py")} == sources
+    assert not [name for name in wheel if "__pycache__" in name or name.endswith((".pyc", ".nbi"))]
+
+
+def test_types_and_licence_travel(wheel: list[str]) -> None:
+    """The library says that it is typed; version and licence are in the metadata."""
+    assert "mstore/py.typed" in wheel
+    assert f"mstore-{__version__}.dist-info/licenses/LICENSE" in wheel
+
+
+def test_command_is_declared(wheel: list[str]) -> None:
+    """Installing the wheel gives the command `mstore`."""
+    assert [name for name in wheel if name.endswith(".dist-info/entry_points.txt")]
+    assert "mstore_cli/main.py" in wheel
