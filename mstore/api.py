@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from mstore.view import BlockCache, SnapshotView
 
 Report = Callable[[Progress], None]
+VIEWS_KEPT = 8
 
 
 class Snapshot:
@@ -118,6 +120,7 @@ class Store:
         self._stats: StatsStore | None = None
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
+        self._views_lock = Lock()
 
     @classmethod
     def init(cls, path: str | Path, *, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
@@ -185,11 +188,17 @@ class Store:
         from mstore.view import BlockCache, SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
-        if id not in self._views:
-            if self._cache is None:
-                self._cache = BlockCache(self._catalog)
-            self._views[id] = SnapshotView(self._catalog, id, self._cache)
-        return self._views[id]
+        with self._views_lock:
+            view = self._views.pop(id, None)
+            if view is None:
+                if self._cache is None:
+                    self._cache = BlockCache(self._catalog)
+                view = SnapshotView(self._catalog, id, self._cache)
+            # The view last used goes out last: `tensor` after `tensor` decodes one manifest.
+            self._views[id] = view
+            if len(self._views) > VIEWS_KEPT:
+                del self._views[next(iter(self._views))]
+        return view
 
     def snapshot_ids(self) -> list[SnapshotId]:
         """Every snapshot of the store."""

@@ -98,7 +98,7 @@ def test_exact_bins_need_no_second_look(bins: list[int], data: st.DataObject) ->
 
 
 def test_all_inexact_elements_and_none_on_the_edge() -> None:
-    """Where just the inexact elements of a bin are needed, the edge with quota 0 says so exactly."""
+    """Where just a bin's inexact elements are needed, its edge with quota 0 is exact."""
     patterns = np.array([0x3F800000, 0x3F800001, 0x3F800000, 0x3F80FFFF], dtype=np.uint32)
     exact = [_check_selection(patterns.view(np.float32), k) for k in (1, 2, 3, 4)]
     assert [threshold.exact for threshold in exact] == [False, True, True, True]

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import numpy as np
-
 from mstore.errors import Corrupt, Incompatible
 from mstore.ids import Buffer
 
@@ -29,7 +27,7 @@ class Codec(IntEnum):
     DELTA = 3
 
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def constant_element(data: Buffer, width: int) -> bytes | None:
@@ -47,6 +45,8 @@ def constant_element(data: Buffer, width: int) -> bytes | None:
     # Nearly every block differs within three probes; only then is a whole pass worth it.
     if first != view[length - width :] or first != view[middle : middle + width]:
         return None
+    import numpy as np  # late: reading a log needs no numpy
+
     elements = np.frombuffer(data, dtype=_UNSIGNED[width])
     return first if bool((elements == elements[0]).all()) else None
 

@@ -52,12 +52,14 @@ class Catalog:
 
     @classmethod
     def create(cls, root: Path, block_size: int) -> Catalog:
-        """A new, empty store."""
-        layout = layouts.create(root, block_size)
-        catalog = cls(layout)
-        with catalog.publishing():
-            ref_rows.write_mirror(layout, catalog.index)
-        return catalog
+        """A new, empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
+        with layouts.creating(root, block_size) as layout:
+            index = Index(layout.index, create=True)
+            try:
+                ref_rows.write_mirror(layout, index)
+            finally:
+                index.close()
+        return cls(layout)
 
     @classmethod
     def open(cls, root: Path) -> Catalog:
@@ -245,15 +247,15 @@ def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) ->
 
     snapshots   SnapshotId                   -> ManifestId + time_ns u64
     edges       "m" ManifestId SnapshotId    -> empty
-                "p" parent child             -> role
+                "p" parent child role        -> empty
     """
     id = snapshot.id()
     row = snapshot.manifest + snapshot.time_ns.to_bytes(8, "big")
     transaction.put(id, row, db=index.db("snapshots"))
     transaction.put(MANIFEST_EDGE + snapshot.manifest + id, b"", db=index.db("edges"))
     for parent in snapshot.parents:
-        key = PARENT_EDGE + parent.snapshot + id
-        transaction.put(key, parent.role.encode(), db=index.db("edges"))
+        key = PARENT_EDGE + parent.snapshot + id + parent.role.encode()
+        transaction.put(key, b"", db=index.db("edges"))
 
 
 def now_ns() -> int:

@@ -1,0 +1,712 @@
+"""A second reader of stores, written from docs/format.md alone; it imports nothing of mstore.
+
+It is for proofs, not for use: it checks everything that the page says and is in no hurry.
+`IndependentStore(path)` finds things through the LMDB index, `IndependentStore(path, index=False)`
+through `format`, the packs and `refs/mirror` alone.  Ids are hex digits everywhere.  Whatever the
+page forbids raises FormatError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import lmdb
+from blake3 import blake3
+
+PAGE = 4096
+KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage")
+BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE = range(6)
+RAW, CONSTANT = 0, 1
+CONTEXTS = {
+    TENSOR: "mstore 1 tensor record",
+    MANIFEST: "mstore 1 manifest",
+    SNAPSHOT: "mstore 1 snapshot",
+    PLAN: "mstore 1 plan",
+    COVERAGE: "mstore 1 coverage",
+}
+PACK_CONTEXT = "mstore 1 pack"
+ROLES = ("previous", "base", "expert")
+
+HEADER = struct.Struct("<8s I 4s 16s 32s")
+TAIL = struct.Struct("<Q Q 32s I 4s 8s")
+ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
+LOCATION = struct.Struct(">I Q I I B B")
+
+BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ", "BYTES"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+class FormatError(Exception):
+    """The bytes are not what the page says."""
+
+
+def require(ok: object, what: str) -> None:
+    if not ok:
+        raise FormatError(what)
+
+
+# --- MessagePack, as far as records need it ------------------------------------------------------
+
+
+def encode(value: object) -> bytes:
+    """The one encoding of a value: everything in its shortest form, floats in 64 bits."""
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, int):
+        return _encode_integer(value)
+    if isinstance(value, float):
+        return b"\xcb" + struct.pack(">d", value)
+    if isinstance(value, str):
+        text = value.encode()
+        return _encode_length(len(text), (0xA0, 32), (0xD9, 0xDA, 0xDB)) + text
+    if isinstance(value, bytes):
+        return _encode_length(len(value), (0, 0), (0xC4, 0xC5, 0xC6)) + value
+    if isinstance(value, list):
+        head = _encode_length(len(value), (0x90, 16), (None, 0xDC, 0xDD))
+        return head + b"".join(map(encode, value))
+    raise FormatError(f"no record holds a {type(value).__name__}")
+
+
+def _encode_integer(value: int) -> bytes:
+    if -32 <= value < 128:
+        return struct.pack(">b", value)
+    unsigned = [(0xCC, ">B"), (0xCD, ">H"), (0xCE, ">I"), (0xCF, ">Q")]
+    signed = [(0xD0, ">b"), (0xD1, ">h"), (0xD2, ">i"), (0xD3, ">q")]
+    for first, form in unsigned if value >= 0 else signed:
+        try:
+            return bytes([first]) + struct.pack(form, value)
+        except struct.error:
+            continue
+    raise FormatError("an integer of more than 64 bits")
+
+
+def _encode_length(length: int, fix: tuple[int, int], firsts: tuple[int | None, int, int]) -> bytes:
+    if length < fix[1]:
+        return bytes([fix[0] | length])
+    for first, bits in zip(firsts, (8, 16, 32), strict=True):
+        if first is not None and length < 1 << bits:
+            return bytes([first]) + length.to_bytes(bits // 8, "big")
+    raise FormatError("longer than 32 bits can say")
+
+
+def decode(data: bytes) -> Any:
+    """The value of one whole MessagePack text, refused unless it encodes back to the same bytes."""
+    value, end = _decode(data, 0)
+    require(end == len(data), "bytes after the record's end")
+    require(encode(value) == data, "not in canonical form")
+    return value
+
+
+def _decode(data: bytes, at: int) -> tuple[Any, int]:
+    first, at = _integer(data, at, 1)
+    if first < 0x80:
+        return first, at
+    if first >= 0xE0:
+        return first - 256, at
+    if 0x90 <= first < 0xA0:
+        return _decode_array(data, at, first & 15)
+    if 0xA0 <= first < 0xC0:
+        return _decode_text(data, at, first & 31)
+    if first in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[first], at
+    if first == 0xCB:
+        raw, at = _take(data, at, 8)
+        return struct.unpack(">d", raw)[0], at
+    if 0xCC <= first <= 0xD3:
+        return _integer(data, at, 1 << (first & 3), signed=first >= 0xD0)
+    if first in (0xC4, 0xC5, 0xC6):
+        length, at = _integer(data, at, 1 << (first - 0xC4))
+        return _take(data, at, length)
+    if first in (0xD9, 0xDA, 0xDB):
+        length, at = _integer(data, at, 1 << (first - 0xD9))
+        return _decode_text(data, at, length)
+    if first in (0xDC, 0xDD):
+        length, at = _integer(data, at, 2 << (first - 0xDC))
+        return _decode_array(data, at, length)
+    raise FormatError(f"MessagePack form {first:#x}, which no record uses")
+
+
+def _take(data: bytes, at: int, length: int) -> tuple[bytes, int]:
+    require(at + length <= len(data), "the record ends too early")
+    return data[at : at + length], at + length
+
+
+def _integer(data: bytes, at: int, length: int, *, signed: bool = False) -> tuple[int, int]:
+    raw, at = _take(data, at, length)
+    return int.from_bytes(raw, "big", signed=signed), at
+
+
+def _decode_text(data: bytes, at: int, length: int) -> tuple[str, int]:
+    raw, at = _take(data, at, length)
+    try:
+        return raw.decode(), at
+    except UnicodeDecodeError as error:
+        raise FormatError("text that is not UTF-8") from error
+
+
+def _decode_array(data: bytes, at: int, length: int) -> tuple[list[Any], int]:
+    values = []
+    for _ in range(length):
+        value, at = _decode(data, at)
+        values.append(value)
+    return values, at
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tensor:
+    dtype: str
+    shape: list[int]
+    size: int
+    blocks: list[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str | None
+    tensor: str
+    size: int
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    form: int
+    size: int
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    manifest: str
+    parents: list[tuple[str, str]]
+    origin: str
+    plan: str | None
+    coverage: str | None
+    message: str
+    time_ns: int
+    tool: str
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    name: str
+    chunk_elements: int
+    states: list[bytes]
+    thresholds: list[tuple[float, int]]
+    omitted: list[float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    method: str
+    parameters: dict[str, Any]
+    base: str
+    experts: list[tuple[str, float]]
+    dtype: str | None
+    block_size: int
+    budget: int | None
+    full_expert_bytes: int
+    planned_expert_bytes: int
+    error_bound: float | None
+    error_estimate: float | None
+    tensors: list[PlanTensor]
+    copied: dict[str, str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class CoveredTensor:
+    name: str
+    blocks: int
+    reused: list[bool]
+    contributed: list[list[bool]]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    plan: str
+    tensors: list[CoveredTensor]
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    require(type(value) is kind, f"{what} is no {kind.__name__}")
+    return value
+
+
+def _maybe(check: Callable[[Any, str], Any], value: Any, what: str) -> Any:
+    return None if value is None else check(value, what)
+
+
+def _text(value: Any, what: str) -> str:
+    return _typed(value, str, what)
+
+
+def _count(value: Any, what: str) -> int:
+    require(_typed(value, int, what) >= 0, f"{what} is negative")
+    return value
+
+
+def _number(value: Any, what: str) -> float:
+    return _typed(value, float, what)
+
+
+def _bin(value: Any, what: str) -> bytes:
+    return _typed(value, bytes, what)
+
+
+def _hex(value: Any, what: str) -> str:
+    require(len(_bin(value, what)) == 32, f"{what} is no id")
+    return value.hex()
+
+
+def _items(value: Any, what: str, length: int | None = None) -> list[Any]:
+    require(length in (None, len(_typed(value, list, what))), f"{what} has not {length} fields")
+    return value
+
+
+def _fields(data: bytes, tag: str, length: int) -> list[Any]:
+    fields = _items(decode(data), tag)
+    require(fields and fields[0] == tag, f"the record is no {tag}")
+    return _items(fields, tag, length)[1:]
+
+
+def _read_tensor(data: bytes) -> Tensor:
+    dtype, shape, size, blocks = _fields(data, "tensor/1", 5)
+    require(_text(dtype, "dtype") in BITS, f"dtype {dtype}")
+    elements = math.prod(_count(d, "dimension") for d in _items(shape, "shape"))
+    require(elements * BITS[dtype] == 8 * _count(size, "bytes"), "the shape has other bytes")
+    require(dtype != "BYTES" or len(shape) == 1, "BYTES with a shape")
+    require(len(_bin(blocks, "blocks")) % 32 == 0, "half a BlockId")
+    require(bool(blocks) == (size > 0), "blocks of an empty tensor, or none of another")
+    return Tensor(dtype, shape, size, [blocks[i : i + 32].hex() for i in range(0, len(blocks), 32)])
+
+
+def _read_manifest(data: bytes) -> list[File]:
+    (rows,) = _fields(data, "manifest/1", 2)
+    files = [_read_file(_items(row, "file", 4)) for row in _items(rows, "files")]
+    # Python compares strings by code point, as the page does.
+    require(all(a.path < b.path for a, b in pairwise(files)), "files out of order")
+    return files
+
+
+def _read_file(row: list[Any]) -> File:
+    path, form, size, rows = row
+    parts = [
+        Part(_maybe(_text, name, "name"), _hex(tensor, "TensorId"), _count(length, "bytes"))
+        for name, tensor, length in (_items(part, "part", 3) for part in _items(rows, "parts"))
+    ]
+    steps = PurePosixPath(_text(path, "path"))
+    require(path and not steps.is_absolute() and str(steps) == path, f"path {path!r}")
+    require(path != "." and ".." not in steps.parts, f"path {path!r}")
+    require(_count(form, "form") in (0, 1), f"form {form}")
+    require(sum(part.size for part in parts) == _count(size, "size"), "the parts have other bytes")
+    require(parts and parts[0].name is None, "the first part has a name, or there is none")
+    require(form == 1 or len(parts) == 1, "an opaque file of many parts")
+    require(all(part.name is not None for part in parts[1:]), "a tensor without a name")
+    return File(path, form, size, parts)
+
+
+def _read_snapshot(data: bytes) -> Snapshot:
+    manifest, rows, origin, plan, coverage, message, time_ns, tool = _fields(data, "snapshot/1", 9)
+    parents = [_items(row, "parent", 2) for row in _items(rows, "parents")]
+    require(all(role in ROLES for role, _ in parents), "a parent of no known role")
+    require([r for r, _ in parents] == sorted((r for r, _ in parents), key=ROLES.index), "roles")
+    require(origin in ("add", "merge"), f"origin {origin!r}")
+    return Snapshot(
+        _hex(manifest, "ManifestId"),
+        [(role, _hex(parent, "SnapshotId")) for role, parent in parents],
+        origin,
+        _maybe(_hex, plan, "PlanId"),
+        _maybe(_hex, coverage, "CoverageId"),
+        _text(message, "message"),
+        _count(time_ns, "time_ns"),
+        _text(tool, "tool"),
+    )
+
+
+def _read_plan(data: bytes) -> Plan:
+    fields = _fields(data, "plan/1", 15)
+    method, parameters, base, experts, dtype, block_size, budget = fields[:7]
+    full, planned, bound, estimate, tensors, copied, notes = fields[7:]
+    pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
+    names = [_text(name, "parameter's name") for name, _ in pairs]
+    require(all(a < b for a, b in pairwise(names)), "parameters out of order")
+    why = [_items(pair, "copied", 2) for pair in _items(copied, "copied tensors")]
+    return Plan(
+        _text(method, "method"),
+        dict(pairs),
+        _hex(base, "base"),
+        [
+            (_hex(expert, "expert"), _number(weight, "weight"))
+            for expert, weight in (_items(pair, "expert", 2) for pair in _items(experts, "experts"))
+        ],
+        _maybe(_text, dtype, "dtype"),
+        _count(block_size, "block size"),
+        _maybe(_count, budget, "budget"),
+        _count(full, "full expert bytes"),
+        _count(planned, "planned expert bytes"),
+        _maybe(_number, bound, "error bound"),
+        _maybe(_number, estimate, "error estimate"),
+        [_read_plan_tensor(_items(t, "tensor", 5), len(experts)) for t in _items(tensors, "t")],
+        {_text(name, "name"): _text(reason, "why") for name, reason in why},
+        [_text(note, "note") for note in _items(notes, "notes")],
+    )
+
+
+def _read_plan_tensor(row: list[Any], experts: int) -> PlanTensor:
+    name, chunk_elements, rows, pairs, norms = row
+    states = [_bin(s, "states") for s in _items(rows, "states", experts)]
+    require(all(set(s) <= set(range(5)) for s in states), "a chunk in no known state")
+    require(len({len(s) for s in states}) == 1, "experts with different numbers of chunks")
+    thresholds = [_items(pair, "threshold", 2) for pair in _items(pairs, "thresholds")]
+    require(len(thresholds) in (0, experts), "thresholds for some experts only")
+    require(all(_typed(quota, int, "quota") >= -1 for _, quota in thresholds), "quota")
+    return PlanTensor(
+        _text(name, "name"),
+        _count(chunk_elements, "chunk elements"),
+        states,
+        [(_number(value, "value"), quota) for value, quota in thresholds],
+        [_number(norm, "omitted norm") for norm in _items(norms, "norms", experts)],
+    )
+
+
+def _read_coverage(data: bytes) -> Coverage:
+    plan, rows = _fields(data, "coverage/1", 3)
+    tensors = []
+    for row in _items(rows, "tensors"):
+        name, blocks, reused, contributed = _items(row, "tensor", 4)
+        _count(blocks, "blocks")
+        bits = [_bits(bitmap, blocks) for bitmap in _items(contributed, "contributed")]
+        tensors.append(CoveredTensor(_text(name, "name"), blocks, _bits(reused, blocks), bits))
+    return Coverage(_hex(plan, "PlanId"), tensors)
+
+
+def _bits(bitmap: bytes, count: int) -> list[bool]:
+    require(len(_bin(bitmap, "bitmap")) == -(-count // 8), "a bitmap of another length")
+    bits = [bool(byte >> i & 1) for byte in bitmap for i in range(8)]
+    require(not any(bits[count:]), "a bit behind the last block")
+    return bits[:count]
+
+
+READERS: dict[int, Callable[[bytes], Any]] = {
+    TENSOR: _read_tensor,
+    MANIFEST: _read_manifest,
+    SNAPSHOT: _read_snapshot,
+    PLAN: _read_plan,
+    COVERAGE: _read_coverage,
+}
+
+
+# --- packs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    kind: int
+    id: str
+    offset: int
+    stored: int
+    plain: int
+    codec: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    id: str
+    uuid: str
+    size: int
+    entries: list[Entry]
+
+
+def verify_pack(path: Path) -> Pack:
+    """Check all that one pack can tell about itself; the mode of the file is not looked at.
+
+    Header, tail, table hash, PackId against name and directory, order and bounds of the entries,
+    every payload against its id, records' canonical form, and zero wherever nothing is said to be.
+
+    Page congruence can be checked for a raw block if a tensor record of this pack lists it and a
+    manifest of this pack names that tensor: block sizes are multiples of 4096, so each block of a
+    tensor has the tensor's own remainder, whatever the block size.  It cannot be checked where the
+    pack has no such manifest.  That the blocks of a run touch each other cannot be checked: a run
+    ends where a block was stored before or is constant, and a new one may begin anywhere.
+    """
+    return verify_pack_bytes(path.read_bytes(), path)
+
+
+def verify_pack_bytes(data: bytes, path: Path) -> Pack:
+    """The same for bytes that would lie at `path`."""
+    pack = _read_pack(data)
+    require(path.name == f"{pack.id}.pack", "the file has another pack's name")
+    require(path.parent.name == pack.id[:2], "the directory is another pack's")
+    payloads = {(e.kind, e.id): read_payload(e, _slice(data, e)) for e in pack.entries}
+    records = {
+        key: READERS[key[0]](payload) for key, payload in payloads.items() if key[0] in READERS
+    }
+    offsets = _offsets_in_files(records)
+    for entry in pack.entries:
+        known = offsets.get(entry.id)
+        if entry.kind == BLOCK and entry.codec == RAW and known:
+            require(entry.offset % PAGE in known, f"block {entry.id} is off its page")
+    return pack
+
+
+def _read_pack(data: bytes) -> Pack:
+    require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
+    magic, version, zero, owner, _ = HEADER.unpack_from(data)
+    require((magic, version) == (b"MSTOREPK", 1), "magic or version of the header")
+    require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
+    start, length, digest, version, zero, magic = TAIL.unpack(data[-TAIL.size :])
+    require((magic, version) == (b"KPEROTSM", 1), "magic or version of the tail")
+    require(_blank(zero), "tail with more than zeros")
+    require(start >= PAGE and start + length <= len(data) - TAIL.size, "table out of bounds")
+    require(length % ENTRY.size == 0, "half an entry")
+    table = data[start : start + length]
+    require(blake3(table).digest() == digest, "table hash")
+    require(_blank(data[start + length : -TAIL.size]), "padding with more than zeros")
+    pack_id = blake3(data[: HEADER.size] + table, derive_key_context=PACK_CONTEXT).hexdigest()
+    entries = [_read_entry(row) for row in ENTRY.iter_unpack(table)]
+    require(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
+    require(all(e.offset + e.stored <= start for e in entries), "payload in the table")
+    end = PAGE
+    for entry in sorted(entries, key=lambda e: e.offset):
+        require(entry.offset >= end, "payload in the header or in another payload")
+        require(_blank(data[end : entry.offset]), "a gap with more than zeros")
+        end = entry.offset + entry.stored
+    require(_blank(data[end:start]), "a gap with more than zeros")
+    return Pack(pack_id, str(uuid.UUID(bytes=owner)), len(data), entries)
+
+
+def _read_entry(row: tuple[Any, ...]) -> Entry:
+    name, base, offset, stored, plain, kind, codec, width, zero = row
+    require(_blank(zero) and _blank(base), "entry with more than zeros")
+    require(kind < len(KINDS), f"kind {kind}")
+    entry = Entry(kind, name.hex(), offset, stored, plain, codec, width)
+    _check_lengths(entry)
+    return entry
+
+
+def _check_lengths(entry: Entry) -> None:
+    """Codecs 2 and 3 are reserved, so nothing can hold them yet."""
+    require(entry.width in (1, 2, 4, 8), f"element width {entry.width}")
+    require(entry.plain > 0, "an empty payload")
+    if entry.kind == BLOCK and entry.codec == CONSTANT:
+        require(entry.stored == entry.width, "a constant of another width")
+        require(entry.plain % entry.width == 0, "half an element")
+    else:
+        require(entry.codec == RAW, f"codec {entry.codec} for a {KINDS[entry.kind]}")
+        require(entry.stored == entry.plain, "raw bytes of another length")
+    require(entry.kind == BLOCK or entry.width == 1, "a record with an element width")
+
+
+def read_payload(entry: Entry, stored: bytes) -> bytes:
+    """The plain bytes of an entry, checked against its id in the domain of its kind."""
+    require(len(stored) == entry.stored, "the pack ends in a payload")
+    plain = stored * (entry.plain // entry.width) if entry.codec == CONSTANT else stored
+    if entry.kind == BLOCK:
+        digest = blake3(plain).hexdigest()
+    else:
+        digest = blake3(plain, derive_key_context=CONTEXTS[entry.kind]).hexdigest()
+    require(digest == entry.id, f"{KINDS[entry.kind]} {entry.id} has other bytes")
+    return plain
+
+
+def _offsets_in_files(records: dict[tuple[int, str], Any]) -> dict[str, set[int]]:
+    """Where in files the blocks known to `records` lie, modulo 4096."""
+    offsets: dict[str, set[int]] = {}
+    files = [f for (kind, _), files in records.items() if kind == MANIFEST for f in files]
+    for file in files:
+        at = 0
+        for part in file.parts:
+            tensor = records.get((TENSOR, part.tensor))
+            for block in tensor.blocks if tensor else []:
+                offsets.setdefault(block, set()).add(at % PAGE)
+            at += part.size
+    return offsets
+
+
+def _slice(data: bytes, entry: Entry) -> bytes:
+    return data[entry.offset : entry.offset + entry.stored]
+
+
+def _blank(data: bytes) -> bool:
+    return not data.strip(b"\0")
+
+
+# --- stores --------------------------------------------------------------------------------------
+
+
+class IndependentStore:
+    """A store, read through its index or, with index=False, from packs and mirror alone."""
+
+    def __init__(self, path: Path, *, index: bool = True) -> None:
+        self.path = Path(path)
+        self.uuid, self.block_size = _read_format((self.path / "format").read_bytes())
+        self.index = _read_index(self.path / "index") if index else {}
+        self._places = self._from_index() if index else self._from_packs()
+        self.ref_kinds = self._refs_of_index() if index else self._refs_of_mirror()
+
+    def refs(self) -> dict[str, str]:
+        return {name: snapshot for name, (_, snapshot) in self.ref_kinds.items()}
+
+    def ids(self, kind: int) -> set[str]:
+        return {name for k, name in self._places if k == kind}
+
+    def place(self, kind: int, name: str) -> tuple[Path, Entry]:
+        """The pack that holds something, and where in it."""
+        require((kind, name) in self._places, f"no {KINDS[kind]} {name}")
+        return self._places[kind, name]
+
+    def block(self, name: str) -> bytes:
+        return self._read(BLOCK, name)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = _read_tensor(self._read(TENSOR, name))
+        require(len(tensor.blocks) == -(-tensor.size // self.block_size), "number of blocks")
+        return tensor
+
+    def manifest(self, name: str) -> list[File]:
+        return _read_manifest(self._read(MANIFEST, name))
+
+    def snapshot(self, name: str) -> Snapshot:
+        return _read_snapshot(self._read(SNAPSHOT, name))
+
+    def plan(self, name: str) -> Plan:
+        return _read_plan(self._read(PLAN, name))
+
+    def coverage(self, name: str) -> Coverage:
+        return _read_coverage(self._read(COVERAGE, name))
+
+    def tensor_bytes(self, name: str) -> bytes:
+        tensor = self.tensor(name)
+        blocks = [self.block(block) for block in tensor.blocks]
+        require(all(len(b) == self.block_size for b in blocks[:-1]), "a short block inside")
+        require(sum(map(len, blocks)) == tensor.size, "the blocks have other bytes")
+        return b"".join(blocks)
+
+    def files(self, snapshot: str) -> dict[str, int]:
+        return {f.path: f.size for f in self.manifest(self.snapshot(snapshot).manifest)}
+
+    def file_bytes(self, snapshot: str, path: str) -> bytes:
+        files = {f.path: f for f in self.manifest(self.snapshot(snapshot).manifest)}
+        require(path in files, f"no file {path}")
+        parts = files[path].parts
+        pieces = [self.tensor_bytes(part.tensor) for part in parts]
+        require([len(p) for p in pieces] == [part.size for part in parts], "sizes of parts")
+        tensors = [self.tensor(part.tensor) for part in parts]
+        require(tensors[0].dtype == "BYTES", "bytes that are no tensor have a dtype")
+        if files[path].form == 1:
+            _check_safetensors(pieces[0], parts[1:], tensors[1:])
+        return b"".join(pieces)
+
+    def _read(self, kind: int, name: str) -> bytes:
+        path, entry = self.place(kind, name)
+        with path.open("rb") as file:
+            file.seek(entry.offset)
+            return read_payload(entry, file.read(entry.stored))
+
+    def _from_packs(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
+        places = {}
+        for path in sorted((self.path / "packs").glob("*/*.pack")):
+            pack = verify_pack(path)
+            require(pack.uuid == self.uuid, "a pack of another store")
+            places.update({(e.kind, e.id): (path, e) for e in pack.entries})
+        return places
+
+    def _from_index(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
+        packs = {}
+        for number, row in self.index["packs"].items():
+            name = row[:32].hex()
+            packs[number] = self.path / "packs" / name[:2] / f"{name}.pack"
+            require(packs[number].stat().st_size == int.from_bytes(row[32:], "big"), "pack size")
+        rows = [(BLOCK, key, value) for key, value in self.index["blocks"].items()]
+        rows += [(key[0], key[1:], value) for key, value in self.index["records"].items()]
+        places = {}
+        for kind, key, value in rows:
+            require(len(key) == 32 and len(value) == LOCATION.size, "a location's length")
+            number, *numbers = LOCATION.unpack(value)
+            entry = Entry(kind, key.hex(), *numbers)
+            _check_lengths(entry)
+            places[kind, key.hex()] = packs[number.to_bytes(4, "big")], entry
+        return places
+
+    def _refs_of_index(self) -> dict[str, tuple[str, str]]:
+        rows = [(k.decode(), _items(decode(v), "ref", 2)) for k, v in self.index["refs"].items()]
+        return _check_refs((name, kind, _hex(snapshot, name)) for name, (kind, snapshot) in rows)
+
+    def _refs_of_mirror(self) -> dict[str, tuple[str, str]]:
+        first, *lines = (self.path / "refs" / "mirror").read_bytes().decode().split("\n")
+        require(first == "mstore refs 1" and lines[-1:] == [""], "first or last line of the mirror")
+        rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines[:-1]]
+        require(all(rows), "a line of the mirror")
+        refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
+        require(list(refs) == sorted(refs), "the mirror is out of order")
+        return refs
+
+
+def _read_format(line: bytes) -> tuple[str, int]:
+    row = re.fullmatch(rb"mstore 1 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
+    if row is None:
+        raise FormatError("format line")
+    block_size = int(row[2])
+    require(65536 <= block_size <= 16777216 and block_size.bit_count() == 1, "block size")
+    return row[1].decode(), block_size
+
+
+def _read_index(path: Path) -> dict[str, dict[bytes, bytes]]:
+    """Every row of every named database."""
+    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=64) as env:
+        with env.begin() as reading:
+            names = [bytes(name) for name, _ in reading.cursor()]
+        found = {}
+        for name in names:
+            database = env.open_db(name, create=False)
+            with env.begin(db=database) as reading:
+                found[name.decode()] = {bytes(k): bytes(v) for k, v in reading.cursor()}
+    return found
+
+
+def _check_refs(rows: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:
+    refs = {}
+    for name, kind, snapshot in rows:
+        require(kind in ("branch", "tag"), f"ref of kind {kind}")
+        require(name not in refs, f"ref {name} twice")
+        refs[name] = kind, snapshot
+    return refs
+
+
+def _check_safetensors(header: bytes, parts: list[Part], tensors: list[Tensor]) -> None:
+    """The parts after the header are the tensors that it lists, in data order, without holes."""
+    require(int.from_bytes(header[:8], "little") == len(header) - 8, "the header's length")
+    listed = json.loads(header[8:])
+    listed.pop("__metadata__", None)
+    # Of tensors that begin at the same byte all but the last are empty; their order is the
+    # header's, which the sort keeps.
+    rows = sorted(listed.items(), key=lambda item: item[1]["data_offsets"])
+    require([name for name, _ in rows] == [part.name for part in parts], "names of tensors")
+    at = 0
+    for (_, row), tensor in zip(rows, tensors, strict=True):
+        require(row["data_offsets"] == [at, at + tensor.size], "offsets of tensors")
+        require((row["dtype"], row["shape"]) == (tensor.dtype, tensor.shape), "dtype or shape")
+        at += tensor.size

@@ -1,0 +1,778 @@
+"""docs/format.md against real stores, through a reader that was written from that page alone.
+
+The library makes the stores here and says what it made; `independent_reader`, which shares no line
+with it, has to find the same in the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import independent_reader as reader
+import lmdb
+import ml_dtypes
+import numpy as np
+import pytest
+from blake3 import blake3
+from independent_reader import FormatError, IndependentStore
+from safetensors.numpy import save_file
+
+import mstore
+
+BLOCK_SIZE = 65536
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "format.md").read_text()
+
+Tensors = dict[str, np.ndarray]
+Files = dict[str, bytes]
+
+
+# --- a real store --------------------------------------------------------------------------------
+
+
+@dataclass
+class Made:
+    """What the library was given and what it answered."""
+
+    path: Path
+    added: dict[str, Files] = field(default_factory=dict)
+    snapshots: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+    refs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    merged: Files = field(default_factory=dict)
+    plan: Any = None
+    times: tuple[int, int] = (0, 0)
+
+
+def base_tensors(draw: np.random.Generator) -> Tensors:
+    """Three blocks of bf16 and four of f32 to merge; and what else a checkpoint can hold."""
+    return {
+        "body.weight": draw.standard_normal((300, 257)).astype(ml_dtypes.bfloat16),
+        "head.weight": draw.standard_normal(50000).astype(np.float32),
+        "ids": np.arange(9000),
+        "constant": np.full((200, 200), 0.5, ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 3), np.float32),
+        "scalar": np.array(3.5, np.float32),
+    }
+
+
+def tuned(draw: np.random.Generator, tensors: Tensors) -> Tensors:
+    """An expert: noise on the tensors that can be merged."""
+    noisy = {
+        name: (tensors[name] + 0.1 * draw.standard_normal(tensors[name].shape)).astype(
+            tensors[name].dtype
+        )
+        for name in ("body.weight", "head.weight")
+    }
+    return {**tensors, **noisy}
+
+
+def write_checkpoint(directory: Path, tensors: Tensors, draw: np.random.Generator) -> Files:
+    (directory / "sub" / "deep").mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text('{"layers": 1}')
+    (directory / "empty.txt").write_bytes(b"")
+    (directory / "sub" / "deep" / "blob.bin").write_bytes(draw.bytes(150000))
+    # By code point the first of these two comes first, in UTF-16 it would not.
+    (directory / "z\uffee").write_bytes(b"halfwidth")
+    (directory / "z\U00010000").write_bytes(b"beyond")
+    paths = [p for p in directory.rglob("*") if p.is_file()]
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in paths}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Five snapshots: a base, an expert twice, another expert, and a merge with half the bytes."""
+    root = tmp_path_factory.mktemp("format")
+    draw = np.random.default_rng(20)
+    found = Made(root / "store")
+    base = base_tensors(draw)
+    old, one, two = (tuned(draw, base) for _ in range(3))
+    # A block of the base and one of the other expert, and a tensor that no method can merge.
+    two["head.weight"][:16384] = base["head.weight"][:16384]
+    two["head.weight"][16384:32768] = one["head.weight"][16384:32768]
+    two["ids"] = base["ids"] + 1
+    start = time.time_ns()
+    names = {"base": "m/base", "old": "m/one", "one": "m/one", "two": "m/two"}
+    store = mstore.Store.init(found.path, block_size=BLOCK_SIZE)
+    for key, tensors in {"base": base, "old": old, "one": one, "two": two}.items():
+        files = write_checkpoint(root / key, tensors, draw)
+        of = None if key == "base" else "m/base"
+        report = store.add(root / key, name=names[key], base=of, message=key)
+        found.tensors[key] = tensors
+        found.snapshots[key] = str(report.snapshot)
+        found.added[str(report.snapshot)] = files
+    request = {"base": "m/base", "experts": ["m/one", ("m/two", 0.5)], "method": "ties"}
+    store.plan(**request, parameters={"density": 0.3})  # in full, so that thresholds are exact
+    found.plan = store.plan(**request, parameters={"density": 0.3}, budget=0.5)
+    found.snapshots["merged"] = str(store.merge(found.plan, name="m/merged").snapshot)
+    store.tag("v1", "m/merged")
+    found.refs = {ref.name: (ref.kind, str(ref.snapshot)) for ref in store.refs()}
+    files = [file.path for file in store.files("m/merged")]
+    found.merged = {path: b"".join(store.read_file("m/merged", path)) for path in files}
+    store.close()
+    found.times = (start, time.time_ns())
+    return found
+
+
+@pytest.fixture(scope="module", params=["index", "packs"])
+def read(made: Made, request: pytest.FixtureRequest) -> IndependentStore:
+    """The store by one way and then by the other."""
+    return IndependentStore(made.path, index=request.param == "index")
+
+
+@pytest.fixture(scope="module")
+def indexed(made: Made) -> IndependentStore:
+    return IndependentStore(made.path)
+
+
+def pack_paths(made: Made) -> list[Path]:
+    return sorted((made.path / "packs").glob("*/*.pack"))
+
+
+def tensor_ids(read: IndependentStore, snapshot: str) -> dict[str, str]:
+    """Name to TensorId, over the files of a snapshot."""
+    files = read.manifest(read.snapshot(snapshot).manifest)
+    return {p.name: p.tensor for f in files for p in f.parts if p.name is not None}
+
+
+def test_added_files(made: Made, read: IndependentStore) -> None:
+    """Both ways return every file of every added snapshot byte for byte, and no other file."""
+    for snapshot, files in made.added.items():
+        assert read.files(snapshot) == {path: len(data) for path, data in files.items()}
+        for path, data in files.items():
+            assert read.file_bytes(snapshot, path) == data
+
+
+def test_merged_files(made: Made, read: IndependentStore) -> None:
+    """Both ways return the files of a merge as the library reads them, untouched ones as the base
+    has them."""
+    snapshot = made.snapshots["merged"]
+    assert {path: read.file_bytes(snapshot, path) for path in read.files(snapshot)} == made.merged
+    base = made.added[made.snapshots["base"]]
+    assert [path for path in base if made.merged[path] != base[path]] == ["model.safetensors"]
+
+
+def test_refs(made: Made, read: IndependentStore) -> None:
+    """Index, mirror and library name the same refs of the same kinds."""
+    assert read.ref_kinds == made.refs
+    assert read.refs() == {name: snapshot for name, (_, snapshot) in made.refs.items()}
+    assert {kind for kind, _ in made.refs.values()} == {"branch", "tag"}
+
+
+def test_everything_is_in_both(made: Made, indexed: IndependentStore) -> None:
+    """The packs hold what the index names, and nothing more: blocks and records of each kind."""
+    packs = IndependentStore(made.path, index=False)
+    for kind, _ in enumerate(reader.KINDS):
+        assert indexed.ids(kind) == packs.ids(kind) != set()
+        assert all(indexed.place(kind, i) == packs.place(kind, i) for i in packs.ids(kind))
+    assert packs.ids(reader.SNAPSHOT) == set(made.snapshots.values())
+
+
+def test_snapshots(made: Made, read: IndependentStore) -> None:
+    """A snapshot says where it comes from: its parents by role, origin, message, time, tool."""
+    s = made.snapshots
+    parents = {
+        "base": [],
+        "old": [("base", s["base"])],
+        "one": [("previous", s["old"]), ("base", s["base"])],
+        "two": [("base", s["base"])],
+        "merged": [("base", s["base"]), ("expert", s["one"]), ("expert", s["two"])],
+    }
+    found = {key: read.snapshot(snapshot) for key, snapshot in s.items()}
+    assert {key: snapshot.parents for key, snapshot in found.items()} == parents
+    merged = found.pop("merged")
+    assert (merged.origin, merged.plan) == ("merge", str(made.plan.plan))
+    assert read.coverage(merged.coverage or "").plan == merged.plan
+    for key, snapshot in found.items():
+        assert (snapshot.origin, snapshot.message) == ("add", key)
+        assert (snapshot.plan, snapshot.coverage) == (None, None)
+    times = [snapshot.time_ns for snapshot in [*found.values(), merged]]
+    assert [made.times[0], *times, made.times[1]] == sorted([*made.times, *times])
+    assert re.fullmatch(r"mstore \S+", merged.tool)
+
+
+def test_tensors(made: Made, read: IndependentStore) -> None:
+    """A tensor's record has its shape, and blocks cut from its own start, the last one short."""
+    ids = tensor_ids(read, made.snapshots["base"])
+    tensors = made.tensors["base"]
+    assert ids.keys() == tensors.keys()
+    for name, array in tensors.items():
+        record = read.tensor(ids[name])
+        data = array.tobytes()
+        cut = [data[i : i + BLOCK_SIZE] for i in range(0, len(data), BLOCK_SIZE)]
+        assert record.shape == list(array.shape)
+        assert [read.block(block) for block in record.blocks] == cut
+    assert read.tensor(ids["empty"]).blocks == []
+    assert read.tensor(ids["scalar"]).shape == []
+
+
+def test_element_widths_and_constants(made: Made, read: IndependentStore) -> None:
+    """A block's entry has its tensor's element width; a constant block is stored as one element."""
+    ids = tensor_ids(read, made.snapshots["base"])
+    entries = {
+        name: [read.place(reader.BLOCK, block)[1] for block in read.tensor(tensor).blocks]
+        for name, tensor in ids.items()
+    }
+    for name, array in made.tensors["base"].items():
+        assert {e.width for e in entries[name]} <= {array.itemsize}
+        codec = reader.CONSTANT if name == "constant" else reader.RAW
+        assert {e.codec for e in entries[name]} <= {codec}
+    assert [(e.stored, e.plain) for e in entries["constant"]] == [(2, 65536), (2, 80000 - 65536)]
+
+
+def test_plan(made: Made, read: IndependentStore) -> None:
+    """A plan has one state a chunk and expert, true of the blocks, and adds up to its own bytes."""
+    plan = read.plan(str(made.plan.plan))
+    keys = ("base", "one", "two")
+    tensors = [tensor_ids(read, made.snapshots[key]) for key in keys]
+    manifests = [read.snapshot(made.snapshots[key]).manifest for key in keys]
+    assert [plan.base, *(expert for expert, _ in plan.experts)] == manifests
+    assert [weight for _, weight in plan.experts] == [1.0, 0.5]
+    assert (plan.method, plan.dtype, plan.block_size) == ("ties", None, BLOCK_SIZE)
+    assert plan.parameters == made.plan.parameters
+    assert plan.parameters["density"] == 0.3
+    assert sorted(t.name for t in plan.tensors) == ["body.weight", "head.weight"]
+    planned = 0
+    for tensor in plan.tensors:
+        base, *experts = (read.tensor(ids[tensor.name]) for ids in tensors)
+        chunks = math.ceil(math.prod(base.shape) / tensor.chunk_elements)
+        assert tensor.chunk_elements * made.tensors["base"][tensor.name].itemsize == BLOCK_SIZE
+        assert len(tensor.thresholds) == len(tensor.omitted) == len(experts)
+        assert all(value > 0 for value, _ in tensor.thresholds)
+        for number, (states, expert) in enumerate(zip(tensor.states, experts, strict=True)):
+            assert len(states) == chunks == len(base.blocks)
+            for i, state in enumerate(states):
+                block = expert.blocks[i]
+                assert (state == 2) == (block == base.blocks[i])
+                assert state != 1 or block in [other.blocks[i] for other in experts[:number]]
+                planned += len(read.block(block)) if state == 0 else 0
+            assert (tensor.omitted[number] == 0.0) == (4 not in states)
+    assert plan.planned_expert_bytes == planned == made.plan.planned_expert_bytes
+    assert plan.full_expert_bytes == made.plan.full_expert_bytes
+    assert plan.budget == plan.full_expert_bytes // 2 >= planned > 0
+    assert list(plan.copied) == ["ids"]
+
+
+def test_plan_in_full(made: Made, read: IndependentStore) -> None:
+    """A plan without a budget leaves nothing out, and knows chunks that two experts share."""
+    (name,) = read.ids(reader.PLAN) - {str(made.plan.plan)}
+    plan = read.plan(name)
+    assert plan.budget is None
+    assert plan.full_expert_bytes == plan.planned_expert_bytes
+    states = {tensor.name: [list(s) for s in tensor.states] for tensor in plan.tensors}
+    assert states == {
+        "body.weight": [[0, 0, 0], [0, 0, 0]],
+        "head.weight": [[0, 0, 0, 0], [2, 1, 0, 0]],
+    }
+
+
+def test_thresholds(made: Made, read: IndependentStore) -> None:
+    """More than a threshold's value, and the first `quota` of those equal to it: that is the
+    density's share of a tensor."""
+    (name,) = read.ids(reader.PLAN) - {str(made.plan.plan)}
+    plan = read.plan(name)
+    (tensor,) = [t for t in plan.tensors if t.name == "head.weight"]
+    base = made.tensors["base"]["head.weight"]
+    for key, (value, quota) in zip(("one", "two"), tensor.thresholds, strict=True):
+        delta = np.abs(made.tensors[key]["head.weight"] - base)
+        assert 0 <= quota <= np.count_nonzero(delta == value)
+        assert np.count_nonzero(delta > value) + quota == 15000
+
+
+def test_coverage(made: Made, read: IndependentStore) -> None:
+    """Coverage has, for the tensors of its plan, a bit for each block of the output and expert."""
+    merged = read.snapshot(made.snapshots["merged"])
+    plan = read.plan(merged.plan or "")
+    coverage = read.coverage(merged.coverage or "")
+    base, output = (tensor_ids(read, made.snapshots[key]) for key in ("base", "merged"))
+    assert [t.name for t in coverage.tensors] == [t.name for t in plan.tensors]
+    for covered, planned in zip(coverage.tensors, plan.tensors, strict=True):
+        before, after = (read.tensor(ids[covered.name]).blocks for ids in (base, output))
+        assert covered.blocks == len(after)
+        assert covered.reused == [a == b for a, b in zip(after, before, strict=True)]
+        assert [list(map(bool, bits)) for bits in covered.contributed] == [
+            [state in (0, 1) for state in states] for states in planned.states
+        ]
+    assert any(any(t.reused) for t in coverage.tensors)
+    assert all(output[name] == base[name] for name in [*plan.copied, "constant", "scalar"])
+
+
+# --- packs of a real store -----------------------------------------------------------------------
+
+
+def test_every_pack_verifies(made: Made, indexed: IndependentStore) -> None:
+    """Every pack is sound by itself, belongs to this store, and can be read only."""
+    packs = [reader.verify_pack(path) for path in pack_paths(made)]
+    assert len(packs) == 7  # four checkpoints, two plans, one merge
+    assert {pack.uuid for pack in packs} == {indexed.uuid}
+    assert {path.stat().st_mode & 0o777 for path in pack_paths(made)} == {0o444}
+
+
+def test_runs(made: Made, read: IndependentStore) -> None:
+    """Raw blocks that touch in a file touch in the pack, and lie on the file's own pages."""
+    snapshot = read.snapshot(made.snapshots["base"])
+    pages = 0
+    for file in read.manifest(snapshot.manifest):
+        at, expected = 0, None
+        for part in file.parts:
+            for block in read.tensor(part.tensor).blocks:
+                entry = read.place(reader.BLOCK, block)[1]
+                raw = entry.codec == reader.RAW
+                assert not raw or entry.offset % reader.PAGE == at % reader.PAGE
+                assert not raw or expected in (None, entry.offset)
+                expected = entry.offset + entry.stored if raw else None
+                pages += entry.plain // reader.PAGE if raw else 0
+                at += entry.plain
+    assert pages > 100
+
+
+def test_directory(made: Made, indexed: IndependentStore) -> None:
+    """The directory has the entries of the page, and nothing is left in tmp/."""
+    listed = set(re.findall(r"^ {6}([a-z]+)(?=[ /])", PAGE, re.MULTILINE))
+    assert {path.name for path in made.path.iterdir()} == listed
+    assert list((made.path / "tmp").iterdir()) == []
+    assert (made.path / "lock").read_bytes() == b""
+    line = f"mstore 1 {indexed.uuid} {BLOCK_SIZE}\n"
+    assert (made.path / "format").read_bytes() == line.encode()
+
+
+# --- the page's tables ---------------------------------------------------------------------------
+
+
+def page_tables(*head: str) -> list[list[list[str]]]:
+    """The rows of the page's tables under these headings."""
+    tables: list[list[list[str]]] = [[]]
+    for line in PAGE.splitlines():
+        if line.startswith("|"):
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif tables[-1]:
+            tables.append([])
+    return [table[2:] for table in tables if table and table[0] == list(head)]
+
+
+def page_fields(table: list[list[str]], end: int) -> Iterator[tuple[int, int, str]]:
+    """(offset, size, what) of the rows with a fixed place; "size - 64" counts from `end`."""
+    for offset, size, what in table:
+        from_end = offset.startswith("size - ")
+        if offset.removeprefix("size - ").isdigit() and size.isdigit():
+            number = int(offset.removeprefix("size - "))
+            yield end - number if from_end else number, int(size), what
+
+
+def is_id(name: bytes, data: bytes, context: str | None = None) -> bool:
+    return name == blake3(data, derive_key_context=context).digest()
+
+
+def test_pack_table(made: Made, indexed: IndependentStore) -> None:
+    """Each field of the page's pack table is in real packs, where it says and as it says."""
+    table, entries = page_tables("offset", "size", "what")
+    (entry_size,) = [int(size.split()[0]) for offset, size, _ in table if offset == "table_offset"]
+    assert sum(int(size) for _, size, _ in entries) == entry_size
+    for path in pack_paths(made):
+        data = path.read_bytes()
+        rows = list(page_fields(table, len(data)))
+        values = {what: data[at : at + size] for at, size, what in rows}
+        start = int.from_bytes(values["u64 table_offset"], "little")
+        length = int.from_bytes(values["u64 table length in bytes"], "little")
+        assert length % entry_size == 0
+        assert values["the store's UUID"].hex() == indexed.uuid.replace("-", "")
+        assert values["BLAKE3 (plain hash) of the table"] == blake3(data[start:][:length]).digest()
+        for at, size, what in rows:
+            if magic := re.fullmatch(r"magic `(\w+)`", what):
+                assert data[at : at + size] == magic[1].encode()
+            if what == "zero":
+                assert data[at : at + size] == bytes(size)
+            if version := re.fullmatch(r"u32 version, (\d+)", what):
+                assert data[at : at + size] == struct.pack("<I", int(version[1]))
+        ends = [at + size for at, size, _ in rows]
+        head = ends.index(4096)
+        assert [at for at, _, _ in rows[1 : head + 1]] == ends[:head]
+        assert [at for at, _, _ in rows[head + 2 :]] == ends[head + 1 : -1]
+        assert ends[-1] == len(data)
+
+
+def test_entry_table(made: Made) -> None:
+    """Each field of the page's entry table is in real entries; its kinds are those of records."""
+    _, table = page_tables("offset", "size", "what")
+    rows = list(page_fields(table, 0))
+    assert [at for at, _, _ in rows[1:]] == [at + size for at, size, _ in rows[:-1]]
+    (kinds,) = [
+        re.findall(r"\b(\d) (\w+)", what) for *_, what in rows if what.startswith("u8 kind")
+    ]
+    seen = set()
+    for path in pack_paths(made):
+        data = path.read_bytes()
+        start, length = struct.unpack("<QQ", data[-64:-48])
+        for entry in range(start, start + length, rows[-1][0] + rows[-1][1]):
+            name, base, *cells, zero = [data[entry + at :][:size] for at, size, _ in rows]
+            at, stored, plain, kind, codec, _ = [int.from_bytes(c, "little") for c in cells]
+            tag = dict(kinds)[str(kind)]
+            seen.add(tag)
+            payload = data[at : at + stored]
+            assert zero == bytes(5)
+            assert base == bytes(32)
+            assert payload[2:].startswith(f"{tag}/1".encode()) == (tag != "block")
+            assert codec == 1 or (stored == plain and (tag != "block" or is_id(name, payload)))
+    assert seen == set(reader.KINDS) == {name for _, name in kinds}
+
+
+def test_id_table(made: Made, indexed: IndependentStore) -> None:
+    """The page's contexts make the ids of real records and packs; blocks have none."""
+    (table,) = page_tables("id", "BLAKE3 of", "mode")
+    contexts = {name: re.findall(r"context `(.+)`", mode) for name, _, mode in table}
+    assert contexts.pop("BlockId") == []
+    (pack_context,) = contexts.pop("PackId")
+    assert contexts.keys() == {f"{kind.capitalize()}Id" for kind in reader.KINDS[1:]}
+    for number, kind in enumerate(reader.KINDS[1:], 1):
+        (context,) = contexts[f"{kind.capitalize()}Id"]
+        for name in indexed.ids(number):
+            path, entry = indexed.place(number, name)
+            data = path.read_bytes()[entry.offset :][: entry.stored]
+            assert is_id(bytes.fromhex(name), data, context)
+    for path in pack_paths(made):
+        data = path.read_bytes()
+        start, length = struct.unpack("<QQ", data[-64:-48])
+        table_bytes = data[start : start + length]
+        assert is_id(bytes.fromhex(path.stem), data[:64] + table_bytes, pack_context)
+
+
+def test_index_table(made: Made, indexed: IndependentStore) -> None:
+    """The index has the page's databases, and each row is what the packs and records say."""
+    (table,) = page_tables("database", "key", "value")
+    index = indexed.index
+    assert index.keys() == {name for name, _, _ in table}
+    packs = {path.stem: path.stat().st_size for path in pack_paths(made)}
+    sizes = {row[:32].hex(): int.from_bytes(row[32:], "big") for row in index["packs"].values()}
+    assert sizes == packs
+    assert index["pack_ids"] == {row[:32]: number for number, row in index["packs"].items()}
+    edges = {}
+    for key, value in index["snapshots"].items():
+        snapshot = indexed.snapshot(key.hex())
+        assert value == bytes.fromhex(snapshot.manifest) + struct.pack(">Q", snapshot.time_ns)
+        edges[b"m" + value[:32] + key] = b""
+        for role, parent in snapshot.parents:
+            edges[b"p" + bytes.fromhex(parent) + key + role.encode()] = b""
+    assert index["snapshots"].keys() == {bytes.fromhex(s) for s in made.snapshots.values()}
+    assert index["edges"] == edges
+    assert index["leases"] == {}
+
+
+def test_reflog(made: Made, indexed: IndependentStore) -> None:
+    """A reflog leads from nothing to the ref, move by move, at positions from 0."""
+    s = made.snapshots
+    moves: dict[str, list[tuple[str | None, str]]] = {}
+    for key, value in indexed.index["reflog"].items():
+        name, position = key[:-9].decode(), int.from_bytes(key[-8:], "big")
+        old, new, action, time_ns = reader.decode(value)
+        assert key[-9] == 0
+        assert position == len(moves.setdefault(name, []))
+        assert isinstance(action, str)
+        assert made.times[0] <= time_ns <= made.times[1]
+        moves[name].append((old and old.hex(), new.hex()))
+    assert moves == {
+        "m/base": [(None, s["base"])],
+        "m/one": [(None, s["old"]), (s["old"], s["one"])],
+        "m/two": [(None, s["two"])],
+        "m/merged": [(None, s["merged"])],
+        "v1": [(None, s["merged"])],
+    }
+
+
+def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
+    """The index remembers from which snapshots, under which names, a plan was asked for."""
+    s = made.snapshots
+    assert {key.hex() for key in indexed.index["plans"]} == indexed.ids(reader.PLAN)
+    for value in indexed.index["plans"].values():
+        (base, name), experts = reader.decode(value)
+        assert (base.hex(), name) == (s["base"], "m/base")
+        assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
+
+
+def test_statistics(made: Made, indexed: IndependentStore) -> None:
+    """The databases of stats/ have the page's keys; squares and thresholds are true."""
+    base, one = (tensor_ids(indexed, made.snapshots[key])["head.weight"] for key in ("base", "one"))
+    pair = bytes.fromhex(base + one)
+    a, b = (made.tensors[key]["head.weight"] for key in ("base", "one"))
+    path = str(made.path / "stats")
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+        names = [bytes(name).decode() for name, _ in reading.cursor()]
+        handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
+        assert sorted(names) == ["pairs", "squares", "thresholds"]
+        assert reading.get(pair, db=handles["pairs"])
+        (squares,) = struct.unpack(">d", reading.get(pair[:32], db=handles["squares"]))
+        key = pair + struct.pack(">Q", 15000)
+        row = reading.get(key, db=handles["thresholds"])
+    assert squares == pytest.approx(np.sum(a.astype(np.float64) ** 2), rel=1e-12)
+    magnitude, quota = struct.unpack(">fQ", row)
+    assert np.count_nonzero(np.abs(b - a) > np.float32(magnitude)) + quota == 15000
+
+
+# --- a pack by hand ------------------------------------------------------------------------------
+
+STORE_UUID = bytes(range(16))
+SAFETENSORS_HEADER = b'{"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}}'
+WEIGHT = bytes(range(100, 112))
+GOLDEN_ID = "37fa253e19a4e8f10d12e037b29d1616f35791b361140bd569a72da8b2587f87"
+
+
+def digest(data: bytes, context: str) -> bytes:
+    return blake3(data, derive_key_context=context).digest()
+
+
+def text(string: str) -> bytes:
+    return bytes([0xA0 + len(string)]) + string.encode()
+
+
+def bin32(name: bytes) -> bytes:
+    return b"\xc4\x20" + name
+
+
+@dataclass
+class Draft:
+    """A pack in pieces, so that a test can spoil one before it is sealed."""
+
+    head: bytearray
+    payloads: dict[str, bytes] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gap: bytes = bytes(32)
+    start: int = 4096
+    ordered: Callable[[list[bytes]], list[bytes]] = sorted
+    tail: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, what: str, kind: int, payload: bytes, name: bytes, **fields: int) -> bytes:
+        plain = fields.pop("plain", len(payload))
+        fields = {"kind": kind, "codec": 0, "width": 1, **fields}
+        numbers = {"stored": len(payload), "plain": plain, **fields}
+        self.payloads[what] = payload
+        self.entries[what] = {"id": name, "base": bytes(32), **numbers, "zero": bytes(5)}
+        return name
+
+    def seal(self) -> tuple[bytes, Path]:
+        """Payloads, a gap, the table, padding and the tail; and the path where it belongs."""
+        body, rows = b"", []
+        for what, entry in self.entries.items():
+            entry.setdefault("offset", self.start + len(body))
+            body += self.payloads.get(what, b"")
+            row = [entry[key] for key in ("id", "base", "offset", "stored", "plain")]
+            row += [entry[key] for key in ("kind", "codec", "width", "zero")]
+            # The kind stands in front for the sorting only.
+            rows.append(bytes([entry["kind"]]) + struct.pack("<32s32sQIIBBB5s", *row))
+        data = bytes(self.head) + bytes(self.start - 4096) + body + self.gap
+        table = b"".join(row[1:] for row in self.ordered(rows))
+        fields = {"offset": len(data), "length": len(table), "hash": blake3(table).digest()}
+        fields |= {"version": 1, "zero": bytes(4), "magic": b"KPEROTSM", **self.tail}
+        data += table + bytes(-(len(data) + len(table) + 64) % 4096)
+        data += struct.pack("<QQ32sI4s8s", *fields.values())
+        name = digest(data[:64] + table, "mstore 1 pack").hex()
+        return data, Path("packs") / name[:2] / f"{name}.pack"
+
+    def snapshot(self, manifest: bytes, time: bytes) -> None:
+        record = b"\x99" + text("snapshot/1") + bin32(manifest) + b"\x90" + text("add")
+        record += b"\xc0\xc0" + text("by hand") + time + text("a pencil")
+        self.put("snapshot", 3, record, digest(record, "mstore 1 snapshot"))
+
+
+def draft() -> Draft:
+    """A safetensors file and 5000 zero bytes, with all the records that a reader needs."""
+    made = Draft(
+        bytearray(struct.pack("<8sII16s32s4032x", b"MSTOREPK", 1, 0, STORE_UUID, b"n" * 32))
+    )
+    header = struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER
+    head = made.put("header", 0, header, blake3(header).digest())
+    weight = made.put("weight", 0, WEIGHT, blake3(WEIGHT).digest(), width=2)
+    zeros = made.put("zeros", 0, b"\0", blake3(bytes(5000)).digest(), codec=1, plain=5000)
+    ids = []
+    for what, dtype, shape, size, block in (
+        ("header", "BYTES", bytes([0x91, len(header)]), bytes([len(header)]), head),
+        ("weight", "BF16", b"\x92\x02\x03", b"\x0c", weight),
+        ("zeros", "BYTES", b"\x91\xcd\x13\x88", b"\xcd\x13\x88", zeros),
+    ):
+        record = b"\x95" + text("tensor/1") + text(dtype) + shape + size + bin32(block)
+        name = digest(record, "mstore 1 tensor record")
+        ids.append(made.put(f"tensor {what}", 1, record, name))
+    parts = b"\x92\x93\xc0" + bin32(ids[0]) + bytes([len(header)])
+    parts += b"\x93" + text("w") + bin32(ids[1]) + b"\x0c"
+    first = b"\x94" + text("m.safetensors") + b"\x01" + bytes([len(header) + 12]) + parts
+    second = b"\x94" + text("zeros") + b"\x00\xcd\x13\x88\x91\x93\xc0" + bin32(ids[2])
+    record = b"\x92" + text("manifest/1") + b"\x92" + first + second + b"\xcd\x13\x88"
+    manifest = made.put("manifest", 2, record, digest(record, "mstore 1 manifest"))
+    made.snapshot(manifest, b"\xcf" + struct.pack(">Q", 1 << 60))
+    return made
+
+
+def test_golden_pack(tmp_path: Path) -> None:
+    """A pack put together by hand from the page is a pack, and its id is the same for good."""
+    data, path = draft().seal()
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(data)
+    pack = reader.verify_pack(tmp_path / path)
+    assert pack.id == GOLDEN_ID
+    assert [entry.kind for entry in pack.entries] == [0, 0, 0, 1, 1, 1, 2, 3]
+
+
+def test_golden_store(tmp_path: Path) -> None:
+    """Such a pack, a format line and a mirror are a store, and its files can be read."""
+    made = draft()
+    data, path = made.seal()
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(data)
+    (tmp_path / "format").write_text("mstore 1 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
+    snapshot = made.entries["snapshot"]["id"].hex()
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "mirror").write_text(f"mstore refs 1\nbranch {snapshot} hand/made\n")
+    store = IndependentStore(tmp_path, index=False)
+    assert store.refs() == {"hand/made": snapshot}
+    assert {path: store.file_bytes(snapshot, path) for path in store.files(snapshot)} == {
+        "m.safetensors": struct.pack("<Q", len(SAFETENSORS_HEADER)) + SAFETENSORS_HEADER + WEIGHT,
+        "zeros": bytes(5000),
+    }
+
+
+def test_no_byte_can_change() -> None:
+    """A pack with any one byte changed is refused, whether it is data, table, padding or tail."""
+    data, path = draft().seal()
+    spoiled = bytearray(data)
+    for i in range(len(data)):
+        spoiled[i] ^= 0x41
+        with pytest.raises(FormatError):
+            reader.verify_pack_bytes(bytes(spoiled), path)
+        spoiled[i] ^= 0x41
+    assert reader.verify_pack_bytes(bytes(spoiled), path)
+
+
+def test_no_length_but_its_own() -> None:
+    """A pack cut short or with a page more is refused, and so is one under another name."""
+    data, path = draft().seal()
+    other = "0" * 64
+    for cut in (b"", data[:64], data[:4096], data[:-4096], data[:-1], data + b"\0", data[4096:]):
+        with pytest.raises(FormatError):
+            reader.verify_pack_bytes(cut, path)
+    with pytest.raises(FormatError, match="magic"):
+        reader.verify_pack_bytes(data + bytes(4096), path)
+    for name in (path.with_name(f"{other}.pack"), Path("packs") / "no" / path.name):
+        with pytest.raises(FormatError, match="another pack"):
+            reader.verify_pack_bytes(data, name)
+
+
+def spoil(what: str, **fields: Any) -> Callable[[Draft], object]:
+    return lambda made: made.entries[what].update(fields)
+
+
+def spoil_head(at: int, value: int) -> Callable[[Draft], object]:
+    return lambda made: made.head.__setitem__(at, value)
+
+
+def spoil_draft(**fields: Any) -> Callable[[Draft], object]:
+    return lambda made: made.__dict__.update(fields)
+
+
+def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
+    return lambda made: made.snapshot(made.entries["manifest"]["id"], time_ns)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (spoil_head(0, 0), "magic or version of the header"),
+        (spoil_head(8, 2), "magic or version of the header"),
+        (spoil_head(12, 1), "header with more than zeros"),
+        (spoil_head(4095, 1), "header with more than zeros"),
+        (spoil_draft(gap=b"\1"), "a gap with more than zeros"),
+        (spoil_draft(ordered=lambda rows: sorted(rows)[::-1]), "entry order"),
+        (spoil_draft(ordered=lambda rows: sorted([*rows, rows[0]])), "entry order"),
+        (spoil_draft(start=4104), "off its page"),
+        (spoil_draft(tail={"offset": 4096 - 88}), "table out of bounds"),
+        (spoil_draft(tail={"offset": 1 << 63}), "table out of bounds"),
+        (spoil_draft(tail={"length": 8 * 88 + 1}), "half an entry"),
+        (spoil_draft(tail={"length": 7 * 88}), "table hash"),
+        (spoil_draft(tail={"hash": bytes(32)}), "table hash"),
+        (spoil_draft(tail={"version": 2}), "magic or version of the tail"),
+        (spoil_draft(tail={"zero": b"\0\0\0\1"}), "tail with more than zeros"),
+        (spoil_draft(tail={"magic": b"MSTOREPK"}), "magic or version of the tail"),
+        (spoil("header", offset=4095), "payload in the header"),
+        (spoil("weight", offset=4100), "in another payload"),
+        (spoil("weight", offset=1 << 40), "payload in the table"),
+        (spoil("weight", stored=13), "raw bytes of another length"),
+        (spoil("weight", stored=0, plain=0), "an empty payload"),
+        (spoil("weight", width=3), "element width 3"),
+        (spoil("weight", codec=2), "codec 2"),
+        (spoil("weight", codec=3), "codec 3"),
+        (spoil("weight", codec=4), "codec 4"),
+        (spoil("weight", base=b"\1" * 32), "entry with more than zeros"),
+        (spoil("weight", zero=b"\0\0\0\0\1"), "entry with more than zeros"),
+        (spoil("weight", id=bytes(32)), "has other bytes"),
+        (spoil("zeros", width=2), "a constant of another width"),
+        (spoil("zeros", plain=4999), "has other bytes"),
+        (spoil("weight", codec=1, width=8, stored=8), "half an element"),
+        (spoil("snapshot", kind=6), "kind 6"),
+        (spoil("snapshot", kind=4), "has other bytes"),
+        (spoil("snapshot", codec=1, stored=1), "codec 1 for a snapshot"),
+        (spoil("snapshot", width=2), "a record with an element width"),
+        (spoil_time(b"\xcf" + struct.pack(">Q", 1)), "not in canonical form"),
+        (spoil_time(b"\xff"), "time_ns is negative"),
+        (spoil_time(b"\xcb" + struct.pack(">d", 1.0)), "time_ns is no int"),
+        (spoil_time(b"\x01\x02"), "bytes after the record's end"),
+    ],
+)
+def test_unsound_packs(change: Callable[[Draft], object], why: str) -> None:
+    """A pack with true hashes that breaks one rule of the page is refused for that rule."""
+    made = draft()
+    change(made)
+    with pytest.raises(FormatError, match=why):
+        reader.verify_pack_bytes(*made.seal())
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"\x7f", 127),
+        (b"\xcc\x80", 128),
+        (b"\xcd\x01\x00", 256),
+        (b"\xce\x00\x01\x00\x00", 65536),
+        (b"\xcf\x00\x00\x00\x01\x00\x00\x00\x00", 1 << 32),
+        (b"\xff", -1),
+        (b"\xd0\xdf", -33),
+        (b"\xc4\x00", b""),
+        (b"\xd9\x20" + b"a" * 32, "a" * 32),
+        (b"\xdc\x00\x10" + b"\xc0" * 16, [None] * 16),
+        (b"\x92\xc2\xc3", [False, True]),
+        (b"\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00", 1.0),
+    ],
+)
+def test_canonical_values(data: bytes, value: object) -> None:
+    """A value has one form, the shortest, and the reader reads and writes it."""
+    assert reader.decode(data) == value
+    assert reader.encode(value) == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x01\x02",
+        b"\xcc\x7f",
+        b"\xd0\x05",
+        b"\xcd\x00\xff",
+        b"\xd1\xff\xff",
+        b"\xd9\x01a",
+        b"\xa1\xff",
+        b"\xc5\x00\x01a",
+        b"\xdc\x00\x01\xc0",
+        b"\x92\x01",
+        b"\xca\x3f\x80\x00\x00",
+        b"\x80",
+        b"\xc1",
+        b"\xd4\x00\x00",
+    ],
+)
+def test_other_forms_are_refused(data: bytes) -> None:
+    """Longer forms, narrow floats, maps, extensions, cut and trailing bytes are no record."""
+    with pytest.raises(FormatError):
+        reader.decode(data)
