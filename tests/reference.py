@@ -19,8 +19,16 @@ Array = npt.NDArray[Any]
 Single = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F32": np.dtype("f4")}
-WORDS = {"BF16": np.dtype("u2"), "F16": np.dtype("u2"), "F32": np.dtype("u4")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype("f2"),
+    "F32": np.dtype("f4"),
+}
+WORDS: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("u2"),
+    "F16": np.dtype("u2"),
+    "F32": np.dtype("u4"),
+}
 QUIET_NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F32": 0x7FC00000}
 
 CONSENSUS = {"ties", "dare_ties"}

@@ -243,6 +243,7 @@ def test_needs_and_limits_follow_density() -> None:
     assert mask_limit("ties", parsed("ties", density=0.5)) == 2**32
     assert mask_limit("dare_ties", parsed("dare_ties")) == 2**32
     assert mask_limit("dare_ties", parsed("dare_ties", density=0.25)) == 2**30
+    assert mask_limit("dare_ties", parsed("dare_ties", density=0.3)) == 1288490189
     assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3)) == np.float32(1 / 0.3)
     assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3, rescale=False)) == 1
     assert rescale_factor("ties", parsed("ties", density=0.3)) == 1

@@ -24,13 +24,13 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.partition import partition
-from mstore.errors import Incompatible
 from mstore.ids import BlockId, Buffer, Id, TensorId
+from mstore.merge.fitting import check_fits
 from mstore.merge.kernels import UNLIMITED, Mix, count_ties, mix_chunk
 from mstore.merge.operators import OPERATORS, needs_thresholds, reuses_base
 from mstore.merge.output import is_safetensors, retyped_file, retyped_header, tensor_bytes
 from mstore.merge.random import mask_keys
-from mstore.merge.survey import chunk_blocks
+from mstore.merge.tied import first_names
 from mstore.merge.ties import TieLedger
 from mstore.objects.canonical import Record
 from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
@@ -38,6 +38,7 @@ from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import Progress
+from mstore.stats.chunks import chunk_blocks
 from mstore.store.catalog import Catalog
 
 _ROW_ALIGNMENT = 64
@@ -146,12 +147,7 @@ class Engine:
         threads: int,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
-        if plan.block_size != catalog.block_size:
-            raise Incompatible(
-                f"the plan is for blocks of {plan.block_size} bytes, this store has "
-                f"{catalog.block_size}",
-                hint="mstore plan makes one for this store",
-            )
+        check_fits(catalog, plan)
         self._catalog = catalog
         self._plan = plan
         self._sink = sink
@@ -168,6 +164,13 @@ class Engine:
         ]
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
         self._names = self._base.tensors()
+        self._first = first_names(self._names, self._experts)
+        self._retypes = any(
+            self._is_retyped(part)
+            for file in self._base.files
+            if is_safetensors(file)
+            for part in file.tensors()
+        )
         self._merged: dict[str, tuple[TensorId, int]] = {}
         self._coverage: dict[str, TensorCoverage] = {}
         self._blocks_total = 0
@@ -198,11 +201,11 @@ class Engine:
             return self._other_file(file)
         parts = list(file.parts)
         retyped = {
-            part.name: self._out_dtype(part)
+            part.name: self._plan.dtype
             for part in parts
-            if part.name is not None and self._is_planned(part)
+            if part.name is not None and self._plan.dtype is not None and self._is_retyped(part)
         }
-        if self._plan.dtype is not None and retyped:
+        if retyped:
             raw = self._plain(parts[0])
             parts[0] = self._put_bytes(retyped_header(raw, retyped, file.path), file.path)
         else:
@@ -220,16 +223,17 @@ class Engine:
     def _is_planned(self, part: Part) -> bool:
         # A second tensor of the same name (a consolidated copy) is merged only if it is the same.
         assert part.name is not None
-        return part.name in self._planned and part.tensor == self._names[part.name]
+        return self._first[part.name] in self._planned and part.tensor == self._names[part.name]
 
-    def _out_dtype(self, part: Part) -> str:
-        return self._plan.dtype or self._catalog.tensor(part.tensor_id()).dtype
+    def _is_retyped(self, part: Part) -> bool:
+        if self._plan.dtype is None or not self._is_planned(part):
+            return False
+        return self._catalog.tensor(part.tensor_id()).dtype != self._plan.dtype
 
     def _other_file(self, file: File) -> File:
-        if self._plan.dtype is not None:
-            total = sum(self._out_bytes(f) for f in self._base.files if is_safetensors(f))
+        if self._plan.dtype is not None and self._retypes:
             changed = retyped_file(
-                file.path, lambda: self._plain(file.parts[0]), self._plan.dtype, total
+                file.path, lambda: self._plain(file.parts[0]), self._plan.dtype, self._out_bytes
             )
             if changed is not None:
                 part = self._put_bytes(changed, file.path)
@@ -238,12 +242,16 @@ class Engine:
             self._blocks_total += self._catalog.tensor(part.tensor_id()).block_count()
         return file
 
-    def _out_bytes(self, file: File) -> int:
+    def _out_bytes(self, path: str) -> int:
+        """Bytes that the tensors of a file take in the output."""
+        file = self._base.file(path)
+        if file is None:
+            return 0
         total = tensor_bytes(file)
         for part in file.tensors():
-            if self._is_planned(part):
+            if self._plan.dtype is not None and self._is_retyped(part):
                 shape = self._catalog.tensor(part.tensor_id()).shape
-                total += nbytes(self._out_dtype(part), shape) - part.nbytes
+                total += nbytes(self._plan.dtype, shape) - part.nbytes
         return total
 
     def _plain(self, part: Part) -> bytes:
@@ -267,11 +275,13 @@ class Engine:
 
     def _tensor(self, part: Part, path: str, offset: int, pool: ThreadPoolExecutor) -> Part:
         assert part.name is not None
-        known = self._merged.get(part.name)
+        name = self._first[part.name]
+        known = self._merged.get(name)
         if known is not None:
+            self._blocks_total += -(-known[1] // self._catalog.block_size)
             self._tick(part.nbytes)
             return Part(part.name, *known)
-        job = self._job(part.name)
+        job = self._job(name)
         width = DTYPES[job.out_dtype].bits // 8
         for chunk in self._chunks(job, pool):
             for id, data in zip(chunk.ids, chunk.data, strict=True):
@@ -288,8 +298,8 @@ class Engine:
             b"".join(job.ids),
         )
         stored = TensorId(self._sink.put_record(tensor))
-        self._merged[part.name] = stored, tensor.nbytes
-        self._coverage[part.name] = self._cover(job)
+        self._merged[name] = stored, tensor.nbytes
+        self._coverage[name] = self._cover(job)
         return Part(part.name, stored, tensor.nbytes)
 
     def _job(self, name: str) -> _Job:
@@ -327,7 +337,7 @@ class Engine:
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            job.ledger.fail()
+            job.ledger.fail(-1)
             for future in waiting:
                 if not future.cancel():
                     future.exception()
@@ -336,7 +346,7 @@ class Engine:
         try:
             return self._compute(job, number)
         except BaseException:
-            job.ledger.fail()
+            job.ledger.fail(number)
             raise
 
     def _compute(self, job: _Job, number: int) -> _Chunk:
@@ -354,10 +364,11 @@ class Engine:
         rows = self._scratch.rows(len(present) + 1, n * max([base_width, *widths]))
         base, experts = rows[0], rows[1 : 1 + len(present)]
         self._read(base_blocks, base, self._base_meter)
-        read: dict[tuple[BlockId, ...], int] = {}
+        # Only blocks of one dtype are planned as shared: equal bytes of another one are read again.
+        read: dict[tuple[str, tuple[BlockId, ...]], int] = {}
         for row, (k, width) in enumerate(zip(present, widths, strict=True)):
             blocks = tuple(chunk_blocks(job.experts[k], chunk, number, size))
-            twin = read.setdefault(blocks, row)
+            twin = read.setdefault((job.experts[k].dtype, blocks), row)
             if twin == row:
                 self._read(list(blocks), experts[row], self._expert_meter)
             else:

@@ -6,12 +6,16 @@ a text that was changed does not match its id, and is refused.
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import msgspec
 
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import PlanId
 from mstore.merge.commit import store_plan
 from mstore.merge.explain import plan_report
+from mstore.merge.fitting import check_block_size, check_fits
 from mstore.objects.plan import Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import PlanReport
 from mstore.store.catalog import Catalog
@@ -21,11 +25,15 @@ FORMAT = "mstore plan 1"
 MAX_TEXT = 256 << 20
 
 
+# JSON has no infinities and no NaN: a threshold that is none of its numbers is a word.
+_Number = float | Literal["inf", "nan"]
+
+
 class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     chunk_elements: int
     states: tuple[str, ...]
-    thresholds: tuple[tuple[float, int], ...]
+    thresholds: tuple[tuple[_Number, int], ...]
     omitted: tuple[float, ...]
 
 
@@ -83,7 +91,7 @@ def export_plan(catalog: Catalog, text: str) -> str:
                 tensor.name,
                 tensor.chunk_elements,
                 tuple("".join(map(str, states)) for states in tensor.states),
-                tuple((cut.value, cut.quota) for cut in tensor.thresholds),
+                tuple((_number(cut.value), cut.quota) for cut in tensor.thresholds),
                 tensor.omitted,
             )
             for tensor in plan.tensors
@@ -94,11 +102,17 @@ def export_plan(catalog: Catalog, text: str) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
 
 
+def _number(value: float) -> _Number:
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf"
+
+
 def import_plan(catalog: Catalog, text: str) -> PlanReport:
     """Check a plan's text against its id and keep it.
 
-    Raises BadRequest for a text that is not a plan or was changed, NotFound where this store has
-    no snapshot with one of its inputs.
+    Raises BadRequest for a text that is not a plan or was changed, Incompatible for another block
+    size, NotFound where this store has no snapshot with one of its inputs.
     """
     hint = "mstore plan ... -o plan.json writes one"
     if len(text) > MAX_TEXT:
@@ -111,6 +125,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
     if value.format != FORMAT or plan.id().hex() != value.plan:
         raise BadRequest("the plan does not match its id; it was changed by hand", hint=hint)
     id = PlanId(plan.id())
+    check_block_size(catalog, plan)
     for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
         if not catalog.snapshots_of(manifest):
             raise NotFound(
@@ -118,6 +133,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
                 where=f"manifest {manifest.short}",
                 hint="mstore add PATH --name NAME",
             )
+    check_fits(catalog, plan)
     sources = sources_of(catalog, id, plan)
     store_plan(catalog, plan, sources)
     return plan_report(plan, id, sources)
@@ -141,7 +157,7 @@ def _plan(value: _Text) -> Plan:
                 tensor.name,
                 tensor.chunk_elements,
                 tuple(bytes(map(int, states)) for states in tensor.states),
-                tuple(Threshold(*cut) for cut in tensor.thresholds),
+                tuple(Threshold(float(value), quota) for value, quota in tensor.thresholds),
                 tensor.omitted,
             )
             for tensor in value.tensors

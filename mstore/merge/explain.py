@@ -6,6 +6,7 @@ from collections import Counter
 
 from mstore.errors import NotFound
 from mstore.ids import PlanId, SnapshotId
+from mstore.merge.tied import first_names
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.reports import ExpertShare, Explanation, PlanReport, TensorExplanation
@@ -70,16 +71,25 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     coverage = {item.name: item for item in catalog.record(Coverage, coverage_id).tensors}
     planned = {item.name: item for item in plan.tensors}
     copied = dict(plan.copied)
+    first = first_names(
+        catalog.manifest(plan.base_id()).tensors(),
+        [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts],
+    )
     wanted = [tensor] if tensor is not None else list(names)
     tensors = []
     for name in wanted:
-        if name in planned:
+        if first[name] in planned:
             item = _merged(
-                planned[name], coverage[name], plan, sources, detailed=tensor is not None
+                name,
+                planned[first[name]],
+                coverage[first[name]],
+                plan,
+                sources,
+                detailed=tensor is not None,
             )
         else:
             blocks = catalog.tensor(names[name]).block_count()
-            why = copied.get(name)
+            why = copied.get(first[name])
             treatment = f"copied: {why}" if why else "unchanged"
             item = TensorExplanation(name, treatment, blocks, blocks, ())
         tensors.append(item)
@@ -88,7 +98,13 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
 
 
 def _merged(
-    planned: PlanTensor, covered: TensorCoverage, plan: Plan, sources: Sources, *, detailed: bool
+    name: str,
+    planned: PlanTensor,
+    covered: TensorCoverage,
+    plan: Plan,
+    sources: Sources,
+    *,
+    detailed: bool,
 ) -> TensorExplanation:
     shares = []
     for k, states in enumerate(planned.states):
@@ -107,4 +123,4 @@ def _merged(
             )
         )
     reused = sum(bit(covered.reused, number) for number in range(covered.blocks))
-    return TensorExplanation(planned.name, "merged", covered.blocks, reused, tuple(shares))
+    return TensorExplanation(name, "merged", covered.blocks, reused, tuple(shares))

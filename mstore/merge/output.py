@@ -8,6 +8,7 @@ tell of dtypes and sizes.
 from __future__ import annotations
 
 import json
+import posixpath
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -45,10 +46,13 @@ def _data_bytes(raw: bytes) -> int:
     )
 
 
-def retyped_file(path: str, read: Callable[[], bytes], dtype: str, total: int) -> bytes | None:
+def retyped_file(
+    path: str, read: Callable[[], bytes], dtype: str, out_bytes: Callable[[str], int]
+) -> bytes | None:
     """New contents of a small file that names the dtype or the total size, or None.
 
-    config.json: "dtype" / "torch_dtype".  A shard index: "metadata": {"total_size"}.
+    config.json: "dtype" / "torch_dtype".  A shard index: "metadata": {"total_size"}, the sum of
+    `out_bytes` over the files that it names: others (a consolidated copy) are not its own.
     """
     if path == CONFIG:
         fields = _object(read())
@@ -58,9 +62,13 @@ def retyped_file(path: str, read: Callable[[], bytes], dtype: str, total: int) -
         return _dump(fields | dict.fromkeys(found, _CONFIG_NAMES[dtype]))
     if path.endswith(INDEX_SUFFIX):
         fields = _object(read())
-        metadata = fields.get("metadata")
-        if not isinstance(metadata, dict) or "total_size" not in metadata:
+        metadata, weight_map = fields.get("metadata"), fields.get("weight_map")
+        if not (isinstance(metadata, dict) and "total_size" in metadata):
             return None
+        if not isinstance(weight_map, dict):
+            return None
+        shards = sorted({str(shard) for shard in weight_map.values()})
+        total = sum(out_bytes(posixpath.join(posixpath.dirname(path), s)) for s in shards)
         return _dump(fields | {"metadata": metadata | {"total_size": total}})
     return None
 

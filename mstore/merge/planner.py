@@ -2,8 +2,8 @@
 
 A pure function of a survey and a request.  What can be told from block ids and statistics costs
 nothing: blocks equal to the base, blocks that two experts share, blocks in which nothing reaches
-the trim threshold.  The rest are *units*, ranked by error removed per stored byte and taken while
-the budget lasts (ties by tensor, chunk, expert): O(N log N).
+the trim threshold.  The rest are *units*, taken by error removed per stored byte while the budget
+lasts (`mstore.merge.greedy`).
 
 Error of what is left out, for operators that are additive with fixed coefficients c_k: in chunk
 i the merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mstore.errors import BadRequest
+from mstore.merge.greedy import Units, take
 from mstore.merge.operators import OPERATORS, coefficients, needs_thresholds
 from mstore.merge.request import Request
 from mstore.merge.survey import ExpertTensor, Survey, SurveyedTensor
@@ -56,17 +57,6 @@ class Selection:
     notes: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Units:
-    """Parallel arrays, one element a unit; chunk -1 is a whole tensor of one expert."""
-
-    tensor: np.ndarray[Any, np.dtype[np.int64]]
-    chunk: np.ndarray[Any, np.dtype[np.int64]]
-    expert: np.ndarray[Any, np.dtype[np.int64]]
-    cost: np.ndarray[Any, np.dtype[np.int64]]
-    gain: Floats
-
-
 class Planner:
     """Plans one merge."""
 
@@ -88,18 +78,20 @@ class Planner:
         units = self._units()
         full = int(units.cost.sum())
         budget = self._budget(full)
-        order = _ranked(units)
-        taken = self._fill(units, order, budget, full)
         if self._request.max_error is not None:
-            taken = self._cheapest(units, order, budget, taken)
-        chosen = np.zeros(len(units.cost), dtype=bool)
+            taken = self._cheapest(units, budget)
+        elif budget is None or budget >= full:
+            taken = list(range(len(units)))
+        else:
+            taken = take(units, budget, additive=self._operator.additive)
+        chosen = np.zeros(len(units), dtype=bool)
         chosen[taken] = True
         states = self._apply(units, chosen)
         bound, estimate = self._errors(states)
         return Selection(
             states=tuple(states),
             omitted=tuple(self._omitted(number, state) for number, state in enumerate(states)),
-            full=len(taken) == len(units.cost),
+            full=len(taken) == len(units),
             budget=budget,
             full_expert_bytes=full,
             planned_expert_bytes=int(units.cost[chosen].sum()),
@@ -124,11 +116,17 @@ class Planner:
         return states
 
     def _root(self, tensor: SurveyedTensor) -> list[Floats | None]:
-        """|c_k| ||sparsified d_k|| per chunk: exact for additive operators, else an estimate."""
+        """|c_k| ||sparsified d_k|| per chunk: exact for additive operators, else an estimate.
+
+        Over all names of the tensor.  Of an expert without weight nothing is lost.
+        """
         roots: list[Floats | None] = []
         for coefficient, expert in zip(self._coefficients, tensor.experts, strict=True):
             squares = self._squares(expert)
-            roots.append(None if squares is None else coefficient * np.sqrt(squares))
+            if squares is not None and not coefficient:
+                squares = np.zeros_like(squares)
+            scale = coefficient * math.sqrt(tensor.copies)
+            roots.append(None if squares is None else scale * np.sqrt(squares))
         return roots
 
     def _squares(self, expert: ExpertTensor) -> Floats | None:
@@ -145,7 +143,7 @@ class Planner:
 
     # -- units -------------------------------------------------------------------------------
 
-    def _units(self) -> _Units:
+    def _units(self) -> Units:
         rows: list[tuple[Any, ...]] = []
         for number, tensor in enumerate(self._survey.tensors):
             leaders, roots = self._leaders[number], self._roots[number]
@@ -158,43 +156,30 @@ class Planner:
                     cost = np.array([expert.cost[chunks].sum()])
                     rows.append((number, np.array([-1]), k, cost, np.array([math.inf])))
                 else:
-                    gain = totals[k][chunks] ** 2
-                    rows.append((number, chunks, k, expert.cost[chunks], gain))
+                    rows.append((number, chunks, k, expert.cost[chunks], totals[k][chunks]))
         if not rows:
             none = np.zeros(0, dtype=np.int64)
-            return _Units(none, none, none, none, np.zeros(0))
-        return _Units(
+            return Units(none, none, none, none, np.zeros(0))
+        return Units(
             tensor=np.concatenate([np.full(len(r[1]), r[0], dtype=np.int64) for r in rows]),
             chunk=np.concatenate([r[1] for r in rows]),
             expert=np.concatenate([np.full(len(r[1]), r[2], dtype=np.int64) for r in rows]),
             cost=np.concatenate([r[3] for r in rows]),
-            gain=np.concatenate([r[4] for r in rows]),
+            root=np.concatenate([r[4] for r in rows]),
         )
 
     def _budget(self, full: int) -> int | None:
         budget = self._request.budget
         return int(budget * full) if isinstance(budget, float) else budget
 
-    def _fill(self, units: _Units, order: Any, budget: int | None, full: int) -> list[int]:
-        if budget is None or budget >= full:
-            return [int(unit) for unit in order]
-        taken, spent = [], 0
-        costs = units.cost.tolist()
-        for unit in order.tolist():
-            if spent + costs[unit] <= budget:
-                taken.append(unit)
-                spent += costs[unit]
-        return taken
-
-    def _cheapest(
-        self, units: _Units, order: Any, budget: int | None, affordable: list[int]
-    ) -> list[int]:
-        """The shortest prefix of the ranking that keeps the error."""
+    def _cheapest(self, units: Units, budget: int | None) -> list[int]:
+        """The shortest prefix of what the budget allows that keeps the error."""
+        affordable = take(units, budget, additive=self._operator.additive)
         goal = self._request.max_error
         assert goal is not None
 
         def error(taken: list[int]) -> float:
-            chosen = np.zeros(len(units.cost), dtype=bool)
+            chosen = np.zeros(len(units), dtype=bool)
             chosen[taken] = True
             bound, estimate = self._errors(self._apply(units, chosen))
             number = bound if self._operator.additive else estimate
@@ -215,16 +200,16 @@ class Planner:
                 low = middle + 1
         return affordable[:low]
 
-    def _apply(self, units: _Units, chosen: Any) -> list[States]:
+    def _apply(self, units: Units, chosen: Any) -> list[States]:
         """States after the choice: leaders READ or OMITTED, the others with them."""
         states = [state.copy() for state in self._states]
         for unit in np.flatnonzero(~chosen):
             number, k, chunk = units.tensor[unit], units.expert[unit], units.chunk[unit]
-            followers = self._leaders[number] == k
+            leaders = self._leaders[number]
             if chunk < 0:
-                states[number][followers] = OMITTED
+                states[number][leaders == k] = OMITTED
             else:
-                states[number][followers[:, chunk], chunk] = OMITTED
+                states[number][leaders[:, chunk] == k, chunk] = OMITTED
         for state, leaders in zip(states, self._leaders, strict=True):
             own = np.arange(len(leaders))[:, None]
             state[(state == READ) & (leaders != own)] = SHARED
@@ -250,7 +235,7 @@ class Planner:
             worst += (left.sum(axis=0) ** 2).tolist()
             typical += (left**2).sum(axis=0).tolist()
             everything += math.fsum((table**2).ravel().tolist())
-        if not base or not all(map(math.isfinite, worst)):
+        if not base or not all(map(math.isfinite, [*worst, everything])):
             return None, None
         norm = math.sqrt(base)
         estimate = math.sqrt(math.fsum(typical)) / norm
@@ -336,10 +321,3 @@ def _unit_roots(
             total[follows] += root[follows]
         totals.append(total)
     return totals
-
-
-def _ranked(units: _Units) -> Any:
-    """Unit numbers, best first: gain per byte, then tensor, chunk, expert."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        score = units.gain / units.cost
-    return np.lexsort((units.expert, units.chunk, units.tensor, -score))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from mstore.blocks.meter import Meter
-from mstore.merge.kernels import UNLIMITED
-from mstore.merge.operators import keep_count, needs_thresholds
+from mstore.merge.operators import needs_thresholds
 from mstore.merge.planner import Planner, Selection
 from mstore.merge.request import Request
-from mstore.merge.survey import ExpertTensor, Survey, SurveyedTensor, Surveyor, refine
+from mstore.merge.survey import Survey, Surveyor
+from mstore.merge.thresholds import Thresholds
 from mstore.objects.plan import Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import Progress
 from mstore.stats.store import StatsStore
@@ -38,44 +37,16 @@ def make_plan(
         exact = selection.full and request.analyze
         if selection.full and not request.analyze:
             notes.append("trim thresholds are bin edges of the magnitude histograms (--no-analyze)")
-        with ThreadPoolExecutor(threads, "refine") as pool:
+        density = float(request.parameters["density"])
+        with ThreadPoolExecutor(threads, "second look") as pool:
+            cut = Thresholds(
+                catalog, statistics, density, exact=exact, pool=pool, meter=surveyor.analyzed
+            )
             thresholds = [
-                tuple(
-                    _threshold(
-                        catalog, statistics, request, tensor, expert, exact, pool, surveyor.analyzed
-                    )
-                    for expert in tensor.experts
-                )
+                tuple(cut.of(tensor, expert) for expert in tensor.experts)
                 for tensor in survey.tensors
             ]
     return _record(survey, request, selection, thresholds, notes), surveyor.analyzed.total
-
-
-def _threshold(
-    catalog: Catalog,
-    statistics: StatsStore,
-    request: Request,
-    tensor: SurveyedTensor,
-    expert: ExpertTensor,
-    exact: bool,
-    pool: ThreadPoolExecutor,
-    meter: Meter,
-) -> Threshold:
-    """What the engine is to cut at.
-
-    Under a budget the bin's edge serves, with all elements on it: how many of them lie in
-    blocks that are not read is not known.
-    """
-    found = expert.threshold
-    assert found is not None
-    if not exact:
-        return Threshold(found.value, UNLIMITED)
-    if not found.exact:
-        keep = keep_count(float(request.parameters["density"]), tensor.elements)
-        value, quota = refine(catalog, statistics, tensor, expert, keep, pool, meter)
-        return Threshold(value, quota)
-    on_edge = found.in_bin - found.inexact
-    return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
 
 
 def _record(

@@ -8,6 +8,7 @@ that was ruled out.  After this, planning touches no disk.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,16 +21,17 @@ from mstore.errors import BadRequest
 from mstore.ids import ID_BYTES, BlockId, ManifestId, TensorId
 from mstore.merge.operators import keep_count, needs_thresholds
 from mstore.merge.request import Request
+from mstore.merge.tied import first_names
 from mstore.numeric.floats import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import require_same_shapes
 from mstore.objects.tensor import Tensor
 from mstore.reports import Progress
-from mstore.stats import deltas
+from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.chunk import CHUNK
-from mstore.stats.histogram import Threshold, select, select_exact
+from mstore.stats.chunks import blocks_per_chunk, chunk_elements
+from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, select
 from mstore.stats.store import StatsStore
-from mstore.stats.streaming import PairMeasure, chunk_elements
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
@@ -61,13 +63,14 @@ class ExpertTensor:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedTensor:
-    """One tensor that is to be merged."""
+    """One tensor that is to be merged; `copies` counts its names (see `mstore.merge.tied`)."""
 
     name: str
     record: Tensor
     elements: int
     chunk_elements: int
     experts: tuple[ExpertTensor, ...]
+    copies: int
 
     @property
     def chunks(self) -> int:
@@ -132,15 +135,18 @@ class Surveyor:
             )
             experts.append(found)
         tensors = []
+        first = first_names(base.tensors(), [_ids(found) for found in experts])
+        copies = Counter(first.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
             squares = self._base_squares(records, pool)
             for name, (base_tensor, record) in records.items():
                 pairs = [found[name] for found in experts]
-                surveyed = self._tensor(name, base_tensor, record, pairs, pool)
-                if surveyed is not None:
-                    tensors.append(surveyed)
+                if first[name] == name:
+                    surveyed = self._tensor(name, base_tensor, record, pairs, copies[name], pool)
+                    if surveyed is not None:
+                        tensors.append(surveyed)
                 done += record.nbytes
                 if self._progress is not None:
                     self._progress(Progress("plan", done, total))
@@ -162,6 +168,7 @@ class Surveyor:
         base_id: TensorId,
         base: Tensor,
         pairs: list[tuple[TensorId, Tensor]],
+        copies: int,
         pool: ThreadPoolExecutor,
     ) -> SurveyedTensor | None:
         changed = [id != base_id for id, _ in pairs]
@@ -201,7 +208,7 @@ class Surveyor:
                     (base_id, id), record, equal, twin, self._costs(mine, equal), rows, threshold
                 )
             )
-        return SurveyedTensor(name, base, elements, chunk, tuple(experts))
+        return SurveyedTensor(name, base, elements, chunk, tuple(experts), copies)
 
     def _always_computed(self, dtype: str) -> bool:
         """Whether a tensor that no expert changed still has to be computed."""
@@ -268,7 +275,7 @@ class Surveyor:
         if not trims:
             return rows, None
         keep = keep_count(float(self._request.parameters["density"]), table.elements)
-        return rows, select(table.histogram, keep, table.elements)
+        return rows, select(_without_nan(table.histogram), keep, table.elements)
 
     # -- the base ----------------------------------------------------------------------------
 
@@ -295,47 +302,18 @@ class Surveyor:
         return total if math.isfinite(total) else None
 
 
-def refine(
-    catalog: Catalog,
-    statistics: StatsStore,
-    tensor: SurveyedTensor,
-    expert: ExpertTensor,
-    keep: int,
-    pool: ThreadPoolExecutor,
-    meter: Meter,
-) -> tuple[float, int]:
-    """The second look: exact k-th largest magnitude and quota, where a bin was too coarse.
-
-    Reads the chunks that reach the bin; the answer is kept for ever.
-    """
-    known = statistics.threshold(*expert.pair, keep)
-    if known is not None:
-        return known
-    threshold = expert.threshold
-    assert threshold is not None
-    assert expert.rows is not None
-    reach = np.flatnonzero(~expert.equal & ~(expert.rows["max_abs"] < threshold.value))
-
-    def count(number: int) -> Counts:
-        low = np.zeros(65536, dtype=np.int64)
-        length = min(tensor.chunk_elements, tensor.elements - number * tensor.chunk_elements)
-        base = read_chunk(catalog, tensor.record, tensor.chunk_elements, number, None)
-        data = read_chunk(catalog, expert.record, tensor.chunk_elements, number, meter)
-        deltas.count_low(
-            base, tensor.record.dtype, data, expert.record.dtype, length, threshold.bin, low
-        )
-        return low
-
-    low = np.zeros(65536, dtype=np.int64)
-    for counted in pool.map(count, [int(number) for number in reach]):
-        low += counted
-    value, quota = select_exact(threshold, low)
-    statistics.put_threshold(*expert.pair, keep, value, quota)
-    return value, quota
-
-
 def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:
     return {name: (id, catalog.tensor(id)) for name, id in manifest.tensors().items()}
+
+
+def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
+    return {name: id for name, (id, _) in tensors.items()}
+
+
+def _without_nan(histogram: Histogram) -> Histogram:
+    """A NaN is larger than no threshold, so it is never kept and takes no other's place."""
+    counted = histogram.bins < NAN_BIN
+    return Histogram(histogram.bins[counted], histogram.counts[counted], histogram.inexact[counted])
 
 
 def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
@@ -348,71 +326,6 @@ def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
         coarse[field] = np.add.reduceat(rows[field], starts)
     coarse["max_abs"] = np.maximum.reduceat(rows["max_abs"], starts)
     return coarse
-
-
-# -- blocks of a chunk -----------------------------------------------------------------------
-
-
-def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:
-    """The blocks of chunk `number` of a tensor."""
-    per = blocks_per_chunk(record.dtype, chunk, block_size)
-    end = min(record.block_count(), (number + 1) * per)
-    return [record.block(block) for block in range(number * per, end)]
-
-
-def blocks_per_chunk(dtype: str, chunk: int, block_size: int) -> int:
-    """How many blocks a full chunk has in this dtype."""
-    return chunk * ITEMSIZES[dtype] // block_size
-
-
-def read_chunk(
-    catalog: Catalog, record: Tensor, chunk: int, number: int, meter: Meter | None
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The plain bytes of a chunk, checked."""
-    blocks = chunk_blocks(record, chunk, number, catalog.block_size)
-    locations = catalog.locate(blocks)
-    data = np.empty(sum(location.raw_length for location in locations), dtype=np.uint8)
-    target = data.data
-    done = 0
-    for block, location in zip(blocks, locations, strict=True):
-        catalog.read_block_into(block, location, target[done : done + location.raw_length], meter)
-        done += location.raw_length
-    return data
-
-
-def measure_pair(
-    catalog: Catalog, base: Tensor, expert: Tensor, pool: ThreadPoolExecutor, meter: Meter
-) -> PairMeasure:
-    """Take the statistics of a stored pair; only blocks that differ are read twice."""
-    chunk = chunk_elements(catalog.block_size, base.dtype, expert.dtype)
-    measure = PairMeasure(base.dtype, expert.dtype, math.prod(base.shape), chunk)
-
-    def take(number: int) -> None:
-        ours = read_chunk(catalog, base, chunk, number, None)
-        same = base.dtype == expert.dtype and chunk_blocks(
-            base, chunk, number, catalog.block_size
-        ) == chunk_blocks(expert, chunk, number, catalog.block_size)
-        if same:
-            measure.take_equal(number, ours)
-        else:
-            theirs = read_chunk(catalog, expert, chunk, number, meter)
-            measure.take_chunk(number, ours, theirs)
-
-    for _ in pool.map(take, range(-(-measure.elements // chunk))):
-        pass
-    return measure
-
-
-def measure_squares(catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor) -> float:
-    """Sum of squares of a stored tensor."""
-    chunk = chunk_elements(catalog.block_size, record.dtype)
-    elements = math.prod(record.shape)
-
-    def take(number: int) -> float:
-        data = read_chunk(catalog, record, chunk, number, None)
-        return deltas.base_squares(data, record.dtype, min(chunk, elements - number * chunk))
-
-    return math.fsum(pool.map(take, range(-(-elements // chunk))))
 
 
 def _chunk_ids(record: Tensor, chunk: int, block_size: int) -> Any:

@@ -7,6 +7,7 @@ their own ties and hand the sum on in order; everything else in a chunk runs sid
 
 from __future__ import annotations
 
+import math
 from threading import Condition
 
 from mstore.merge.kernels import UNLIMITED
@@ -18,7 +19,7 @@ class TieLedger:
     def __init__(self, quotas: list[int]) -> None:
         self._left = list(quotas)
         self._next = 0
-        self._failed = False
+        self._failed: float = math.inf
         self._turn = Condition()
 
     @property
@@ -30,11 +31,14 @@ class TieLedger:
         return [quota > 0 for quota in self._left]
 
     def take(self, chunk: int, ties: list[int]) -> list[int]:
-        """How many of its `ties` per expert chunk `chunk` may keep.  Waits for earlier chunks."""
+        """How many of its `ties` per expert chunk `chunk` may keep.  Waits for earlier chunks.
+
+        Raises RuntimeError where one of those failed.
+        """
         with self._turn:
-            self._turn.wait_for(lambda: self._failed or self._next == chunk)
-            if self._failed:
-                raise RuntimeError("another chunk of this tensor failed")
+            self._turn.wait_for(lambda: chunk > self._failed or self._next == chunk)
+            if chunk > self._failed:
+                raise RuntimeError("an earlier chunk of this tensor failed")
             granted = []
             for expert, count in enumerate(ties):
                 if self._left[expert] == UNLIMITED:
@@ -46,8 +50,12 @@ class TieLedger:
             self._turn.notify_all()
             return granted
 
-    def fail(self) -> None:
-        """A chunk will never report: wake the ones that wait for it."""
+    def fail(self, chunk: int) -> None:
+        """Chunk `chunk` will never report: wake the later ones.  -1: none will be asked any more.
+
+        Earlier ones go on, so that the first error in the order of chunks is the one that caused
+        the others.
+        """
         with self._turn:
-            self._failed = True
+            self._failed = min(self._failed, chunk)
             self._turn.notify_all()

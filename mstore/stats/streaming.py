@@ -19,14 +19,10 @@ from mstore.numeric.floats import ITEMSIZES
 from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
+from mstore.stats.chunks import chunk_elements
 from mstore.stats.histogram import BINS, Histogram
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
-
-
-def chunk_elements(block_size: int, *dtypes: str) -> int:
-    """Elements of a chunk: as many as a block of the narrowest dtype holds."""
-    return block_size // min(ITEMSIZES[dtype] for dtype in dtypes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,420 @@
+"""Budgets: what a merge may read is what it reads, and the error that it costs is bounded.
+
+Errors are measured in float64 on fp32 outputs, against the merge that reads everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import msgspec
+import numpy as np
+import pytest
+import reference
+from families import BLOCK, Arrays, Family
+
+from mstore import Store
+from mstore.errors import BadRequest, BudgetExceeded
+from mstore.merge.commit import store_plan
+from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.reports import MergeReport, PlanReport
+from mstore.store.plans import sources_of
+
+ADDITIVE = {
+    "linear": ({}, (0.5, 0.3, 0.2)),
+    "task_arithmetic": ({"lambda": 0.9}, (1.0, 0.5, -0.75)),
+    "dare_linear": ({"density": 0.4, "seed": 3}, (1.0, 0.5, 0.75)),
+}
+CONSENSUS = {
+    "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),
+    "dare_ties": ({"density": 0.4, "seed": 3}, (1.0, 0.5, 0.75)),
+}
+METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {**ADDITIVE, **CONSENSUS}
+
+
+@dataclass
+class Place:
+    """A family and a store that holds it, experts added with their base."""
+
+    root: Path
+    family: Family
+    store: Store
+
+    def plan(self, method: str, store: Store | None = None, **options: Any) -> PlanReport:
+        parameters, weights = METHODS[method]
+        return (store or self.store).plan(
+            base="base",
+            experts=list(zip(self.family.names, weights, strict=True)),
+            method=method,
+            parameters=parameters,
+            **options,
+        )
+
+    def merge(self, plan: PlanReport) -> tuple[MergeReport, Arrays]:
+        """Run it; also the merged tensors."""
+        report = self.store.merge(plan, name="merged")
+        snapshot = self.store["merged"]
+        return report, {name: snapshot.tensor(name) for name in self.mergeable}
+
+    @property
+    def mergeable(self) -> list[str]:
+        dtypes = set(reference.DTYPES.values())
+        return [name for name, array in self.family.base.items() if array.dtype in dtypes]
+
+    def relative_error(self, merged: Arrays, full: Arrays) -> float:
+        zero = {name: np.zeros(()) for name in merged}
+        norm = families.distance(self.family.base, zero, self.mergeable)
+        return families.distance(merged, full, self.mergeable) / norm
+
+
+def make(root: Path, family: Family, *, with_base: bool = True) -> Place:
+    store = Store.init(root / "store", block_size=BLOCK)
+    if not (root / "base").exists():
+        family.write(root)
+    store.add(root / "base", name="base")
+    for name in family.names:
+        store.add(root / name, name=name, base="base" if with_base else None)
+    return Place(root, family, store)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=200))
+    with made.store:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    family = families.layered(8, expert_dtypes=("F32", "BF16", "F16"), rows=100)
+    made = make(tmp_path_factory.mktemp("mixed"), family)
+    with made.store:
+        yield made
+
+
+# -- bytes and errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["place", "mixed"])
+def test_every_budget_is_kept(method: str, kind: str, request: pytest.FixtureRequest) -> None:
+    """From 10 to 100 %: bytes read are those planned, within the budget; error within the bound.
+
+    A larger budget never has a larger bound.  Methods that elect signs have none.  The whole
+    budget, as a share or in bytes, is the merge without one, bit for bit.
+    """
+    place: Place = request.getfixturevalue(kind)
+    whole, full = place.merge(place.plan(method, dtype="F32"))
+    assert whole.expert_bytes_read == whole.full_expert_bytes > 0
+    previous = math.inf
+    for percent in range(10, 101, 10):
+        plan = place.plan(method, dtype="F32", budget=percent / 100)
+        report, merged = place.merge(plan)
+        assert report.budget_bytes == int(percent / 100 * whole.full_expert_bytes)
+        assert report.expert_bytes_read == report.planned_expert_bytes <= report.budget_bytes
+        # Nothing is wasted: what is left would not pay for another block.
+        assert report.budget_bytes - report.expert_bytes_read < 4 * BLOCK
+        assert report.full_expert_bytes == whole.full_expert_bytes
+        assert report.manifest == whole.manifest or percent < 100
+        if method in CONSENSUS:
+            assert report.error_bound is None
+            assert report.error_estimate is not None
+            continue
+        assert report.error_bound is not None
+        measured = place.relative_error(merged, full)
+        assert measured <= report.error_bound <= previous
+        if kind == "place":
+            # The bound is worth having, and zero only where nothing is left out.
+            assert report.error_bound <= 10 * measured
+            assert (measured > 0) == (percent < 100)
+        previous = report.error_bound
+    exactly = place.plan(method, dtype="F32", budget=whole.full_expert_bytes)
+    assert place.merge(exactly)[0].manifest == whole.manifest
+    assert exactly.error_bound == (None if method in CONSENSUS else 0.0)
+
+
+@pytest.mark.parametrize("method", ADDITIVE)
+def test_max_error_is_kept(method: str, place: Place) -> None:
+    """--max-error reads less the more error is allowed, and keeps what it was asked for."""
+    _, full = place.merge(place.plan(method, dtype="F32"))
+    nothing = place.plan(method, budget=1).error_bound
+    assert nothing is not None
+    previous = -1
+    for share in (1.0, 0.7, 0.4, 0.2, 0.0):
+        plan = place.plan(method, dtype="F32", max_error=nothing * share)
+        report, merged = place.merge(plan)
+        assert report.error_bound is not None
+        assert place.relative_error(merged, full) <= report.error_bound <= nothing * share
+        assert previous < report.expert_bytes_read <= report.full_expert_bytes
+        previous = report.expert_bytes_read
+    assert previous == report.full_expert_bytes
+
+
+def test_budget_and_error_that_cannot_both_be_kept(place: Place) -> None:
+    """A budget too small for the error asked for is refused, with the error that it would keep."""
+    with pytest.raises(BadRequest, match="keeps the error only to") as refused:
+        place.plan("linear", budget=0.1, max_error=1e-9)
+    assert refused.value.hint == "raise --budget or --max-error"
+
+
+def test_kernel_counts_the_same_bytes(place: Place, tmp_path: Path) -> None:
+    """What the kernel counts as read (/proc/self/io) is what the meters say, within one block."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("this kernel counts no reads")
+    plans = [place.plan("ties").plan]
+    plans += [place.plan("ties", budget=share).plan for share in (0.1, 0.5, 1.0)]
+    program = """
+import json, sys
+from mstore import Store
+
+def read_by_kernel():
+    with open("/proc/self/io") as file:
+        return int(file.readline().removeprefix("rchar: "))
+
+with Store.open(sys.argv[1]) as store:
+    store.merge(sys.argv[2], name="warm")  # kernels are loaded, records are in the cache
+    for plan in sys.argv[3:]:
+        before = read_by_kernel()
+        report = store.merge(plan, name="counted")
+        after = read_by_kernel()
+        print(json.dumps([after - before, report.expert_bytes_read, report.base_bytes_read]))
+"""
+    arguments = [str(place.store.path), *map(str, plans)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    counted = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(counted) == 3
+    for by_kernel, expert, base in counted:
+        assert expert + base <= by_kernel < expert + base + BLOCK
+    assert counted[0][1] < counted[1][1] < counted[2][1]
+
+
+# -- the engine's own guard ----------------------------------------------------------------------
+
+
+def _tampered(place: Place, report: PlanReport, **changes: Any) -> Any:
+    """Keep a plan with other fields, as a damaged planner would have made it."""
+    catalog = place.store._catalog
+    plan = catalog.record(Plan, report.plan)
+    changed = msgspec.structs.replace(plan, **changes)
+    return store_plan(catalog, changed, sources_of(catalog, report.plan, plan))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_read_beyond_the_plan_is_refused(threads: int, place: Place) -> None:
+    """A plan of fewer bytes than its blocks take raises BudgetExceeded and publishes nothing."""
+    report = place.plan("ties", budget=0.5)
+    lower = report.planned_expert_bytes - 1
+    before = place.store.refs()
+    plans = [_tampered(place, report, planned_expert_bytes=lower)]
+    tensors = list(place.store._catalog.record(Plan, report.plan).tensors)
+    number, k, chunk = next(
+        (number, k, states.index(OMITTED))
+        for number, tensor in enumerate(tensors)
+        for k, states in enumerate(tensor.states)
+        if OMITTED in states
+    )
+    states = list(tensors[number].states)
+    states[k] = states[k][:chunk] + bytes([READ]) + states[k][chunk + 1 :]
+    tensors[number] = msgspec.structs.replace(tensors[number], states=tuple(states))
+    plans.append(_tampered(place, report, tensors=tuple(tensors)))
+    for plan in plans:
+        with pytest.raises(BudgetExceeded, match="the plan allows"):
+            place.store.merge(plan, name="never", threads=threads)
+    assert place.store.refs() == before
+    assert list((place.store.path / "tmp").iterdir()) == []
+    assert place.store.fsck(read_data=True).problems == ()
+
+
+# -- what costs nothing --------------------------------------------------------------------------
+
+
+def _stored(block: bytes, width: int) -> int:
+    """Bytes that a block takes at rest: one element if it is that element over and over."""
+    constant = len(block) >= 2 * width and block == block[:width] * (len(block) // width)
+    return width if constant else len(block)
+
+
+def test_what_costs_nothing_is_counted_exactly(place: Place) -> None:
+    """Blocks equal to the base are free, blocks shared by experts are read once, blocks that nobody
+    touches are neither read nor written; all of it counted from the arrays.
+    """
+    counts: Counter[str] = Counter()
+    expert_bytes = base_bytes = untouched = 0
+    outputs = set()
+    for name in place.mergeable:
+        sides = [place.family.base[name], *(e[name] for e in place.family.experts)]
+        raw = [side.tobytes() for side in sides]
+        blocks = [[one[at : at + BLOCK] for at in range(0, len(one), BLOCK)] for one in raw]
+        if all(one == raw[0] for one in raw) or name == "model.tied.out":
+            continue
+        for base, *experts in zip(*blocks, strict=True):
+            moved = [block for block in experts if block != base]
+            counts["equal"] += 3 - len(moved)
+            counts["shared"] += len(moved) - len(set(moved))
+            counts["selected"] += len(moved)
+            expert_bytes += sum(_stored(block, 2) for block in set(moved))
+            base_bytes += _stored(base, 2) if moved else 0
+            untouched += not moved
+            outputs.add(name) if moved else None
+    plan = place.plan("task_arithmetic")
+    assert plan.full_expert_bytes == plan.planned_expert_bytes == expert_bytes
+    assert plan.blocks_equal_base == counts["equal"] > 0
+    assert plan.blocks_shared == counts["shared"] == 4 + 2  # model.shared.weight, model.scale
+    assert plan.blocks_selected == counts["selected"]
+    assert (plan.blocks_omitted, plan.blocks_below_threshold) == (0, 0)
+    assert plan.blocks_total == counts["equal"] + counts["selected"]
+    report, _ = place.merge(plan)
+    assert (report.expert_bytes_read, report.base_bytes_read) == (expert_bytes, base_bytes)
+    merged, base_view = place.store.view("merged"), place.store.view("base")
+    reused = sum(
+        block == base_view.record(name).block(number)
+        for name in merged.tensors
+        for number, block in enumerate(merged.record(name).block_ids())
+        if name in outputs
+    )
+    assert reused == untouched == 1  # the last of model.parts.weight
+
+
+def test_untouched_blocks_are_not_written(tmp_path: Path) -> None:
+    """A merge of a family that differs in one block writes that block and records, nothing else."""
+    base = {"w": np.arange(40 * BLOCK // 4, dtype=np.float32)}
+    expert = {"w": base["w"].copy()}
+    expert["w"][BLOCK:][:100] += 1
+    place = make(tmp_path, Family(base, (expert, expert, base)))
+    report, merged = place.merge(place.plan("linear"))
+    assert (report.expert_bytes_read, report.base_bytes_read) == (BLOCK, BLOCK)
+    assert report.blocks_total - report.blocks_reused == 1
+    assert report.bytes_written < BLOCK + 16384
+    assert np.flatnonzero(merged["w"] != base["w"]).tolist() == list(range(BLOCK, BLOCK + 100))
+    place.store.close()
+
+
+def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
+    """With ties, blocks in which nothing reaches the threshold are not read; nothing is lost."""
+    rng = np.random.default_rng(2)
+    size = BLOCK // 4
+    base = {"w": rng.standard_normal(4 * size).astype(np.float32)}
+    expert = {"w": base["w"] + rng.standard_normal(4 * size).astype(np.float32) / 4096}
+    expert["w"][:size] += rng.standard_normal(size).astype(np.float32)
+    family = Family(base, (expert,))
+    place = make(tmp_path, family)
+    # The largest fifth lies in the first of four blocks.
+    parameters = {"density": 0.2}
+    report, merged = place.merge(
+        place.store.plan(base="base", experts=["e0"], method="ties", parameters=parameters)
+    )
+    assert report.expert_bytes_read == report.full_expert_bytes == BLOCK
+    wanted = families.expected(family, "ties", parameters, [1.0])
+    assert families.differences(merged, wanted) == []
+    shares = place.store.explain("merged", "w").tensors[0].experts
+    assert (shares[0].blocks_read, shares[0].blocks_below_threshold) == (1, 3)
+    place.store.close()
+
+
+# -- statistics ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(place: Place, tmp_path: Path) -> Iterator[Place]:
+    """The same family in a store that took no statistics."""
+    (tmp_path / "bare").mkdir()
+    for name in ("base", *place.family.names):
+        (tmp_path / "bare" / name).symlink_to(place.root / name)
+    made = make(tmp_path / "bare", place.family, with_base=False)
+    with made.store:
+        yield made
+
+
+def test_missing_statistics_are_taken_once(place: Place, bare: Place) -> None:
+    """The first plan reads what differs and keeps the statistics; later plans read nothing, and
+    all of them are the plans of the store that took them at `add`.
+    """
+    known = place.plan("ties", budget=0.4)
+    assert known.analyze_bytes_read == 0
+    first, second = bare.plan("ties", budget=0.4), bare.plan("ties", budget=0.4)
+    # Shared blocks belong to two experts and are looked at for each.
+    assert first.analyze_bytes_read >= place.plan("linear").full_expert_bytes
+    assert second.analyze_bytes_read == bare.plan("linear", budget=0.1).analyze_bytes_read == 0
+    assert first.plan == second.plan == known.plan
+
+
+def test_without_analysis_whole_tensors_are_chosen(bare: Place, place: Place) -> None:
+    """--no-analyze reads nothing for statistics, takes whole tensors or none, and says so."""
+    plan = bare.plan("linear", budget=0.5, analyze=False)
+    assert plan.analyze_bytes_read == 0
+    assert any("no statistics, chosen by whole tensors: e0: model." in n for n in plan.notes)
+    assert (plan.error_bound, plan.error_estimate) == (None, None)
+    report, _ = bare.merge(plan)
+    assert report.expert_bytes_read == plan.planned_expert_bytes <= (plan.budget_bytes or 0)
+    assert report.notes == plan.notes
+    for tensor in bare.store._catalog.record(Plan, plan.plan).tensors:
+        for states in tensor.states:
+            assert not {OMITTED, READ} <= set(states)
+    full = bare.plan("linear", analyze=False)
+    assert bare.merge(full)[0].manifest == place.merge(place.plan("linear"))[0].manifest
+    assert full.error_bound == 0.0
+
+
+def test_trimming_needs_statistics(bare: Place) -> None:
+    """ties with --no-analyze and no statistics is refused: name the expert and tensor, say how."""
+    with pytest.raises(BadRequest, match="statistics") as refused:
+        bare.plan("ties", analyze=False)
+    assert (refused.value.where or "").startswith("e0: model.")
+    assert "--no-analyze" in (refused.value.hint or "")
+    assert bare.plan("dare_ties", analyze=False).analyze_bytes_read == 0
+
+
+def test_trimming_without_a_second_look(mixed: Place) -> None:
+    """With statistics, --no-analyze keeps the bin's edge where the exact threshold takes a look."""
+    plan = mixed.plan("ties", analyze=False)
+    assert plan.analyze_bytes_read == 0
+    assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
+
+
+# -- requests that make no sense -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 0}, "budget of 0"),
+        ({"budget": 0.0}, "budget as a share"),
+        ({"budget": -5}, "budget"),
+        ({"budget": 1.5}, "at most 100 %"),
+        ({"budget": math.nan}, "budget as a share"),
+        ({"max_error": -1.0}, "max-error"),
+        ({"max_error": math.nan}, "max-error"),
+        ({"dtype": "I8"}, "cannot write dtype 'I8'"),
+        ({"method": "tie"}, "unknown method 'tie'"),
+        ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),
+        ({"parameters": {"density": 2}}, "density"),
+        ({"experts": []}, "at least one expert"),
+        ({"experts": [("e0", math.inf)]}, "weight"),
+        ({"method": "linear", "parameters": {}, "experts": [("e0", 1), ("e1", -1)]}, "zero"),
+        ({"threads": 0}, "threads"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_senseless_requests(options: dict[str, Any], says: str, place: Place) -> None:
+    """A budget of 0 or nonsense, an unknown method, parameter or type: refused by name."""
+    given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "ties"}
+    before = place.store.stats()
+    with pytest.raises(BadRequest, match=says):
+        place.store.plan(**(given | options))
+    assert place.store.stats() == before

@@ -1,0 +1,204 @@
+"""Explain and replay: a merge tells block by block where it came from, and can be done again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from families import BLOCK
+
+from mstore import Store
+from mstore.errors import BadRequest, NotFound
+from mstore.merge import engine, kernels
+from mstore.objects.coverage import Coverage, bit, bitmap
+from mstore.reports import MergeReport, PlanReport
+
+FAMILY = families.layered(rows=100)
+MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=40)
+
+
+@pytest.fixture(scope="module", params=["bf16", "mixed"])
+def family(request: pytest.FixtureRequest) -> families.Family:
+    return FAMILY if request.param == "bf16" else MIXED
+
+
+@pytest.fixture(scope="module")
+def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    root = family.write(tmp_path_factory.mktemp("family"))
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        for name in ("base", *family.names):
+            store.add(root / name, name=name, base=None if name == "base" else "base")
+        yield store
+
+
+def merge(store: Store, method: str, **options: Any) -> tuple[PlanReport, MergeReport]:
+    plan = store.plan(base="base", experts=["e0", ("e1", 0.5), "e2"], method=method, **options)
+    return plan, store.merge(plan, name="merged")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {"method": "linear"},
+    "half": {"method": "task_arithmetic", "budget": 0.5},
+    "ties": {"method": "ties", "parameters": {"density": 0.1}, "budget": 0.7},
+    "fp32": {"method": "dare_ties", "dtype": "F32", "budget": 0.3},
+}
+
+
+# -- explain -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
+    """Over all tensors, and over the blocks of each, counts add up to what the plan reported."""
+    plan, report = merge(store, **WAYS[way])
+    explained = store.explain("merged")
+    assert (explained.snapshot, explained.origin) == (report.snapshot, "merge")
+    assert explained.plan is not None
+    assert explained.plan.plan == plan.plan
+    assert explained.plan.experts == (("e0", 1.0), ("e1", 0.5), ("e2", 1.0))
+    assert [item.name for item in explained.tensors] == list(store.view("merged").tensors)
+    total: Counter[str] = Counter()
+    for item in explained.tensors:
+        detail = store.explain("merged", item.name)
+        assert len(detail.tensors) == 1
+        named = detail.tensors[0]
+        assert (named.treatment, named.blocks_total) == (item.treatment, item.blocks_total)
+        assert [share.expert for share in named.experts] == [s.expert for s in item.experts]
+        for share, coarse in zip(named.experts, item.experts, strict=True):
+            assert coarse.blocks is None
+            counted = Counter(share.blocks)
+            assert counted == +Counter(
+                {
+                    "read": coarse.blocks_read,
+                    "shared": coarse.blocks_shared,
+                    "equal to base": coarse.blocks_equal_base,
+                    "below threshold": coarse.blocks_below_threshold,
+                    "over budget": coarse.blocks_over_budget,
+                }
+            )
+            if item.name != "model.tied.out":
+                total += counted
+    assert total == +Counter(
+        {
+            "read": plan.blocks_selected - plan.blocks_shared,
+            "shared": plan.blocks_shared,
+            "equal to base": plan.blocks_equal_base,
+            "below threshold": plan.blocks_below_threshold,
+            "over budget": plan.blocks_omitted,
+        }
+    )
+    assert (plan.blocks_omitted > 0) == ("budget" in WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_coverage_is_what_happened(way: str, store: Store) -> None:
+    """Reused blocks are exactly the base's own, and nobody contributed to a block left alone."""
+    merge(store, **WAYS[way])
+    merged, base = store.view("merged"), store.view("base")
+    record = store._catalog.snapshot(merged.id)
+    coverage_id = record.coverage_id()
+    assert coverage_id is not None
+    coverage = store._catalog.record(Coverage, coverage_id)
+    assert coverage.plan == record.plan
+    explained = {item.name: item for item in store.explain("merged").tensors}
+    for item in coverage.tensors:
+        ours, theirs = merged.record(item.name), base.record(item.name)
+        same = [
+            ours.dtype == theirs.dtype and ours.block(number) == theirs.block(number)
+            for number in range(ours.block_count())
+        ]
+        assert item.blocks == ours.block_count()
+        assert item.reused == bitmap(same)
+        assert explained[item.name].blocks_reused == sum(same)
+        for number, alike in enumerate(same):
+            touched = any(bit(bits, number) for bits in item.contributed)
+            assert alike or touched or ours.dtype != theirs.dtype
+    assert sum(any(any(bits) for bits in item.contributed) for item in coverage.tensors) > 3
+
+
+def test_omitted_norm_is_what_was_left_out(store: Store, family: families.Family) -> None:
+    """omitted_norm is the L2 norm of the expert's delta over the chunks left out for the budget."""
+    merge(store, "task_arithmetic", budget=0.4)
+    checked = 0
+    for name in ("model.embed.weight", "model.parts.weight", "model.shared.weight"):
+        base = family.base[name].astype(np.float64).ravel()
+        for k, share in enumerate(store.explain("merged", name).tensors[0].experts):
+            delta = family.experts[k][name].astype(np.float64).ravel() - base
+            assert share.blocks is not None
+            chunks = np.array_split(delta, range(BLOCK // 2, delta.size, BLOCK // 2))
+            left = [c for c, why in zip(chunks, share.blocks, strict=True) if why == "over budget"]
+            norm = float(np.sqrt(sum(float(c @ c) for c in left)))
+            assert share.omitted_norm == pytest.approx(norm, rel=1e-5)
+            checked += bool(left)
+    assert checked > 1
+
+
+def test_added_snapshots_and_unknown_tensors(store: Store) -> None:
+    """An added snapshot has no plan to explain; a tensor that is not there is named."""
+    explained = store.explain("base")
+    assert (explained.origin, explained.plan, explained.tensors) == ("add", None, ())
+    for revision in ("base", "merged"):
+        with pytest.raises(NotFound) as refused:
+            store.explain(revision, "model.nothing")
+        assert refused.value.where == "model.nothing"
+
+
+# -- replay --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replay_gives_the_same(way: str, store: Store) -> None:
+    """A recorded plan, run again with any number of threads, gives the ManifestId it gave before,
+    and nothing is written.
+    """
+    _, report = merge(store, **WAYS[way])
+    before = store.stats()
+    for threads in (1, 2):
+        again = store.replay("merged", threads=threads)
+        assert again.same
+        assert (again.snapshot, again.plan) == (report.snapshot, report.plan)
+        assert again.replayed == again.manifest == report.manifest
+        assert again.first_difference is None
+    assert store.stats() == before
+
+
+def test_replay_needs_no_refs(store: Store) -> None:
+    """What was merged is named by content: replay works after the experts' refs have gone."""
+    merge(store, "linear")
+    ids = {name: str(store[name].id) for name in ("e0", "e1")}
+    try:
+        for name in ids:
+            store.remove(name)
+        assert store.replay("merged").same
+    finally:
+        for name, id in ids.items():
+            store.reset(name, id)
+
+
+def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other bytes come out, replay says so and names the first tensor that differs."""
+    merge(store, "dare_linear", parameters={"density": 0.5})
+    honest = kernels.mix_chunk
+
+    def broken(*arguments: Any) -> None:
+        honest(*arguments)
+        out, elements = arguments[-2], arguments[6]
+        if elements == 37:  # model.norm.weight
+            out[0] ^= 1
+
+    monkeypatch.setattr(engine, "mix_chunk", broken)
+    again = store.replay("merged")
+    assert not again.same
+    assert again.replayed != again.manifest
+    assert again.first_difference is not None
+    assert again.first_difference.endswith(": model.norm.weight")
+
+
+def test_only_merges_can_be_replayed(store: Store) -> None:
+    """An added snapshot was made by no plan: a BadRequest says so."""
+    with pytest.raises(BadRequest, match="not made by a merge"):
+        store.replay("base")

@@ -1,0 +1,295 @@
+"""Full-budget merges through the public face equal the reference bit for bit, however they are run.
+
+The reference (tests/reference.py) works on whole tensors in numpy and shares no code with the
+library.  Checkpoints come back through `checkout` and are read by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import reference
+from families import Family
+
+from mstore import ManifestId, PlanId, Store
+from mstore.reports import MergeReport, PlanReport
+
+SMALL, LARGE = 1 << 16, 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with parameters and weights."""
+
+    method: str
+    parameters: dict[str, Any]
+    weights: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return "-".join([self.method, *(f"{name}={v}" for name, v in self.parameters.items())])
+
+
+CASES = [
+    Case("linear", {}, (0.5, 0.3, 0.2)),
+    Case("linear", {"normalize": False}, (0.5, 0.75, -0.1)),
+    Case("task_arithmetic", {}, (1.0, 0.4, -0.25)),
+    Case("task_arithmetic", {"lambda": 0.7, "normalize": True}, (1.0, 0.4, 0.3)),
+    Case("ties", {"density": 0.2}, (1.0, 0.5, 0.7)),
+    Case("ties", {"density": 0.55, "lambda": 1.3, "normalize": False}, (1.0, -0.5, 0.7)),
+    Case("ties", {}, (0.3, 0.3, 0.3)),
+    Case("dare_linear", {"density": 0.3, "seed": 7}, (1.0, 0.5, 0.7)),
+    Case("dare_ties", {"density": 0.5, "seed": 2**64 - 1, "rescale": False}, (1.0, 0.5, 0.7)),
+    Case("dare_ties", {"density": 0.4, "normalize": True, "lambda": 0.5}, (1.0, 0.5, 0.7)),
+]
+ONE_A_METHOD = [CASES[0], CASES[3], CASES[4], CASES[7], CASES[9]]
+
+FAMILIES: dict[str, Callable[[], Family]] = {
+    "bf16": families.layered,
+    "f16": lambda: families.layered(3, base_dtype="F16", expert_dtypes=("F16",) * 3, rows=80),
+    # Deltas of float32 fill the bins of the histogram: thresholds take a second look.
+    "f32": lambda: families.layered(1, base_dtype="F32", expert_dtypes=("F32",) * 3, rows=300),
+    "mixed": lambda: families.layered(2, expert_dtypes=("F32", "F16", "BF16"), rows=300),
+    "odd BF16": lambda: families.specials("BF16"),
+    "odd F16": lambda: families.specials("F16"),
+    "odd F32": lambda: families.specials("F32"),
+    "wide base": lambda: families.layered(
+        4, base_dtype="F32", expert_dtypes=("BF16", "F32", "F16"), rows=80
+    ),
+}
+
+
+@dataclass
+class Workplace:
+    """A family on disk, and stores that hold it, made when they are asked for."""
+
+    root: Path
+    family: Family
+    stores: dict[tuple[int, str], Store] = field(default_factory=dict)
+
+    def store(self, block_size: int, kind: str = "first") -> Store:
+        """A store with base and experts.
+
+        `again`: another one, where no statistics were kept.  `common`: an empty one.
+        """
+        if (block_size, kind) not in self.stores:
+            store = Store.init(self.root / f"{kind}-{block_size}", block_size=block_size)
+            members = ["base", *self.family.names] if kind != "common" else []
+            for name in members if kind == "first" else reversed(members):
+                base = "base" if kind == "first" and name != "base" else None
+                store.add(self.root / name, name=name, base=base)
+            self.stores[block_size, kind] = store
+        return self.stores[block_size, kind]
+
+    def plan(
+        self, case: Case, store: Store, threads: int = 2, dtype: str | None = None
+    ) -> PlanReport:
+        return store.plan(
+            base="base",
+            experts=list(zip(self.family.names, case.weights, strict=True)),
+            method=case.method,
+            parameters=case.parameters,
+            dtype=dtype,
+            threads=threads,
+        )
+
+    def merge(
+        self, case: Case, store: Store, threads: int = 2, dtype: str | None = None
+    ) -> MergeReport:
+        plan = self.plan(case, store, threads, dtype)
+        return store.merge(plan, name="merged", threads=threads)
+
+    def merged(self, store: Store) -> families.Arrays:
+        """The merge as arrays, straight from the store."""
+        snapshot = store["merged"]
+        return {name: snapshot.tensor(name) for name in snapshot.tensor_names()}
+
+    def expected(self, case: Case, dtype: str | None = None) -> families.Arrays:
+        return families.expected(
+            self.family, case.method, case.parameters, case.weights, dtype=dtype
+        )
+
+
+@pytest.fixture(scope="module")
+def workplaces(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Workplace]]:
+    """Each family on disk, written when it is first asked for."""
+    made: dict[str, Workplace] = {}
+
+    def workplace(kind: str) -> Workplace:
+        if kind not in made:
+            family = FAMILIES[kind]()
+            made[kind] = Workplace(family.write(tmp_path_factory.mktemp(kind)), family)
+        return made[kind]
+
+    yield workplace
+    for one in made.values():
+        for store in one.stores.values():
+            store.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way_to_run_it_gives_the_reference(
+    case: Case, workplaces: Callable[[str], Workplace], tmp_path: Path
+) -> None:
+    """Block sizes, threads and stores do not show: the bytes are the reference's.
+
+    For a block size, PlanIds and ManifestIds are equal over 1 and 2 threads and over stores that
+    took their statistics at `add` or at `plan`.  Checkouts of runs with two block sizes, added to
+    one store, have one ManifestId.
+    """
+    work = workplaces("bf16")
+    wanted = work.expected(case)
+    contents: set[ManifestId] = set()
+    for block_size, runs in (
+        (SMALL, (("first", 1), ("first", 2), ("again", 2))),
+        (LARGE, (("first", 2), ("first", 1))),
+    ):
+        plans: set[PlanId] = set()
+        manifests: set[ManifestId] = set()
+        for kind, threads in runs:
+            store = work.store(block_size, kind)
+            report = work.merge(case, store, threads)
+            plans.add(report.plan)
+            manifests.add(report.manifest)
+            assert families.differences(work.merged(store), wanted) == []
+        assert len(plans) == len(manifests) == 1
+        store.checkout("merged", tmp_path / str(block_size))
+        found = families.read_checkpoint(tmp_path / str(block_size))
+        assert families.differences(found, wanted) == []
+        contents.add(
+            work.store(LARGE, "common").add(tmp_path / str(block_size), name="run").manifest
+        )
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [*((kind, SMALL) for kind in FAMILIES if kind != "bf16"), ("mixed", LARGE)],
+)
+@pytest.mark.parametrize("case", ONE_A_METHOD, ids=str)
+def test_other_elements(
+    case: Case, kind: str, block_size: int, workplaces: Callable[[str], Workplace]
+) -> None:
+    """fp16, fp32, families of several types, and odd numbers (NaN, infinities, minus zero,
+    subnormals) on any side merge to the reference, in the base's type.
+    """
+    work = workplaces(kind)
+    store = work.store(block_size)
+    report = work.merge(case, store)
+    with np.errstate(all="ignore"):
+        wanted = work.expected(case)
+    assert families.differences(work.merged(store), wanted) == []
+    assert report.expert_bytes_read == report.planned_expert_bytes
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("case", ONE_A_METHOD, ids=str)
+def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workplace]) -> None:
+    """With an output type every merged tensor has it, rounded once, unchanged ones included."""
+    work = workplaces("mixed")
+    store = work.store(SMALL)
+    work.merge(case, store, dtype=dtype)
+    assert families.differences(work.merged(store), work.expected(case, dtype)) == []
+
+
+@pytest.mark.parametrize("inexact", [False, True])
+def test_ties_keeps_exactly_k(inexact: bool, tmp_path: Path) -> None:
+    """k = max(1, int(density * n)) elements stay, at equal magnitude those of lowest flat index.
+
+    The base is zero and there is one expert of weight 1, so what stays can be seen.  Magnitudes
+    are few, and the quota of the tied ones ends in the middle of a later chunk.  Where they are
+    `inexact` they all lie in one bin of the histogram, off its edge: a second look decides, once.
+    """
+    n = 70_000
+    rng = np.random.default_rng(5)
+    step = 2.0**-12 if inexact else 0.25
+    values = (1 + step * rng.integers(1, 4, n)).astype(np.float32)
+    values *= rng.choice(np.array([-1, 1], dtype=np.float32), n)
+    family = Family({"w": np.zeros(n, dtype=np.float32)}, ({"w": values},))
+    work = Workplace(family.write(tmp_path), family)
+    store = work.store(SMALL)
+    ends = []
+    for density in (1e-9, 0.1, 0.3, 0.5, 0.9):
+        case = Case("ties", {"density": density}, (1.0,))
+        assert (work.plan(case, store).analyze_bytes_read > 0) == inexact
+        assert work.plan(case, store).analyze_bytes_read == 0
+        work.merge(case, store)
+        found = work.merged(store)["w"]
+        kept = reference.largest(values, density)
+        assert np.count_nonzero(found) == max(1, int(density * n))
+        assert np.array_equal(found, np.where(kept, values, np.float32(0)))
+        tied = np.abs(values) == np.abs(values[kept]).min()
+        ends.append((np.flatnonzero(tied & kept)[-1], np.flatnonzero(tied)[-1]))
+    assert any(SMALL // 4 < last < end for last, end in ends)
+    store.close()
+
+
+def test_a_nan_takes_no_place(tmp_path: Path) -> None:
+    """A NaN in an expert is never kept by ties, and as many others are kept as without it."""
+    n = 40_000
+    values = np.arange(1, n + 1, dtype=np.float32)
+    values[::4] = np.nan
+    family = Family({"w": np.zeros(n, dtype=np.float32)}, ({"w": values},))
+    work = Workplace(family.write(tmp_path), family)
+    store = work.store(SMALL)
+    work.merge(Case("ties", {"density": 0.25}, (1.0,)), store)
+    found = work.merged(store)["w"]
+    assert np.count_nonzero(found) == n // 4
+    assert not np.isnan(found).any()
+    store.close()
+
+
+def test_dare_draws_by_position_and_name(tmp_path: Path) -> None:
+    """Masks of two experts, two tensors and two seeds differ; density is what is kept."""
+    n = 100_000
+    zeros, ones = np.zeros(n, dtype=np.float32), np.ones(n, dtype=np.float32)
+    base = {"a": zeros, "b": zeros + np.float32(0.5)}
+    expert = {"a": ones, "b": ones + np.float32(0.5)}
+    family = Family(base, (expert, {name: array * 2 for name, array in expert.items()}))
+    work = Workplace(family.write(tmp_path), family)
+    store = work.store(SMALL)
+    masks = []
+    for seed in (0, 1):
+        for only in ((1.0, 0.0), (0.0, 1.0)):
+            parameters = {"density": 0.3, "seed": seed, "rescale": False}
+            work.merge(Case("dare_linear", parameters, only), store)
+            masks += [array != family.base[name] for name, array in work.merged(store).items()]
+    for number, mask in enumerate(masks):
+        assert abs(float(mask.mean()) - 0.3) < 0.01
+        assert all(abs(float((mask & other).mean()) - 0.09) < 0.01 for other in masks[:number])
+    store.close()
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "ties"])
+def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workplace]) -> None:
+    """Two names of one tensor, in base and experts alike, are one tensor in the merge, read once.
+
+    Also where a method draws by name, and where a budget reaches only a part.
+    """
+    work = workplaces("bf16")
+    store = work.store(SMALL)
+    for budget in (None, 0.97, 0.5, 0.02):
+        plan = store.plan(
+            base="base",
+            experts=work.family.names,
+            method=method,
+            parameters={"density": 0.5},
+            budget=budget,
+        )
+        store.merge(plan, name="merged")
+        tensors = store.view("merged").tensors
+        assert tensors["model.tied.in"] == tensors["model.tied.out"]
+    assert tensors["model.tied.in"] == store.view("base").tensors["model.tied.in"]
+    full = store.merge(store.plan(base="base", experts=work.family.names, method=method), name="m")
+    assert store.view("m").tensors["model.tied.in"] != tensors["model.tied.in"]
+    shares = store.explain("m", "model.tied.out").tensors[0]
+    assert shares.treatment == "merged"
+    assert [share.blocks_read for share in shares.experts] == [1, 1, 1]
+    assert full.expert_bytes_read == full.full_expert_bytes

@@ -1,0 +1,321 @@
+"""The merged snapshot as a checkpoint: the base's files and layout, with new tensors in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from checkpoints import every_dtype_checkpoint, write_index, write_safetensors
+from families import BLOCK, Family
+from safetensors import deserialize
+
+from mstore import Store
+from mstore.errors import BadName, Conflict, Incompatible
+from mstore.objects.manifest import SAFETENSORS
+from mstore.reports import MergeReport
+
+FAMILY = families.layered(rows=100)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The family on disk; the base's config and index have more in them than most."""
+    root = FAMILY.write(tmp_path_factory.mktemp("family"))
+    base = root / "base"
+    config = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "name": "Modell 🦙", "eps": 1e-05}
+    (base / "config.json").write_text(json.dumps(config, ensure_ascii=False))
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["metadata"] = {"total_size": 17, "note": "kept"}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    (base / "original").mkdir()
+    (base / "original" / "params.json").write_text('{"dtype": "bfloat16"}')
+    (base / ".gitattributes").write_bytes(b"*.safetensors filter=lfs\r\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(root: Path) -> Iterator[Store]:
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        for name in ("base", *FAMILY.names):
+            store.add(root / name, name=name, base=None if name == "base" else "base")
+        yield store
+
+
+def merge(store: Store, name: str, **options: Any) -> MergeReport:
+    given = {"base": "base", "experts": FAMILY.names, "method": "task_arithmetic"}
+    return store.merge(store.plan(**(given | options)), name=name)
+
+
+def header(data: bytes) -> tuple[dict[str, Any], int]:
+    """The JSON of a safetensors file, and where its data begins."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), start
+
+
+def tensors_in(data: bytes) -> dict[str, dict[str, Any]]:
+    """What the safetensors library finds in a file: dtype, shape and data of each tensor."""
+    return dict(deserialize(data))  # type: ignore[no-untyped-call]
+
+
+# -- the base's layout ---------------------------------------------------------------------------
+
+
+def test_every_file_of_the_base_is_there(store: Store, root: Path, tmp_path: Path) -> None:
+    """Config, tokenizer, index and hidden files are the base's, byte for byte; so are the shards'
+    headers, and only tensors differ.
+    """
+    merge(store, "merged")
+    store.checkout("merged", tmp_path / "out")
+    base, merged = families.contents(root / "base"), families.contents(tmp_path / "out")
+    assert list(merged) == list(base)
+    changed = {path for path in base if base[path] != merged[path]}
+    assert changed == {path for path in base if path.endswith(".safetensors")}
+    for path in changed:
+        _, start = header(base[path])
+        assert merged[path][:start] == base[path][:start]
+        assert len(merged[path]) == len(base[path])
+
+
+def test_tensors_keep_their_shards(store: Store) -> None:
+    """Every tensor is in the file and place where the base has it, whatever the experts' shards."""
+    merge(store, "merged")
+    views = [store.view(name).manifest for name in ("base", "merged")]
+    places = [
+        [(file.path, [part.name for part in file.parts]) for file in manifest.files]
+        for manifest in views
+    ]
+    assert places[0] == places[1]
+    expert = store.view("e0").manifest
+    assert sum(file.form == SAFETENSORS for file in expert.files) == 1
+
+
+def test_what_is_not_merged_is_the_bases_own(store: Store) -> None:
+    """Tensors of other types are the base's; that an expert differs there is noted."""
+    report = merge(store, "merged", dtype="F32")
+    merged, base = store.view("merged").tensors, store.view("base").tensors
+    assert merged["model.steps"] == base["model.steps"]
+    assert merged["model.inv_freq"] == base["model.inv_freq"]
+    assert [note for note in report.notes if "model." in note] == [
+        "model.steps is the base's own: dtype I64 is not merged"
+    ]
+    explained = store.explain("merged")
+    told = {item.name: item.treatment for item in explained.tensors}
+    assert told["model.steps"] == "copied: dtype I64 is not merged"
+    assert told["model.inv_freq"] == "unchanged"
+    assert told["model.tied.out"] == told["model.norm.weight"] == "merged"
+
+
+# -- another dtype -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["F32", "float16"])
+def test_dtype_goes_through_the_checkpoint(dtype: str, store: Store, tmp_path: Path) -> None:
+    """Headers, config and total size tell of the new type, and the safetensors library agrees."""
+    merge(store, "merged", dtype=dtype)
+    store.checkout("merged", tmp_path / "out")
+    files = families.contents(tmp_path / "out")
+    base = {file.path: b"".join(store.read_file("base", file.path)) for file in store.files("base")}
+    wanted = families.expected(
+        FAMILY, "task_arithmetic", {}, (1, 1, 1), dtype={"float16": "F16"}.get(dtype, dtype)
+    )
+    total = 0
+    for path in files:
+        if not path.endswith(".safetensors"):
+            continue
+        ours, start = header(files[path])
+        theirs, _ = header(base[path])
+        assert list(ours) == list(theirs)
+        assert ours.pop("__metadata__") == theirs.pop("__metadata__")
+        assert start % 8 == 0
+        for name, tensor in tensors_in(files[path]).items():
+            array = wanted[name]
+            assert tuple(tensor["shape"]) == array.shape
+            assert bytes(tensor["data"]) == array.tobytes()
+            assert tensor["dtype"] == ours[name]["dtype"]
+            total += array.nbytes
+    assert total == sum(array.nbytes for array in wanted.values())
+
+    spelled = {"F32": "float32"}.get(dtype, dtype)
+    config = json.loads(files["config.json"])
+    assert config == json.loads(base["config.json"]) | {"dtype": spelled, "torch_dtype": spelled}
+    assert "🦙" in files["config.json"].decode()
+    index, old = (json.loads(one["model.safetensors.index.json"]) for one in (files, base))
+    assert index["metadata"] == {"total_size": total, "note": "kept"}
+    assert index["weight_map"] == old["weight_map"]
+    assert list(index) == list(old)
+    for path in ("tokenizer.json", "original/params.json", ".gitattributes", "README.md"):
+        assert files[path] == base[path]
+    tensors = store.view("merged").tensors
+    assert tensors["model.tied.in"] == tensors["model.tied.out"]
+
+
+def test_the_bases_own_dtype_changes_nothing(store: Store) -> None:
+    """Asking for the type that the tensors have already is the same merge, headers and all."""
+    plain = merge(store, "merged")
+    asked = merge(store, "asked", dtype="bfloat16")
+    assert asked.plan != plain.plan
+    assert asked.manifest == plain.manifest
+
+
+def test_odd_headers_are_retyped(tmp_path: Path) -> None:
+    """Metadata, order of entries, 0-d and empty tensors, padding, and dtypes that are not merged
+    survive a change of type; what the safetensors library reads is what was meant.
+    """
+    base = every_dtype_checkpoint(tmp_path / "base")
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(base, name="base")
+        merge(store, "merged", experts=["base"], dtype="F32")
+        found = {file.path: file.size for file in store.files("merged")}
+        assert list(found) == [file.path for file in store.files("base")]
+        for path in found:
+            old, new = (b"".join(store.read_file(name, path)) for name in ("base", "merged"))
+            if not path.endswith(".safetensors"):
+                assert new == old or path == "model.safetensors.index.json"
+                continue
+            before, after = (tensors_in(data) for data in (old, new))
+            assert list(header(new)[0]) == list(header(old)[0])
+            assert header(new)[0].get("__metadata__") == header(old)[0].get("__metadata__")
+            assert before.keys() == after.keys()
+            for name, tensor in before.items():
+                merged = tensor["dtype"] in ("BF16", "F16", "F32") and 0 not in tensor["shape"]
+                assert after[name]["dtype"] == ("F32" if merged else tensor["dtype"])
+                assert after[name]["shape"] == tensor["shape"]
+                if not merged or tensor["dtype"] == "F32":
+                    assert after[name]["data"] == tensor["data"]
+
+
+def test_a_consolidated_copy(tmp_path: Path) -> None:
+    """A second file with the same tensors is merged with them, and does not count in the index;
+    one that has another tensor under a known name keeps it.
+    """
+    values = np.arange(3000, dtype=np.float32)
+    other = families.tensors_of({"w": families.cast(-values, "BF16")})
+    for name, moved in (("base", 0), ("e0", 1)):
+        mine = families.tensors_of({"w": families.cast(values + moved, "BF16")})
+        write_safetensors(tmp_path / name / "model-1.safetensors", mine)
+        write_safetensors(tmp_path / name / "zz" / "consolidated.safetensors", mine)
+        write_index(tmp_path / name / "model.safetensors.index.json", {"w": "model-1.safetensors"})
+    write_safetensors(tmp_path / "base" / "zz" / "other.safetensors", other)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(tmp_path / "base", name="base")
+        store.add(tmp_path / "e0", name="e0")
+        merge(store, "merged", experts=["e0"], dtype="F32")
+        store.checkout("merged", tmp_path / "out")
+    first = families.read_safetensors(tmp_path / "out" / "model-1.safetensors")["w"]
+    copy = families.read_safetensors(tmp_path / "out" / "zz" / "consolidated.safetensors")["w"]
+    kept = (tmp_path / "out" / "zz" / "other.safetensors").read_bytes()
+    assert np.array_equal(first, families.cast(values + 1, "BF16").astype(np.float32))
+    assert np.array_equal(first, copy)
+    assert kept == (tmp_path / "base" / "zz" / "other.safetensors").read_bytes()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 3000
+
+
+# -- publishing ----------------------------------------------------------------------------------
+
+
+def test_the_same_merge_again_is_no_new_snapshot(store: Store) -> None:
+    """The second time nothing is written and the ref does not move; another plan makes a child."""
+    first = merge(store, "again")
+    assert first.new_snapshot
+    assert first.bytes_written > 0
+    second = merge(store, "again")
+    assert (second.new_snapshot, second.bytes_written) == (False, 0)
+    assert (second.snapshot, second.manifest) == (first.snapshot, first.manifest)
+    assert len(store.reflog("again")) == 1
+    third = merge(store, "again", parameters={"lambda": 0.5})
+    assert third.new_snapshot
+    assert [(p.role, p.snapshot) for p in store["again"].parents] == [
+        ("previous", first.snapshot),
+        ("base", store["base"].id),
+        *(("expert", store[name].id) for name in FAMILY.names),
+    ]
+    # The same content from another plan is another snapshot, and costs no block.
+    other = merge(store, "again", parameters={"lambda": 0.5}, budget=1.0)
+    assert other.new_snapshot
+    assert other.manifest == third.manifest
+    assert other.blocks_reused == other.blocks_total
+    assert other.bytes_written < BLOCK
+
+
+def test_a_merge_has_its_say_in_the_log(store: Store) -> None:
+    """Message, plan and method are in the snapshot; the reflog names the method."""
+    report = merge(store, "told", method="dare_ties", parameters={"density": 0.5})
+    store.merge(store.plan(base="base", experts=["e1"], method="ties"), name="told", message="why")
+    shown = store.show("told")
+    assert (shown.message, shown.method, shown.origin) == ("why", "ties", "merge")
+    assert [move.action for move in store.reflog("told")] == [
+        "merge: ties: why",
+        "merge: dare_ties",
+    ]
+    assert store.show("told~1").plan == report.plan
+
+
+def test_names_that_cannot_be_merged_into(store: Store) -> None:
+    """A tag does not move, a bad name is none; nothing is published and nothing is left in tmp/."""
+    store.tag("v1", "base")
+    before = store.refs()
+    with pytest.raises(Conflict, match="tags do not move"):
+        merge(store, "v1")
+    with pytest.raises(BadName):
+        merge(store, "a b")
+    with pytest.raises(Conflict, match="is a ref, so"):
+        merge(store, "base/child")
+    assert store.refs() == before
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_experts_must_fit_the_base(tmp_path: Path) -> None:
+    """Missing tensors, extra ones and other shapes are listed by name, as many as fit a line."""
+    base: families.Arrays = {
+        f"t{number:02}": np.zeros((2, 3), dtype=np.float32) for number in range(12)
+    }
+    odd = {name: array for name, array in base.items() if name not in ("t03", "t04")}
+    odd["t05"] = np.zeros((3, 2), dtype=np.float32)
+    odd["extra"] = np.zeros(1, dtype=np.float32)
+    few = {"t00": base["t00"]}
+    for name, arrays in (("base", base), ("odd", odd), ("few", few)):
+        families.write_checkpoint(tmp_path / name, arrays)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "odd", "few"):
+            store.add(tmp_path / name, name=name)
+        with pytest.raises(Incompatible) as refused:
+            store.plan(base="base", experts=["base", "odd"], method="linear")
+        assert refused.value.where == "odd"
+        assert refused.value.what == (
+            "cannot be merged into base: t03 is missing; t04 is missing; "
+            "t05 has shape [3, 2], the base [2, 3]; extra is not in the base"
+        )
+        assert refused.value.hint == "mstore diff base odd"
+        with pytest.raises(Incompatible, match="t08 is missing; and 3 more"):
+            store.plan(base="base", experts=["few"], method="linear")
+
+
+def test_a_base_without_changes(tmp_path: Path) -> None:
+    """Experts that are the base merge to the base: the same ManifestId, nothing read or written."""
+    families.write_checkpoint(tmp_path / "base", FAMILY.base, shards=2)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        added = store.add(tmp_path / "base", name="base")
+        for method in ("linear", "ties", "dare_ties"):
+            report = merge(store, "merged", experts=["base", "base"], method=method)
+            assert report.manifest == added.manifest
+            assert (report.expert_bytes_read, report.base_bytes_read) == (0, 0)
+            assert report.blocks_reused == report.blocks_total == added.blocks_total
+        # Without normalize, linear scales: every tensor is computed, though no expert is read.
+        scaled = merge(
+            store,
+            "merged",
+            experts=[("base", 0.5), ("base", 0.25)],
+            method="linear",
+            parameters={"normalize": False},
+        )
+        assert (scaled.expert_bytes_read, scaled.full_expert_bytes) == (0, 0)
+        found = store["merged"].tensor("model.norm.weight")
+    family = Family(FAMILY.base, (FAMILY.base, FAMILY.base))
+    wanted = families.expected(family, "linear", {"normalize": False}, (0.5, 0.25))
+    assert np.array_equal(found, wanted["model.norm.weight"])

@@ -1,0 +1,372 @@
+"""The planner as the pure function that it is: surveys made by hand, no store, no tensor data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore.errors import BadRequest
+from mstore.ids import ManifestId, SnapshotId, TensorId
+from mstore.merge.greedy import Units, take
+from mstore.merge.planner import Planner, Selection
+from mstore.merge.request import Input, Request, request
+from mstore.merge.survey import ExpertTensor, Survey, SurveyedTensor
+from mstore.objects.plan import BELOW, EQUAL, OMITTED, READ, SHARED
+from mstore.objects.tensor import Tensor
+from mstore.stats.chunk import CHUNK
+from mstore.stats.histogram import Threshold
+
+CHUNK_ELEMENTS = 1024
+SNAPSHOT = SnapshotId.of(b"s")
+MANIFEST = ManifestId.of(b"m")
+
+
+def expert(
+    norms: Sequence[float],
+    costs: Sequence[int],
+    *,
+    equal: Sequence[int] = (),
+    twins: dict[int, int] | None = None,
+    position: int = 0,
+    known: bool = True,
+    threshold: float | None = None,
+) -> ExpertTensor:
+    """One expert's side: the norm of the delta and the cost of each chunk.
+
+    `equal` are the chunks that are the base's, `twins` those that are an earlier expert's.
+    """
+    rows = np.zeros(len(norms), dtype=CHUNK)
+    rows["sum_squares"] = np.square(np.array(norms, dtype=np.float64))
+    rows["sum_abs"] = norms
+    rows["max_abs"] = norms
+    rows["nonzeros"] = np.array(norms) != 0
+    same = np.zeros(len(norms), dtype=bool)
+    same[list(equal)] = True
+    twin = np.full(len(norms), position)
+    for chunk, earlier in (twins or {}).items():
+        twin[chunk] = earlier
+    ids = (TensorId.of(b"base"), TensorId.of(bytes([position])))
+    record = Tensor("F32", (CHUNK_ELEMENTS * len(norms),), 4 * CHUNK_ELEMENTS * len(norms), b"")
+    cut = None if threshold is None else Threshold(threshold, 0, 1, 1, 0)
+    return ExpertTensor(ids, record, same, twin, np.array(costs), rows if known else None, cut)
+
+
+def tensor(name: str, *experts: ExpertTensor, copies: int = 1) -> SurveyedTensor:
+    record = experts[0].record
+    elements = record.shape[0]
+    return SurveyedTensor(name, record, elements, CHUNK_ELEMENTS, experts, copies)
+
+
+def survey(*tensors: SurveyedTensor, base_squares: float | None = 1.0) -> Survey:
+    count = len(tensors[0].experts)
+    return Survey(MANIFEST, (MANIFEST,) * count, 4096, tensors, base_squares, (), ())
+
+
+def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
+    weights = options.pop("weights", (1.0,) * count)
+    inputs = [(Input(SNAPSHOT, f"e{k}"), weight) for k, weight in enumerate(weights)]
+    given: dict[str, Any] = {
+        "parameters": {},
+        "budget": None,
+        "max_error": None,
+        "dtype": None,
+        "analyze": True,
+    }
+    return request(base=Input(SNAPSHOT, "base"), experts=inputs, method=method, **(given | options))
+
+
+def select(tensors: Survey, **options: Any) -> Selection:
+    return Planner(tensors, ask(len(tensors.experts), **options)).select()
+
+
+def states(selection: Selection, number: int = 0) -> list[list[int]]:
+    return [list(map(int, row)) for row in selection.states[number]]
+
+
+# -- what is free --------------------------------------------------------------------------------
+
+
+def test_equal_shared_and_untouched_chunks_are_free() -> None:
+    """Chunks equal to the base and those of an earlier expert cost nothing; counts are exact."""
+    found = select(
+        survey(
+            tensor(
+                "t",
+                expert([0, 1, 1, 1], [0, 100, 100, 7], equal=[0]),
+                expert([0, 1, 1, 1], [0, 100, 100, 7], equal=[0], twins={2: 0}, position=1),
+                expert([1, 0, 1, 1], [100, 0, 100, 7], equal=[1], twins={2: 0, 3: 1}, position=2),
+            )
+        )
+    )
+    assert states(found) == [
+        [EQUAL, READ, READ, READ],
+        [EQUAL, READ, SHARED, READ],
+        [READ, EQUAL, SHARED, SHARED],
+    ]
+    assert found.full_expert_bytes == found.planned_expert_bytes == 100 * 4 + 7 * 2
+    assert found.full
+    assert (found.error_bound, found.error_estimate) == (0.0, 0.0)
+
+
+def test_a_zero_delta_is_free_where_bits_do_not_matter() -> None:
+    """Other bytes but no delta: nothing to read, except for linear, where minus zero shows."""
+    tensors = survey(tensor("t", expert([0, 2], [10, 10])))
+    assert states(select(tensors)) == [[BELOW, READ]]
+    assert states(select(tensors, method="dare_ties")) == [[BELOW, READ]]
+    assert states(select(tensors, method="linear")) == [[READ, READ]]
+
+
+def test_chunks_below_the_threshold_are_free() -> None:
+    """With trimming, a chunk in which nothing reaches the threshold is not read; NaN reaches it."""
+    tensors = survey(
+        tensor("t", expert([1, 2, 3, math.nan, 0], [10] * 5, threshold=2.0)),
+    )
+    found = select(tensors, method="ties", parameters={"density": 0.5})
+    assert states(found) == [[BELOW, READ, READ, READ, BELOW]]
+    assert states(select(tensors, method="ties")) == [[READ, READ, READ, READ, BELOW]]
+
+
+# -- what a budget buys --------------------------------------------------------------------------
+
+
+def test_most_error_per_byte_first() -> None:
+    """Under a budget the chunks that remove most error a byte are read, a cheap small one first.
+
+    What does not fit is passed over; ties go to the lower tensor, chunk and expert.
+    """
+    tensors = survey(
+        tensor("a", expert([5, 1, 1, 1], [100, 1, 4, 4])),
+        tensor("b", expert([1, 4], [4, 100])),
+    )
+    r, o = READ, OMITTED
+    for budget, a, b in (
+        (1, [o, r, o, o], [o, o]),
+        (12, [o, r, r, r], [o, o]),
+        (101, [r, r, o, o], [o, o]),
+        (112, [r, r, r, r], [o, o]),
+        (113, [r, r, r, r], [r, o]),
+        (213, [r, r, r, r], [r, r]),
+    ):
+        found = select(tensors, budget=budget)
+        assert [states(found), states(found, 1)] == [[a], [b]]
+
+
+def test_weights_and_copies_count() -> None:
+    """Error is weighted: by an expert's weight, and by the number of names a tensor has."""
+    pair = [expert([2], [10]), expert([3], [10], position=1)]
+    found = select(survey(tensor("t", *pair)), budget=10, weights=(1.0, 0.5))
+    assert states(found) == [[READ], [OMITTED]]
+    once, twice = expert([3], [10]), expert([2.5], [10])
+    found = select(survey(tensor("a", once), tensor("b", twice, copies=2)), budget=10)
+    assert [states(found), states(found, 1)] == [[[OMITTED]], [[READ]]]
+    assert found.error_bound == pytest.approx(3.0, rel=1e-4)
+    assert found.omitted == ((3.0,), (0.0,))
+
+
+def test_shared_chunks_stand_or_fall_together() -> None:
+    """Of chunks that two experts share, both are read at one price, or both left out."""
+    twins = survey(
+        tensor(
+            "t",
+            expert([2, 3], [10, 10]),
+            expert([2, 0], [10, 0], equal=[1], twins={0: 0}, position=1),
+        )
+    )
+    assert states(select(twins, budget=10)) == [[READ, OMITTED], [SHARED, EQUAL]]
+    found = select(twins, budget=9)
+    assert states(found) == [[OMITTED, OMITTED], [OMITTED, EQUAL]]
+    assert found.planned_expert_bytes == 0
+    # The deltas of chunk 0 may add up: (2 + 2)^2 + 3^2.
+    assert found.error_bound == pytest.approx(5.0, rel=1e-4)
+
+
+def test_bound_is_the_worst_case() -> None:
+    """Errors of experts add up within a chunk, and chunks are orthogonal."""
+    tensors = survey(
+        tensor("t", expert([3, 1], [10, 10]), expert([4, 1], [10, 10], position=1)),
+        base_squares=100.0,
+    )
+    found = select(tensors, budget=1, weights=(1.0, -0.5))
+    assert found.planned_expert_bytes == 0
+    exact = math.sqrt((3 + 2) ** 2 + (1 + 0.5) ** 2) / 10
+    assert exact < (found.error_bound or 0) < exact * (1 + 1e-4)
+    assert found.error_estimate == pytest.approx(math.sqrt(9 + 4 + 1 + 0.25) / 10)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties"])
+def test_consensus_has_no_bound(method: str) -> None:
+    """Where signs are elected there is no certified bound, at any budget; only an estimate."""
+    tensors = survey(tensor("t", expert([3, 1], [10, 10])))
+    for budget in (None, 10, 1):
+        found = select(tensors, method=method, budget=budget)
+        assert found.error_bound is None
+        assert found.error_estimate is not None
+
+
+def test_unknown_norms_are_read_first_and_leave_no_bound() -> None:
+    """Without statistics a whole tensor is one unit, taken first; left out, no bound is given."""
+    tensors = survey(
+        tensor("a", expert([9, 9], [10, 10])),
+        tensor("b", expert([1, 1], [10, 10], known=False)),
+    )
+    found = select(tensors, budget=25)
+    assert [states(found), states(found, 1)] == [[[OMITTED, OMITTED]], [[READ, READ]]]
+    assert found.error_bound == pytest.approx(math.sqrt(162), rel=1e-4)
+    found = select(tensors, budget=15)
+    assert [states(found), states(found, 1)] == [[[READ, OMITTED]], [[OMITTED, OMITTED]]]
+    assert (found.error_bound, found.error_estimate) == (None, None)
+    assert found.omitted == ((9.0,), (-1.0,))
+
+
+def test_infinite_deltas_are_read_first() -> None:
+    """A chunk whose delta is not finite is read before all others; and there is no bound then."""
+    tensors = survey(tensor("t", expert([5, math.inf, math.nan], [10, 10, 10])))
+    found = select(tensors, budget=20)
+    assert states(found) == [[OMITTED, READ, READ]]
+    assert (found.error_bound, found.error_estimate) == (None, None)
+
+
+def test_shares_and_bytes() -> None:
+    """A budget is bytes or a share of the full cost; the plan keeps the bytes."""
+    tensors = survey(tensor("t", expert([1, 2, 3], [10, 10, 10])))
+    assert select(tensors, budget=0.7).budget == 21
+    assert select(tensors, budget=0.7).planned_expert_bytes == 20
+    assert select(tensors, budget=1.0).full
+    assert select(tensors, budget=30).full
+    assert select(tensors).budget is None
+    assert select(tensors, budget=10**12).budget == 10**12
+
+
+# -- max-error -----------------------------------------------------------------------------------
+
+
+def test_max_error_finds_the_cheapest_prefix() -> None:
+    """--max-error reads as little of the ranking as keeps the bound; 0 reads all that matters."""
+    tensors = survey(tensor("t", expert([4, 3, 2, 1], [10] * 4)), base_squares=1e4)
+    planned = {
+        goal: select(tensors, max_error=goal).planned_expert_bytes
+        for goal in (1.0, 0.05, 0.03, 0.0101, 0.0)
+    }
+    assert planned == {1.0: 0, 0.05: 10, 0.03: 20, 0.0101: 30, 0.0: 40}
+    for goal in planned:
+        assert (select(tensors, max_error=goal).error_bound or 0.0) <= goal
+
+
+def test_budget_and_max_error_must_both_hold() -> None:
+    """A budget that cannot keep the error is refused with what it could keep."""
+    tensors = survey(tensor("t", expert([4, 3, 2, 1], [10] * 4)), base_squares=1e4)
+    assert select(tensors, budget=20, max_error=0.03).planned_expert_bytes == 20
+    with pytest.raises(BadRequest, match=r"20 bytes keeps the error only to 0\.0224"):
+        select(tensors, budget=20, max_error=0.01)
+
+
+# -- properties ----------------------------------------------------------------------------------
+
+norms = st.floats(0, 8, allow_subnormal=False)
+
+
+@st.composite
+def surveys(draw: st.DrawFn) -> Survey:
+    """A few tensors of a few chunks, up to three experts, with equal, shared and unknown parts."""
+    count = draw(st.integers(1, 3))
+    tensors = []
+    for number in range(draw(st.integers(1, 3))):
+        chunks = draw(st.integers(1, 4))
+        members: list[ExpertTensor] = []
+        for k in range(count):
+            size = draw(st.lists(norms, min_size=chunks, max_size=chunks))
+            cost = draw(st.lists(st.integers(1, 20), min_size=chunks, max_size=chunks))
+            equal = draw(st.sets(st.integers(0, chunks - 1), max_size=2))
+            twins = {}
+            for chunk in range(chunks):
+                if k and chunk not in equal and draw(st.integers(0, 4)) == 0:
+                    other = members[0]
+                    if not other.equal[chunk] and other.rows is not None:
+                        twins[chunk] = 0
+                        size[chunk] = math.sqrt(float(other.rows["sum_squares"][chunk]))
+                        cost[chunk] = int(other.cost[chunk])
+            for chunk in equal:
+                size[chunk], cost[chunk] = 0.0, 0
+            members.append(expert(size, cost, equal=sorted(equal), twins=twins, position=k))
+        tensors.append(tensor(f"t{number}", *members, copies=draw(st.integers(1, 2))))
+    return survey(*tensors, base_squares=draw(st.floats(0.5, 1e6)))
+
+
+@given(surveys(), st.sampled_from(["linear", "task_arithmetic", "dare_linear"]))
+def test_a_larger_budget_never_has_a_larger_bound(tensors: Survey, method: str) -> None:
+    """Over all budgets: planned bytes stay within, the bound never grows, and ends at zero."""
+    options = {"method": method, "weights": (0.5, 1.0, 0.25)[: len(tensors.experts)]}
+    full = select(tensors, **options)
+    assert (full.error_bound, full.full) == (0.0, True)
+    previous = math.inf
+    for budget in range(1, full.full_expert_bytes + 1):
+        found = select(tensors, budget=budget, **options)
+        assert found.planned_expert_bytes <= budget
+        assert found.full_expert_bytes == full.full_expert_bytes
+        assert found.error_bound is not None
+        assert found.error_bound <= previous * (1 + 1e-12)
+        previous = found.error_bound
+    if full.full_expert_bytes:
+        assert previous == 0.0
+
+
+@given(surveys(), st.integers(1, 200), st.sampled_from(["linear", "ties", "dare_ties"]))
+def test_states_cover_every_chunk(tensors: Survey, budget: int, method: str) -> None:
+    """What is planned is the cost of the READ chunks; a SHARED one has a reader."""
+    found = select(tensors, budget=budget, method=method)
+    spent = 0
+    for surveyed, chosen in zip(tensors.tensors, found.states, strict=True):
+        for k, member in enumerate(surveyed.experts):
+            for chunk in range(surveyed.chunks):
+                state = int(chosen[k, chunk])
+                assert (state == EQUAL) == bool(member.equal[chunk])
+                if state == READ:
+                    spent += int(member.cost[chunk])
+                if state == SHARED:
+                    assert int(chosen[0, chunk]) == READ
+                    assert int(member.twin[chunk]) == 0
+    assert spent == found.planned_expert_bytes <= budget
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), norms, st.integers(1, 6)), min_size=1, max_size=8),
+    st.integers(0, 30),
+)
+def test_greedy_beats_every_single_swap(
+    given_units: list[tuple[int, float, int]], budget: int
+) -> None:
+    """Each unit taken removes at least as much a byte as any that was affordable at that moment."""
+    experts = itertools.count()
+    units = Units(
+        tensor=np.zeros(len(given_units), dtype=np.int64),
+        chunk=np.array([chunk for chunk, _, _ in given_units]),
+        expert=np.array([next(experts) for _ in given_units]),
+        cost=np.array([cost for _, _, cost in given_units]),
+        root=np.array([root for _, root, _ in given_units]),
+    )
+
+    def error(left: set[int]) -> float:
+        sums = [
+            math.fsum(given_units[u][1] for u in left if given_units[u][0] == c) for c in range(3)
+        ]
+        return math.fsum(total * total for total in sums)
+
+    out, spent = set(range(len(given_units))), 0
+    for unit in take(units, budget, additive=True):
+        cost = given_units[unit][2]
+        gain = (error(out) - error(out - {unit})) / cost
+        for other in out:
+            if spent + given_units[other][2] <= budget:
+                best = (error(out) - error(out - {other})) / given_units[other][2]
+                assert gain >= best - 1e-9
+        out.remove(unit)
+        spent += cost
+    assert spent <= budget
+    assert all(spent + given_units[unit][2] > budget for unit in out)
