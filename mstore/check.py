@@ -216,7 +216,11 @@ class Checker:
     def _mirror(self, names: dict[str, refs.Ref]) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.
         path = self._catalog.layout.mirror
-        if not path.exists():
-            self._problem("mirror", str(path), "the text mirror of the refs is missing")
-        elif not path.read_text(errors="replace").startswith(refs.MIRROR_HEAD):
-            self._problem("mirror", str(path), "not a ref mirror")
+        if not names and not path.exists():
+            return
+        known = set(self._catalog.snapshot_ids())
+        with self._finding("mirror", str(path)):
+            for name, ref in refs.read_mirror(self._catalog.layout).items():
+                if ref.snapshot_id() not in known:
+                    missing = ref.snapshot_id().short
+                    self._problem("mirror", str(path), f"{name} is at {missing}, which is missing")

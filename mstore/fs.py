@@ -33,9 +33,9 @@ class Operation:
     """One change of the disk: create, write, fsync, rename, link, unlink, mkdir, rmtree, syncdir,
     commit.
 
-    `path` is what it acts on; `target` the new name of a rename or link; `offset` and `data` belong to a
-    write (the buffer is only valid during the call).  `commit` is announced before an index
-    transaction is committed and `committed` right after.
+    `path` is what it acts on; `target` the new name of a rename or link; `offset` and `data`
+    belong to a write (the buffer is only valid during the call).  `commit` is announced before
+    an index transaction is committed and `committed` right after.
     """
 
     kind: str
@@ -211,7 +211,7 @@ def sync_directory(path: Path) -> None:
 def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
     """Replace a text file atomically and durably (temporary file, fsync, rename, fsync directory).
 
-    staging: the directory of the temporary file, on the same filesystem; beside `path` if not given.
+    staging: the directory of the temporary file, on the same filesystem; else that of `path`.
     """
     file = NewFile(_temporary(path, staging), mode=0o644)
     try:
@@ -226,7 +226,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
 
 def create_whole(path: Path, data: Buffer) -> bool:
-    """Make a file that is never seen but whole; False, and nothing done, where the name is taken."""
+    """Make a file that is never seen but whole; False where the name is taken."""
     file = NewFile(_temporary(path, None), mode=0o644)
     try:
         file.append(data)
@@ -244,8 +244,7 @@ def create_whole(path: Path, data: Buffer) -> bool:
 
 
 def _temporary(path: Path, staging: Path | None) -> Path:
-    with translated(path):
-        return Path(tempfile.mktemp(prefix=f".{path.name}.", dir=staging or path.parent))
+    return (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
 
 
 @contextmanager
@@ -260,12 +259,13 @@ def index_commit(path: Path) -> Iterator[None]:
 class LockFile:
     """An flock on a file of its own; the kernel drops it when the process ends, however it ends."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         with translated(path):
-            if not os.path.lexists(path):
+            if create and not os.path.lexists(path):
                 _announce("create", path)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = os.open(path, flags | (os.O_RDWR | os.O_CREAT if create else 0), 0o600)
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Take the lock; False if it is held elsewhere and `blocking` is off."""
@@ -286,8 +286,10 @@ class LockFile:
 
     def remove(self) -> None:
         """Remove the name while the lock is held, then unlock: nobody can take it in between."""
-        unlink(self.path, missing_ok=True)
-        self.release()
+        try:
+            unlink(self.path, missing_ok=True)
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Unlock and close; idempotent."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Location
-from mstore.errors import Incompatible, NotFound
+from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
@@ -65,6 +65,8 @@ class BlockCache:
             data = self._fill(extent.block)
         if extent.start == 0 and extent.length == len(data):
             return data
+        if extent.start + extent.length > len(data):
+            raise _misplaced(extent.block)
         return memoryview(data)[extent.start : extent.start + extent.length]
 
     def _fill(self, block: BlockId) -> bytes:
@@ -80,6 +82,10 @@ class BlockCache:
                 _, old = self._blocks.popitem(last=False)
                 self._bytes -= len(old)
         return data
+
+
+def _misplaced(block: BlockId) -> Corrupt:
+    return Corrupt("the block is not as long as its place in the file", where=f"block {block}")
 
 
 class _OpenFile:
@@ -167,7 +173,10 @@ class SnapshotView:
     def stream(self, path: str) -> Iterator[bytes]:
         """The file from end to end, block by block, past the cache."""
         for extent in self.extents(path, 0, self._opened(path).file.size):
-            yield self._catalog.read_block(extent.block)
+            data = self._catalog.read_block(extent.block)
+            if len(data) != extent.length:
+                raise _misplaced(extent.block)
+            yield data
 
     def prefetch(self, path: str, offset: int, size: int) -> None:
         """Ask the kernel to read these bytes' packs ahead; advice only, never an error."""
@@ -198,10 +207,11 @@ class SnapshotView:
         target = memoryview(data)
         blocks = list(tensor.block_ids())
         done = 0
-        for block, location in zip(blocks, self._catalog.locate(blocks), strict=True):
-            piece = target[done : done + location.raw_length]
-            self._catalog.read_block_into(block, location, piece)
-            done += location.raw_length
+        for number, location in enumerate(self._catalog.locate(blocks)):
+            length = tensor.block_length(number, self._catalog.block_size)
+            # Raises where the block is not as long as its place.
+            self._catalog.read_block_into(blocks[number], location, target[done : done + length])
+            done += length
         array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
         array.flags.writeable = False
         return array

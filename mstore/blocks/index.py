@@ -58,9 +58,9 @@ class Location:
 class Index:
     """The index of one store."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
-        self.env = Environment.acquire(path, DATABASES)
+        self.env = Environment.acquire(path, DATABASES, create=create)
         self._pack_ids: dict[int, PackId] = {}
 
     def close(self) -> None:

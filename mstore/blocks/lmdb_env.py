@@ -39,7 +39,7 @@ class Environment:
     writer in at a time, over all processes.
     """
 
-    def __init__(self, path: Path, databases: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, databases: tuple[str, ...], *, create: bool) -> None:
         self.path = path
         self.databases: dict[str, Any] = {}
         self._names = databases
@@ -48,9 +48,17 @@ class Environment:
         # Guards the change from reading to writing: who has a read transaction open just now.
         self._gate = Condition()
         self._readers: dict[int, int] = {}
-        if (path / "data.mdb").exists():
+        self._changing = False
+        if not _is_born(path / "data.mdb"):
+            if not create:
+                raise self._damaged("the index is missing or empty")
+            self._create()
+            return
+        try:
             self._open(writable=False)
-        else:
+        except lmdb.NotFoundError as error:
+            if not create:
+                raise self._damaged("a database of the index is missing") from error
             self._create()
 
     def _open(self, *, writable: bool) -> None:
@@ -66,11 +74,12 @@ class Environment:
                 raise
         except lmdb.InvalidError as error:
             raise self._damaged("not an LMDB index") from error
-        except lmdb.NotFoundError as error:
-            raise self._damaged("a database of the index is missing") from error
+        except lmdb.NotFoundError:
+            raise
         except lmdb.Error as error:
             raise _translated(error, self.path) from error
         self._writable = writable
+        self._file_id = _file_id(self.path)
 
     def _lmdb(self, *, writable: bool) -> Any:
         return lmdb.open(
@@ -88,7 +97,11 @@ class Environment:
         )
 
     def _create(self) -> None:
-        """Make the environment; its files' names are durable when this returns."""
+        """Make what is missing; the files' names are durable when this returns."""
+        data = self.path / "data.mdb"
+        # A file of no bytes may be one that another process is about to fill; LMDB takes it.
+        if data.exists() and data.stat().st_size > 0 and not _is_born(data):
+            fs.unlink(data)
         try:
             # LMDB would make a sparse file and map it: on a full disk that is a SIGBUS.
             fs.create_whole(self.path / "lock.mdb", bytes(_LOCK_BYTES))
@@ -110,19 +123,24 @@ class Environment:
         except lmdb.Error as error:
             raise _translated(error, self.path) from error
         self._writable = True
+        self._file_id = _file_id(self.path)
 
     def _damaged(self, what: str) -> Corrupt:
         return Corrupt(what, where=str(self.path), hint="mstore fsck")
 
     @classmethod
-    def acquire(cls, path: Path, databases: tuple[str, ...]) -> Environment:
-        """The environment of this path, opened at most once in this process."""
+    def acquire(cls, path: Path, databases: tuple[str, ...], *, create: bool = True) -> Environment:
+        """The environment of this path, opened at most once in this process.
+
+        Raises Corrupt where it is damaged, or is missing and not to be made; StorageFailed.
+        """
         key = os.path.realpath(path)
         with _environments_lock:
             found = _environments.get(key)
             if found is None:
-                found = _environments[key] = cls(path, databases)
+                found = _environments[key] = cls(path, databases, create=create)
             found._guard()
+            found._require_in_place()
             found._users += 1
             return found
 
@@ -142,6 +160,19 @@ class Environment:
                 hint="close the store before the fork, or start the child with 'spawn'",
             )
 
+    def _require_in_place(self) -> None:
+        # What is committed to a file that was removed or replaced would be gone without a word.
+        try:
+            named = _file_id(self.path)
+        except FileNotFoundError:
+            named = None
+        if named != self._file_id:
+            raise Unavailable(
+                "this store was removed or replaced while this process has it open",
+                where=str(self.path),
+                hint="close the store first",
+            )
+
     def _begin(self, *, write: bool) -> Any:
         try:
             return self._env.begin(write=write)
@@ -156,6 +187,9 @@ class Environment:
         self._guard()
         thread = get_ident()
         with self._gate:
+            # New readers let a change to writing pass; one inside another is part of that.
+            while self._changing and thread not in self._readers:
+                self._gate.wait()
             self._readers[thread] = self._readers.get(thread, 0) + 1
         try:
             with self._errors_translated():
@@ -177,6 +211,8 @@ class Environment:
         self._guard()
         self._make_writable()
         with self._errors_translated():
+            # Killed readers would hold on to old pages for ever.
+            self._env.reader_check()
             transaction = self._begin(write=True)
             try:
                 yield transaction
@@ -192,11 +228,16 @@ class Environment:
                 return
             if get_ident() in self._readers:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
-            while self._readers:
-                self._gate.wait()
-            if not self._writable:
-                self._env.close()
-                self._open(writable=True)
+            self._changing = True
+            try:
+                while self._readers:
+                    self._gate.wait()
+                if not self._writable:
+                    self._env.close()
+                    self._open(writable=True)
+            finally:
+                self._changing = False
+                self._gate.notify_all()
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
@@ -209,6 +250,22 @@ class Environment:
         """Size of the data file on disk."""
         with fs.translated(self.path):
             return (self.path / "data.mdb").stat().st_size
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    status = os.stat(path / "data.mdb")
+    return status.st_dev, status.st_ino
+
+
+def _is_born(data: Path) -> bool:
+    """Whether LMDB ever got as far as a header here; a crash may leave no byte, or only zeros."""
+    try:
+        with fs.translated(data), data.open("rb") as file:
+            return any(file.read(4096))
+    except StorageFailed as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
 
 
 def _translated(error: Any, path: Path) -> StorageFailed | Corrupt:

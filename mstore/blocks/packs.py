@@ -31,13 +31,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
 
 from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec
-from mstore.errors import Corrupt, Incompatible, StorageFailed
+from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
 from mstore.ids import Buffer, PackId
 
 PAGE = 4096
@@ -110,19 +109,23 @@ class PackWriter:
     """Writes one pack under a temporary name.
 
     Small payloads (records, constants) are held back and written behind the raw runs, so that a
-    run is never broken by them.  After `seal` or `abandon` the writer is done.
+    run is never broken by them, but for one flush each `held_limit` bytes.  After `seal` or
+    `abandon` the writer is done.
     """
 
-    held_limit: ClassVar[int] = 8 << 20
-
-    def __init__(self, path: Path, store_uuid: bytes) -> None:
+    def __init__(self, path: Path, store_uuid: bytes, *, held_limit: int = 8 << 20) -> None:
+        self._held_limit = held_limit
         self._file = fs.NewFile(path)
         self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, os.urandom(NONCE_BYTES))
         self._entries: list[Entry] = []
         self._held: list[tuple[Entry, bytes]] = []
         self._held_bytes = 0
         self._run: tuple[str, int] | None = None
-        self._file.append(self._head.ljust(PAGE, b"\0"))
+        try:
+            self._file.append(self._head.ljust(PAGE, b"\0"))
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def size(self) -> int:
@@ -146,7 +149,7 @@ class PackWriter:
         entry = Entry(id, kind, codec, width, 0, len(payload), raw_length)
         self._held.append((entry, payload))
         self._held_bytes += len(payload)
-        if self._held_bytes > self.held_limit:
+        if self._held_bytes > self._held_limit:
             self._flush()
 
     def _flush(self) -> None:
@@ -253,10 +256,12 @@ class PackFiles:
                         str(error.strerror), where=str(path), errno=error.errno
                     ) from error
                 opened = self._open[pack] = _OpenPack(fd)
+                # In use before room is made: where all others are in use it would be the one to go.
+                opened.users += 1
                 self._evict()
             else:
                 self._open.move_to_end(pack)
-            opened.users += 1
+                opened.users += 1
             return opened
 
     def _evict(self) -> None:
@@ -310,8 +315,11 @@ class PackFiles:
         return data
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """Ask the kernel to read ahead; advice only."""
-        opened = self._acquire(pack)
+        """Ask the kernel to read ahead; advice only, never an error."""
+        try:
+            opened = self._acquire(pack)
+        except MstoreError:
+            return
         try:
             os.posix_fadvise(opened.fd, offset, length, os.POSIX_FADV_WILLNEED)
         except OSError:

@@ -12,12 +12,16 @@ STORE/
 
 from __future__ import annotations
 
+import errno
+import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
-from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound
+from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 
 FORMAT_VERSION = 1
 MIN_BLOCK_SIZE = 1 << 16
@@ -68,33 +72,85 @@ def _format_line(layout: Layout) -> str:
     return f"mstore {FORMAT_VERSION} {layout.uuid} {layout.block_size}\n"
 
 
-def create(root: Path, block_size: int) -> Layout:
-    """Lay out a new store.  The format file comes last: without it there is no store.
+# All that a `creating` which was killed can leave behind.  Anything else is somebody's.
+_UNFINISHED = re.compile(
+    r"lock|packs|refs(/mirror)?|tmp(/\.(mirror|format)\.[0-9a-f]{8})?"
+    r"|(index|stats)(/(data\.mdb|lock\.mdb|\.lock\.mdb\.[0-9a-f]{8}))?"
+)
 
-    Raises Conflict if `root` holds a store or anything else, BadRequest for a bad block size,
-    Incompatible on a network filesystem.
+
+@contextmanager
+def creating(root: Path, block_size: int) -> Iterator[Layout]:
+    """Lay out a new store; the format file comes last: without it there is no store.
+
+    The block puts the first contents in place.  If it fails, or anything here, what was made is
+    removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad block
+    size, Incompatible on a network filesystem.
     """
     if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise BadRequest(
             f"block size {block_size} is not a power of two between 64 KiB and 16 MiB",
             hint="mstore init --block-size 1MiB",
         )
+    _require_unused(root)
+    fs.require_local(root)
+    layout = Layout(root, uuid.uuid4(), block_size)
+    is_new = not root.exists()
+    try:
+        fs.make_directories(root)
+        lock = fs.LockFile(layout.lock)
+    except BaseException:
+        # Nothing is locked yet: what lies there may be somebody else's.
+        if is_new and root.is_dir() and not any(root.iterdir()):
+            fs.remove_tree(root)
+        raise
+    try:
+        # Of two at a time the second waits here, and then finds a store.
+        lock.acquire()
+        _require_unused(root)
+        try:
+            _clear(layout)
+            for directory in (layout.packs, layout.index, layout.stats, layout.mirror.parent):
+                fs.make_directory(directory)
+            fs.make_directory(layout.tmp, mode=0o700)
+            yield layout
+            # Or the format's name could outlive a power loss that theirs did not.
+            fs.sync_directory(root)
+            fs.replace_text(root / "format", _format_line(layout), staging=layout.tmp)
+            fs.sync_directory(root.parent)
+        except BaseException:
+            _clear(layout)
+            fs.unlink(root / "format", missing_ok=True)
+            fs.unlink(layout.lock, missing_ok=True)
+            if is_new:
+                fs.remove_tree(root)
+            raise
+    finally:
+        lock.release()
+
+
+def _require_unused(root: Path) -> None:
+    """Raise Conflict unless `root` is missing, empty, or what a killed `creating` left."""
     if (root / "format").exists():
         raise Conflict(
             "there is a store already", where=str(root), hint=f"mstore --store {root} stats"
         )
-    fs.require_local(root)
+    if root.is_dir() and not root.is_symlink():
+        with fs.translated(root):
+            if all(_UNFINISHED.fullmatch(str(p.relative_to(root))) for p in root.rglob("*")):
+                return
     fs.require_empty(root)
-    layout = Layout(root, uuid.uuid4(), block_size)
-    fs.make_directories(root)
-    fs.make_directory(layout.packs, exist_ok=True)
-    fs.make_directory(layout.index, exist_ok=True)
-    fs.make_directory(layout.stats, exist_ok=True)
-    fs.make_directory(layout.mirror.parent, exist_ok=True)
-    fs.make_directory(layout.tmp, mode=0o700, exist_ok=True)
-    fs.replace_text(root / "format", _format_line(layout))
-    fs.sync_directory(root.parent)
-    return layout
+
+
+def _clear(layout: Layout) -> None:
+    for directory in (
+        layout.packs,
+        layout.index,
+        layout.stats,
+        layout.mirror.parent,
+        layout.tmp,
+    ):
+        fs.remove_tree(directory)
 
 
 def locate(root: Path) -> Layout:
@@ -103,8 +159,8 @@ def locate(root: Path) -> Layout:
     try:
         with fs.translated(path), path.open("rb") as file:
             line = file.read(4096)
-    except Exception as error:
-        if not path.exists():
+    except StorageFailed as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFound(
                 "no store here", where=str(root), hint=f"mstore --store {root} init"
             ) from error

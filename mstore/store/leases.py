@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.errors import StorageFailed
 from mstore.store.layout import Layout
 
 
@@ -59,9 +61,11 @@ class Lease:
         transaction.delete(self.name.encode(), db=self._index.db("leases"))
 
     def release(self) -> None:
-        """Remove directory and lock.  A row still there is swept by the next writer."""
-        fs.remove_tree(self.directory)
-        self._lock.remove()
+        """Remove directory and lock.  What is still there after an error is swept like a row."""
+        with suppress(StorageFailed):
+            fs.remove_tree(self.directory)
+        with suppress(StorageFailed):
+            self._lock.remove()
 
 
 def _lock_path(layout: Layout, name: str) -> Path:
@@ -69,19 +73,33 @@ def _lock_path(layout: Layout, name: str) -> Path:
 
 
 def garbage(layout: Layout) -> list[Path]:
-    """Everything in tmp/ that belongs to no live lease, for reports."""
-    found = []
-    for path in sorted(layout.tmp.iterdir()):
-        lock = _seize(layout, path)
-        if lock is not None:
-            lock.release()
-            found.append(path)
-    return found
+    """Everything in tmp/ that belongs to no live lease, for reports.  Changes nothing."""
+    return [path for path in _listed(layout) if not _is_live(layout, path)]
+
+
+def _listed(layout: Layout) -> list[Path]:
+    with fs.translated(layout.tmp):
+        return sorted(layout.tmp.iterdir())
+
+
+def _owner_lock(layout: Layout, path: Path) -> Path:
+    return _lock_path(layout, path.name.removesuffix(".lock"))
+
+
+def _is_live(layout: Layout, path: Path) -> bool:
+    try:
+        lock = fs.LockFile(_owner_lock(layout, path), create=False)
+    except StorageFailed:
+        return False
+    try:
+        return not lock.acquire(blocking=False)
+    finally:
+        lock.release()
 
 
 def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
     """The lock of the lease that owned `path`, taken; None while its owner lives."""
-    lock = fs.LockFile(_lock_path(layout, path.name.removesuffix(".lock")))
+    lock = fs.LockFile(_owner_lock(layout, path))
     if lock.acquire(blocking=False):
         return lock
     lock.release()
@@ -89,17 +107,13 @@ def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
 
 
 def sweep(layout: Layout, index: Index) -> None:
-    """Remove what dead leases left behind.  Call with the writer lock held."""
-    for path in sorted(layout.tmp.iterdir()):
-        lock = _seize(layout, path)
-        if lock is None:
-            continue
-        if path != lock.path:
-            if path.is_dir() and not path.is_symlink():
-                fs.remove_tree(path)
-            else:
-                fs.unlink(path, missing_ok=True)
-        lock.remove()
+    """Remove what dead leases left behind.  Call with the writer lock held.
+
+    What cannot be removed (another user's, say) stays, and stops nobody.
+    """
+    for path in _listed(layout):
+        with suppress(StorageFailed):
+            _sweep_one(layout, path)
     with index.env.read() as transaction, transaction.cursor(db=index.db("leases")) as cursor:
         names = [bytes(key).decode() for key, _ in cursor]
     gone = [name for name in names if not _lock_path(layout, name).exists()]
@@ -107,3 +121,17 @@ def sweep(layout: Layout, index: Index) -> None:
         with index.env.write() as transaction:
             for name in gone:
                 transaction.delete(name.encode(), db=index.db("leases"))
+
+
+def _sweep_one(layout: Layout, path: Path) -> None:
+    lock = _seize(layout, path)
+    if lock is None:
+        return
+    try:
+        if path != lock.path:
+            if path.is_dir() and not path.is_symlink():
+                fs.remove_tree(path)
+            else:
+                fs.unlink(path, missing_ok=True)
+    finally:
+        lock.remove()

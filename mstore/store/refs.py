@@ -20,7 +20,7 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.errors import BadName, Conflict, NotFound
+from mstore.errors import BadName, Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.store.layout import Layout
@@ -28,7 +28,9 @@ from mstore.store.layout import Layout
 BRANCH = "branch"
 TAG = "tag"
 MAX_NAME_BYTES = 200
-_FORBIDDEN = re.compile(r"[\x00-\x20\x7f~^:@{}\\*?\[\]=\"'<>|$`]")
+_FORBIDDEN = frozenset("~^:@{}\\*?[]=\"'<>|$`")
+# Controls, invisible marks (they also turn text round), and all kinds of space.
+_UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 _HEX_NAME = re.compile(r"[0-9a-f]{16,64}")
 _POSITION = struct.Struct(">Q")
 
@@ -77,8 +79,9 @@ def check_name(name: str) -> None:
         raise refuse(f"it is longer than {MAX_NAME_BYTES} bytes")
     if unicodedata.normalize("NFC", name) != name:
         raise refuse("it is not in Unicode normal form C")
-    if found := _FORBIDDEN.search(name):
-        raise refuse(f"it contains {found.group()!r}")
+    for character in name:
+        if character in _FORBIDDEN or unicodedata.category(character) in _UNSEEN:
+            raise refuse(f"it contains {character!r}")
     if _HEX_NAME.fullmatch(name):
         raise refuse("it looks like an id")
     for part in name.split("/"):
@@ -90,7 +93,7 @@ def check_name(name: str) -> None:
 
 def get(index: Index, transaction: Any, name: str) -> Ref | None:
     """The ref of this name, or None."""
-    key = name.encode(errors="surrogateescape")
+    key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
         return None
     value = transaction.get(key, db=index.db("refs"))
@@ -161,7 +164,7 @@ def _log_key(name: str, position: int) -> bytes:
 
 def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
     """All moves of a name, oldest first; also of one that was removed."""
-    prefix = name.encode(errors="surrogateescape") + b"\0"
+    prefix = name.encode(errors="surrogatepass") + b"\0"
     moves = []
     with transaction.cursor(db=index.db("reflog")) as cursor:
         found = cursor.set_range(prefix)
@@ -173,7 +176,7 @@ def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
 
 def next_position(index: Index, transaction: Any, name: str) -> int:
     """How many moves the reflog of `name` has: the position of its next line."""
-    prefix = name.encode(errors="surrogateescape") + b"\0"
+    prefix = name.encode(errors="surrogatepass") + b"\0"
     with transaction.cursor(db=index.db("reflog")) as cursor:
         beyond = cursor.set_range(prefix + b"\xff" * (_POSITION.size + 1))
         last = cursor.prev() if beyond else cursor.last()
@@ -206,4 +209,25 @@ def write_mirror(layout: Layout, index: Index) -> None:
             return
     except (OSError, UnicodeDecodeError):
         pass
-    fs.replace_text(layout.mirror, text)
+    fs.replace_text(layout.mirror, text, staging=layout.tmp)
+
+
+def read_mirror(layout: Layout) -> dict[str, Ref]:
+    """The refs that the text mirror names.  Raises Corrupt, StorageFailed."""
+    with fs.translated(layout.mirror):
+        text = layout.mirror.read_bytes().decode(errors="replace")
+    head, *lines = text.split("\n")
+    found = {}
+    for line in lines[:-1]:
+        kind, _, rest = line.partition(" ")
+        id, _, name = rest.partition(" ")
+        try:
+            check_name(name)
+            found[name] = Ref(kind, SnapshotId.parse(id))
+        except BadName as error:
+            raise Corrupt(
+                f"not a line of a ref mirror: {line!r}", where=str(layout.mirror)
+            ) from error
+    if head + "\n" != MIRROR_HEAD or lines[-1:] != [""]:
+        raise Corrupt("not a ref mirror, or cut short", where=str(layout.mirror))
+    return found

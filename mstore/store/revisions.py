@@ -19,7 +19,8 @@ from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import refs
 
-_SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>\d{1,9})\})?(?P<steps>(?:~\d{0,9})*)")
+_SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
+MAX_LENGTH = 1000
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
 _HINT = "mstore refs lists the names, mstore log the snapshots"
 
@@ -35,9 +36,9 @@ class Revision:
 
 def parse(text: str) -> Revision:
     """Split a revision into its parts.  Raises BadName."""
-    found = _SUFFIX.fullmatch(text)
+    found = _SUFFIX.fullmatch(text) if len(text) <= MAX_LENGTH else None
     if found is None:
-        raise BadName(f"{text!r} does not name a snapshot", hint=_HINT)
+        raise BadName(f"{text[:MAX_LENGTH]!r} does not name a snapshot", hint=_HINT)
     steps = sum(int(step or "1") for step in found["steps"].split("~")[1:])
     back = None if found["back"] is None else int(found["back"])
     return Revision(found["name"], back, steps)

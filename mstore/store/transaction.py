@@ -14,6 +14,7 @@ A transaction belongs to one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +23,7 @@ from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
-from mstore.errors import Conflict
+from mstore.errors import Conflict, StorageFailed
 from mstore.ids import BlockId, Buffer, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.manifest import Manifest
@@ -64,6 +65,9 @@ class Transaction:
         self._committing = False
         self.bytes_written = 0
         self.blocks_new = 0
+        # Before anything is written: what a killed writer left may be the space that is missing.
+        with catalog.publishing():
+            leases.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
 
     def __enter__(self) -> Self:
@@ -75,15 +79,17 @@ class Transaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
-            self._writer = None
-        if not self._committing:
-            # An index commit that failed half way may still be on disk: then the packs stay.
-            for pack in self._published:
-                path = pack_path(self._catalog.layout.packs, pack.id)
-                fs.unlink(path, missing_ok=True)
-        self._lease.release()
+        try:
+            if self._writer is not None:
+                self._writer.abandon()
+                self._writer = None
+            if not self._committing:
+                # An index commit that failed half way may still be on disk: then the packs stay.
+                for pack in self._published:
+                    path = pack_path(self._catalog.layout.packs, pack.id)
+                    fs.unlink(path, missing_ok=True)
+        finally:
+            self._lease.release()
 
     # -- filling -----------------------------------------------------------------------------
 
@@ -179,7 +185,6 @@ class Transaction:
         self._publish_packs()
         catalog = self._catalog
         with catalog.publishing():
-            leases.sweep(catalog.layout, catalog.index)
             with catalog.index.env.write() as transaction:
                 self._check_relied(transaction)
                 for pack in self._sealed:
@@ -191,15 +196,15 @@ class Transaction:
                     also(transaction)
                 self._lease.drop_row(transaction)
                 self._committing = True
-            refs.write_mirror(catalog.layout, catalog.index)
+            _refresh_mirror(catalog)
 
     def _publish_packs(self) -> None:
         packs = self._catalog.layout.packs
-        touched = set()
+        # Also where no directory is new: another writer may have made it and not synced it yet.
+        touched = {packs} if self._sealed else set()
         for pack in self._sealed:
             target = pack_path(packs, pack.id)
-            if fs.make_directory(target.parent, exist_ok=True):
-                touched.add(packs)
+            fs.make_directory(target.parent, exist_ok=True)
             touched.add(target.parent)
             self._published.append(pack)
             fs.rename(pack.path, target)
@@ -239,4 +244,10 @@ def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
     with catalog.publishing():
         with catalog.index.env.write() as transaction:
             apply_moves(catalog, transaction, moves)
+        _refresh_mirror(catalog)
+
+
+def _refresh_mirror(catalog: Catalog) -> None:
+    # The commit stands whatever happens here, and the next one writes the mirror anew.
+    with suppress(StorageFailed):
         refs.write_mirror(catalog.layout, catalog.index)

@@ -1,0 +1,207 @@
+"""Leases: nobody takes a live one's work, and nobody keeps a dead one's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mstore import fs
+from mstore.errors import StorageFailed
+from mstore.store import leases
+from mstore.store.catalog import Catalog
+from mstore.store.leases import Lease, LeaseRow
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    """An empty store."""
+    catalog = Catalog.create(tmp_path / "store", 1 << 16)
+    yield catalog
+    catalog.close()
+
+
+def rows(catalog: Catalog) -> dict[str, LeaseRow]:
+    """What the index knows of leases."""
+    db = catalog.index.db("leases")
+    with catalog.index.env.read() as transaction, transaction.cursor(db=db) as cursor:
+        return {key.decode(): msgspec.msgpack.decode(value, type=LeaseRow) for key, value in cursor}
+
+
+def in_tmp(catalog: Catalog) -> list[str]:
+    """Every name below tmp/."""
+    return sorted(str(p.relative_to(catalog.layout.tmp)) for p in catalog.layout.tmp.rglob("*"))
+
+
+def sweep(catalog: Catalog) -> None:
+    """As a writer does it."""
+    with catalog.publishing():
+        leases.sweep(catalog.layout, catalog.index)
+
+
+@contextmanager
+def leaseholder(catalog: Catalog) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that holds a lease with a half-written pack in it, and the lease's name."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from mstore.store.catalog import Catalog; from mstore.store.leases import Lease\n"
+        "catalog = Catalog.open(Path(sys.argv[1]))\n"
+        "lease = Lease(catalog.layout, catalog.index, 'elsewhere')\n"
+        "(lease.directory / '0.pack').write_bytes(b'half')\n"
+        "print(lease.name, flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(catalog.layout.root)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout is not None
+        try:
+            yield holder, holder.stdout.readline().strip()
+        finally:
+            holder.kill()
+
+
+def test_a_lease_comes_and_goes_whole(catalog: Catalog) -> None:
+    """A lease is a directory of one's own, a held lock and a row; released, its files are gone."""
+    lease = Lease(catalog.layout, catalog.index, "test")
+    assert in_tmp(catalog) == [lease.name, f"{lease.name}.lock"]
+    assert lease.directory.stat().st_mode & 0o777 == 0o700
+    assert rows(catalog) == {lease.name: LeaseRow(os.getpid(), "test")}
+    (lease.directory / "0.pack").write_bytes(b"half")
+    lease.release()
+    assert in_tmp(catalog) == []
+
+
+def test_a_lease_of_this_process_is_not_swept(catalog: Catalog) -> None:
+    """A sweep by the process that holds a lease leaves it alone."""
+    lease = Lease(catalog.layout, catalog.index, "test")
+    sweep(catalog)
+    assert in_tmp(catalog) == [lease.name, f"{lease.name}.lock"]
+    assert lease.name in rows(catalog)
+    assert leases.garbage(catalog.layout) == []
+    lease.release()
+
+
+def test_a_live_lease_is_not_swept_and_a_dead_one_is(catalog: Catalog) -> None:
+    """While its process lives, stopped or not, a lease stays; after kill -9 everything goes."""
+    with leaseholder(catalog) as (holder, name):
+        holder.send_signal(signal.SIGSTOP)
+        sweep(catalog)
+        assert in_tmp(catalog) == [name, f"{name}.lock", f"{name}/0.pack"]
+        assert rows(catalog)[name] == LeaseRow(holder.pid, "elsewhere")
+        assert leases.garbage(catalog.layout) == []
+        holder.send_signal(signal.SIGKILL)
+    assert leases.garbage(catalog.layout) == [
+        catalog.layout.tmp / name,
+        catalog.layout.tmp / f"{name}.lock",
+    ]
+    sweep(catalog)
+    assert in_tmp(catalog) == []
+    assert rows(catalog) == {}
+
+
+def test_looking_for_garbage_changes_nothing(catalog: Catalog) -> None:
+    """`garbage` lists what no live lease owns and makes or removes no file."""
+    (catalog.layout.tmp / "junk").write_bytes(b"junk")
+    (catalog.layout.tmp / "dead").mkdir()
+    lease = Lease(catalog.layout, catalog.index, "test")
+    before = in_tmp(catalog)
+    listener: list[fs.Operation] = []
+    with fs.observed(listener.append):
+        found = leases.garbage(catalog.layout)
+    assert [path.name for path in found] == ["dead", "junk"]
+    assert in_tmp(catalog) == before
+    assert listener == []
+    lease.release()
+
+
+def test_anything_in_tmp_is_swept(catalog: Catalog) -> None:
+    """Files, directories, lone locks and links go; what a link points at stays."""
+    tmp = catalog.layout.tmp
+    outside = catalog.layout.root / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (tmp / "file").touch()
+    (tmp / "a.lock").touch()
+    (tmp / "deep" / "er").mkdir(parents=True)
+    (tmp / "link").symlink_to(outside)
+    (tmp / ".mirror.01234567").touch()
+    sweep(catalog)
+    assert in_tmp(catalog) == []
+    assert (outside / "kept").exists()
+
+
+def test_what_cannot_be_removed_stops_nobody(catalog: Catalog) -> None:
+    """A sweep goes on past a refusal of the system, and so does releasing a lease."""
+    for name in ("a", "b", "c"):
+        (catalog.layout.tmp / name).mkdir()
+
+    def refuse(operation: fs.Operation) -> None:
+        if operation.kind == "rmtree" and not operation.path.endswith(("a", "c")):
+            raise OSError(errno.EACCES, "no")
+
+    lease = Lease(catalog.layout, catalog.index, "test")
+    with fs.observed(refuse):
+        sweep(catalog)
+        assert [path.name for path in catalog.layout.tmp.glob("?")] == ["b"]
+        lease.release()
+    assert lease.directory.exists()
+    sweep(catalog)
+    assert in_tmp(catalog) == []
+
+
+def test_a_lock_that_was_swept_at_birth_is_taken_anew(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sweeper removed the lock file between its making and its locking, the lease takes
+    another: it never relies on a lock that others cannot see."""
+    acquire = fs.LockFile.acquire
+    swept: list[Path] = []
+
+    def sweep_once(lock: fs.LockFile, *, blocking: bool = True) -> bool:
+        if not swept:
+            swept.append(lock.path)
+            lock.path.unlink()
+        return acquire(lock, blocking=blocking)
+
+    monkeypatch.setattr(fs.LockFile, "acquire", sweep_once)
+    lease = Lease(catalog.layout, catalog.index, "test")
+    assert swept
+    assert in_tmp(catalog) == [lease.name, f"{lease.name}.lock"]
+    assert swept[0].name != f"{lease.name}.lock"
+    lease.release()
+
+
+@pytest.mark.parametrize("kind", ["create", "mkdir", "commit"])
+def test_a_lease_that_could_not_be_taken_leaves_nothing(catalog: Catalog, kind: str) -> None:
+    """Whatever step of taking a lease fails, tmp/ and the rows are as before."""
+
+    def refuse(operation: fs.Operation) -> None:
+        if operation.kind == kind:
+            raise OSError(errno.ENOSPC, "full")
+
+    with fs.observed(refuse), pytest.raises(StorageFailed):
+        Lease(catalog.layout, catalog.index, "test")
+    assert in_tmp(catalog) == []
+    assert rows(catalog) == {}
+
+
+def test_a_row_without_a_lock_is_swept(catalog: Catalog) -> None:
+    """Rows of leases whose files are gone are removed, those of live ones stay."""
+    dead, live = (Lease(catalog.layout, catalog.index, name) for name in ("dead", "live"))
+    dead.release()
+    assert rows(catalog).keys() == {dead.name, live.name}
+    sweep(catalog)
+    assert rows(catalog).keys() == {live.name}
+    live.release()

@@ -1,0 +1,406 @@
+"""Packs: what is written is found again, whole pages stay whole, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.packs import (
+    ENTRY,
+    MAGIC,
+    NO_BASE,
+    PAGE,
+    TAIL_MAGIC,
+    Entry,
+    Kind,
+    PackFiles,
+    PackWriter,
+    SealedPack,
+    pack_path,
+    read_table,
+)
+from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
+from mstore.ids import BlockId, PackId
+
+UUID = bytes(range(16))
+TAIL = 64
+
+
+def publish(packs: Path, writer: PackWriter) -> SealedPack:
+    """Seal a pack and give it its name, as a transaction does."""
+    sealed = writer.seal()
+    target = pack_path(packs, sealed.id)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sealed.path.rename(target)
+    return replace(sealed, path=target)
+
+
+def small_pack(directory: Path, *payloads: bytes) -> SealedPack:
+    """A pack in packs/ with these raw blocks and one record."""
+    writer = PackWriter(directory / f"{os.urandom(4).hex()}.pack", UUID)
+    offset = 0
+    for payload in payloads:
+        writer.append_raw(BlockId.of(payload), payload, 1, "file", offset)
+        offset += len(payload)
+    writer.append_small(bytes(range(32)), Kind.TENSOR, Codec.RAW, 1, b"a record", 8)
+    return publish(directory / "packs", writer)
+
+
+# -- writing and reading -----------------------------------------------------------------------
+
+
+def test_the_layout_is_that_of_the_format(tmp_path: Path) -> None:
+    """Header, payloads, table, padding and tail lie where docs/format.md says."""
+    pack = small_pack(tmp_path, b"x" * 5000, b"y" * 300)
+    data = pack.path.read_bytes()
+    assert (len(data), len(data) % PAGE) == (pack.size, 0)
+    assert data[:32] == MAGIC + struct.pack("<I", 1) + bytes(4) + UUID
+    assert data[64:PAGE] == bytes(PAGE - 64)
+    assert data[PAGE : PAGE + 5300] == b"x" * 5000 + b"y" * 300
+    offset, length, digest, version, magic = struct.unpack("<QQ32sI4x8s", data[-TAIL:])
+    assert (version, magic) == (1, TAIL_MAGIC)
+    table = data[offset : offset + length]
+    assert len(table) == 3 * 88
+    assert blake3(table).digest() == digest
+    assert data[offset + length : -TAIL] == bytes(len(data) - TAIL - offset - length)
+    assert PackId.of(data[:64] + table) == pack.id
+    assert pack.path.name == f"{pack.id}.pack"
+    assert pack.path.parent.name == pack.id.hex()[:2]
+    assert pack.path.stat().st_mode & 0o777 == 0o444
+
+
+def test_the_table_is_sorted_and_complete(tmp_path: Path) -> None:
+    """Reading the table gives the pack's id and exactly the entries that were sealed, in order."""
+    pack = small_pack(tmp_path, *(bytes([n]) * 100 for n in range(40)))
+    assert read_table(pack.path) == (pack.id, pack.entries)
+    keys = [(entry.kind, entry.id) for entry in pack.entries]
+    assert keys == sorted(keys)
+    assert len(keys) == 41
+
+
+def test_equal_contents_make_different_packs(tmp_path: Path) -> None:
+    """Two packs of the same blocks have two names: neither takes the other's place."""
+    assert small_pack(tmp_path, b"same").id != small_pack(tmp_path, b"same").id
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 3 * PAGE),
+        st.lists(st.integers(1, 2 * PAGE + 10), min_size=1, max_size=5),
+        st.lists(st.integers(0, 200), max_size=3),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=60)
+@given(runs=RUNS, limit=st.sampled_from([0, 100, 1 << 20]))
+def test_pages_of_a_file_are_pages_of_the_pack(
+    tmp_path_factory: pytest.TempPathFactory,
+    runs: list[tuple[int, list[int], list[int]]],
+    limit: int,
+) -> None:
+    """A run lies at its file's offset modulo 4096, its blocks touch, and all payloads read back."""
+    directory = tmp_path_factory.mktemp("pack")
+    draw = random.Random(0)
+    writer = PackWriter(directory / "t.pack", UUID, held_limit=limit)
+    told: dict[bytes, tuple[bytes, int, bytes | None]] = {}
+    for number, (start, lengths, smalls) in enumerate(runs):
+        previous: bytes | None = None
+        offset = start
+        for length in lengths:
+            payload = draw.randbytes(length)
+            id = bytes(BlockId.of(payload + bytes([number])))
+            writer.append_raw(id, payload, 2, f"file {number}", offset)
+            told[id] = (payload, offset, previous)
+            previous, offset = id, offset + length
+        for length in smalls:
+            payload, id = draw.randbytes(length), draw.randbytes(32)
+            writer.append_small(id, Kind.MANIFEST, Codec.RAW, 1, payload, length)
+            told[id] = (payload, -1, None)
+    pack = publish(directory, writer)
+    files = PackFiles(directory)
+    entries = {entry.id: entry for entry in read_table(pack.path)[1]}
+    assert entries.keys() == told.keys()
+    for id, (payload, at, previous) in told.items():
+        entry = entries[id]
+        assert files.read(pack.id, entry.offset, entry.stored_length) == payload
+        assert entry.raw_length == len(payload)
+        if at >= 0:
+            assert (entry.offset - at) % PAGE == 0
+        if previous is not None:
+            before = entries[previous]
+            assert before.offset + before.stored_length == entry.offset
+    files.close()
+
+
+def test_small_payloads_wait_for_the_end_of_a_run(tmp_path: Path) -> None:
+    """A record put between two neighbours does not part them."""
+    writer = PackWriter(tmp_path / "t.pack", UUID)
+    writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
+    writer.append_small(b"2" * 32, Kind.TENSOR, Codec.RAW, 1, b"record", 6)
+    assert writer.size == PAGE + 700 + 6
+    writer.append_raw(b"3" * 32, b"b" * 700, 1, "f", 700)
+    first, third, _ = writer.seal().entries
+    assert third.offset == first.offset + 700
+
+
+def test_abandon_leaves_nothing(tmp_path: Path) -> None:
+    """An abandoned pack, and one whose disk is full at any write, leaves no file."""
+    writer = PackWriter(tmp_path / "t.pack", UUID)
+    writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_of_table_and_tail_is_found(tmp_path: Path) -> None:
+    """One flipped bit in table, tail or the header's magic and version is refused; one in the
+    header's identity makes it another pack."""
+    pack = small_pack(tmp_path, b"x" * 50, b"y" * 300)
+    data = pack.path.read_bytes()
+    offset, length = struct.unpack_from("<QQ", data, len(data) - TAIL)
+    unused = {len(data) - TAIL + 52 + n for n in range(4)}
+    places = [
+        *range(offset, offset + length),
+        *(place for place in range(len(data) - TAIL, len(data)) if place not in unused),
+        *range(64),
+    ]
+    bad = tmp_path / "bad.pack"
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        bad.write_bytes(damaged)
+        if place >= 64 or place < 12:
+            with pytest.raises((Corrupt, Incompatible)) as refusal:
+                read_table(bad)
+            assert refusal.value.where == str(bad)
+        else:
+            assert read_table(bad)[0] != pack.id
+
+
+@pytest.fixture(scope="module")
+def sound_pack(tmp_path_factory: pytest.TempPathFactory) -> SealedPack:
+    """A pack to damage."""
+    return small_pack(tmp_path_factory.mktemp("sound"), b"x" * 50, b"y" * 300)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_random_damage_is_refused_or_harmless(sound_pack: SealedPack, data: st.DataObject) -> None:
+    """Cut, stretched, spliced and overwritten packs: an error of ours, or the very same table."""
+    raw = bytearray(sound_pack.path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(raw)))
+        new = data.draw(st.binary(max_size=100))
+        end = place + data.draw(st.sampled_from([0, len(new), 1, PAGE]))
+        raw[place:end] = new
+    bad = sound_pack.path.parent / "bad"
+    bad.write_bytes(raw)
+    try:
+        id, entries = read_table(bad)
+    except MstoreError:
+        return
+    assert entries == sound_pack.entries or id != sound_pack.id
+
+
+def entry(id: int, *, kind: int = Kind.BLOCK, offset: int = PAGE, stored: int = 100) -> Entry:
+    """An entry as a forger would write it."""
+    return Entry(bytes([id]) * 32, kind, Codec.RAW, 1, offset, stored, stored)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry(1, offset=0)],
+        [entry(1, offset=PAGE - 1)],
+        [entry(1, stored=PAGE + 1)],
+        [entry(1, offset=2 * PAGE)],
+        [entry(1, offset=(1 << 64) - 1)],
+        [entry(1, stored=(1 << 32) - 1)],
+        [entry(2), entry(1)],
+        [entry(1), entry(1)],
+        [entry(1, kind=Kind.TENSOR), entry(2)],
+    ],
+)
+def test_a_forged_table_is_refused(entries: list[Entry], tmp_path: Path) -> None:
+    """Entries out of bounds, out of order or twice are refused, whatever hash the table has."""
+    table = b"".join(entry.encode() for entry in entries)
+    path = tmp_path / "forged.pack"
+    path.write_bytes(forged(table, 2 * PAGE, len(table)))
+    with pytest.raises(Corrupt, match="out of bounds or order"):
+        read_table(path)
+
+
+def forged(table: bytes, offset: int, length: int, version: int = 1) -> bytes:
+    """A pack of four pages with this table at its third, and a tail that says what it is told."""
+    head = struct.pack("<8sI4x16s32s", MAGIC, version, UUID, bytes(32))
+    tail = struct.pack("<QQ32sI4x8s", offset, length, blake3(table).digest(), version, TAIL_MAGIC)
+    return (head.ljust(2 * PAGE, b"\0") + table).ljust(4 * PAGE - TAIL, b"\0") + tail
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 88),
+        (2 * PAGE, 87),
+        (2 * PAGE, 88 * (1 << 40)),
+        ((1 << 64) - 88, 88),
+        (4 * PAGE - TAIL, 88),
+        (4 * PAGE, 0),
+    ],
+)
+def test_a_forged_tail_is_refused(offset: int, length: int, tmp_path: Path) -> None:
+    """A table that lies outside the file, in the header or the tail, or ends inside an entry."""
+    path = tmp_path / "forged.pack"
+    path.write_bytes(forged(entry(1).encode(), offset, length))
+    with pytest.raises(Corrupt, match="does not fit"):
+        read_table(path)
+
+
+def test_a_sound_forgery_is_read(tmp_path: Path) -> None:
+    """The forger's tools make packs that are accepted when nothing is wrong with them."""
+    path = tmp_path / "sound.pack"
+    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, ENTRY.size))
+    assert read_table(path)[1] == (entry(1),)
+    path.write_bytes(forged(b"", 2 * PAGE, 0))
+    assert read_table(path)[1] == ()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """Empty, short, foreign and missing files, and packs of a newer version, are told apart."""
+    path = tmp_path / "x.pack"
+    for contents in (b"", b"short", bytes(PAGE), bytes(3 * PAGE), os.urandom(2 * PAGE)):
+        path.write_bytes(contents)
+        with pytest.raises(Corrupt):
+            read_table(path)
+    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=2))
+    with pytest.raises(Incompatible, match="version 2"):
+        read_table(path)
+    with pytest.raises(StorageFailed):
+        read_table(tmp_path / "missing.pack")
+
+
+# -- reading payloads --------------------------------------------------------------------------
+
+
+def test_missing_and_short_packs_are_corrupt(tmp_path: Path) -> None:
+    """A pack that is gone, or ends before its payload, is an error that names the file."""
+    pack = small_pack(tmp_path, b"x" * 100)
+    files = PackFiles(tmp_path / "packs")
+    with pytest.raises(Corrupt, match="too early") as short:
+        files.read(pack.id, pack.size - 10, 20)
+    assert short.value.where == str(pack.path)
+    with pytest.raises(Corrupt, match="too early"):
+        files.read_into(pack.id, pack.size - 10, memoryview(bytearray(20)))
+    other = PackId(bytes(32))
+    files.will_need(other, 0, 1)
+    with pytest.raises(Corrupt, match="missing") as gone:
+        files.read(other, 0, 1)
+    assert gone.value.where == str(pack_path(tmp_path / "packs", other))
+    files.close()
+
+
+def test_a_link_is_not_a_pack(tmp_path: Path) -> None:
+    """A symlink under a pack's name is not followed."""
+    pack = small_pack(tmp_path, b"x" * 100)
+    pack.path.rename(tmp_path / "elsewhere")
+    pack.path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageFailed):
+        PackFiles(tmp_path / "packs").read(pack.id, PAGE, 100)
+
+
+def test_open_packs_are_bounded(tmp_path: Path) -> None:
+    """However many packs are read by however many threads, few stay open, none after close."""
+    payloads = [bytes([n]) * 500 for n in range(20)]
+    packs = [small_pack(tmp_path, payload) for payload in payloads]
+    files = PackFiles(tmp_path / "packs", max_open=3)
+
+    def read(number: int) -> bool:
+        which = number * 7 % len(packs)
+        files.will_need(packs[which].id, PAGE, 500)
+        target = bytearray(500)
+        files.read_into(packs[which].id, PAGE, memoryview(target))
+        return files.read(packs[which].id, PAGE, 500) == bytes(target) == payloads[which]
+
+    before = descriptors()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(400)))
+    # One more for each thread that was reading when a pack should have been closed.
+    assert descriptors() - before <= 3 + 4
+    files.close()
+    assert descriptors() == before
+
+
+def test_a_pack_in_use_is_not_closed(tmp_path: Path) -> None:
+    """Where there is no room for one more open pack, the one that is just opened is still read."""
+    pack = small_pack(tmp_path, b"x" * 100)
+    files = PackFiles(tmp_path / "packs", max_open=0)
+    assert files.read(pack.id, PAGE, 100) == b"x" * 100
+    files.close()
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- codecs ------------------------------------------------------------------------------------
+
+
+@given(
+    element=st.binary(min_size=1, max_size=8).filter(lambda e: len(e) in (1, 2, 4, 8)),
+    count=st.integers(2, 3000),
+    at=st.integers(0, 1 << 20),
+)
+def test_constant_blocks(element: bytes, count: int, at: int) -> None:
+    """A repeated element is stored once; one deviating byte anywhere makes the block raw."""
+    width = len(element)
+    data = bytearray(element * count)
+    codec, payload = codecs.encode(bytes(data), width)
+    assert (codec, payload) == (Codec.CONSTANT, element)
+    assert codecs.decode(codec, bytes(payload), width, len(data)) == data
+    data[at % len(data)] ^= 1
+    codec, payload = codecs.encode(bytes(data), width)
+    assert (codec, bytes(payload)) == (Codec.RAW, bytes(data))
+    assert codecs.decode(codec, bytes(payload), width, len(data)) == data
+
+
+@given(
+    codec=st.integers(0, 255), payload=st.binary(max_size=9), width=st.integers(0, 9),
+    raw=st.integers(0, 70_000),
+)  # fmt: skip
+def test_decoding_gives_the_length_it_was_told(
+    codec: int, payload: bytes, width: int, raw: int
+) -> None:
+    """Whatever an entry says: the plain length, or an error of ours."""
+    try:
+        plain = codecs.decode(codec, payload, width, raw)
+    except (Corrupt, Incompatible):
+        return
+    assert len(plain) == raw
+
+
+def test_reserved_codecs_need_a_newer_version() -> None:
+    """Planes and deltas are refused as what they are."""
+    for codec in (Codec.PLANES, Codec.DELTA, 77):
+        with pytest.raises(Incompatible, match="newer"):
+            codecs.decode(codec, b"x", 1, 1)
+
+
+def test_an_entry_of_no_base_has_none() -> None:
+    """The base field of an entry that is no delta is zero."""
+    assert entry(1).encode()[32:64] == NO_BASE == bytes(32)
