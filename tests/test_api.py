@@ -1,0 +1,342 @@
+"""The public face: stores, snapshots and refs as a Python program meets them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import families
+import ml_dtypes
+import numpy as np
+import pytest
+from families import BLOCK
+
+import mstore
+from mstore import MstoreError, Snapshot, SnapshotId, Store
+from mstore.errors import BadName, BadRequest, Conflict, Corrupt, Incompatible, NotFound
+
+FAMILY = families.layered(rows=40)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILY.write(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module")
+def filled(root: Path) -> Path:
+    """A closed store with a base, three experts and two merges under one name."""
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        for name in ("base", *FAMILY.names):
+            base = None if name == "base" else "llama/base"
+            store.add(root / name, name=f"llama/{name}", base=base, message=f"add {name}")
+        for expert in ("llama/e0", "llama/e1"):
+            plan = store.plan(base="llama/base", experts=[expert], method="linear")
+            store.merge(plan, name="llama/merged", message=expert)
+    return root / "store"
+
+
+@pytest.fixture
+def store(filled: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of it, free to be changed."""
+    with Store.open(shutil.copytree(filled, tmp_path / "store")) as store:
+        yield store
+
+
+# -- as the README says --------------------------------------------------------------------------
+
+
+def test_a_snapshot_in_python(store: Store, root: Path) -> None:
+    """A snapshot by name: its tensors as numpy arrays, its files, parents and lineage."""
+    snapshot = store["llama/merged"]
+    norm = snapshot.tensor("model.norm.weight")
+    assert norm.dtype == ml_dtypes.bfloat16
+    wanted = FAMILY.experts[1]["model.norm.weight"]
+    assert families.bits(norm).tolist() == families.bits(wanted).tolist()
+    assert sorted(snapshot.tensor_names()) == sorted(FAMILY.base)
+    assert [file.path for file in snapshot.files()] == sorted(families.contents(root / "base"))
+    assert [p.role for p in snapshot.parents] == ["previous", "base", "expert"]
+    assert snapshot.parents[1].snapshot == store["llama/base"].id
+    told = snapshot.lineage()
+    assert told[0].snapshot == snapshot.id
+    assert (snapshot.message, snapshot.time_ns) == (told[0].message, told[0].time_ns)
+    assert snapshot.message == "llama/e1"
+    assert snapshot.read("config.json") == (root / "base" / "config.json").read_bytes()
+    assert b"".join(store.read_file("llama/merged", "config.json")) == snapshot.read("config.json")
+    assert repr(snapshot) == f"Snapshot({snapshot.id.short})"
+
+
+def test_what_the_package_offers() -> None:
+    """Every name of `mstore.__all__` is there, and the version is a version."""
+    assert all(hasattr(mstore, name) for name in mstore.__all__)
+    assert mstore.__version__[0].isdigit()
+    assert issubclass(Conflict, MstoreError)
+
+
+def test_reports_are_frozen_values(store: Store) -> None:
+    """Reports cannot be changed, compare by value and survive pickling; so do errors."""
+    shown = store.show("llama/merged")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        shown.message = "other"  # type: ignore[misc]
+    assert shown == store.show("llama/merged")
+    assert pickle.loads(pickle.dumps(shown)) == shown
+    with pytest.raises(NotFound) as refused:
+        store["nobody"]
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (type(again), again.what, again.where, again.hint) == (
+        NotFound,
+        refused.value.what,
+        "nobody",
+        refused.value.hint,
+    )
+
+
+# -- opening and closing -------------------------------------------------------------------------
+
+
+def test_init_and_open(tmp_path: Path) -> None:
+    """A store keeps block size and name; a second `init`, or one in a full place, is refused."""
+    path = tmp_path / "deep" / "store"
+    with Store.init(path, block_size=BLOCK) as store:
+        uuid = store.uuid
+        assert (store.path, store.block_size) == (path, BLOCK)
+    with pytest.raises(Conflict, match="a store already"):
+        Store.init(path)
+    with Store.open(str(path)) as store:
+        assert (store.uuid, store.block_size) == (uuid, BLOCK)
+    with Store.init(tmp_path / "default") as store:
+        assert store.block_size == 1 << 20
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(Conflict, match="not empty"):
+        Store.init(tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1000, 1 << 15, (1 << 16) + 1, 1 << 25])
+def test_block_sizes(size: int, tmp_path: Path) -> None:
+    """A block size is a power of two from 64 KiB to 16 MiB; for another one nothing is made."""
+    with pytest.raises(BadRequest, match="power of two"):
+        Store.init(tmp_path / "store", block_size=size)
+    assert not (tmp_path / "store").exists()
+
+
+def test_stores_that_cannot_be_opened(store: Store, tmp_path: Path) -> None:
+    """No store, a newer format and a damaged format file are three different errors."""
+    with pytest.raises(NotFound, match="no store here") as missing:
+        Store.open(tmp_path / "nowhere")
+    assert "init" in (missing.value.hint or "")
+    path = store.path
+    store.close()
+    line = (path / "format").read_text()
+    (path / "format").write_text(line.replace("mstore 1 ", "mstore 2 "))
+    with pytest.raises(Incompatible, match="format 2"):
+        Store.open(path)
+    for damaged in ("", "nonsense", line[:-5], line + "more\n", line.replace("65536", "x")):
+        (path / "format").write_text(damaged)
+        with pytest.raises(Corrupt, match="format"):
+            Store.open(path)
+
+
+def test_two_openings_are_one_store(filled: Path, store: Store, root: Path) -> None:
+    """What one handle publishes, another of the same process sees; each is closed for itself."""
+    other = Store.open(store.path)
+    report = store.add(root / "e2", name="new")
+    assert other["new"].id == report.snapshot
+    store.close()
+    assert other["new"].tensor("model.scale").shape == ()
+    other.close()
+    with Store.open(filled) as untouched, pytest.raises(NotFound):
+        untouched["new"]
+
+
+# -- naming snapshots ----------------------------------------------------------------------------
+
+
+def test_revisions(store: Store) -> None:
+    """Names, tags, id prefixes, REV~N and NAME@{N} lead to the snapshots that they should."""
+    tip = store["llama/merged"]
+    first = tip.parents[0].snapshot
+    store.tag("v1", "llama/merged~1")
+    for text, wanted in (
+        (str(tip.id), tip.id),
+        (str(tip.id)[:8], tip.id),
+        ("llama/merged~0", tip.id),
+        ("llama/merged~", first),
+        ("llama/merged~1", first),
+        ("llama/merged@{1}", first),
+        ("llama/merged@{0}", tip.id),
+        ("v1", first),
+        ("v1~1", store["llama/base"].id),
+        ("llama/merged~1~1", store["llama/base"].id),
+    ):
+        assert store[text].id == wanted
+        assert isinstance(store[text], Snapshot)
+    for text, kind in (
+        ("nobody", NotFound),
+        ("llama", NotFound),
+        ("llama/merged~9", NotFound),
+        ("llama/merged@{9}", NotFound),
+        ("ffff", NotFound),
+        ("", BadName),
+    ):
+        with pytest.raises(kind):
+            store[text]
+
+
+# -- refs ----------------------------------------------------------------------------------------
+
+
+def test_tags_stay(store: Store, root: Path) -> None:
+    """A tag names a snapshot for good: it is not moved by tag, reset, add or merge."""
+    plan = store.plan(base="llama/base", experts=["llama/e0"], method="linear")
+    made = store.tag("v1", "llama/merged~1")
+    assert (made.name, made.kind, made.snapshot) == ("v1", "tag", store["llama/merged~1"].id)
+    moves: list[Callable[[], object]] = [
+        lambda: store.tag("v1", "llama/base"),
+        lambda: store.tag("llama/base", "v1"),
+        lambda: store.reset("v1", "llama/base"),
+        lambda: store.add(root / "e0", name="v1"),
+        lambda: store.merge(plan, name="v1"),
+    ]
+    for move in moves:
+        with pytest.raises(Conflict):
+            move()
+    assert store["v1"].id == made.snapshot
+    store.remove("v1")
+    assert store.tag("v1", "llama/base").snapshot == store["llama/base"].id
+
+
+def test_reset_and_the_way_back(store: Store) -> None:
+    """A branch goes where it is told, also a new one; the reflog keeps every old position."""
+    old, new = store["llama/merged"].id, store["llama/e0"].id
+    assert store.reset("llama/merged", "llama/e0").snapshot == new
+    assert store.reset("llama/merged", "llama/e0").snapshot == new
+    moves = store.reflog("llama/merged")
+    assert [(move.position, move.old, move.new) for move in moves[:1]] == [(0, old, new)]
+    assert (len(moves), moves[0].action) == (3, "reset: llama/e0")
+    assert store.reset("llama/merged", "llama/merged@{1}").snapshot == old
+    assert store.reset("fresh", "llama/base").kind == "branch"
+    with pytest.raises(NotFound):
+        store.reset("fresh", "nobody")
+    with pytest.raises(BadName):
+        store.reset("a b", "llama/base")
+
+
+def test_remove_and_bring_back(store: Store) -> None:
+    """A removed ref is gone from the names, not from the store: its reflog brings it back."""
+    old = store["llama/e2"].id
+    store.remove("llama/e2")
+    assert "llama/e2" not in [ref.name for ref in store.refs()]
+    with pytest.raises(NotFound):
+        store["llama/e2"]
+    with pytest.raises(NotFound):
+        store.remove("llama/e2")
+    last = store.reflog("llama/e2")[0]
+    assert (last.old, last.new, last.action) == (old, None, "rm")
+    assert store.reset("llama/e2", "llama/e2@{1}").snapshot == old
+    with pytest.raises(NotFound):
+        store.reflog("never was")
+
+
+# -- many at once --------------------------------------------------------------------------------
+
+
+def test_threads_share_a_store(store: Store, root: Path) -> None:
+    """Adds, merges and reads of one store at the same time: each is as if it were alone."""
+    wanted = {}
+    for k, name in enumerate(FAMILY.names):
+        plan = store.plan(base="llama/base", experts=[f"llama/{name}"], method="task_arithmetic")
+        wanted[k] = (plan.plan, store.merge(plan, name="alone").manifest)
+
+    def work(number: int) -> bool:
+        k = number % 3
+        if number % 4 == 0:
+            return store.add(root / f"e{k}", name=f"added/{number}").blocks_new == 0
+        if number % 4 == 1:
+            array = store["llama/base"].tensor("model.embed.weight")
+            return array.tobytes() == FAMILY.base["model.embed.weight"].tobytes()
+        plan = store.plan(
+            base="llama/base", experts=[f"llama/e{k}"], method="task_arithmetic", threads=1
+        )
+        report = store.merge(plan, name=f"merged/{number}", threads=1)
+        return (plan.plan, report.manifest) == wanted[k]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(16)))
+    assert sum(ref.name.startswith(("added/", "merged/")) for ref in store.refs()) == 12
+    assert store.fsck(read_data=True).problems == ()
+
+
+def test_one_name_for_two(store: Store) -> None:
+    """Of two merges into one name at a time each lands, or says that the ref moved meanwhile."""
+    plans = [
+        store.plan(base="llama/base", experts=[f"llama/{name}"], method="linear")
+        for name in FAMILY.names
+    ]
+
+    def merge(number: int) -> SnapshotId | None:
+        try:
+            return store.merge(plans[number % 3], name="contended").snapshot
+        except Conflict as error:
+            conflicts.append(error.what)
+            return None
+
+    conflicts: list[str] = []
+    with ThreadPoolExecutor(3) as pool:
+        landed = {id for id in pool.map(merge, range(9)) if id is not None}
+    moves = store.reflog("contended")
+    assert {move.new for move in moves} == landed
+    assert all(move.old == earlier.new for move, earlier in itertools.pairwise(moves))
+    assert set(conflicts) <= {"the ref moved while this command was running"}
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257])
+def test_threads_within_reason(threads: int, store: Store, root: Path, tmp_path: Path) -> None:
+    """A number of threads is from 1 to 256, in every call that takes one."""
+    plan = store.plan(base="llama/base", experts=["llama/e0"], method="linear")
+    for ask in (
+        lambda: store.add(root / "e0", name="x", threads=threads),
+        lambda: store.merge(plan, name="x", threads=threads),
+        lambda: store.replay("llama/merged", threads=threads),
+        lambda: store.diff("llama/base", "llama/e0", threads=threads),
+        lambda: store.checkout("llama/base", tmp_path / "x", threads=threads),
+    ):
+        with pytest.raises(BadRequest, match="threads must be between"):
+            ask()
+
+
+def test_stats_count_what_is_there(store: Store) -> None:
+    """Counts are those of the refs and packs on disk; deduplication shows in the sizes."""
+    stats = store.stats()
+    packs = list((store.path / "packs").rglob("*.pack"))
+    assert (stats.packs, stats.stored_bytes) == (
+        len(packs),
+        sum(path.stat().st_size for path in packs),
+    )
+    assert (stats.refs, stats.snapshots) == (5, 6) == (len(store.refs()), len(store.snapshot_ids()))
+    plain = {item.snapshot: item.plain_bytes for item in store.log()}
+    assert stats.plain_bytes == sum(plain.values())
+    assert stats.unique_bytes < stats.plain_bytes
+    assert np.all([stats.blocks > 0, stats.tensors > len(FAMILY.base), stats.statistics_bytes > 0])
+
+
+def test_merging_a_plan_by_its_id(store: Store) -> None:
+    """`merge` takes the report, the id or its first digits, and does the same with each."""
+    plan = store.plan(base="llama/base", experts=["llama/e2"], method="linear")
+    manifests = {store.merge(given, name="m").manifest for given in (plan, plan.plan)}
+    manifests.add(store.merge(str(plan.plan)[:9], name="m").manifest)
+    assert len(manifests) == 1
+
+
+def test_after_close_nothing_pretends(store: Store) -> None:
+    """A closed store raises an error of the library's, and closing twice is no error."""
+    store.close()
+    store.close()
+    with pytest.raises(MstoreError):
+        store.refs()

@@ -1,0 +1,284 @@
+"""Checkout: the bytes that were added, in a directory that is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import families
+import pytest
+from checkpoints import every_dtype_checkpoint, write_safetensors
+from families import BLOCK
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstore import BlockId, Store, fs
+from mstore.errors import BadCheckpoint, BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.reports import Progress
+from mstore.store.transaction import Transaction
+
+FAMILY = families.layered(rows=60)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return every_dtype_checkpoint(tmp_path_factory.mktemp("odd") / "odd")
+
+
+@pytest.fixture(scope="module")
+def store(odd: Path) -> Iterator[Store]:
+    with Store.init(odd.parent / "store", block_size=BLOCK) as store:
+        store.add(odd, name="odd")
+        yield store
+
+
+# -- the same bytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_byte_comes_back(threads: int, store: Store, odd: Path, tmp_path: Path) -> None:
+    """Every dtype, odd headers, hidden, empty and nested files: equal on every file and byte."""
+    ticks: list[Progress] = []
+    report = store.checkout("odd", tmp_path / "out", threads=threads, progress=ticks.append)
+    wanted = families.contents(odd)
+    assert families.contents(tmp_path / "out") == wanted
+    assert report.files == len(wanted)
+    assert report.bytes_written == sum(map(len, wanted.values()))
+    assert report.directory == str(tmp_path / "out")
+    assert (ticks[-1].done, ticks[-1].total) == (report.bytes_written, report.bytes_written)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert all(
+        stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.W_OK)
+        for path in (tmp_path / "out").rglob("*")
+        if not path.is_dir()
+    )
+
+
+def test_added_again_it_is_the_same_content(store: Store, tmp_path: Path) -> None:
+    """What was checked out has the ManifestId of what it came from, and adds no block."""
+    store.checkout("odd", tmp_path / "out")
+    report = store.add(tmp_path / "out", name="copy")
+    assert report.manifest == store["odd"].manifest
+    assert report.blocks_new == 0
+
+
+shapes = st.lists(st.integers(0, 40), max_size=3)
+entries = st.lists(
+    st.tuples(st.sampled_from(["BF16", "F32", "I64", "U8"]), shapes, st.integers(0, 255)),
+    max_size=5,
+)
+files = st.dictionaries(
+    st.text("abcdäß/", min_size=1, max_size=6).filter(
+        lambda name: not name.startswith("/") and not name.endswith("/") and "//" not in name
+    ),
+    st.binary(max_size=200),
+    max_size=4,
+)
+
+
+@settings(max_examples=15)
+@given(entries, files, st.integers(0, 9), st.booleans())
+def test_any_small_checkpoint(
+    tensors: list[tuple[str, list[int], int]],
+    others: dict[str, bytes],
+    padding: int,
+    twice: bool,
+) -> None:
+    """Whatever can be added comes back byte for byte."""
+    sizes = {"BF16": 2, "F32": 4, "I64": 8, "U8": 1}
+    written = []
+    for number, (dtype, shape, fill) in enumerate(tensors):
+        elements = 1
+        for dimension in shape:
+            elements *= dimension
+        payload = bytes((fill + at // 7) % 256 for at in range(elements * sizes[dtype]))
+        written.append((f"t{number}", dtype, tuple(shape), payload))
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        for name in ("m.safetensors", "z/m.safetensors") if twice else ("m.safetensors",):
+            write_safetensors(root / "a" / name, written, padding=padding)
+        for name, content in others.items():
+            path = root / "a" / f"x{name}"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                continue
+        with Store.init(root / "store", block_size=BLOCK) as store:
+            try:
+                store.add(root / "a", name="a")
+            except BadCheckpoint:
+                assert len({name.casefold() for name in others}) < len(others)
+                return
+            store.checkout("a", root / "out")
+            assert families.contents(root / "out") == families.contents(root / "a")
+
+
+# -- where it may go -----------------------------------------------------------------------------
+
+
+def test_an_empty_directory_will_do(store: Store, odd: Path, tmp_path: Path) -> None:
+    """A directory that is there and empty is filled; a relative path is taken from here."""
+    (tmp_path / "out").mkdir()
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        store.checkout("odd", "out")
+    finally:
+        os.chdir(before)
+    assert families.contents(tmp_path / "out") == families.contents(odd)
+
+
+def _full(path: Path) -> None:
+    path.mkdir()
+    (path / "mine.txt").write_text("precious")
+
+
+def _file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def _link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir()
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("make", [_full, _file, _link])
+def test_nothing_is_overwritten(make: Callable[[Path], None], store: Store, tmp_path: Path) -> None:
+    """A directory with something in it, a file or a link is refused and stays as it was."""
+    make(tmp_path / "out")
+    before = families.contents(tmp_path)
+    with pytest.raises(Conflict) as refused:
+        store.checkout("odd", tmp_path / "out")
+    assert refused.value.where == str(tmp_path / "out")
+    assert families.contents(tmp_path) == before
+
+
+def test_the_parent_must_be_there(store: Store, tmp_path: Path) -> None:
+    """Directories above are not made unasked; the hint says how to make them."""
+    with pytest.raises(BadRequest) as refused:
+        store.checkout("odd", tmp_path / "a" / "b" / "out")
+    assert refused.value.hint == f"mkdir -p {tmp_path / 'a' / 'b'}"
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- all or nothing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["missing", "empty"])
+def test_a_full_disk_leaves_nothing(there: bool, store: Store, tmp_path: Path) -> None:
+    """A disk that fails at any write, sync or rename leaves the place as it was."""
+    (tmp_path / "out").mkdir() if there else None
+    before = sorted(tmp_path.rglob("*"))
+    kinds = {"create": 2, "write": 3, "mkdir": 2, "fsync": 2, "syncdir": 1, "rename": 1}
+    for kind, times in kinds.items():
+        for step in range(times):
+            seen = 0
+
+            def refuse(operation: fs.Operation, kind: str = kind, step: int = step) -> None:
+                nonlocal seen
+                if operation.kind == kind:
+                    seen += 1
+                    if seen == step + 1:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            with fs.observed(refuse), pytest.raises(StorageFailed) as failed:
+                store.checkout("odd", tmp_path / "out", threads=1)
+            assert failed.value.errno == errno.ENOSPC
+            assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupt_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    """Ctrl-C in the middle leaves no directory, neither the final one nor a half one beside it."""
+
+    def interrupt(tick: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.checkout("odd", tmp_path / "out", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_block_leaves_nothing(odd: Path, tmp_path: Path) -> None:
+    """A flipped bit in a pack stops the checkout with the block's name, and nothing is left."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(odd, name="odd")
+        block = store.view("odd").record("many.blocks").block(3)
+        location = store._catalog.locate([block])[0]
+        pack = store._catalog.packs.path(location.pack)
+        pack.chmod(0o644)
+        with pack.open("r+b") as file:
+            file.seek(location.offset)
+            byte = file.read(1)[0]
+            file.seek(location.offset)
+            file.write(bytes([byte ^ 1]))
+        (tmp_path / "here").mkdir()
+        with pytest.raises(Corrupt) as found:
+            store.checkout("odd", tmp_path / "here" / "out")
+        assert found.value.where == f"block {block}"
+        assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["../evil"],
+        ["/tmp/evil"],
+        ["a/../../evil"],
+        ["a\0b"],
+        [""],
+        ["config.json", "CONFIG.json"],
+        ["a", "a/b"],
+    ],
+    ids=json.dumps,
+)
+def test_a_strangers_manifest_stays_in_its_directory(paths: list[str], tmp_path: Path) -> None:
+    """Paths of a manifest that `add` would not have written are refused before a file is made."""
+    content = b"x"
+    (tmp_path / "here").mkdir()
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        block = BlockId.of(content)
+        with Transaction(store._catalog, "test") as transaction:
+            transaction.put_block(block, content, 1, "f", 0)
+            part = Part(None, transaction.put_record(Tensor(BYTES, (1,), 1, block)), 1)
+            manifest = Manifest(tuple(File(path, OPAQUE, 1, (part,)) for path in paths))
+            record = SnapshotRecord(
+                manifest=transaction.put_record(manifest),
+                parents=(),
+                origin="add",
+                plan=None,
+                coverage=None,
+                message="",
+                time_ns=0,
+                tool="test",
+            )
+            transaction.commit(snapshots=[record])
+        with pytest.raises(MstoreError):
+            store.checkout(str(record.id()), tmp_path / "here" / "out")
+    assert list((tmp_path / "here").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "store"]
+
+
+def test_a_merge_can_be_checked_out_after_its_inputs_have_gone(tmp_path: Path) -> None:
+    """A checkout reads the store alone: sources on disk and refs of the experts may be gone."""
+    root = FAMILY.write(tmp_path / "family")
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "e0"):
+            store.add(root / name, name=name)
+        store.merge(store.plan(base="base", experts=["e0"], method="linear"), name="merged")
+        store.remove("base")
+        store.remove("e0")
+        shutil.rmtree(root)
+        store.checkout("merged", tmp_path / "out")
+    wanted = FAMILY.experts[0]["model.norm.weight"]
+    found = families.read_checkpoint(tmp_path / "out")["model.norm.weight"]
+    assert families.bits(found).tolist() == families.bits(wanted).tolist()

@@ -1,0 +1,170 @@
+"""Lineage: what `log` and `show` tell, in an order that no clock can spoil."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import families
+import pytest
+from families import BLOCK
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstore import SnapshotId, Store, lineage
+from mstore.errors import NotFound
+from mstore.objects.manifest import Manifest
+from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.store import refs
+from mstore.store.transaction import RefMove, Transaction
+
+FAMILY = families.layered(rows=40)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        yield store
+
+
+def put(store: Store, time: int, *parents: SnapshotId, ref: str | None = None) -> SnapshotId:
+    """A snapshot of nothing with these parents, made at this time."""
+    catalog = store._catalog
+    roles = [PREVIOUS, BASE, EXPERT]
+    with Transaction(catalog, "test") as transaction:
+        record = SnapshotRecord(
+            manifest=transaction.put_record(Manifest(())),
+            parents=tuple(Parent(roles[min(n, 2)], parent) for n, parent in enumerate(parents)),
+            origin="add",
+            plan=None,
+            coverage=None,
+            message=f"at {time}",
+            time_ns=time,
+            tool="test",
+        )
+        new = refs.Ref(refs.BRANCH, record.id())
+        current = None if ref is None else catalog.ref(ref)
+        moves = [] if ref is None else [RefMove(ref, current, new, "test")]
+        transaction.commit(snapshots=[record], moves=moves)
+    return SnapshotId(record.id())
+
+
+def times(store: Store, revision: str | None = None, limit: int | None = None) -> list[int]:
+    return [report.time_ns for report in store.log(revision, limit)]
+
+
+def test_children_come_before_parents_whatever_the_clock(store: Store) -> None:
+    """Newest first among those whose children were all listed; a wrong clock moves no parent up."""
+    root = put(store, 90)
+    left = put(store, 20, root)
+    right = put(store, 50, root)
+    tip = put(store, 10, left, right, ref="tip")
+    assert times(store, "tip") == [10, 50, 20, 90]
+    put(store, 15, tip, ref="later")
+    put(store, 70, right, ref="other")
+    assert times(store) == [70, 15, 10, 50, 20, 90]
+    assert times(store, "other") == [70, 50, 90]
+    assert times(store, limit=2) == [70, 15]
+    assert times(store, "tip", 0) == []
+
+
+def test_equal_times_come_in_order_of_ids(store: Store) -> None:
+    """Where times are equal, ids decide: the order is always the same."""
+    tips = sorted(put(store, 5, put(store, n), ref=f"r{n}") for n in range(5))
+    assert [report.snapshot for report in store.log(limit=5)] == tips
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**9))
+def test_any_graph(seed: int) -> None:
+    """For any lineage each snapshot is listed once, after all of its children."""
+    draw = random.Random(seed)
+    records: dict[SnapshotId, SnapshotRecord] = {}
+    for number in range(draw.randrange(1, 14)):
+        known = list(records)
+        parents = draw.sample(known, min(len(known), draw.randrange(4)))
+        record = SnapshotRecord(
+            manifest=Manifest(()).id(),
+            parents=tuple(Parent(EXPERT, parent) for parent in parents),
+            origin="add",
+            plan=None,
+            coverage=None,
+            message=str(number),
+            time_ns=draw.randrange(4),
+            tool="test",
+        )
+        records[SnapshotId(record.id())] = record
+
+    class Records:
+        """As much of a catalog as lineage asks for."""
+
+        def snapshot(self, id: SnapshotId) -> SnapshotRecord:
+            return records[id]
+
+    starts = draw.sample(list(records), draw.randrange(1, len(records) + 1))
+    found = lineage.ancestry(Records(), starts)  # type: ignore[arg-type]
+    reached = set(starts)
+    for id in reversed(list(records)):
+        if id in reached:
+            reached.update(parent.snapshot_id() for parent in records[id].parents)
+    assert set(found) == reached
+    assert len(found) == len(reached)
+    place = {id: number for number, id in enumerate(found)}
+    for id in found:
+        for parent in records[id].parents:
+            assert place[id] < place[parent.snapshot_id()]
+
+
+def test_log_of_a_family(store: Store, tmp_path: Path) -> None:
+    """A merge tells of base and experts by role, of its plan; refs stand where they point."""
+    root = FAMILY.write(tmp_path / "family")
+    base = store.add(root / "base", name="base", message="the base").snapshot
+    expert = store.add(root / "e0", name="e0", base="base").snapshot
+    plan = store.plan(base="base", experts=["e0"], method="ties", parameters={"density": 0.5})
+    merged = store.merge(plan, name="merged", message="once more").snapshot
+    store.tag("v1", "merged")
+
+    told = store.log("merged")
+    assert [(item.snapshot, item.origin) for item in told] == [
+        (merged, "merge"),
+        (expert, "add"),
+        (base, "add"),
+    ]
+    assert [(p.role, p.snapshot) for p in told[0].parents] == [("base", base), ("expert", expert)]
+    assert (told[0].plan, told[0].method, told[0].message) == (plan.plan, "ties", "once more")
+    assert (told[0].refs, told[1].refs) == (("merged", "v1"), ("e0",))
+    assert (told[2].plan, told[2].method, told[2].message) == (None, None, "the base")
+    assert told == store["merged"].lineage() == store.log(str(merged)[:10])
+    assert store.show("v1") == told[0]
+
+    files = store.files("base")
+    assert told[2].files == len(files)
+    assert told[2].plain_bytes == sum(file.size for file in files)
+    assert told[2].tensors == sum(file.tensors for file in files) == len(FAMILY.base)
+    on_disk = {path: len(data) for path, data in families.contents(root / "base").items()}
+    assert {file.path: file.size for file in files} == on_disk
+
+    listed = {ref.name: (ref.kind, ref.snapshot, ref.manifest) for ref in store.refs()}
+    manifest = store["merged"].manifest
+    assert listed["v1"] == ("tag", merged, manifest)
+    assert listed["merged"] == ("branch", merged, manifest)
+    assert list(listed) == sorted(listed)
+
+
+def test_removed_refs_leave_the_log(store: Store) -> None:
+    """The log of all refs reaches only what they reach; a removed one's snapshot keeps its id."""
+    kept = put(store, 1, ref="kept")
+    gone = put(store, 2, kept, ref="gone")
+    assert times(store) == [2, 1]
+    store.remove("gone")
+    assert times(store) == [1]
+    assert times(store, str(gone)) == [2, 1]
+    assert store.show(str(gone)).refs == ()
+    with pytest.raises(NotFound):
+        store.log("gone")
+
+
+def test_an_empty_store_has_an_empty_log(store: Store) -> None:
+    """Nothing was added: nothing to tell, and that is no error."""
+    assert (store.log(), store.refs(), store.snapshot_ids()) == ([], [], [])
