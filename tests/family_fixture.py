@@ -1,0 +1,30 @@
+"""The small trained family that tests share.
+
+Owns: `quick_family`, trained once in a pytest session. A test module that wants it says
+
+    pytest_plugins = ["family_fixture"]
+
+and takes `quick_family` as an argument; the code of the example is then `family_fixture.family`.
+The checkpoints are shared: read them, copy what you want to change.
+
+PYTEST_DONT_REWRITE: nothing is asserted here, and those who use it import it before pytest does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import family
+
+__all__ = ["family", "quick_family"]
+
+
+@pytest.fixture(scope="session")
+def quick_family(tmp_path_factory: pytest.TempPathFactory) -> family.Family:
+    """A base and three experts of 1 M parameters each, in a directory of this session."""
+    return family.train_family(tmp_path_factory.mktemp("family") / "quick", quick=True)

@@ -1,0 +1,143 @@
+"""examples/family.py: what it writes is a real family, as transformers and its users have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_fixture import family
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+pytest_plugins = ["family_fixture"]
+
+Family = family.Family
+
+
+def raw_tensors(checkpoint: Path) -> dict[str, tuple[str, bytes]]:
+    """Return name -> (dtype, bytes) of every tensor, read without the safetensors library."""
+    found = {}
+    for shard in checkpoint.glob("*.safetensors"):
+        data = shard.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = (entry["dtype"], data[start + begin : start + end])
+    return found
+
+
+def test_members_are_sharded_checkpoints(quick_family: Family) -> None:
+    """Every member has three bf16 shards, an index with metadata, config and tokenizer."""
+    for checkpoint in (quick_family.base, *quick_family.experts.values()):
+        shards = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+        others = {"model.safetensors.index.json", "config.json", "generation_config.json"}
+        tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+        assert {path.name for path in checkpoint.iterdir()} == shards | others | tokenizer
+        index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+        tensors = raw_tensors(checkpoint)
+        assert index["metadata"]["total_size"] == sum(len(data) for _, data in tensors.values())
+        assert set(index["weight_map"]) == set(tensors)
+        assert set(index["weight_map"].values()) == shards
+        assert {dtype for dtype, _ in tensors.values()} == {"BF16"}
+
+
+def test_tokenizer_keeps_every_text(quick_family: Family) -> None:
+    """The tokenizer on disk turns any text into its bytes and back."""
+    tokenizer = AutoTokenizer.from_pretrained(quick_family.base)
+
+    @given(st.text())
+    def check(text: str) -> None:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == list(text.encode()) == family.encode(text).tolist()
+        assert tokenizer.decode(ids) == text
+
+    check()
+    for special, number in (("<|end|>", 256), ("<|pad|>", 257)):
+        assert tokenizer(f"a{special}")["input_ids"] == [97, number]
+    assert len(tokenizer) == 258
+
+
+def test_frozen_tensors_equal_the_base(quick_family: Family) -> None:
+    """What an expert froze is byte for byte the base's on disk, and everything else has moved."""
+    base = raw_tensors(quick_family.base)
+    frozen_names = {}
+    for name, checkpoint in quick_family.experts.items():
+        expert = raw_tensors(checkpoint)
+        assert expert.keys() == base.keys()
+        matrices = {tensor for tensor in base if "norm" not in tensor}
+        same = {tensor for tensor in matrices if expert[tensor] == base[tensor]}
+        frozen = quick_family.members[name].frozen
+        assert same == {tensor for tensor in matrices if tensor.startswith(frozen)}
+        frozen_names[name] = same
+    assert frozen_names["arithmetic"]
+    assert not frozen_names["code"] | frozen_names["prose"]
+
+
+def test_experts_are_experts(quick_family: Family) -> None:
+    """On the domain it was trained on, every expert beats the base clearly, and all others."""
+    losses = {name: member.losses for name, member in quick_family.members.items()}
+    for domain in quick_family.experts:
+        assert losses[domain][domain] < losses["base"][domain] - 0.02
+        assert min(losses, key=lambda name: losses[name][domain]) == domain
+
+
+def test_deltas_are_small(quick_family: Family) -> None:
+    """An expert lies near its base: between 0.1 % and 10 % of the base's norm away."""
+    deltas = {name: member.delta for name, member in quick_family.members.items()}
+    assert deltas.pop("base") == 0
+    assert all(1e-3 < delta < 1e-1 for delta in deltas.values())
+
+
+def test_losses_are_those_of_the_files(quick_family: Family) -> None:
+    """domain_losses of a path gives again what family.json recorded for it."""
+    recorded = json.loads((quick_family.root / "family.json").read_text())
+    assert recorded["domains"] == ["code", "prose", "arithmetic"]
+    for name, member in quick_family.members.items():
+        assert recorded["members"][name]["losses"] == member.losses
+        assert member.frozen == tuple(recorded["members"][name]["frozen"])
+    again = family.domain_losses(quick_family.base, quick_family.root)
+    assert again == pytest.approx(quick_family.members["base"].losses, rel=1e-4)
+
+
+def test_domains_have_text() -> None:
+    """All eight domains have enough text, the same each time, and excerpts kept out of training."""
+    assert len({domain.name for domain in family.DOMAINS}) == 8
+    for domain in family.DOMAINS:
+        corpus = family.read_corpus(domain)
+        assert len(corpus.training) > 200_000
+        assert corpus.excerpts == family.read_corpus(domain).excerpts
+        assert len(corpus.excerpts) == family.EXCERPTS
+        assert all(len(text) == family.EXCERPT for text in corpus.excerpts)
+        trained = bytes(corpus.training.clamp(max=255).to(dtype=torch.uint8).numpy())
+        seen = [text for text in corpus.excerpts if text.encode() in trained]
+        assert seen == [], domain.name
+
+
+@pytest.mark.parametrize("wrong", [{"experts": 0}, {"experts": 9}, {"steps_scale": 0.0}])
+def test_impossible_numbers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """A number that cannot be is refused before anything is written."""
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        family.train_family(tmp_path / "out", quick=True, **wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_directory_is_refused(tmp_path: Path) -> None:
+    """A directory with something in it is left as it is."""
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(FileExistsError):
+        family.train_family(tmp_path, quick=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_description_is_plain_data(quick_family: Family) -> None:
+    """family.json holds every field of every member."""
+    recorded = json.loads((quick_family.root / "family.json").read_text())
+    fields = {field.name for field in dataclasses.fields(family.Member)}
+    assert all(set(member) == fields for member in recorded["members"].values())
+    assert list(recorded["members"]) == ["base", *quick_family.experts]

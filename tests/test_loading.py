@@ -1,0 +1,107 @@
+"""Real readers on real mounts: what transformers computes from a mount is what it computes
+from the original directory."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import every_dtype_checkpoint
+from family_fixture import family
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mstore import Store
+from mstore_fuse.mounts import mount, unmount
+
+pytest_plugins = ["family_fixture"]
+
+pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="no FUSE here")
+PROMPT = "def add(a, b): return"
+
+
+@pytest.fixture(scope="module")
+def stored(
+    quick_family: family.Family, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Path]]:
+    """A store with every member of the trained family and the hand-made checkpoint."""
+    root = tmp_path_factory.mktemp("loading")
+    sources = {"base": quick_family.base, **quick_family.experts}
+    with Store.init(root / "store", block_size=1 << 16) as store:
+        for name, path in sources.items():
+            store.add(path, name=name, base=None if name == "base" else "base")
+        odd = every_dtype_checkpoint(root / "odd")
+        store.add(odd, name="odd")
+        plan = store.plan(
+            base="base", experts=list(quick_family.experts), method="ties",
+            parameters={"density": 0.5},
+        )  # fmt: skip
+        store.merge(plan, name="merged")
+        store.checkout("merged", root / "merged")
+    return root / "store", sources | {"odd": odd, "merged": root / "merged"}
+
+
+@pytest.fixture
+def point(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory that is no mount any more afterwards."""
+    path = tmp_path / "mnt"
+    path.mkdir()
+    yield path
+    if os.path.ismount(path):
+        unmount(path)
+
+
+MEMBERS = ("base", "code", "prose", "arithmetic", "merged", "odd")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_file_is_the_same(
+    stored: tuple[Path, dict[str, Path]], point: Path, tmp_path: Path, name: str
+) -> None:
+    """Checkout and mount of each member have exactly the original's files, byte for byte."""
+    store, sources = stored
+    with Store.open(store) as opened:
+        opened.checkout(name, tmp_path / "out")
+    mount(store, name, point)
+    wanted = sorted(p.relative_to(sources[name]) for p in sources[name].rglob("*") if p.is_file())
+    assert wanted
+    for copy in (tmp_path / "out", point):
+        found = sorted(p.relative_to(copy) for p in copy.rglob("*") if p.is_file())
+        assert found == wanted
+        for path in wanted:
+            assert filecmp.cmp(copy / path, sources[name] / path, shallow=False), path
+
+
+def logits(directory: Path) -> torch.Tensor:
+    """Next-token logits of one prompt, in the checkpoint's own dtype."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.inference_mode():
+        output: torch.Tensor = model(**tokenizer(PROMPT, return_tensors="pt")).logits
+    return output
+
+
+@pytest.mark.parametrize("name", ["base", "code", "prose", "arithmetic", "merged"])
+def test_logits_are_the_same(stored: tuple[Path, dict[str, Path]], point: Path, name: str) -> None:
+    """Logits from the mount equal those from the original directory, bit for bit."""
+    store, sources = stored
+    mount(store, name, point)
+    mounted, original = logits(point), logits(sources[name])
+    assert mounted.dtype == original.dtype
+    assert torch.equal(mounted, original)
+    assert not torch.equal(mounted, torch.zeros_like(mounted))
+
+
+def test_safe_open_maps_the_mount(stored: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """safetensors' own reader maps every shard of a mount and finds every tensor."""
+    store, sources = stored
+    mount(store, "merged", point)
+    for shard in sorted(sources["merged"].glob("*.safetensors")):
+        with safe_open(point / shard.name, "pt") as ours, safe_open(shard, "pt") as theirs:
+            assert set(ours.keys()) == set(theirs.keys())
+            for name in theirs.keys():  # noqa: SIM118 - safe_open is no mapping
+                assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
