@@ -1,0 +1,127 @@
+"""Measuring commands as whole processes: wall, CPU, and peak anonymous memory.
+
+CPU is the operating system's account of the finished process and its children.  Peak anonymous
+memory is the largest RssAnon seen, sampled every 10 ms: page cache that is mapped does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: seconds, seconds, bytes, and what it printed."""
+
+    wall: float
+    cpu: float
+    anonymous: int
+    output: str
+
+
+def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Run:
+    """Run a command to its end; raises CalledProcessError if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    peak = 0
+    stop = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.is_set():
+            peak = max(peak, _anonymous(process.pid))
+            stop.wait(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    output, _ = process.communicate()
+    wall = time.perf_counter() - began
+    stop.set()
+    watcher.join()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(wall, cpu, peak, output)
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
+    return found[0] if found else 0
+
+
+def median(runs: Sequence[Run]) -> dict[str, float]:
+    """Medians of wall, cpu and anonymous, with the extremes of wall."""
+    walls = [r.wall for r in runs]
+    return {
+        "wall": statistics.median(walls),
+        "wall_min": min(walls),
+        "wall_max": max(walls),
+        "cpu": statistics.median(r.cpu for r in runs),
+        "anonymous": statistics.median(r.anonymous for r in runs),
+        "runs": len(runs),
+    }
+
+
+def drop_cache(*paths: Path) -> None:
+    """Evict the files below these paths from the page cache (they are synced first)."""
+    for path in paths:
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.is_file():
+                fd = os.open(file, os.O_RDONLY)
+                try:
+                    os.fdatasync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
+
+
+def warm_memory(gigabytes: float) -> None:
+    """Touch and free memory once: pages that the host took back make the first user slow."""
+    block = bytearray(1 << 20)
+    held = [bytes(block) for _ in range(int(gigabytes * 1024))]
+    del held
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a figure was measured on."""
+
+    processor: str
+    cores: int
+    memory_gib: float
+    kernel: str
+    python: str
+
+
+def machine() -> dict[str, object]:
+    """This machine, without its name."""
+    processor = platform.processor() or "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            processor = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return asdict(
+        Machine(
+            processor,
+            len(os.sched_getaffinity(0)),
+            round(memory, 1),
+            platform.release().split("-")[0],
+            platform.python_version(),
+        )
+    )
