@@ -312,12 +312,13 @@ def add(
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
+        # Before the commit: what fails after it would be an error of something that was done.
+        statistics.put_pairs(adder.measured)
         if is_new:
             transaction.put_record(manifest)
             new = refs.Ref(refs.BRANCH, snapshot.id())
             action = f"add: {message}" if message else "add"
             transaction.commit(snapshots=[snapshot], moves=[RefMove(name, current, new, action)])
-    statistics.put_pairs(adder.measured)
     return AddReport(
         name=name,
         snapshot=snapshot.id(),

@@ -27,6 +27,7 @@ import os
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -276,16 +277,12 @@ class PackFiles:
         with self._lock:
             opened.users -= 1
 
-    def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
-        """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
+    @contextmanager
+    def _reading(self, pack: PackId) -> Iterator[int]:
+        """A descriptor of the pack; OSError becomes StorageFailed that names the file."""
         opened = self._acquire(pack)
         try:
-            done = 0
-            while done < len(target):
-                got = os.preadv(opened.fd, [target[done:]], offset + done)
-                if got == 0:
-                    raise Corrupt("the pack ends too early", where=str(self.path(pack)))
-                done += got
+            yield opened.fd
         except OSError as error:
             raise StorageFailed(
                 str(error.strerror),
@@ -296,23 +293,26 @@ class PackFiles:
         finally:
             self._release(opened)
 
+    def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
+        """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
+        with self._reading(pack) as fd:
+            done = 0
+            while done < len(target):
+                got = os.preadv(fd, [target[done:]], offset + done)
+                if got == 0:
+                    raise self._too_short(pack)
+                done += got
+
     def read(self, pack: PackId, offset: int, length: int) -> bytes:
-        """`length` bytes of the pack at `offset`."""
-        opened = self._acquire(pack)
-        try:
-            data = os.pread(opened.fd, length, offset)
-        except OSError as error:
-            raise StorageFailed(
-                str(error.strerror),
-                where=str(self.path(pack)),
-                errno=error.errno,
-                hint="mstore fsck --read-data",
-            ) from error
-        finally:
-            self._release(opened)
+        """`length` bytes of the pack at `offset`.  Raises as `read_into`."""
+        with self._reading(pack) as fd:
+            data = os.pread(fd, length, offset)
         if len(data) != length:
-            raise Corrupt("the pack ends too early", where=str(self.path(pack)))
+            raise self._too_short(pack)
         return data
+
+    def _too_short(self, pack: PackId) -> Corrupt:
+        return Corrupt("the pack ends too early", where=str(self.path(pack)), hint="mstore fsck")
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
         """Ask the kernel to read ahead; advice only, never an error."""
