@@ -316,16 +316,8 @@ class PackFiles:
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
         """Ask the kernel to read ahead; advice only, never an error."""
-        try:
-            opened = self._acquire(pack)
-        except MstoreError:
-            return
-        try:
-            os.posix_fadvise(opened.fd, offset, length, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            pass
-        finally:
-            self._release(opened)
+        with suppress(MstoreError), self._reading(pack) as fd:
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def path(self, pack: PackId) -> Path:
         """Where this pack lies."""
