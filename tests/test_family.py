@@ -48,18 +48,20 @@ def test_members_are_sharded_checkpoints(quick_family: Family) -> None:
 
 
 def test_tokenizer_keeps_every_text(quick_family: Family) -> None:
-    """The tokenizer on disk turns any text into its bytes and back."""
+    """The tokenizer on disk turns any text into its bytes, special tokens apart, and back."""
     tokenizer = AutoTokenizer.from_pretrained(quick_family.base)
+    special = {"<|end|>": 256, "<|pad|>": 257}
 
     @given(st.text())
     def check(text: str) -> None:
         ids = tokenizer(text)["input_ids"]
-        assert ids == list(text.encode()) == family.encode(text).tolist()
         assert tokenizer.decode(ids) == text
+        if not any(token in text for token in special):
+            assert ids == list(text.encode()) == family.encode(text).tolist()
 
     check()
-    for special, number in (("<|end|>", 256), ("<|pad|>", 257)):
-        assert tokenizer(f"a{special}")["input_ids"] == [97, number]
+    for token, number in special.items():
+        assert tokenizer(f"a{token}")["input_ids"] == [97, number]
     assert len(tokenizer) == 258
 
 
