@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -20,10 +21,11 @@ import msgspec
 import numpy as np
 import pytest
 import reference
+from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
 
 from mstore import Store
-from mstore.errors import BadRequest, BudgetExceeded
+from mstore.errors import BadRequest, BudgetExceeded, NotFound
 from mstore.merge.commit import store_plan
 from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.reports import MergeReport, PlanReport
@@ -191,7 +193,7 @@ with Store.open(sys.argv[1]) as store:
     arguments = [str(place.store.path), *map(str, plans)]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env={"PYTHONPATH": ":".join(sys.path)},
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -202,6 +204,52 @@ with Store.open(sys.argv[1]) as store:
     for by_kernel, expert, base in counted:
         assert expert + base <= by_kernel < expert + base + BLOCK
     assert counted[0][1] < counted[1][1] < counted[2][1]
+
+
+def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
+    """Planning and merging tensors of 48 MiB takes less memory than one of them."""
+    elements = 24 << 20
+    rng = np.random.default_rng(0)
+    with Store.init(tmp_path / "store") as store:
+        for name in ("base", "e0", "e1"):
+            # An exponent of 1 and below: sums stay finite, and nothing is constant.
+            words = rng.integers(0, 1 << 16, elements, dtype=np.uint16) & np.uint16(0xBFFF)
+            tensor = ("w", "BF16", (elements,), words.tobytes())
+            write_safetensors(tmp_path / name / "m.safetensors", [tensor])
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+        for name, data in (("tiny", b"123456"), ("moved", b"123465")):
+            write_safetensors(tmp_path / name / "m.safetensors", [("w", "BF16", (3,), data)])
+            store.add(tmp_path / name, name=name)
+    program = """
+import sys
+from mstore import Store
+
+def peak():
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return int(lines["VmHWM"].split()[0]) << 10
+
+def merge(base, *experts):
+    ask = {"method": "ties", "parameters": {"density": 0.2}, "threads": 2}
+    plan = store.plan(base=base, experts=experts, **ask)
+    return store.merge(plan, name="merged", threads=2)
+
+with Store.open(sys.argv[1]) as store:
+    merge("tiny", "moved")  # kernels are loaded
+    before = peak()
+    report = merge("base", "e0", "e1")
+    print(peak() - before, report.expert_bytes_read)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "store")],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, read = map(int, done.stdout.split())
+    assert read == 2 * 2 * elements
+    assert grown < 2 * elements
 
 
 # -- the engine's own guard ----------------------------------------------------------------------
@@ -289,6 +337,21 @@ def test_what_costs_nothing_is_counted_exactly(place: Place) -> None:
         if name in outputs
     )
     assert reused == untouched == 1  # the last of model.parts.weight
+
+
+def test_equal_bytes_of_two_types_are_two_reads(tmp_path: Path) -> None:
+    """Blocks of one id under two dtypes are planned, counted and read as two."""
+    words = np.random.default_rng(0).integers(0x3000, 0x3800, BLOCK, dtype=np.uint16)
+    sides = [words.view(reference.DTYPES[dtype]) for dtype in ("BF16", "F16")]
+    family = Family({"w": families.cast(np.ones(BLOCK), "BF16")}, tuple({"w": x} for x in sides))
+    place = make(tmp_path, family)
+    plan = place.store.plan(base="base", experts=["e0", "e1"], method="task_arithmetic")
+    assert plan.blocks_shared == 0
+    report, merged = place.merge(plan)
+    assert report.expert_bytes_read == report.planned_expert_bytes == 4 * BLOCK
+    wanted = families.expected(family, "task_arithmetic", {}, (1, 1))
+    assert families.differences(merged, wanted) == []
+    place.store.close()
 
 
 def test_untouched_blocks_are_not_written(tmp_path: Path) -> None:
@@ -418,3 +481,12 @@ def test_senseless_requests(options: dict[str, Any], says: str, place: Place) ->
     with pytest.raises(BadRequest, match=says):
         place.store.plan(**(given | options))
     assert place.store.stats() == before
+
+
+@pytest.mark.parametrize("options", [{"base": "nobody"}, {"experts": ["e0", "nobody"]}])
+def test_unknown_refs(options: dict[str, Any], place: Place) -> None:
+    """A ref that is not there is NotFound by name, whichever input it was to be."""
+    given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "linear"}
+    with pytest.raises(NotFound) as refused:
+        place.store.plan(**(given | options))
+    assert refused.value.where == "nobody"

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,35 +57,61 @@ def take(units: Units, budget: int | None, *, additive: bool) -> list[int]:
 
 
 def _falling(units: Units, budget: int | None) -> list[int]:
-    """As `take`, for gains that fall as other units of the same chunk are taken."""
-    places = list(zip(units.tensor.tolist(), units.chunk.tolist(), strict=True))
-    experts, costs, roots = units.expert.tolist(), units.cost.tolist(), units.root.tolist()
-    out: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for unit, place in enumerate(places):
-        out[place].append(unit)
+    """As `take`, for gains that fall as other units of the same chunk are taken.
 
-    def score(unit: int) -> float:
-        """Error removed per byte, as things stand."""
-        root = roots[unit]
-        # Summed anew, not counted down: infinities cancel to NaN, and rounding would depend on
-        # the way taken.
-        others = math.fsum(roots[other] for other in out[places[unit]] if other != unit)
-        return root * (root + 2 * others) / costs[unit] if root else 0.0
-
-    heap = [(-score(unit), *places[unit], experts[unit], unit) for unit in range(len(units))]
+    The heap holds the best unit of each chunk; what is done in one chunk changes no other.
+    """
+    order = np.lexsort((units.expert, units.chunk, units.tensor))
+    costs, roots = units.cost[order].tolist(), units.root[order].tolist()
+    places = np.stack([units.tensor[order], units.chunk[order]])
+    starts = np.flatnonzero((places[:, 1:] != places[:, :-1]).any(axis=0)) + 1
+    ends = [*starts.tolist(), len(order)] if len(order) else []
+    chunks = [_Chunk(roots, costs, start, end) for start, end in pairwise([0, *ends])]
+    heap = [(*chunk.best(), number) for number, chunk in enumerate(chunks)]
     heapq.heapify(heap)
-    taken, left = [], math.inf if budget is None else budget
-    while heap:
-        negative, *_, unit = heap[0]
-        if costs[unit] > left:
+    taken: list[int] = []
+    left = math.inf if budget is None else budget
+    smallest = min(costs, default=0)
+    while heap and left >= smallest:
+        _, place, number = heap[0]
+        fits = costs[place] <= left
+        if fits:
+            taken.append(int(order[place]))
+            left -= costs[place]
+        if chunks[number].settle(place, taken=fits):
+            heapq.heapreplace(heap, (*chunks[number].best(), number))
+        else:
             heapq.heappop(heap)
-            continue
-        now = score(unit)
-        if now < -negative:
-            heapq.heapreplace(heap, (-now, *places[unit], experts[unit], unit))
-            continue
-        heapq.heappop(heap)
-        taken.append(unit)
-        left -= costs[unit]
-        out[places[unit]].remove(unit)
     return taken
+
+
+class _Chunk:
+    """The units of one chunk, by place in the order of ties; `open` ones may still be taken."""
+
+    __slots__ = ("_costs", "_open", "_out", "_roots")
+
+    def __init__(self, roots: list[float], costs: list[int], start: int, end: int) -> None:
+        self._roots = roots
+        self._costs = costs
+        self._open = list(range(start, end))
+        self._out = list(self._open)
+
+    def best(self) -> tuple[float, int]:
+        """(minus the error removed per byte, place) of the best open unit."""
+        # Summed anew, not counted down: infinities would cancel, and the rounding of a running
+        # sum depends on the way taken.
+        total = math.fsum([self._roots[place] for place in self._out])
+        return min((-self._gain(place, total) / self._costs[place], place) for place in self._open)
+
+    def _gain(self, place: int, total: float) -> float:
+        root = self._roots[place]
+        if root == 0 or math.isinf(root):
+            return root
+        return root * (2 * total - root)
+
+    def settle(self, place: int, *, taken: bool) -> bool:
+        """A unit is taken, or given up for good; whether any other is open."""
+        self._open.remove(place)
+        if taken:
+            self._out.remove(place)
+        return bool(self._open)

@@ -34,18 +34,25 @@ def make_plan(
     notes = list(selection.notes)
     thresholds: list[tuple[Threshold, ...]] = [() for _ in survey.tensors]
     if needs_thresholds(request.method, request.parameters):
-        exact = selection.full and request.analyze
-        if selection.full and not request.analyze:
-            notes.append("trim thresholds are bin edges of the magnitude histograms (--no-analyze)")
         density = float(request.parameters["density"])
         with ThreadPoolExecutor(threads, "second look") as pool:
             cut = Thresholds(
-                catalog, statistics, density, exact=exact, pool=pool, meter=surveyor.analyzed
+                catalog,
+                statistics,
+                density,
+                full=selection.full,
+                analyze=request.analyze,
+                pool=pool,
+                meter=surveyor.analyzed,
             )
             thresholds = [
                 tuple(cut.of(tensor, expert) for expert in tensor.experts)
                 for tensor in survey.tensors
             ]
+        if cut.at_edges:
+            notes.append(
+                "some trim thresholds are bin edges of the magnitude histograms (--no-analyze)"
+            )
     return _record(survey, request, selection, thresholds, notes), surveyor.analyzed.total
 
 

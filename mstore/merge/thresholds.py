@@ -28,8 +28,9 @@ LOW_VALUES = 1 << 16
 class Thresholds:
     """Finds the thresholds of one plan.
 
-    density: share of a tensor's elements to keep.  exact: nothing was left out for the budget,
-    and a second look is allowed; `meter` counts the expert bytes that it reads.
+    density: share of a tensor's elements to keep.  full: nothing was left out for the budget.
+    analyze: a second look is allowed; `meter` counts the expert bytes that it reads.  `at_edges`
+    turns true once a bin's edge had to serve at full budget.
     """
 
     def __init__(
@@ -38,14 +39,17 @@ class Thresholds:
         statistics: StatsStore,
         density: float,
         *,
-        exact: bool,
+        full: bool,
+        analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
         self._density = density
-        self._exact = exact
+        self._full = full
+        self._analyze = analyze
+        self.at_edges = False
         self._pool = pool
         self._meter = meter
 
@@ -53,12 +57,13 @@ class Thresholds:
         """What the engine is to cut this expert's delta at."""
         found = expert.threshold
         assert found is not None
-        if not self._exact:
-            return Threshold(found.value, UNLIMITED)
-        if not found.exact:
+        if self._full and found.exact:
+            on_edge = found.in_bin - found.inexact
+            return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
+        if self._full and self._analyze:
             return self._second_look(tensor, expert, found)
-        on_edge = found.in_bin - found.inexact
-        return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
+        self.at_edges = self._full
+        return Threshold(found.value, UNLIMITED)
 
     def _second_look(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold

@@ -68,6 +68,10 @@ class Layout:
         return self.root / "lock"
 
 
+def _is_block_size(size: int) -> bool:
+    return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
+
+
 def _format_line(layout: Layout) -> str:
     return f"mstore {FORMAT_VERSION} {layout.uuid} {layout.block_size}\n"
 
@@ -87,7 +91,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad block
     size, Incompatible on a network filesystem.
     """
-    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+    if not _is_block_size(block_size):
         raise BadRequest(
             f"block size {block_size} is not a power of two between 64 KiB and 16 MiB",
             hint="mstore init --block-size 1MiB",
@@ -178,7 +182,9 @@ def locate(root: Path) -> Layout:
         layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]))
     except (IndexError, ValueError) as error:
         raise Corrupt("not a format file", where=str(path)) from error
-    if line.decode("ascii", "replace") != _format_line(layout):
+    if line.decode("ascii", "replace") != _format_line(layout) or not _is_block_size(
+        layout.block_size
+    ):
         raise Corrupt("not a format file", where=str(path))
     fs.require_local(root)
     return layout

@@ -1,0 +1,287 @@
+"""The snapshot view: files at any offset and tensors by name, checked against their ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import families
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import BITS, every_dtype_checkpoint
+from families import BLOCK
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore import BlockId, SnapshotId, Store
+from mstore.blocks.codecs import Codec
+from mstore.errors import Corrupt, Incompatible, NotFound
+from mstore.objects.manifest import File, Manifest, Part
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.store.transaction import Transaction
+from mstore.view import BlockCache, SnapshotView
+
+FAMILY = families.layered(rows=60)
+
+
+@dataclass
+class Place:
+    """A checkpoint on disk and in a store, with a cache too small for all of it."""
+
+    store: Store
+    files: dict[str, bytes]
+    small: SnapshotView
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    root = tmp_path_factory.mktemp("odd")
+    path = every_dtype_checkpoint(root / "odd")
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        report = store.add(path, name="odd")
+        cache = BlockCache(store._catalog, limit=2 * BLOCK + 100)
+        yield Place(
+            store, families.contents(path), SnapshotView(store._catalog, report.snapshot, cache)
+        )
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_files_are_byte_exact(place: Place) -> None:
+    """Every file, read at once or streamed, is what was added; sizes and order are known ahead."""
+    view = place.store.view("odd")
+    assert view.files == {path: len(content) for path, content in place.files.items()}
+    assert list(view.files) == sorted(place.files)
+    for path, content in place.files.items():
+        assert view.read(path, 0, len(content) + 10) == content
+        assert b"".join(view.stream(path)) == content
+        assert place.store["odd"].read(path) == content
+
+
+names = st.sampled_from(
+    ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "empty.txt"]
+)
+
+
+@given(names, st.integers(0, 1_200_000), st.integers(0, 300_000))
+def test_reads_anywhere(place: Place, path: str, offset: int, size: int) -> None:
+    """Any range of any file is that range of the bytes added, also past the end, while blocks are
+    thrown out of the cache and read again in part.
+    """
+    content = place.files[path]
+    for start in (offset, min(offset, max(0, len(content) - 7))):
+        wanted = content[start : start + size]
+        assert place.small.read(path, start, size) == wanted
+        extents = list(place.small.extents(path, start, size))
+        assert sum(extent.length for extent in extents) == len(wanted)
+        assert all(extent.length > 0 for extent in extents)
+        place.small.prefetch(path, start, size)
+
+
+def test_many_threads_read_the_same(place: Place) -> None:
+    """Threads that share a view and its small cache get the same bytes as one alone."""
+    path = "model-00002-of-00002.safetensors"
+    content = place.files[path]
+
+    def read(start: int) -> bool:
+        return place.small.read(path, start, 90_001) == content[start : start + 90_001]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, [n * 7919 % len(content) for n in range(400)]))
+
+
+def test_what_is_not_there(place: Place) -> None:
+    """An unknown file or tensor is NotFound by name, before a first piece; prefetch stays quiet."""
+    view = place.store.view("odd")
+    for ask in (
+        lambda: view.read("nothing.txt", 0, 1),
+        lambda: view.tensor("nothing.txt"),
+        lambda: view.record("nothing.txt"),
+        lambda: view.require("nothing.txt"),
+        lambda: place.store.read_file("odd", "nothing.txt"),
+    ):
+        with pytest.raises(NotFound) as refused:
+            ask()
+        assert refused.value.where == "nothing.txt"
+    view.prefetch("nothing.txt", 0, 100)
+
+
+# -- tensors -------------------------------------------------------------------------------------
+
+
+def test_tensors_are_the_arrays(tmp_path: Path) -> None:
+    """Tensors come back as read-only arrays of their dtype and shape, bit for bit."""
+    path = families.write_checkpoint(tmp_path / "a", FAMILY.base, shards=3)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(path, name="a")
+        snapshot = store["a"]
+        found = {name: snapshot.tensor(name) for name in snapshot.tensor_names()}
+        assert families.differences(found, FAMILY.base) == []
+        assert found["model.norm.weight"].dtype == ml_dtypes.bfloat16
+        with pytest.raises(ValueError, match="read-only"):
+            found["model.norm.weight"][0] = 1
+
+
+def test_every_dtype_has_an_array_or_says_no(place: Place) -> None:
+    """All dtypes of whole bytes are arrays over the stored bytes; sub-byte ones are refused."""
+    view = place.store.view("odd")
+    arrays = 0
+    for dtype, width in BITS.items():
+        name = f"z.{dtype.lower()}"
+        if width % 8:
+            with pytest.raises(Incompatible, match=dtype):
+                view.tensor(name)
+            continue
+        array = view.tensor(name)
+        assert array.shape == (4, 6)
+        assert array.itemsize * 8 == width
+        record = view.record(name)
+        stored = b"".join(place.store._catalog.read_block(b) for b in record.block_ids())
+        assert array.tobytes() == stored
+        arrays += 1
+    assert arrays > 15
+    assert view.tensor("scalar").shape == ()
+    assert view.tensor("a.empty.middle").shape == (4, 0, 7)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[tuple[Store, BlockId]]:
+    """A store in which one bit of the second block of the tensor `w` has flipped."""
+    array = np.random.default_rng(1).standard_normal(BLOCK).astype(np.float32)
+    other = array + np.float32(1)
+    families.write_checkpoint(tmp_path / "a", {"w": array})
+    families.write_checkpoint(tmp_path / "b", {"w": other})
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(tmp_path / "b", name="b")
+        store.add(tmp_path / "a", name="a")
+        block = store.view("a").record("w").block(1)
+        location = store._catalog.locate([block])[0]
+        assert location.codec == Codec.RAW
+        path = store._catalog.packs.path(location.pack)
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.seek(location.offset + 12345)
+            byte = file.read(1)[0]
+            file.seek(location.offset + 12345)
+            file.write(bytes([byte ^ 4]))
+        yield store, block
+
+
+def test_a_flipped_bit_is_never_returned(damaged: tuple[Store, BlockId], tmp_path: Path) -> None:
+    """One flipped bit in a pack: every way to those bytes raises Corrupt that names the block, and
+    every other byte can still be read.
+    """
+    store, block = damaged
+    path = "model.safetensors"
+    view = store.view("a")
+    start = next(
+        offset
+        for offset in range(0, view.files[path], 1000)
+        if [e.block for e in view.extents(path, offset, 1)] == [block]
+    )
+    for ask in (
+        lambda: view.read(path, start, 1),
+        lambda: view.read(path, 0, view.files[path]),
+        lambda: list(view.stream(path)),
+        lambda: view.tensor("w"),
+        lambda: store.checkout("a", tmp_path / "out"),
+        lambda: store.diff("b", "a"),
+        lambda: store.plan(base="b", experts=["a"], method="linear"),
+    ):
+        with pytest.raises(Corrupt) as found:
+            ask()
+        assert found.value.where == f"block {block}"
+        assert "fsck" in (found.value.hint or "")
+    assert not (tmp_path / "out").exists()
+    assert len(view.read(path, 0, 1000)) == 1000
+    assert store.view("b").tensor("w").shape == (BLOCK,)
+    problems = store.fsck(read_data=True).problems
+    assert any(str(block) in f"{problem.where} {problem.what}" for problem in problems)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_a_flipped_bit_stops_a_merge(
+    method: str, threads: int, damaged: tuple[Store, BlockId]
+) -> None:
+    """A merge that comes to a damaged block fails with its name, whatever else is under way."""
+    store, block = damaged
+    plan = store.plan(base="b", experts=["b"], method="linear")
+    assert plan.full_expert_bytes == 0
+    plan = store.plan(base="b", experts=["a"], method="dare_linear", analyze=False)
+    if method == "ties":
+        # Statistics from another store of the same content: this one cannot take them.
+        with Store.init(store.path.parent / "sound", block_size=BLOCK) as sound:
+            for name in ("b", "a"):
+                base = "b" if name == "a" else None
+                sound.add(store.path.parent / name, name=name, base=base)
+            ask = sound.plan(base="b", experts=["a"], method="ties", parameters={"density": 0.5})
+            plan = store.import_plan(sound.export_plan(str(ask.plan)))
+    before = store.refs()
+    with pytest.raises(Corrupt) as found:
+        store.merge(plan, name="m", threads=threads)
+    assert found.value.where == f"block {block}"
+    assert store.refs() == before
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_a_pack_that_is_cut_or_gone(damaged: tuple[Store, BlockId]) -> None:
+    """A truncated or missing pack is Corrupt and named; it is not an operating system's error."""
+    store, block = damaged
+    pack = store._catalog.packs.path(store._catalog.locate([block])[0].pack)
+    os.truncate(pack, 8192)
+    with pytest.raises(Corrupt, match="ends too early") as found:
+        store.view("a").tensor("w")
+    assert found.value.where == str(pack)
+    path = store.path
+    store.close()
+    pack.unlink()
+    with Store.open(path) as again, pytest.raises(Corrupt, match="missing") as found:
+        again.view("a").tensor("w")
+    assert found.value.where == str(pack)
+
+
+@pytest.mark.parametrize("nbytes", [9, 11])
+def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
+    """A manifest from a stranger, whose lengths are not its blocks': Corrupt, no made-up bytes."""
+    content = b"ten bytes!"
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        catalog = store._catalog
+        block = BlockId.of(content)
+        tensor = Tensor("U8", (nbytes,), nbytes, block)
+        head = Tensor(BYTES, (0,), 0, b"")
+        with Transaction(catalog, "test") as transaction:
+            transaction.put_block(block, content, 1, "f", 0)
+            parts = (
+                Part(None, transaction.put_record(head), 0),
+                Part("w", transaction.put_record(tensor), nbytes),
+            )
+            manifest = Manifest((File("f", 1, nbytes, parts),))
+            record = SnapshotRecord(
+                manifest=transaction.put_record(manifest),
+                parents=(),
+                origin="add",
+                plan=None,
+                coverage=None,
+                message="",
+                time_ns=0,
+                tool="test",
+            )
+            transaction.commit(snapshots=[record])
+        view = store.view(SnapshotId(record.id()))
+        for ask in (lambda: view.tensor("w"), lambda: list(view.stream("f"))):
+            with pytest.raises(Corrupt) as found:
+                ask()
+            assert found.value.where == f"block {block}"
+        if nbytes > len(content):
+            with pytest.raises(Corrupt):
+                view.read("f", 0, nbytes)
