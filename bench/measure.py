@@ -30,6 +30,9 @@ class Run:
 
 def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Run:
     """Run a command to its end; raises CalledProcessError if it fails."""
+    if env is None:
+        # A program that must compile its own source at every start is not what people run.
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -91,7 +94,8 @@ def drop_cache(*paths: Path) -> None:
 
 
 def warm_memory(gigabytes: float) -> None:
-    """Touch and free memory once: pages that the host took back make the first user slow."""
+    """Touch and free memory: in a virtual machine, pages that the host took back are slow to touch
+    for the first time, and whoever writes first to the page cache would pay for it."""
     block = bytearray(1 << 20)
     held = [bytes(block) for _ in range(int(gigabytes * 1024))]
     del held

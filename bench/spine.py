@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "spine.json"
 METHODS = (("ties", ("density=0.2",)), ("linear", ()))
 SHARD = "model-00001-of-00003.safetensors"
 READ = 1 << 20
+WARM_GIGABYTES = 3
 
 
 class Bench:
@@ -91,6 +92,7 @@ class Bench:
             shutil.rmtree(self.store, ignore_errors=True)
             shutil.copytree(saved, self.store)
             os.sync()
+            warm_memory(WARM_GIGABYTES)
             words = [f"--expert=expert{k}" for k in range(EXPERTS)]
             words += [word for p in parameters for word in ("--param", p)]
             done = self.mstore(
@@ -162,6 +164,7 @@ def in_turn(rounds: int, *what: Callable[[], Run]) -> list[list[Run]]:
     found: list[list[Run]] = [[] for _ in what]
     for number in range(rounds + 1):
         for runs, call in zip(found, what, strict=True):
+            warm_memory(WARM_GIGABYTES)
             done = call()
             if number:
                 runs.append(done)
@@ -174,7 +177,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--millions", type=float, default=300.0)
     arguments = parser.parse_args()
-    warm_memory(8)
     bench = Bench(arguments.work.absolute(), arguments.millions)
     results: dict[str, object] = {
         "machine": machine(),

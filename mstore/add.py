@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mstore import fs
 from mstore.checkpoint.directory import SourceFile, scan, unchanged
@@ -31,11 +32,14 @@ from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import AddReport, Progress
 from mstore.stats.store import StatsStore
-from mstore.stats.streaming import MeasuredPair, PairMeasure
+from mstore.stats.table import MeasuredPair
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, Transaction
 from mstore.version import TOOL
+
+if TYPE_CHECKING:
+    from mstore.stats.streaming import PairMeasure
 
 GROUP_BYTES = 4 << 20
 
@@ -191,10 +195,7 @@ class _Adder:
     ) -> File:
         """Store one file's new blocks and its tensor records."""
         parts = self.parts(source)
-        measures = [
-            PairMeasure.begin(part.base, part.dtype, part.shape, self.catalog.block_size)
-            for part in parts
-        ]
+        measures = self._measures(parts)
         if source.header is not None and source.header.raw != _head(source):
             raise _changed(source)
 
@@ -223,6 +224,17 @@ class _Adder:
                 self.measured.append(measure.finish(part.base_id, id))
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
+
+    def _measures(self, parts: list[_PartPlan]) -> list[PairMeasure | None]:
+        if not self.has_base:
+            return [None] * len(parts)
+        # Late: the compiled passes take longer to load than a small checkpoint to add.
+        from mstore.stats.streaming import PairMeasure
+
+        return [
+            PairMeasure.begin(part.base, part.dtype, part.shape, self.catalog.block_size)
+            for part in parts
+        ]
 
     def _store(
         self,

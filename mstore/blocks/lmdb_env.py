@@ -10,7 +10,6 @@ transaction, and a reader would wait there for whoever is writing.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -197,7 +196,7 @@ class Environment:
                 try:
                     yield transaction
                 finally:
-                    transaction.abort()
+                    self._drop(transaction)
         finally:
             with self._gate:
                 self._readers[thread] -= 1
@@ -220,7 +219,12 @@ class Environment:
                     transaction.commit()
             finally:
                 # Does nothing after a commit.
-                transaction.abort()
+                self._drop(transaction)
+
+    def _drop(self, transaction: Any) -> None:
+        # Not in a child that was forked meanwhile: what it would give up is the parent's.
+        if self._pid == os.getpid():
+            transaction.abort()
 
     def _make_writable(self) -> None:
         with self._gate:
@@ -285,13 +289,3 @@ def _is_full(path: Path) -> bool:
     except OSError:
         return False
     return room.f_bavail * room.f_frsize < 1 << 20
-
-
-def _keep_in_child() -> None:
-    # Closing an environment in a forked child, even when the interpreter ends, would take the
-    # parent's readers out of the shared reader table.  So the child's copies are never freed.
-    for environment in _environments.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(environment._env))
-
-
-os.register_at_fork(after_in_child=_keep_in_child)

@@ -17,8 +17,7 @@ from pathlib import Path
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
-from mstore.stats.streaming import MeasuredPair
-from mstore.stats.table import DeltaTable
+from mstore.stats.table import DeltaTable, MeasuredPair
 
 DATABASES = ("pairs", "squares", "thresholds")
 _SQUARES = struct.Struct(">d")

@@ -8,7 +8,6 @@ the two tensors' bytes: the order in which chunks arrive does not change the res
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Self
 
@@ -21,18 +20,8 @@ from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
 from mstore.stats.chunks import chunk_elements
 from mstore.stats.histogram import BINS, Histogram
-from mstore.stats.table import DeltaTable
+from mstore.stats.table import DeltaTable, MeasuredPair
 from mstore.store.catalog import Catalog
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPair:
-    """Finished statistics of a pair: the encoded table (None where nothing differs)."""
-
-    base: TensorId
-    expert: TensorId
-    table: bytes | None
-    base_squares: float
 
 
 class PairMeasure:

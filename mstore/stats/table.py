@@ -36,7 +36,7 @@ import numpy.typing as npt
 import zstandard
 
 from mstore.errors import BadRequest, Corrupt, InvalidInput
-from mstore.ids import Buffer
+from mstore.ids import Buffer, TensorId
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.histogram import NAN_BIN, Histogram
 
@@ -182,6 +182,16 @@ class DeltaTable:
 
 _COLUMNS: Final = CHUNK.names or ()
 _WHERE: Final = "delta table"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """Finished statistics of a pair: the encoded table (None where nothing differs)."""
+
+    base: TensorId
+    expert: TensorId
+    table: bytes | None
+    base_squares: float
 
 
 class _Columns:
