@@ -1,0 +1,389 @@
+"""Canonical records: one value, one byte string, one id; golden bytes of each kind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstore.blocks.packs import Kind
+from mstore.errors import Corrupt
+from mstore.ids import (
+    BlockId,
+    CoverageId,
+    Id,
+    ManifestId,
+    PackId,
+    PlanId,
+    SnapshotId,
+    TensorId,
+)
+from mstore.objects.canonical import Record, decode
+from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.plan import Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.tensor import Tensor
+
+A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
+
+PARTS = (Part(None, A, 100), Part("w", B, 69_900))
+PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C))
+
+GOLDEN: dict[str, tuple[Record, str, str]] = {
+    "tensor": (
+        Tensor("BF16", (3, 300), 1800, A + B),
+        "95a874656e736f722f31a442463136" + "9203cd012c" + "cd0708" + "c440" + "aa" * 32 + "bb" * 32,
+        "mstore 1 tensor record",
+    ),
+    "manifest": (
+        Manifest(
+            (
+                File("ü.safetensors", SAFETENSORS, 70_000, PARTS),
+                File("z", OPAQUE, 0, ()),
+            )
+        ),
+        "92aa6d616e69666573742f31" + "92"
+        + "94aec3bc2e73616665" + "74656e736f7273" + "01ce00011170" + "92"
+        + "93c0c420" + "aa" * 32 + "64"
+        + "93a177c420" + "bb" * 32 + "ce0001110c"
+        + "94a17a000090",
+        "mstore 1 manifest",
+    ),
+    "snapshot": (
+        SnapshotRecord(A, PARENTS, "add", None, A, "", 1 << 60, "t/1"),
+        "99aa736e617073686f742f31" + "c420" + "aa" * 32 + "92"
+        + "92a870726576696f7573c420" + "bb" * 32
+        + "92a462617365c420" + "cc" * 32
+        + "a3616464" + "c0" + "c420" + "aa" * 32 + "a0" + "cf1000000000000000" + "a3742f31",
+        "mstore 1 snapshot",
+    ),
+    "plan": (
+        Plan(
+            method="ties",
+            parameters=(("density", 0.5), ("normalize", True), ("seed", -1)),
+            base=A,
+            experts=(PlanExpert(B, 1.0),),
+            dtype=None,
+            block_size=65536,
+            budget=None,
+            full_expert_bytes=2,
+            planned_expert_bytes=1,
+            error_bound=None,
+            error_estimate=0.25,
+            tensors=(PlanTensor("w", 128, (b"\x00\x04",), (Threshold(0.5, -1),), (-1.0,)),),
+            copied=(("t", "other dtype"),),
+            notes=(),
+        ),
+        "9f" + "a6706c616e2f31" + "a474696573"
+        + "93" + "92a764656e73697479cb3fe0000000000000"
+        + "92a96e6f726d616c697a65c3" + "92a473656564ff"
+        + "c420" + "aa" * 32 + "91" + "92c420" + "bb" * 32 + "cb3ff0000000000000"
+        + "c0" + "ce00010000" + "c0" + "02" + "01" + "c0" + "cb3fd0000000000000"
+        + "91" + "95a177cc80" + "91c4020004" + "9192cb3fe0000000000000ff" + "91cbbff0000000000000"
+        + "91" + "92a174ab6f74686572206474797065" + "90",
+        "mstore 1 plan",
+    ),
+    "coverage": (
+        Coverage(A, (TensorCoverage("w", 9, b"\x01\x00", (b"\xfe\x01", b"")),)),
+        "93aa636f7665726167652f31" + "c420" + "aa" * 32 + "91"
+        + "94a17709c4020100" + "92c402fe01c400",
+        "mstore 1 coverage",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_golden_bytes(kind: str) -> None:
+    """These values have these bytes and so this id for ever: they are format version 1."""
+    record, golden, context = GOLDEN[kind]
+    data = bytes.fromhex(golden)
+    assert record.encode() == data
+    assert decode(type(record), data, "here") == record
+    assert record.id() == blake3(data, derive_key_context=context).digest()
+    assert type(record.id()) is record.id_type
+    assert record.kind.name.lower() == kind
+
+
+def test_kinds_and_codes() -> None:
+    """The kind byte of each record in packs and index is part of the format."""
+    assert {kind.name: int(kind) for kind in Kind} == {
+        "BLOCK": 0, "TENSOR": 1, "MANIFEST": 2, "SNAPSHOT": 3, "PLAN": 4, "COVERAGE": 5,
+    }  # fmt: skip
+    assert {type(record).kind for record, *_ in GOLDEN.values()} == set(Kind) - {Kind.BLOCK}
+
+
+def test_each_kind_has_its_own_hash_domain() -> None:
+    """The same bytes have another id as each kind; a BlockId is the plain BLAKE3."""
+    kinds: list[type[Id]] = [
+        BlockId, TensorId, ManifestId, SnapshotId, PlanId, CoverageId, PackId,
+    ]  # fmt: skip
+    assert len({bytes(kind.of(b"data")) for kind in kinds}) == len(kinds)
+    assert BlockId.of(b"data") == blake3(b"data").digest()
+
+
+# -- any record --------------------------------------------------------------------------------
+
+IDS = st.binary(min_size=32, max_size=32)
+COUNTS = st.integers(0, (1 << 64) - 1)
+TEXT = st.text(max_size=12)
+FLOATS = st.floats(allow_nan=False)
+RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
+    Tensor: st.builds(
+        Tensor, TEXT, st.lists(COUNTS, max_size=3).map(tuple), COUNTS, st.binary(max_size=70)
+    ),
+    Manifest: st.builds(
+        Manifest,
+        st.lists(
+            st.builds(
+                File,
+                TEXT,
+                st.integers(0, 1),
+                COUNTS,
+                st.lists(st.builds(Part, st.none() | TEXT, IDS, COUNTS), max_size=3).map(tuple),
+            ),
+            max_size=3,
+        ).map(tuple),
+    ),
+    SnapshotRecord: st.builds(
+        SnapshotRecord,
+        IDS,
+        st.lists(st.builds(Parent, TEXT, IDS), max_size=3).map(tuple),
+        TEXT,
+        st.none() | IDS,
+        st.none() | IDS,
+        TEXT,
+        COUNTS,
+        TEXT,
+    ),
+    Plan: st.builds(
+        Plan,
+        TEXT,
+        st.lists(
+            st.tuples(TEXT, st.booleans() | st.integers(-(1 << 63), 1 << 63) | FLOATS), max_size=3
+        ).map(tuple),
+        IDS,
+        st.lists(st.builds(PlanExpert, IDS, FLOATS), max_size=2).map(tuple),
+        st.none() | TEXT,
+        COUNTS,
+        st.none() | COUNTS,
+        COUNTS,
+        COUNTS,
+        st.none() | FLOATS,
+        st.none() | FLOATS,
+        st.lists(
+            st.builds(
+                PlanTensor,
+                TEXT,
+                COUNTS,
+                st.lists(st.binary(max_size=9), max_size=2).map(tuple),
+                st.lists(st.builds(Threshold, FLOATS, st.integers(-1, 99)), max_size=2).map(tuple),
+                st.lists(FLOATS, max_size=2).map(tuple),
+            ),
+            max_size=2,
+        ).map(tuple),
+        st.lists(st.tuples(TEXT, TEXT), max_size=2).map(tuple),
+        st.lists(TEXT, max_size=2).map(tuple),
+    ),
+    Coverage: st.builds(
+        Coverage,
+        IDS,
+        st.lists(
+            st.builds(
+                TensorCoverage,
+                TEXT,
+                COUNTS,
+                st.binary(max_size=9),
+                st.lists(st.binary(max_size=9), max_size=2).map(tuple),
+            ),
+            max_size=3,
+        ).map(tuple),
+    ),
+}
+ANY_RECORD = st.one_of(*RECORDS.values())
+
+
+@given(ANY_RECORD)
+def test_records_come_back(record: Record) -> None:
+    """Decoding gives the record that was encoded, and encodes to the same bytes again."""
+    data = record.encode()
+    again = decode(type(record), data, "here")
+    assert again == record
+    assert again.encode() == data
+
+
+@given(ANY_RECORD, ANY_RECORD)
+def test_different_records_have_different_bytes(one: Record, other: Record) -> None:
+    """Two records have equal bytes exactly if they are equal, also across kinds."""
+    same = type(one) is type(other) and one == other and repr(one) == repr(other)
+    assert (one.encode() == other.encode()) == same
+
+
+@settings(max_examples=300)
+@given(record=ANY_RECORD, data=st.data())
+def test_random_damage_is_refused_or_another_record(record: Record, data: st.DataObject) -> None:
+    """Damaged bytes are Corrupt, or the canonical bytes of some other record: never a second
+    spelling, never another exception."""
+    raw = bytearray(record.encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(raw)))
+        new = data.draw(st.binary(max_size=9))
+        raw[place : place + data.draw(st.integers(0, 9))] = new
+    for kind in RECORDS:
+        try:
+            found = decode(kind, bytes(raw), "here")
+        except Corrupt as error:
+            assert error.where == "here"  # noqa: PT017 -- damage may also leave a sound record
+            continue
+        assert found.encode() == raw
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_corrupt_or_canonical(raw: bytes) -> None:
+    """The same for bytes that never were a record."""
+    for kind in RECORDS:
+        try:
+            assert decode(kind, raw, "here").encode() == raw
+        except Corrupt:
+            continue
+
+
+# -- other spellings ---------------------------------------------------------------------------
+
+TENSOR_HEAD = "95a874656e736f722f31"
+
+
+@pytest.mark.parametrize(
+    ("what", "spelled"),
+    [
+        ("an integer longer than it need be", TENSOR_HEAD + "a255389100cd0000c400"),
+        ("another integer longer than it need be", TENSOR_HEAD + "a255389100cc00c400"),
+        ("a signed integer for a small one", TENSOR_HEAD + "a255389100d000c400"),
+        ("a string longer than it need be", TENSOR_HEAD + "d9025538910000c400"),
+        ("a string of another length form", "95d90874656e736f722f31a25538910000c400"),
+        ("a list of another length form", TENSOR_HEAD + "a25538dc00010000c400"),
+        ("bytes of another length form", TENSOR_HEAD + "a25538910000c50000"),
+        ("a float for an integer", TENSOR_HEAD + "a2553891cb000000000000000000c400"),
+        ("a string for bytes", TENSOR_HEAD + "a25538910000a0"),
+        ("a map", "8101"),
+        ("a record of maps", TENSOR_HEAD + "a25538810000c400"),
+        ("a field too many", "96a874656e736f722f31a25538910000c40000"),
+        ("a field too few", "94a874656e736f722f31a25538910000"),
+        ("something behind it", TENSOR_HEAD + "a25538910000c40000"),
+        ("half of it", TENSOR_HEAD + "a2553891"),
+        ("nothing", ""),
+        ("another tag", "95a874656e736f722f32a25538910000c400"),
+        ("no tag", "94a25538910000c400"),
+        ("bytes that are no UTF-8", TENSOR_HEAD + "a2ff38910000c400"),
+        ("a timestamp", TENSOR_HEAD + "a255389100d6ff00000000c400"),
+    ],
+)
+def test_other_spellings_are_refused(what: str, spelled: str) -> None:
+    """MessagePack that means the same, or nearly, is not a record."""
+    sound = bytes.fromhex(TENSOR_HEAD + "a25538910000c400")
+    assert decode(Tensor, sound, "here") == Tensor("U8", (0,), 0, b"")
+    with pytest.raises(Corrupt) as refusal:
+        decode(Tensor, bytes.fromhex(spelled), "here")
+    assert refusal.value.where == "here", what
+
+
+def test_a_record_of_one_kind_is_none_of_another() -> None:
+    """The tag says what a record is."""
+    for record, golden, _ in GOLDEN.values():
+        for kind in RECORDS:
+            if kind is not type(record):
+                with pytest.raises(Corrupt):
+                    decode(kind, bytes.fromhex(golden), "here")
+
+
+def test_deep_nesting_is_corrupt() -> None:
+    """A bomb of nested lists is an error like any other."""
+    for depth in (50, 100_000):
+        with pytest.raises(Corrupt):
+            decode(Tensor, bytes.fromhex(TENSOR_HEAD) + b"\x91" * depth, "here")
+
+
+def test_ids_are_stored_as_plain_bytes() -> None:
+    """A record built with typed ids has the bytes of one built with plain ones."""
+    typed = SnapshotRecord(
+        ManifestId(A), (Parent(BASE, SnapshotId(B)),), "add", PlanId(C), CoverageId(C), "", 1, ""
+    )
+    plain = SnapshotRecord(A, (Parent(BASE, B),), "add", C, C, "", 1, "")
+    assert typed.encode() == plain.encode()
+
+
+def test_floats_keep_every_bit() -> None:
+    """Zero and minus zero, the smallest and the largest are told apart; infinities are kept."""
+    values = [0.0, -0.0, 5e-324, 1.7976931348623157e308, math.inf, 0.1]
+    seen = set()
+    for value in values:
+        record = PlanExpert(A, value)
+        data = msgspec.msgpack.encode(record)
+        assert math.copysign(1, msgspec.msgpack.decode(data, type=PlanExpert).weight) == (
+            math.copysign(1, value)
+        )
+        seen.add(data)
+    assert len(seen) == len(values)
+
+
+# -- what records say --------------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bitmaps(flags: list[bool]) -> None:
+    """Bit i of a bitmap is flag i, least significant first, in as few bytes as that takes."""
+    data = bitmap(flags)
+    assert len(data) == -(-len(flags) // 8)
+    assert [bit(data, number) for number in range(len(flags))] == flags
+    assert int.from_bytes(data, "little") == sum(1 << n for n, flag in enumerate(flags) if flag)
+
+
+def test_a_tensor_must_fit_its_blocks() -> None:
+    """A block list too short or too long for the length is Corrupt; an empty tensor has none."""
+    size = 1 << 16
+    for nbytes, count in ((0, 0), (1, 1), (size, 1), (size + 1, 2), (3 * size, 3)):
+        tensor = Tensor("U8", (nbytes,), nbytes, A * count)
+        tensor.check(size, "here")
+        lengths = [tensor.block_length(n, size) for n in range(tensor.block_count())]
+        assert sum(lengths) == nbytes
+        assert list(tensor.block_ids()) == [BlockId(A)] * count
+        for wrong in (count - 1, count + 1):
+            if wrong >= 0:
+                with pytest.raises(Corrupt):
+                    Tensor("U8", (nbytes,), nbytes, A * wrong).check(size, "here")
+    with pytest.raises(Corrupt):
+        Tensor("U8", (1,), 1, A[:31]).check(size, "here")
+
+
+def test_a_tensor_name_stands_for_its_first_occurrence() -> None:
+    """In a manifest with a name in two files, the first file in order has it."""
+    files = (
+        File("a", SAFETENSORS, 2, (Part(None, A, 1), Part("w", A, 1))),
+        File("b", SAFETENSORS, 3, (Part(None, A, 1), Part("w", B, 1), Part("v", C, 1))),
+    )
+    manifest = Manifest(files)
+    assert manifest.tensors() == {"w": TensorId(A), "v": TensorId(C)}
+    assert manifest.plain_bytes() == 5
+    assert manifest.file("b") == files[1]
+    assert manifest.file("c") is None
+
+
+@pytest.mark.parametrize("kind", [BlockId, TensorId, SnapshotId])
+def test_ids_are_parsed_strictly(kind: type[Id]) -> None:
+    """An id is 64 lowercase hex digits and prints as such; anything else is refused."""
+    id = kind(bytes(range(32)))
+    assert kind.parse(str(id)) == id
+    assert str(id).startswith(id.short)
+    wrong: list[Any] = ["", "0" * 63, "0" * 65, "G" + "0" * 63, str(id).upper(), " " + "0" * 63]
+    for text in wrong:
+        with pytest.raises(Exception, match="not a") as refusal:
+            kind.parse(text)
+        assert type(refusal.value).__name__ == "BadName"
+    for raw in (b"", bytes(31), bytes(33)):
+        with pytest.raises(ValueError, match="32 bytes"):
+            kind(raw)
