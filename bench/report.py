@@ -31,17 +31,17 @@ ADD = """\
 MERGE = """\
 ### Merge
 
-`mstore merge` of {experts} experts at full budget: planning, reading and checking {read:.0f} MB, writing
-{written:.0f} MB, synced; the whole process, imports included. TIES with density 0.2.
+`mstore merge` of {experts} experts at full budget: planning, reading and checking {read:.0f} MB,
+writing {written:.0f} MB, synced; the whole process, imports included. TIES with density 0.2.
 """
 
 MOUNT = """\
 ### Mount
 
-One shard, read from end to end by a process that does nothing else (reads of 1 MiB; or every page of
-a mapping touched in order). Cold: the plain file, or the packs, evicted from the page cache, and the
-mount made anew; every block is checked against its hash on the way. Warm: the same again. The
-reader's start, about 0.02 s, is in it.
+One shard, read from end to end by a process that does nothing else (reads of 1 MiB; or every page
+of a mapping touched in order). Cold: the plain file, or the packs, evicted from the page cache, and
+the mount made anew; every block is checked against its hash on the way. Warm: the same again.
+The reader's start, about 0.02 s, is in it.
 """
 
 

@@ -22,7 +22,8 @@ from family import Family, Member, domain_losses, load, silence_transformers, tr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = ("def ", "The ", "12 + 7 = ")
-NEW_TOKENS = 48
+# Greedy, so that the same family says the same; the penalty keeps a small model off its loops.
+GENERATION = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.2}
 MSTORE = (sys.executable, "-m", "mstore_cli")
 
 
@@ -84,7 +85,7 @@ def generate(directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-        output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        output = model.generate(**inputs, **GENERATION)
         print(f"  {prompt!r} -> {tokenizer.decode(output[0], skip_special_tokens=True)!r}")
 
 

@@ -4,7 +4,8 @@
     snapshot = store["llama/merged"]
     snapshot.tensor("model.norm.weight")
 
-A store may be shared by threads.  It is not inherited by a fork: open it again in the child.
+A store may be shared by threads.  It does not survive a fork: close it before, or start processes
+with the spawn method and open it there.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class _Chunk:
 
     number: int
     ids: list[BlockId]
-    data: list[bytes]
+    data: list[Buffer]
 
 
 @dataclass(slots=True)
@@ -115,7 +115,6 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._rows = np.zeros((0, 0), dtype=np.uint8)
-        self._out = np.zeros(0, dtype=np.uint8)
 
     def rows(self, count: int, length: int) -> Any:
         """uint8[>= count, >= length], rows aligned."""
@@ -127,12 +126,6 @@ class _Scratch(threading.local):
             start = -flat.ctypes.data % _ROW_ALIGNMENT
             self._rows = flat[start : start + shape[0] * shape[1]].reshape(shape)
         return self._rows
-
-    def out(self, length: int) -> Any:
-        """uint8[>= length]."""
-        if len(self._out) < length:
-            self._out = np.empty(length, dtype=np.uint8)
-        return self._out
 
 
 class Engine:
@@ -375,7 +368,8 @@ class Engine:
                 experts[row, : n * width] = experts[twin, : n * width]
         dtypes = [job.experts[k].dtype for k in present]
         quotas = self._quotas(job, number, n, base, experts, present)
-        out = self._scratch.out(n * DTYPES[job.out_dtype].bits // 8)
+        # Not scratch: the sink gets the output as it is, while this thread goes on.
+        out = np.empty(n * DTYPES[job.out_dtype].bits // 8, dtype=np.uint8)
         mix_chunk(
             self._mix,
             base,
@@ -392,8 +386,8 @@ class Engine:
             job.out_dtype,
         )
         ids, data = [], []
-        for start, length in partition(n * DTYPES[job.out_dtype].bits // 8, size):
-            block: bytes = out[start : start + length].tobytes()
+        for start, length in partition(len(out), size):
+            block: Buffer = out.data[start : start + length]
             ids.append(BlockId.of(block))
             data.append(block)
         return _Chunk(number, ids, data)

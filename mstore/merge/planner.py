@@ -250,10 +250,11 @@ class Planner:
         norms = []
         for k, expert in enumerate(self._survey.tensors[number].experts):
             mask = states[k] == OMITTED
-            squares = self._squares(expert)
             if not mask.any():
                 norms.append(0.0)
-            elif squares is None:
+                continue
+            squares = self._squares(expert)
+            if squares is None:
                 norms.append(-1.0)
             else:
                 total = math.fsum(squares[mask].tolist())

@@ -312,6 +312,8 @@ def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
 
 def _without_nan(histogram: Histogram) -> Histogram:
     """A NaN is larger than no threshold, so it is never kept and takes no other's place."""
+    if not len(histogram.bins) or histogram.bins[-1] < NAN_BIN:
+        return histogram
     counted = histogram.bins < NAN_BIN
     return Histogram(histogram.bins[counted], histogram.counts[counted], histogram.inexact[counted])
 

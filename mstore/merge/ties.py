@@ -31,7 +31,9 @@ class TieLedger:
         return [quota > 0 for quota in self._left]
 
     def take(self, chunk: int, ties: list[int]) -> list[int]:
-        """How many of its `ties` per expert chunk `chunk` may keep.  Waits for earlier chunks.
+        """How many of its `ties` per expert chunk `chunk` may keep (UNLIMITED: all of them).
+
+        Waits for earlier chunks.  Where an expert is not `open`, its ties need not be counted.
 
         Raises RuntimeError where one of those failed.
         """
@@ -44,8 +46,11 @@ class TieLedger:
                 if self._left[expert] == UNLIMITED:
                     granted.append(UNLIMITED)
                     continue
-                granted.append(min(count, self._left[expert]))
-                self._left[expert] -= granted[-1]
+                left = self._left[expert]
+                # All of them is no limit: the kernel need not count.  But with nothing left nobody
+                # has counted, and there may be ties.
+                granted.append(UNLIMITED if 0 < left >= count else left)
+                self._left[expert] -= min(count, left)
             self._next += 1
             self._turn.notify_all()
             return granted

@@ -10,13 +10,13 @@ Each record class names its `kind` (where it is stored) and its `id_type` (its h
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
-from mstore.ids import Buffer, Id
+from mstore.ids import ID_BYTES, Buffer, Id
 
 
 def plain_id(value: object) -> bytes:
@@ -27,6 +27,10 @@ def plain_id(value: object) -> bytes:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain_id)
+# What a field may hold is checked when it is decoded: records may come from strangers.
+IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {}
 
 

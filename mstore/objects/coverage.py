@@ -8,7 +8,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId
-from mstore.objects.canonical import Record
+from mstore.objects.canonical import Count, IdBytes, Record
 
 
 class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -18,7 +18,7 @@ class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """
 
     name: str
-    blocks: int
+    blocks: Count
     reused: bytes
     contributed: tuple[bytes, ...]
 
@@ -29,7 +29,7 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
     kind: ClassVar[Kind] = Kind.COVERAGE
     id_type: ClassVar[type[CoverageId]] = CoverageId
 
-    plan: bytes
+    plan: IdBytes
     tensors: tuple[TensorCoverage, ...]
 
     def id(self) -> CoverageId:

@@ -15,7 +15,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import ManifestId, TensorId
-from mstore.objects.canonical import Record
+from mstore.objects.canonical import Count, IdBytes, Record
 
 OPAQUE = 0
 SAFETENSORS = 1
@@ -25,8 +25,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes."""
 
     name: str | None
-    tensor: bytes
-    nbytes: int
+    tensor: IdBytes
+    nbytes: Count
 
     def tensor_id(self) -> TensorId:
         """The record of this part."""
@@ -38,7 +38,7 @@ class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     path: str
     form: int
-    size: int
+    size: Count
     parts: tuple[Part, ...]
 
     def tensors(self) -> Iterator[Part]:

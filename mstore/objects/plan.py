@@ -17,7 +17,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import ManifestId, PlanId
-from mstore.objects.canonical import Record
+from mstore.objects.canonical import Count, IdBytes, Record
 
 READ = 0
 """The expert's blocks are read."""
@@ -47,7 +47,7 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """
 
     name: str
-    chunk_elements: int
+    chunk_elements: Count
     states: tuple[bytes, ...]
     thresholds: tuple[Threshold, ...]
     omitted: tuple[float, ...]
@@ -56,7 +56,7 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An input and its weight."""
 
-    manifest: bytes
+    manifest: IdBytes
     weight: float
 
     def manifest_id(self) -> ManifestId:
@@ -78,13 +78,13 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
 
     method: str
     parameters: tuple[tuple[str, bool | int | float], ...]
-    base: bytes
+    base: IdBytes
     experts: tuple[PlanExpert, ...]
     dtype: str | None
-    block_size: int
-    budget: int | None
-    full_expert_bytes: int
-    planned_expert_bytes: int
+    block_size: Count
+    budget: Count | None
+    full_expert_bytes: Count
+    planned_expert_bytes: Count
     error_bound: float | None
     error_estimate: float | None
     tensors: tuple[PlanTensor, ...]

@@ -8,7 +8,7 @@ import msgspec
 
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId, ManifestId, PlanId, SnapshotId
-from mstore.objects.canonical import Record
+from mstore.objects.canonical import Count, IdBytes, Record
 
 PREVIOUS = "previous"
 BASE = "base"
@@ -19,7 +19,7 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """An edge of the lineage; `role` is previous, base or expert."""
 
     role: str
-    snapshot: bytes
+    snapshot: IdBytes
 
     def snapshot_id(self) -> SnapshotId:
         """The parent."""
@@ -36,13 +36,13 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
     kind: ClassVar[Kind] = Kind.SNAPSHOT
     id_type: ClassVar[type[SnapshotId]] = SnapshotId
 
-    manifest: bytes
+    manifest: IdBytes
     parents: tuple[Parent, ...]
     origin: str
-    plan: bytes | None
-    coverage: bytes | None
+    plan: IdBytes | None
+    coverage: IdBytes | None
     message: str
-    time_ns: int
+    time_ns: Count
     tool: str
 
     def id(self) -> SnapshotId:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
-from mstore.objects.canonical import Record
+from mstore.objects.canonical import Count, Record
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"
@@ -24,8 +24,8 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
     id_type: ClassVar[type[TensorId]] = TensorId
 
     dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    shape: tuple[Count, ...]
+    nbytes: Count
     blocks: bytes
 
     def id(self) -> TensorId:
