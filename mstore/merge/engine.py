@@ -11,16 +11,18 @@ of the plan alone, for any number of threads.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from mstore.blocks.index import Location
 from mstore.blocks.meter import Meter
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.partition import partition
@@ -356,14 +358,17 @@ class Engine:
         base_width = DTYPES[job.base.dtype].bits // 8
         rows = self._scratch.rows(len(present) + 1, n * max([base_width, *widths]))
         base, experts = rows[0], rows[1 : 1 + len(present)]
-        self._read(base_blocks, base, self._base_meter)
+        sources = [chunk_blocks(job.experts[k], chunk, number, size) for k in present]
+        # One look into the index for the whole chunk.
+        blocks = list(dict.fromkeys(itertools.chain(base_blocks, *sources)))
+        places = dict(zip(blocks, self._catalog.locate(blocks), strict=True))
+        self._read(base_blocks, places, base, self._base_meter)
         # Only blocks of one dtype are planned as shared: equal bytes of another one are read again.
         read: dict[tuple[str, tuple[BlockId, ...]], int] = {}
-        for row, (k, width) in enumerate(zip(present, widths, strict=True)):
-            blocks = tuple(chunk_blocks(job.experts[k], chunk, number, size))
-            twin = read.setdefault((job.experts[k].dtype, blocks), row)
+        for row, (k, width, source) in enumerate(zip(present, widths, sources, strict=True)):
+            twin = read.setdefault((job.experts[k].dtype, tuple(source)), row)
             if twin == row:
-                self._read(list(blocks), experts[row], self._expert_meter)
+                self._read(source, places, experts[row], self._expert_meter)
             else:
                 experts[row, : n * width] = experts[twin, : n * width]
         dtypes = [job.experts[k].dtype for k in present]
@@ -404,10 +409,13 @@ class Engine:
                 )
         return np.array(job.ledger.take(number, ties), dtype=np.int64)
 
-    def _read(self, blocks: list[BlockId], row: Any, meter: Meter) -> None:
+    def _read(
+        self, blocks: list[BlockId], places: Mapping[BlockId, Location], row: Any, meter: Meter
+    ) -> None:
         target = memoryview(row)
         done = 0
-        for block, location in zip(blocks, self._catalog.locate(blocks), strict=True):
+        for block in blocks:
+            location = places[block]
             self._catalog.read_block_into(
                 block, location, target[done : done + location.raw_length], meter
             )
