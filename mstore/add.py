@@ -32,7 +32,6 @@ from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import AddReport, Progress
 from mstore.stats.store import StatsStore
-from mstore.stats.table import MeasuredPair
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, Transaction
@@ -154,15 +153,21 @@ def _changed(source: SourceFile) -> BadCheckpoint:
 class _Adder:
     """One running `add`: counters, and the comparison with the base."""
 
-    def __init__(self, catalog: Catalog, transaction: Transaction, base: Manifest | None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        transaction: Transaction,
+        base: Manifest | None,
+    ) -> None:
         self.catalog = catalog
+        self.statistics = statistics
         self.transaction = transaction
         self.base = {} if base is None else base.tensors()
         self.has_base = base is not None
         self.blocks_total = 0
         self.blocks_equal_base = 0
         self.bytes_done = 0
-        self.measured: list[MeasuredPair] = []
 
     def parts(self, source: SourceFile) -> list[_PartPlan]:
         """Header and tensors of a file in data order, or the file as one part."""
@@ -221,7 +226,7 @@ class _Adder:
             self.transaction.put_record(tensor)
             stored.append(Part(part.name, id, part.nbytes))
             if measure is not None and part.base_id is not None:
-                self.measured.append(measure.finish(part.base_id, id))
+                self.statistics.put_pair(measure.finish(part.base_id, id))
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
 
@@ -318,14 +323,14 @@ def add(
             progress(Progress("add", done, total))
 
     with Transaction(catalog, f"add {name}") as transaction:
-        adder = _Adder(catalog, transaction, base_manifest)
+        adder = _Adder(catalog, statistics, transaction, base_manifest)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
         # Before the commit: what fails after it would be an error of something that was done.
-        statistics.put_pairs(adder.measured)
+        statistics.flush()
         if is_new:
             transaction.put_record(manifest)
             new = refs.Ref(refs.BRANCH, snapshot.id())

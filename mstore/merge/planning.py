@@ -53,6 +53,7 @@ def make_plan(
             notes.append(
                 "some trim thresholds are bin edges of the magnitude histograms (--no-analyze)"
             )
+    statistics.flush()
     return _record(survey, request, selection, thresholds, notes), surveyor.analyzed.total
 
 

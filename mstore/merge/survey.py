@@ -244,7 +244,7 @@ class Surveyor:
             self._missing.append(f"{self._request.experts[number].name}: {name}")
             return None
         measure = measure_pair(self._catalog, base, record, pool, self.analyzed)
-        self._statistics.put_pairs([measure.finish(base_id, id)])
+        self._statistics.put_pair(measure.finish(base_id, id))
         return self._statistics.pair(base_id, id)
 
     def _numbers(
@@ -283,21 +283,15 @@ class Surveyor:
         self, records: dict[str, tuple[TensorId, Tensor]], pool: ThreadPoolExecutor
     ) -> float | None:
         """Sum of squares of the base's tensors whose dtype can be merged."""
-        known: dict[TensorId, float] = {}
-        found = []
         sums = []
         for id, record in records.values():
             if record.dtype not in ITEMSIZES:
                 continue
-            if id not in known:
-                squares = self._statistics.squares(id)
-                if squares is None:
-                    squares = measure_squares(self._catalog, record, pool)
-                    found.append((id, squares))
-                known[id] = squares
-            sums.append(known[id])
-        if found:
-            self._statistics.put_squares(found)
+            squares = self._statistics.squares(id)
+            if squares is None:
+                squares = measure_squares(self._catalog, record, pool)
+                self._statistics.put_squares(id, squares)
+            sums.append(squares)
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None
 

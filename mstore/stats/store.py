@@ -11,8 +11,8 @@ damaged is taken again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from pathlib import Path
+from threading import Lock
 
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
@@ -20,24 +20,55 @@ from mstore.ids import TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
 
 DATABASES = ("pairs", "squares", "thresholds")
+PENDING_ROWS = 256
 _SQUARES = struct.Struct(">d")
 _THRESHOLD = struct.Struct(">fQ")
 
 
 class StatsStore:
-    """Open statistics of one store; safe for any number of threads."""
+    """Open statistics of one store; safe for any number of threads.
+
+    What is put is found at once, and on disk after `flush`: a synced commit a tensor would cost
+    more than the statistics themselves.  What a crash loses is taken again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._env = Environment.acquire(path, DATABASES)
+        self._lock = Lock()
+        self._pending: dict[tuple[str, bytes], bytes] = {}
 
     def close(self) -> None:
         """Release the environment."""
         self._env.release()
 
+    def _get(self, database: str, key: bytes) -> bytes | None:
+        with self._lock:
+            waiting = self._pending.get((database, key))
+        if waiting is not None:
+            return waiting
+        with self._env.read() as transaction:
+            value: bytes | None = transaction.get(key, db=self._env.databases[database])
+        return value
+
+    def _put(self, database: str, key: bytes, value: bytes) -> None:
+        with self._lock:
+            self._pending[database, key] = value
+            full = len(self._pending) >= PENDING_ROWS
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending in one transaction.  Raises StorageFailed."""
+        with self._lock:
+            waiting, self._pending = self._pending, {}
+        if waiting:
+            with self._env.write() as transaction:
+                for (database, key), value in waiting.items():
+                    transaction.put(key, value, db=self._env.databases[database])
+
     def pair(self, base: TensorId, expert: TensorId) -> DeltaTable | None:
         """Statistics of expert minus base, or None."""
-        with self._env.read() as transaction:
-            value = transaction.get(base + expert, db=self._env.databases["pairs"])
+        value = self._get("pairs", base + expert)
         if value is None:
             return None
         try:
@@ -45,36 +76,24 @@ class StatsStore:
         except Corrupt:
             return None
 
-    def put_pairs(self, pairs: Iterable[MeasuredPair]) -> None:
-        """Keep finished measures; pairs without a difference leave only the base's squares."""
-        kept = list(pairs)
-        if not kept:
-            return
-        with self._env.write() as transaction:
-            for pair in kept:
-                if pair.table is not None:
-                    key = pair.base + pair.expert
-                    transaction.put(key, pair.table, db=self._env.databases["pairs"])
-                squares = _SQUARES.pack(pair.base_squares)
-                transaction.put(pair.base, squares, db=self._env.databases["squares"])
+    def put_pair(self, pair: MeasuredPair) -> None:
+        """Keep a finished measure; a pair without a difference leaves only the base's squares."""
+        if pair.table is not None:
+            self._put("pairs", pair.base + pair.expert, pair.table)
+        self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:
         """Sum of squares of a tensor, or None."""
-        with self._env.read() as transaction:
-            value = transaction.get(tensor, db=self._env.databases["squares"])
+        value = self._get("squares", tensor)
         return None if value is None else float(_SQUARES.unpack(value)[0])
 
-    def put_squares(self, squares: Iterable[tuple[TensorId, float]]) -> None:
-        """Keep sums of squares."""
-        with self._env.write() as transaction:
-            for tensor, value in squares:
-                transaction.put(tensor, _SQUARES.pack(value), db=self._env.databases["squares"])
+    def put_squares(self, tensor: TensorId, value: float) -> None:
+        """Keep a sum of squares."""
+        self._put("squares", bytes(tensor), _SQUARES.pack(value))
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
         """Exact magnitude of the `keep`-th largest delta and its quota, or None."""
-        key = base + expert + keep.to_bytes(8, "big")
-        with self._env.read() as transaction:
-            value = transaction.get(key, db=self._env.databases["thresholds"])
+        value = self._get("thresholds", base + expert + keep.to_bytes(8, "big"))
         return None if value is None else _THRESHOLD.unpack(value)
 
     def put_threshold(
@@ -82,9 +101,7 @@ class StatsStore:
     ) -> None:
         """Keep an exact threshold."""
         key = base + expert + keep.to_bytes(8, "big")
-        with self._env.write() as transaction:
-            row = _THRESHOLD.pack(value, quota)
-            transaction.put(key, row, db=self._env.databases["thresholds"])
+        self._put("thresholds", key, _THRESHOLD.pack(value, quota))
 
     def file_bytes(self) -> int:
         """Size on disk."""
