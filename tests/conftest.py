@@ -1,15 +1,25 @@
-"""Settings that every test shares: hypothesis profiles, and nothing else.
+"""Settings that every test shares: hypothesis profiles and signals, and nothing else.
 
 No deadline: a first call may compile a kernel.  `ci` draws the same examples each time, so that a
 failure there is a failure here.
+
+A shell starts what runs in the background with SIGINT ignored, `nohup` does so with SIGHUP, and
+programs inherit that: mstore would rightly not hear the signals that some tests send it.  A
+signal with a handler of ours is at its default again in every program that a test starts.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
