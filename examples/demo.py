@@ -106,6 +106,8 @@ def main() -> None:
     experts: list[str] = told["domains"]
 
     heading("add them: equal blocks are stored once")
+    if (directory / ".mstore").exists():
+        print(f"removing the store of an earlier demo in {directory}")
     shutil.rmtree(directory / ".mstore", ignore_errors=True)
     shell.run("init", "--block-size", "64KiB")
     shell.run("add", "family/base", "--name", "base")

@@ -39,6 +39,7 @@ from mstore.reports import (
     ReplayReport,
     SnapshotReport,
     StoreReport,
+    TensorReport,
 )
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -218,6 +219,10 @@ class Store:
     def files(self, revision: str) -> list[FileReport]:
         """The files of a snapshot."""
         return lineage.files(self._catalog, self._catalog.resolve(revision))
+
+    def tensors(self, revision: str) -> list[TensorReport]:
+        """The tensors of a snapshot, in file and data order."""
+        return lineage.tensors(self._catalog, self._catalog.resolve(revision))
 
     def read_file(self, revision: str, path: str) -> Iterator[bytes]:
         """The bytes of one file, block by block.  Raises NotFound before the first piece."""

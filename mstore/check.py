@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mstore.blocks.index import Location
 from mstore.blocks.packs import Entry, Kind, pack_path, read_table
@@ -72,6 +72,7 @@ class Checker:
             self._payloads(blocks)
         snapshots = self._snapshots(names, blocks)
         self._mirror(names)
+        self._name_the_hurt(names)
         root = catalog.layout.root
         self._garbage += [str(path.relative_to(root)) for path in leases.garbage(catalog.layout)]
         return CheckReport(
@@ -212,6 +213,28 @@ class Checker:
                     elif location.raw_length != length:
                         self._problem("block", block.hex(), f"{where}: another length")
                 self._sound.add(tensor)
+
+    def _name_the_hurt(self, names: dict[str, refs.Ref]) -> None:
+        """Add to each broken block's finding one ref, file and tensor that need it."""
+        broken = {problem.where for problem in self._problems if problem.kind == "block"}
+        hurt: dict[str, str] = {}
+        for name, ref in names.items() if broken else ():
+            with suppress(MstoreError):
+                record = self._catalog.snapshot(ref.snapshot_id())
+                for file in self._catalog.manifest(record.manifest_id()).files:
+                    for part in file.parts:
+                        for block in self._catalog.tensor(part.tensor_id()).block_ids():
+                            if block.hex() in broken:
+                                place = f"{name}:{file.path}" + (
+                                    f" {part.name}" if part.name else ""
+                                )
+                                hurt.setdefault(block.hex(), place)
+        self._problems = [
+            Problem(p.kind, p.where, f"{p.what}; needed by {hurt[p.where]}")
+            if p.kind == "block" and p.where in hurt
+            else p
+            for p in self._problems
+        ]
 
     def _mirror(self, names: dict[str, refs.Ref]) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.

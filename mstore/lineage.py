@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from mstore.ids import SnapshotId
 from mstore.objects.plan import Plan
-from mstore.reports import FileReport, ParentReport, RefReport, SnapshotReport
+from mstore.reports import FileReport, ParentReport, RefReport, SnapshotReport, TensorReport
+from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 
 
@@ -97,11 +98,28 @@ def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
 
 
 def refs(catalog: Catalog) -> list[RefReport]:
-    """All refs by name."""
+    """All refs by name; `time_ns` is when each last moved."""
+    with catalog.index.env.read() as transaction:
+        moved = {
+            name: ref_rows.reflog(catalog.index, transaction, name)[-1].time_ns
+            for name, _ in ref_rows.walk(catalog.index, transaction)
+        }
     found = []
     for name, ref in catalog.refs().items():
-        record = catalog.snapshot(ref.snapshot_id())
-        found.append(
-            RefReport(name, ref.kind, ref.snapshot_id(), record.manifest_id(), record.time_ns)
-        )
+        manifest = catalog.snapshot(ref.snapshot_id()).manifest_id()
+        found.append(RefReport(name, ref.kind, ref.snapshot_id(), manifest, moved.get(name, 0)))
+    return found
+
+
+def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
+    """The tensors of a snapshot, in file and data order."""
+    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    found = []
+    for file in manifest.files:
+        for part in file.tensors():
+            assert part.name is not None
+            tensor = catalog.tensor(part.tensor_id())
+            found.append(
+                TensorReport(part.name, tensor.dtype, tensor.shape, tensor.nbytes, file.path)
+            )
     return found

@@ -103,6 +103,17 @@ class FileReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorReport:
+    """One tensor of a snapshot: safetensors dtype, shape, bytes, and the file that holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
 class ParentReport:
     """An edge of the lineage: `role` is previous, base or expert."""
 

@@ -193,7 +193,9 @@ class SnapshotView:
         """The record of a tensor.  Raises NotFound."""
         id = self._tensors.get(name)
         if id is None:
-            raise NotFound("no such tensor", where=name, hint=f"mstore show {self.id.short}")
+            raise NotFound(
+                "no such tensor", where=name, hint=f"mstore ls --tensors {self.id.short}"
+            )
         return self._catalog.tensor(id)
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:

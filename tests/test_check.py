@@ -167,7 +167,8 @@ def test_a_row_that_lies(store: Store) -> None:
         rows.put(key, value[:11] + bytes([value[11] ^ 1]) + value[12:], db=index.db("blocks"))
         rows.put(b"\x01" * 32, value, db=index.db("blocks"))
     problems = {(problem.where, problem.what) for problem in store.fsck().problems}
-    assert (key.hex(), "index and pack footer do not agree") in problems
+    told = "index and pack footer do not agree; needed by base:model.safetensors a"
+    assert (key.hex(), told) in problems
     assert any(where == "01" * 32 and "not in the footer" in what for where, what in problems)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import families
+import numpy as np
 import pytest
 from families import BLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from mstore import SnapshotId, Store, lineage
 from mstore.errors import NotFound
@@ -168,3 +170,31 @@ def test_removed_refs_leave_the_log(store: Store) -> None:
 def test_an_empty_store_has_an_empty_log(store: Store) -> None:
     """Nothing was added: nothing to tell, and that is no error."""
     assert (store.log(), store.refs(), store.snapshot_ids()) == ([], [], [])
+
+
+def test_refs_say_when_they_moved(tmp_path: Path) -> None:
+    """A ref's time is that of its last move, not that of the snapshot that it points at."""
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for number in range(2):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            save_file({"a": np.full(4, number, dtype=np.float32)}, directory / "model.safetensors")
+            store.add(directory, name="a")
+        made = store.show("a~1").time_ns
+        store.reset("a", "a~1")
+        (ref,) = store.refs()
+        assert ref.snapshot == store.show("a").snapshot
+        assert ref.time_ns == store.reflog("a")[0].time_ns > made
+
+
+def test_tensors_are_listed(tmp_path: Path) -> None:
+    """The tensors of a snapshot are listed with dtype, shape, size and file, in data order."""
+    tensors = {"b": np.zeros((2, 3), dtype=np.float16), "a": np.zeros((), dtype=np.int64)}
+    save_file(tensors, tmp_path / "one.safetensors")
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        store.add(tmp_path / "one.safetensors", name="one")
+        found = {t.name: (t.dtype, t.shape, t.nbytes, t.file) for t in store.tensors("one")}
+    assert found == {
+        "a": ("I64", (), 8, "one.safetensors"),
+        "b": ("F16", (2, 3), 12, "one.safetensors"),
+    }

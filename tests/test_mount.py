@@ -702,7 +702,7 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         said.append(hint())
-        assert "pip install 'mstore[fuse]'" in said[-1]
+        assert "pip install mfusepy" in said[-1]
     for text in said:
         assert "mstore checkout REF DIR" in text
         assert "store[REF].tensor(NAME)" in text

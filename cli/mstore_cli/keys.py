@@ -78,6 +78,13 @@ _OWN: dict[type, dict[str, str]] = {
         "base_bytes_read": "bytes read from the base",
         "blocks_reused": "output blocks that the store had already",
     },
+    reports.TensorReport: {
+        "name": "the tensor",
+        "dtype": "as safetensors spells it",
+        "shape": "elements in each dimension",
+        "nbytes": "bytes of its data",
+        "file": "the file that holds it",
+    },
     reports.FileReport: {"size": "bytes", "tensors": "tensors in it; 0 where it is no safetensors"},
     reports.ParentReport: {"role": "previous, base or expert"},
     reports.SnapshotReport: {
@@ -190,6 +197,7 @@ OBJECTS: dict[str, type] = {
     "snapshot": reports.SnapshotReport,
     "parent": reports.ParentReport,
     "file": reports.FileReport,
+    "tensor": reports.TensorReport,
     "ref": reports.RefReport,
     "move": reports.ReflogReport,
     "file difference": reports.FileDiff,
@@ -273,7 +281,10 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "merge": keys_of(reports.MergeReport),
     "log": (Key("snapshots", "list of snapshot", "newest first"),),
     "show": keys_of(reports.SnapshotReport),
-    "ls": (Key("files", "list of file", "every file"),),
+    "ls": (
+        Key("files", "list of file or null", "every file; null with --tensors"),
+        Key("tensors", "list of tensor or null", "every tensor, with --tensors"),
+    ),
     "diff": keys_of(reports.DiffReport),
     "explain": keys_of(reports.Explanation),
     "replay": keys_of(reports.ReplayReport),

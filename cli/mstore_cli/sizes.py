@@ -47,6 +47,9 @@ def parse_budget(text: str, *, option: str = "--budget") -> int | float:
         return share
     if match is None or match[2].upper() not in UNITS:
         _refuse(f"neither a size nor a share: {text!r}", option, BUDGET_HINT)
+    if not match[2] and 0 < float(match[1]) < 1:
+        percent = f"{float(match[1]):.0%}"
+        _refuse(f"less than a byte: {text!r}", option, f"{option} {percent} is a share")
     return _scaled(match[1], UNITS[match[2].upper()], text, option)
 
 

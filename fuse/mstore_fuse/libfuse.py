@@ -53,7 +53,7 @@ def load() -> Any:
     except ImportError as error:
         raise Unavailable(
             "the Python package mfusepy is missing",
-            hint=f"pip install 'mstore[fuse]', or without FUSE: {WITHOUT_FUSE}",
+            hint=f"pip install mfusepy, or without FUSE: {WITHOUT_FUSE}",
         ) from error
     except (OSError, AttributeError) as error:
         raise Unavailable(

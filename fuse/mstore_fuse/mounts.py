@@ -139,7 +139,7 @@ def require_fuse() -> None:
     if importlib.util.find_spec("mfusepy") is None:
         raise Unavailable(
             "the Python package mfusepy is missing",
-            hint=f"pip install 'mstore[fuse]'; or without it: {WITHOUT_FUSE}",
+            hint=f"pip install mfusepy; or without it: {WITHOUT_FUSE}",
         )
 
 

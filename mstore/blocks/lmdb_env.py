@@ -125,7 +125,9 @@ class Environment:
         self._file_id = _file_id(self.path)
 
     def _damaged(self, what: str) -> Corrupt:
-        return Corrupt(what, where=str(self.path), hint="mstore fsck")
+        # Nothing in this version rebuilds an index, so no command is promised here.
+        hint = "the packs hold the data; restore this directory from a backup"
+        return Corrupt(what, where=str(self.path), hint=hint)
 
     @classmethod
     def acquire(cls, path: Path, databases: tuple[str, ...], *, create: bool = True) -> Environment:

@@ -117,7 +117,9 @@ def _stat_root(path: Path) -> os.stat_result:
     except OSError as error:
         raise storage_error(error, str(path)) from error
     except ValueError:
-        raise NotFound("no such file or directory", where=repr(str(path))) from None
+        raise NotFound(
+            "no such file or directory", where=repr(str(path)), hint="check the path"
+        ) from None
 
 
 def _walk(root: Path, shown: Path) -> list[_Found]:

@@ -30,7 +30,14 @@ def plan_report(
     for tensor in plan.tensors:
         for states in tensor.states:
             counts.update(states)
-    notes = [*plan.notes, *(f"{name} is the base's own: {why}" for name, why in plan.copied)]
+    notes = list(plan.notes)
+    if analyzed:
+        # Not a note of the plan: the same plan costs nothing of the kind the next time.
+        notes.append(
+            f"{analyzed} bytes of experts were read for statistics that were missing, apart from "
+            "the budget; add --base takes them on the way"
+        )
+    notes += [f"{name} is the base's own: {why}" for name, why in plan.copied]
     return PlanReport(
         plan=id,
         method=plan.method,
@@ -62,7 +69,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     record = catalog.snapshot(snapshot)
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
-        raise NotFound("no such tensor", where=tensor, hint=f"mstore ls {snapshot.short}")
+        raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
     plan_id, coverage_id = record.plan_id(), record.coverage_id()
     if plan_id is None or coverage_id is None:
         return Explanation(snapshot, record.origin, None, ())

@@ -97,7 +97,7 @@ class Planner:
             planned_expert_bytes=int(units.cost[chosen].sum()),
             error_bound=bound,
             error_estimate=estimate,
-            notes=self._notes(bool(chosen.all())),
+            notes=self._notes(bool(chosen.all()), nothing=bool(len(units)) and not chosen.any()),
         )
 
     # -- what is free ------------------------------------------------------------------------
@@ -261,8 +261,10 @@ class Planner:
                 norms.append(math.sqrt(total) if math.isfinite(total) else -1.0)
         return tuple(norms)
 
-    def _notes(self, full: bool) -> tuple[str, ...]:
+    def _notes(self, full: bool, *, nothing: bool) -> tuple[str, ...]:
         notes = []
+        if nothing:
+            notes.append("no block of an expert fits the budget: the merge is the base")
         if self._trims and not full:
             notes.append(
                 "trim thresholds are bin edges of the magnitude histograms: "

@@ -75,6 +75,11 @@ def request(
 
 def _check_budget(budget: int | float) -> None:
     hint = "--budget 2GiB or --budget 30%"
+    if not isinstance(budget, int | float):
+        raise BadRequest(
+            f"a budget is a number of bytes or a share, not {budget!r}",
+            hint="budget=2 * 2**30 or budget=0.3",
+        )
     if isinstance(budget, int):
         if budget <= 0:
             raise BadRequest(

@@ -1,6 +1,10 @@
-"""`mstore ls`: the files of a snapshot."""
+"""`mstore ls`: the files or the tensors of a snapshot."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from mstore_cli.command import command
 from mstore_cli.options import Revision
@@ -8,13 +12,32 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
 
+if TYPE_CHECKING:
+    from mstore.reports import TensorReport
+
 COLUMNS = (Column("SIZE", right=True), Column("TENSORS", right=True), Column("FILE"))
+TENSOR_COLUMNS = (
+    Column("SIZE", right=True),
+    Column("DTYPE"),
+    Column("SHAPE"),
+    Column("TENSOR"),
+    Column("FILE"),
+)
 
 
 @command(example="mstore ls llama/merged")
-def ls(session: Session, revision: Revision) -> None:
-    """List the files of a snapshot."""
+def ls(
+    session: Session,
+    revision: Revision,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="The tensors in the files, not the files.")
+    ] = False,
+) -> None:
+    """List the files of a snapshot, or with --tensors its tensors."""
     with session.open() as store:
+        if tensors:
+            _emit_tensors(session, store.tensors(revision))
+            return
         files = store.files(revision)
 
     def human(screen: Screen) -> None:
@@ -23,4 +46,26 @@ def ls(session: Session, revision: Revision) -> None:
             ((format_size(one.size), str(one.tensors or "-"), one.path) for one in files),
         )
 
-    session.output.emit({"files": files}, ids=[one.path for one in files], human=human)
+    session.output.emit(
+        {"files": files, "tensors": None}, ids=[one.path for one in files], human=human
+    )
+
+
+def _emit_tensors(session: Session, tensors: list[TensorReport]) -> None:
+    def human(screen: Screen) -> None:
+        screen.table(
+            TENSOR_COLUMNS,
+            (
+                (
+                    format_size(one.nbytes),
+                    one.dtype,
+                    "x".join(map(str, one.shape)) or "scalar",
+                    one.name,
+                    one.file,
+                )
+                for one in tensors
+            ),
+        )
+
+    document = {"files": None, "tensors": tensors}
+    session.output.emit(document, ids=[one.name for one in tensors], human=human)

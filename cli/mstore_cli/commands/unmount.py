@@ -21,12 +21,16 @@ def unmount(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="The mount point.", show_default=False)
     ],
+    lazy: Annotated[
+        bool,
+        typer.Option("--lazy", help="At once; files that are open stay readable until closed."),
+    ] = False,
 ) -> None:
     """End a mount, or clear away one whose process died."""
     from mstore_fuse.mounts import unmount as end_mount
 
     mountpoint = directory.absolute()
-    end_mount(mountpoint)
+    end_mount(mountpoint, lazy=lazy)
 
     def human(screen: Screen) -> None:
         screen.line(f"unmounted {mountpoint}", style="green")
