@@ -1,7 +1,7 @@
 """Measuring commands as whole processes: wall, CPU, and peak anonymous memory.
 
 CPU is the operating system's account of the finished process and its children.  Peak anonymous
-memory is the largest RssAnon seen, sampled every 10 ms: page cache that is mapped does not count.
+memory is the largest RssAnon seen, sampled every 50 ms: page cache that is mapped does not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None) -> Run:
         nonlocal peak
         while not stop.is_set():
             peak = max(peak, _anonymous(process.pid))
-            stop.wait(0.01)
+            stop.wait(0.05)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
