@@ -64,13 +64,19 @@ def test_round_trip(
     """A plan that another store exported is the same plan here, and merges to the same content."""
     parameters = {} if method == "linear" else {"density": 0.3}
     parameters |= {"seed": 2**64 - 1} if method == "dare_ties" else {}
-    plan = store.plan(
-        base="model/base",
-        experts=[f"model/{name}" for name in FAMILY.names],
-        method=method,
-        parameters=parameters,
-        budget=budget,
-    )
+    asked: dict[str, Any] = {
+        "base": "model/base",
+        "experts": [f"model/{name}" for name in FAMILY.names],
+        "method": method,
+        "parameters": parameters,
+        "budget": budget,
+    }
+    analyzing = store.plan(**asked)
+    told = any("apart from the budget" in note for note in analyzing.notes)
+    assert told == (analyzing.analyze_bytes_read > 0)
+    plan = store.plan(**asked)
+    assert plan.plan == analyzing.plan
+    assert plan.analyze_bytes_read == 0
     first = store.merge(plan, name=f"merged/{method}/{budget}")
     text = store.export_plan(str(plan.plan)[:12])
     with make(tmp_path / "other", root, [*FAMILY.names, "base"]) as other:
