@@ -24,7 +24,7 @@ from mstore import fs
 from mstore.checkpoint.directory import SourceFile, scan, unchanged
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.partition import partition
-from mstore.errors import BadCheckpoint, Conflict
+from mstore.errors import BadCheckpoint
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import require_same_shapes
@@ -34,7 +34,7 @@ from mstore.reports import AddReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.transaction import RefMove, Transaction
+from mstore.store.transaction import RefMove, Transaction, branch_to_move
 from mstore.version import TOOL
 
 if TYPE_CHECKING:
@@ -167,7 +167,6 @@ class _Adder:
         self.has_base = base is not None
         self.blocks_total = 0
         self.blocks_equal_base = 0
-        self.bytes_done = 0
 
     def parts(self, source: SourceFile) -> list[_PartPlan]:
         """Header and tensors of a file in data order, or the file as one part."""
@@ -304,10 +303,7 @@ def add(
     tensors), StorageFailed.  On any error nothing is published.
     """
     began = time.monotonic()
-    refs.check_name(name)
-    current = catalog.ref(name)
-    if current is not None and current.kind == refs.TAG:
-        raise Conflict("is a tag, and tags do not move", where=name, hint="choose another --name")
+    current = branch_to_move(catalog, name)
     checkpoint = scan(path)
     base_manifest = None
     if base is not None:

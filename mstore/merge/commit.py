@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mstore.errors import Conflict
 from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.merge.engine import Discard, Engine, Outcome
+from mstore.merge.engine import Engine, Outcome
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.reports import Progress
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.plans import Sources, put_sources
-from mstore.store.transaction import RefMove, Transaction
+from mstore.store.transaction import RefMove, Transaction, branch_to_move
 from mstore.version import TOOL
 
 
@@ -53,10 +51,7 @@ def run_merge(
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BudgetExceeded, Corrupt,
     StorageFailed; then nothing is published.
     """
-    refs.check_name(name)
-    current = catalog.ref(name)
-    if current is not None and current.kind == refs.TAG:
-        raise Conflict("is a tag, and tags do not move", where=name, hint="choose another --name")
+    current = branch_to_move(catalog, name)
     with Transaction(catalog, f"merge {name}") as transaction:
         outcome = Engine(catalog, plan, transaction, threads=threads, progress=progress).run()
         transaction.rely_on_manifest(outcome.manifest)
@@ -98,24 +93,3 @@ def _snapshot(
         tool=TOOL,
     )
     return record, True
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A plan run again into nothing."""
-
-    outcome: Outcome
-    seconds: float
-
-
-def run_again(
-    catalog: Catalog,
-    plan: Plan,
-    *,
-    threads: int,
-    progress: Callable[[Progress], None] | None = None,
-) -> Replayed:
-    """Run a plan without keeping its output."""
-    began = time.monotonic()
-    outcome = Engine(catalog, plan, Discard(), threads=threads, progress=progress).run()
-    return Replayed(outcome, time.monotonic() - began)

@@ -171,6 +171,7 @@ class Engine:
         self._blocks_total = 0
         self._blocks_new = 0
         self._done = 0
+        self._total = sum(tensor_bytes(f) for f in self._base.files if is_safetensors(f))
 
     def run(self) -> Outcome:
         """Compute everything.  Raises BudgetExceeded, Corrupt, StorageFailed."""
@@ -435,5 +436,4 @@ class Engine:
     def _tick(self, length: int) -> None:
         self._done += length
         if self._progress is not None:
-            total = sum(tensor_bytes(f) for f in self._base.files if is_safetensors(f))
-            self._progress(Progress("merge", self._done, max(total, self._done)))
+            self._progress(Progress("merge", self._done, max(self._total, self._done)))

@@ -225,6 +225,15 @@ class Transaction:
             )
 
 
+def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
+    """What the branch `name` is now, None if it is new.  Raises BadName, Conflict for a tag."""
+    refs.check_name(name)
+    current = catalog.ref(name)
+    if current is not None and current.kind == refs.TAG:
+        raise Conflict("is a tag, and tags do not move", where=name, hint="choose another --name")
+    return current
+
+
 def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) -> None:
     """Move refs within an open index transaction."""
     for move in moves:
