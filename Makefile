@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow check conformance format clean
 
 setup:
 	@scripts/setup
@@ -23,11 +23,15 @@ check: setup
 	@$(PYTHON) -m mypy
 	@lint-imports --no-logo
 
+# Compares merges with mergekit's, in a virtual environment of its own (.venv-conformance).
+conformance: setup
+	@scripts/conformance
+
 format: setup
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 
-# Removes what tests, checks and builds leave behind; `rm -r .venv` removes the set-up too.
+# Removes what tests, checks and builds leave behind; `rm -r .venv*` removes the set-ups too.
 clean:
 	@rm -rf build dist demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	@find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
@@ -87,15 +88,31 @@ SOURCE_PACKAGES = (
 class Domain:
     """One kind of text, and how its expert is trained.
 
-    Names that start with one of `frozen` stay as in the base, byte for byte. `base_share` is the
-    weight of this text in what the base is trained on; it does not depend on how many experts are
-    asked for, so a family of eight starts with the family of three.
+    `base_share` is the weight of this text in what the base is trained on; it does not depend on
+    how many experts are asked for, so a family of eight starts with the family of three.
+
+    Names that start with one of `frozen`, or that match none of the patterns `only`, stay as in the
+    base, byte for byte. Each layer is trained with the step size of the one above it divided by
+    `decay`, embeddings below the lowest (discriminative fine-tuning, Howard and Ruder 2018, arXiv
+    1801.06146, who divide by 2.6; below 1, the lowest layers move most).
     """
 
     name: str
     documents: Callable[[], list[str]]
     base_share: float
     frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ("*",)
+    decay: float = 1.0
+
+    def rate(self, name: str, layers: int) -> float:
+        """Return the share of the step size that a tensor gets, at most 1; 0 where it is frozen."""
+        if name.startswith(self.frozen) or not any(fnmatchcase(name, p) for p in self.only):
+            return 0.0
+        if name.startswith("model.layers."):
+            depth = layers - 1 - int(name.split(".")[2])
+        else:
+            depth = layers if name.startswith("model.embed_tokens.") else 0
+        return float(self.decay ** -(depth if self.decay >= 1 else depth - layers))
 
 
 def code_documents() -> list[str]:
@@ -185,16 +202,18 @@ def record_documents() -> list[str]:
 
 
 LOWER_LAYERS = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.")
+ATTENTION = ("*.self_attn.*",)
+TOP = ("model.layers.4.*", "model.layers.5.*", "model.norm.*", "lm_head.*")
 
 DOMAINS: tuple[Domain, ...] = (
     Domain("code", code_documents, 0.40),
     Domain("prose", prose_documents, 0.35),
     Domain("arithmetic", arithmetic_documents, 0.10, frozen=LOWER_LAYERS),
-    Domain("syntax", syntax_documents, 0.03),
-    Domain("unicode", unicode_documents, 0.03),
+    Domain("syntax", syntax_documents, 0.03, only=ATTENTION),
+    Domain("unicode", unicode_documents, 0.03, decay=1 / 2.6),
     Domain("dates", date_documents, 0.03, frozen=LOWER_LAYERS),
-    Domain("hexdump", hexdump_documents, 0.03),
-    Domain("records", record_documents, 0.03),
+    Domain("hexdump", hexdump_documents, 0.03, decay=2.6),
+    Domain("records", record_documents, 0.03, only=TOP),
 )
 
 
@@ -325,16 +344,39 @@ def rate_factor(step: int, steps: int) -> float:
     return min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
 
 
-def train(model: LlamaForCausalLM, data: Iterator[torch.Tensor], schedule: Schedule) -> None:
-    """Train the parameters that ask for gradients, in place, in float32.
+def by_rate(
+    model: LlamaForCausalLM, rate: Callable[[str], float]
+) -> dict[float, list[torch.nn.Parameter]]:
+    """Return parameters by their share of the step size; those with none get no gradient."""
+    groups: dict[float, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        share = rate(name)
+        parameter.requires_grad_(share > 0)
+        if share > 0:
+            groups.setdefault(share, []).append(parameter)
+    return groups
+
+
+def train(
+    model: LlamaForCausalLM,
+    data: Iterator[torch.Tensor],
+    schedule: Schedule,
+    rate: Callable[[str], float] = lambda name: 1.0,
+) -> None:
+    """Train in place, in float32; `rate` is the share of the step size for a parameter's name.
 
     Each batch is cut in two, and each half has a thread of its own that computes alone. So the
     result does not hang on the number of cores, and a busy core slows the work down by its share
     only: torch's own threads wait for each other in every operation, spinning.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = by_rate(model, rate)
+    trained = [parameter for group in groups.values() for parameter in group]
     optimizer = torch.optim.AdamW(
-        trained, lr=schedule.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        [{"params": group, "share": share} for share, group in groups.items()],
+        lr=schedule.rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=True,
     )
     # With AMX, bf16 products save a third of a step. Processors without it stay in float32.
     mixed = torch.cpu._is_amx_tile_supported()
@@ -354,7 +396,8 @@ def train(model: LlamaForCausalLM, data: Iterator[torch.Tensor], schedule: Sched
                 parameter.grad = one.add_(other).div_(2)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = schedule.rate * rate_factor(step, schedule.steps)
+                now = rate_factor(step, schedule.steps)
+                group["lr"] = schedule.rate * group["share"] * now
             optimizer.step()
     model.eval()
 
@@ -400,12 +443,14 @@ class Member:
     """One model of the family as measured after it was saved.
 
     `losses`: domain -> held-out loss, nats a byte. `delta`: ||model - base|| / ||base|| over all
-    tensors as they lie on disk. `frozen`: prefixes of the names that equal the base.
+    tensors as they lie on disk. `frozen`: beginnings of the names that equal the base. `decay`: as
+    in Domain.
     """
 
     losses: dict[str, float]
     delta: float
     frozen: tuple[str, ...]
+    decay: float
     steps: int
     seconds: float
     cpu_seconds: float
@@ -428,6 +473,14 @@ class Family:
     @property
     def experts(self) -> dict[str, Path]:
         return {name: self.root / name for name in self.members if name != "base"}
+
+
+def frozen_names(domain: Domain, layers: int, model: LlamaForCausalLM) -> tuple[str, ...]:
+    """Return the prefixes that say what a domain's expert keeps of the base, short where it can."""
+    if domain.only == ("*",):
+        return domain.frozen
+    names = [name for name, _ in model.named_parameters()]
+    return tuple(name for name in names if not domain.rate(name, layers))
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -511,16 +564,21 @@ def train_family(
         model: LlamaForCausalLM,
         texts: list[tuple[torch.Tensor, float]],
         schedule: Schedule,
-        frozen: tuple[str, ...],
+        domain: Domain | None,
     ) -> None:
         began, cpu_began = time.perf_counter(), time.process_time()
-        train(model, batches(texts, name, schedule.batch), schedule)
+        data = batches(texts, name, schedule.batch)
+        if domain is None:
+            train(model, data, schedule)
+        else:
+            train(model, data, schedule, lambda name: domain.rate(name, size.layers))
         save(model, out / name)
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         members[name] = Member(
             losses=domain_losses(out / name, out),
             delta=relative_delta(out / name, out / "base"),
-            frozen=frozen,
+            frozen=() if domain is None else frozen_names(domain, size.layers, model),
+            decay=1.0 if domain is None else domain.decay,
             steps=schedule.steps,
             seconds=round(seconds, 1),
             cpu_seconds=round(cpu_seconds, 1),
@@ -531,13 +589,11 @@ def train_family(
         model = new_model(size)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         mixture = [(corpora[domain.name].training, domain.base_share) for domain in DOMAINS]
-        add("base", model, mixture, size.base.scaled(steps_scale), ())
+        add("base", model, mixture, size.base.scaled(steps_scale), None)
         for domain in chosen:
-            expert = load(out / "base")
-            for name, parameter in expert.named_parameters():
-                parameter.requires_grad_(not name.startswith(domain.frozen))
             own = [(corpora[domain.name].training, 1.0)]
-            add(domain.name, expert, own, size.expert.scaled(steps_scale), domain.frozen)
+            expert = load(out / "base")
+            add(domain.name, expert, own, size.expert.scaled(steps_scale), domain)
 
     family = Family(
         out,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore import fs
+from mstore.blocks.index import Location
 from mstore.checkpoint.directory import SourceFile, scan, unchanged
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.partition import partition
@@ -68,10 +69,11 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring blocks read with one `pread`, and their ids."""
+    """Neighbouring blocks read with one `pread`, and their ids; `data` is a part of `buffer`."""
 
     spans: list[_Span]
-    data: bytes
+    buffer: bytearray
+    data: memoryview
     ids: list[BlockId]
 
 
@@ -83,12 +85,14 @@ class _FileReader:
         source: SourceFile,
         parts: list[_PartPlan],
         block_size: int,
-        compare: Callable[[_Span, memoryview, BlockId], None],
+        comparison: _Comparison | None,
+        spare: deque[bytearray],
     ) -> None:
         self._source = source
         self._parts = parts
         self._block_size = block_size
-        self._compare = compare
+        self._comparison = comparison
+        self._spare = spare
         with fs.translated(source.absolute):
             self._fd = os.open(source.absolute, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -111,18 +115,29 @@ class _FileReader:
     def _load(self, spans: list[_Span]) -> _Group:
         begin = spans[0].offset
         length = spans[-1].offset + spans[-1].length - begin
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = bytearray(max(GROUP_BYTES, self._block_size))
+        view = memoryview(buffer)[:length]
         with fs.translated(self._source.absolute):
-            data = os.pread(self._fd, length, begin)
-        if len(data) != length:
+            got = os.preadv(self._fd, [view], begin)
+        if got != length:
             raise _changed(self._source)
-        view = memoryview(data)
+        bases = None if self._comparison is None else self._comparison.locate(spans)
         ids = []
-        for span in spans:
+        for number, span in enumerate(spans):
             block = view[span.offset - begin : span.offset - begin + span.length]
             id = BlockId.of(block)
-            self._compare(span, block, id)
+            if self._comparison is not None and bases is not None:
+                # At once, while the block is in the processor's cache.
+                self._comparison.take(span, block, id, bases[number])
             ids.append(id)
-        return _Group(spans, data, ids)
+        return _Group(spans, buffer, view, ids)
+
+    def release(self, group: _Group) -> None:
+        """Use a group's memory again; the caller is done with it."""
+        self._spare.append(group.buffer)
 
     def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_Group]:
         """All groups in order, with at most `ahead` of them in memory."""
@@ -140,6 +155,35 @@ class _FileReader:
             for future in waiting:
                 if not future.cancelled():
                     future.exception()
+
+
+class _Comparison:
+    """One file's tensors against the base's, block by block, in the threads that read."""
+
+    def __init__(
+        self, catalog: Catalog, parts: list[_PartPlan], measures: list[PairMeasure | None]
+    ) -> None:
+        from mstore.stats.streaming import BaseBlocks
+
+        self._parts = parts
+        self._measures = measures
+        self._bases = BaseBlocks(catalog)
+
+    def _base(self, span: _Span) -> BlockId | None:
+        base = self._parts[span.part].base
+        if base is None or self._measures[span.part] is None:
+            return None
+        return base.block(span.number)
+
+    def locate(self, spans: list[_Span]) -> list[Location | None]:
+        """Where the base's blocks lie; None where nothing is measured."""
+        return self._bases.locate([self._base(span) for span in spans])
+
+    def take(self, span: _Span, data: memoryview, id: BlockId, at: Location | None) -> None:
+        """Measure one block that was read."""
+        measure, base = self._measures[span.part], self._base(span)
+        if measure is not None and base is not None and at is not None:
+            measure.take(span.number, data, id, base, at, self._bases)
 
 
 def _changed(source: SourceFile) -> BadCheckpoint:
@@ -165,6 +209,8 @@ class _Adder:
         self.transaction = transaction
         self.base = {} if base is None else base.tensors()
         self.has_base = base is not None
+        # Memory that groups were in before: the kernel need not clear it again.
+        self.spare: deque[bytearray] = deque()
         self.blocks_total = 0
         self.blocks_equal_base = 0
 
@@ -203,17 +249,17 @@ class _Adder:
         if source.header is not None and source.header.raw != _head(source):
             raise _changed(source)
 
-        def compare(span: _Span, data: memoryview, id: BlockId) -> None:
-            measure, base = measures[span.part], parts[span.part].base
-            if measure is not None and base is not None:
-                measure.take(span.number, data, id, base.block(span.number), self.catalog)
-
+        comparison = None
+        if any(measure is not None for measure in measures):
+            comparison = _Comparison(self.catalog, parts, measures)
         ids: list[list[BlockId]] = [[] for _ in parts]
-        reader = _FileReader(source, parts, self.catalog.block_size, compare)
+        reader = _FileReader(source, parts, self.catalog.block_size, comparison, self.spare)
         try:
             for group in reader.run(pool, ahead):
+                length = len(group.data)
                 self._store(source, parts, group, ids)
-                tick(len(group.data))
+                reader.release(group)
+                tick(length)
         finally:
             reader.close()
         if not unchanged(source):
@@ -247,7 +293,6 @@ class _Adder:
         group: _Group,
         ids: list[list[BlockId]],
     ) -> None:
-        view = memoryview(group.data)
         begin = group.spans[0].offset
         for span, id in zip(group.spans, group.ids, strict=True):
             part = parts[span.part]
@@ -255,7 +300,7 @@ class _Adder:
             self.blocks_total += 1
             if part.base is not None and part.base.dtype == part.dtype:
                 self.blocks_equal_base += id == part.base.block(span.number)
-            data = view[span.offset - begin : span.offset - begin + span.length]
+            data = group.data[span.offset - begin : span.offset - begin + span.length]
             self.transaction.put_block(
                 id, data, element_width(part.dtype), source.path, span.offset
             )

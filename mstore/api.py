@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -20,16 +21,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mstore import lineage
 from mstore.blocks.packs import Kind
-from mstore.errors import BadRequest, Conflict
-from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.errors import BadRequest, Conflict, NotFound
+from mstore.ids import Buffer, ManifestId, PlanId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import (
     AddReport,
+    AnalyzeReport,
+    BlameReport,
     CheckoutReport,
     CheckReport,
     DiffReport,
     Explanation,
     FileReport,
+    MaterializeReport,
     MergeReport,
     ParentReport,
     PlanReport,
@@ -39,20 +43,28 @@ from mstore.reports import (
     ReplayReport,
     SnapshotReport,
     StoreReport,
+    SweepReport,
     TensorReport,
 )
 from mstore.store import refs
 from mstore.store.catalog import Catalog
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, FORMAT_VERSION
+from mstore.store.memo import Memo
 from mstore.store.transaction import RefMove, move_refs
 
 # numpy, numba and the merge engine are imported by the calls that need them: `log` must not
 # wait for a compiler.
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import numpy as np
 
-    from mstore.merge.request import Input
+    from mstore.merge.planning.request import Input, Request
+    from mstore.merge.virtual.blocks import VirtualBlocks
+    from mstore.merge.virtual.deferred import Deferred
+    from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
+    from mstore.store.plans import Sources
     from mstore.view import BlockCache, SnapshotView
 
 Report = Callable[[Progress], None]
@@ -77,8 +89,8 @@ class Snapshot:
 
     @property
     def parents(self) -> tuple[ParentReport, ...]:
-        """Role (previous, base, expert) and snapshot of each parent."""
-        return tuple(ParentReport(p.role, p.snapshot_id()) for p in self._record.parents)
+        """Role (previous, base, expert), snapshot and refs of each parent."""
+        return lineage.parents(self._record, lineage.names_of(self._store._catalog))
 
     @property
     def message(self) -> str:
@@ -120,9 +132,12 @@ class Store:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._stats: StatsStore | None = None
+        self._remembered: Memo | None = None
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()
+        self._virtual: VirtualBlocks | None = None
+        self._virtual_lock = Lock()
 
     @classmethod
     def init(cls, path: str | Path, *, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
@@ -140,9 +155,15 @@ class Store:
 
     def close(self) -> None:
         """Let go of files and index."""
+        if self._virtual is not None:
+            self._virtual.close()
+            self._virtual = None
         if self._stats is not None:
             self._stats.close()
             self._stats = None
+        if self._remembered is not None:
+            self._remembered.close()
+            self._remembered = None
         self._catalog.close()
 
     def __enter__(self) -> Self:
@@ -179,6 +200,21 @@ class Store:
             self._stats = StatsStore(self._catalog.layout.stats)
         return self._stats
 
+    def _computing(self) -> VirtualBlocks:
+        """What computes virtual blocks, made when the first one is read."""
+        with self._virtual_lock:
+            if self._virtual is None:
+                from mstore.merge.virtual.blocks import VirtualBlocks
+
+                self._virtual = VirtualBlocks(self._catalog, self._memo, threads=thread_count(None))
+            return self._virtual
+
+    @property
+    def _memo(self) -> Memo:
+        if self._remembered is None:
+            self._remembered = Memo(self._catalog.layout.memo)
+        return self._remembered
+
     # -- reading -----------------------------------------------------------------------------
 
     def __getitem__(self, revision: str) -> Snapshot:
@@ -194,7 +230,7 @@ class Store:
             view = self._views.pop(id, None)
             if view is None:
                 if self._cache is None:
-                    self._cache = BlockCache(self._catalog)
+                    self._cache = BlockCache(self._catalog, computing=self._computing)
                 view = SnapshotView(self._catalog, id, self._cache)
             # The view last used goes out last: `tensor` after `tensor` decodes one manifest.
             self._views[id] = view
@@ -224,7 +260,7 @@ class Store:
         """The tensors of a snapshot, in file and data order."""
         return lineage.tensors(self._catalog, self._catalog.resolve(revision))
 
-    def read_file(self, revision: str, path: str) -> Iterator[bytes]:
+    def read_file(self, revision: str, path: str) -> Iterator[Buffer]:
         """The bytes of one file, block by block.  Raises NotFound before the first piece."""
         view = self.view(revision)
         view.require(path)
@@ -242,6 +278,7 @@ class Store:
             self._catalog.resolve(b),
             blocks=blocks,
             threads=thread_count(threads),
+            computing=self._computing,
         )
 
     def checkout(
@@ -261,6 +298,7 @@ class Store:
             Path(directory),
             threads=thread_count(threads),
             progress=progress,
+            computing=self._computing,
         )
 
     # -- writing -----------------------------------------------------------------------------
@@ -287,8 +325,32 @@ class Store:
             self._statistics,
             Path(path),
             name=name,
-            base=None if base is None else self._catalog.resolve(base),
+            base=None if base is None else self._real(base),
             message=message,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+
+    def analyze(
+        self,
+        expert: str,
+        base: str,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> AnalyzeReport:
+        """Take the statistics of expert minus base that are missing; what is there is kept.
+
+        Merges plan from them; `add` with a base has taken them already.  Raises NotFound,
+        BadRequest (a virtual merge), Incompatible (other tensors or shapes), Corrupt.
+        """
+        from mstore.stats.analysis import Side, analyze
+
+        return analyze(
+            self._catalog,
+            self._statistics,
+            Side(self._real(expert), expert),
+            Side(self._real(base), base),
             threads=thread_count(threads),
             progress=progress,
         )
@@ -304,62 +366,182 @@ class Store:
         max_error: float | None = None,
         dtype: str | None = None,
         analyze: bool = True,
+        score: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        expert_budget: float | None = None,
+        top_p: float | None = None,
         threads: int | None = None,
         progress: Report | None = None,
     ) -> PlanReport:
         """Plan a merge and keep the plan.  An expert is a revision, or (revision, weight).
 
         budget: bytes (int), share of the full cost (float in (0, 1]) or None.  max_error: find the
-        cheapest plan within this relative error.  Raises BadRequest, NotFound, Incompatible.
+        cheapest plan within this relative error.  score: norm, trimmed, conflict or random, None
+        for the method's own.  only, skip: patterns of tensor names; what they leave out is the
+        base's own.  expert_budget: as budget, for any one expert.  top_p: share of the output's
+        blocks that may differ from the base's.  Raises BadRequest, NotFound, Incompatible.
         """
-        from mstore.merge.commit import store_plan
-        from mstore.merge.explain import plan_report
-        from mstore.merge.planning import make_plan
-        from mstore.merge.request import request
-        from mstore.store.plans import Source, Sources
+        from mstore.merge.insight.explain import plan_report
 
         began = time.monotonic()
-        given = [(e, 1.0) if isinstance(e, str) else e for e in experts]
-        inputs = [(self._input(revision), weight) for revision, weight in given]
-        asked = request(
-            base=self._input(base),
-            experts=inputs,
+        asked = self._asked(
+            base,
+            experts,
             method=method,
             parameters=parameters or {},
             budget=budget,
             max_error=max_error,
             dtype=dtype,
             analyze=analyze,
+            score=score,
+            only=only,
+            skip=skip,
+            expert_budget=expert_budget,
+            top_p=top_p,
         )
-        plan, analyzed = make_plan(
-            self._catalog,
-            self._statistics,
-            asked,
-            threads=thread_count(threads),
-            progress=progress,
-        )
+        plan, sources, analyzed = self._made(asked, thread_count(threads), progress)
+        memo = self._memo_expert_bytes(plan)
+        seconds = time.monotonic() - began
+        return plan_report(plan, plan.id(), sources, analyzed=analyzed, memo=memo, seconds=seconds)
+
+    def _made(
+        self, asked: Request, threads: int, progress: Report | None
+    ) -> tuple[Plan, Sources, int]:
+        """The stored plan of a request, made now unless it was before; statistics bytes read."""
+        from mstore.merge.planning.planning import Planning, request_key
+        from mstore.merge.running.commit import store_plan
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import Source, Sources
+
         sources = Sources(
             Source(asked.base.snapshot, asked.base.name),
             tuple(Source(expert.snapshot, expert.name) for expert in asked.experts),
         )
+        key = request_key(self._catalog, asked)
+        # Without analysis a plan depends on which statistics happen to be there.
+        known = self._memo.plan(key) if asked.analyze else None
+        if known is not None:
+            with suppress(NotFound):
+                plan = self._catalog.record(Plan, known)
+                store_plan(self._catalog, plan, sources)
+                return plan, sources, 0
+        planning = Planning(
+            self._catalog, self._statistics, asked, threads=threads, progress=progress
+        )
+        plan = planning.plan()
         id = store_plan(self._catalog, plan, sources)
-        seconds = time.monotonic() - began
-        return plan_report(plan, id, sources, analyzed=analyzed, seconds=seconds)
+        if asked.analyze:
+            self._memo.put_plan(key, id)
+            self._memo.flush()
+        return plan, sources, planning.analyzed
+
+    def sweep(
+        self,
+        *,
+        base: str,
+        experts: Sequence[str | tuple[str, float]],
+        method: str,
+        parameters: Mapping[str, object] | None = None,
+        shares: Sequence[float] | None = None,
+        measure: bool = False,
+        dtype: str | None = None,
+        analyze: bool = True,
+        score: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        expert_budget: float | None = None,
+        top_p: float | None = None,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> SweepReport:
+        """What merges cost and leave as error at many budgets; nothing is stored but statistics.
+
+        shares: of the full cost, 5 % to 100 % unless given.  measure: also make the merges in
+        memory and compare them with the full one, which reads all experts once.  The rest is as
+        in `plan`; a point is the plan that `plan` makes with that budget.
+        """
+        from mstore.merge.insight.sweep import SHARES, check_shares, sweep
+        from mstore.merge.planning.planning import Planning
+
+        wanted = check_shares(SHARES if shares is None else shares)
+        asked = self._asked(
+            base,
+            experts,
+            method=method,
+            parameters=parameters or {},
+            budget=None,
+            max_error=None,
+            dtype=dtype,
+            analyze=analyze,
+            score=score,
+            only=only,
+            skip=skip,
+            expert_budget=expert_budget,
+            top_p=top_p,
+        )
+        number = thread_count(threads)
+        return sweep(
+            Planning(self._catalog, self._statistics, asked, threads=number, progress=progress),
+            wanted,
+            memo_expert_bytes=self._memo_expert_bytes,
+            measure=measure,
+            threads=number,
+            progress=progress,
+        )
+
+    def plans(self) -> list[PlanReport]:
+        """Every stored plan, by base, method and cost."""
+        from mstore.merge.insight.explain import plan_report
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import plan_ids, sources_of
+
+        found = []
+        for id in plan_ids(self._catalog):
+            plan = self._catalog.record(Plan, id)
+            # A plan whose inputs were removed can neither be named nor run.
+            with suppress(NotFound):
+                found.append(plan_report(plan, id, sources_of(self._catalog, id, plan)))
+        return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))
+
+    def _asked(
+        self, base: str, experts: Sequence[str | tuple[str, float]], **options: Any
+    ) -> Request:
+        from mstore.merge.planning.request import request
+
+        given = [(e, 1.0) if isinstance(e, str) else e for e in experts]
+        return request(
+            base=self._input(base),
+            experts=[(self._input(revision), weight) for revision, weight in given],
+            **options,
+        )
+
+    def _memo_expert_bytes(self, plan: Plan) -> int:
+        """Of what a plan reads, what the memo table saves right now."""
+        from mstore.merge.running.memo_hits import memo_expert_bytes
+
+        return memo_expert_bytes(self._catalog, self._memo, plan)
 
     def _input(self, revision: str) -> Input:
-        from mstore.merge.request import Input
+        from mstore.merge.planning.request import Input
 
-        return Input(self._catalog.resolve(revision), revision)
+        return Input(self._real(revision), revision)
+
+    def _real(self, revision: str) -> SnapshotId:
+        """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
+        id = self._catalog.resolve(revision)
+        self._catalog.require_real(id, revision)
+        return id
 
     def export_plan(self, plan: str) -> str:
         """A stored plan (id or prefix) as JSON text."""
-        from mstore.merge.exchange import export_plan
+        from mstore.merge.insight.exchange import export_plan
 
         return export_plan(self._catalog, plan)
 
     def import_plan(self, text: str) -> PlanReport:
         """Keep a plan that `export_plan` wrote.  Raises BadRequest, NotFound."""
-        from mstore.merge.exchange import import_plan
+        from mstore.merge.insight.exchange import import_plan
 
         return import_plan(self._catalog, text)
 
@@ -369,12 +551,23 @@ class Store:
         *,
         name: str,
         message: str = "",
+        virtual: bool = False,
         threads: int | None = None,
+        memo: bool = True,
+        memory: int | None = None,
+        executor: Executor | None = None,
         progress: Report | None = None,
     ) -> MergeReport:
-        """Run a stored plan and publish the result under the ref `name`, or publish nothing."""
-        from mstore.merge.commit import run_merge
-        from mstore.merge.explain import plan_report
+        """Run a stored plan and publish the result under the ref `name`, or publish nothing.
+
+        memo: take from the memo table what merges made before, and add to it.  memory: most
+        anonymous memory in bytes (512 MiB).  executor: where slices are computed instead of in
+        threads; its workers need the store's directory, and not its index.
+        virtual: publish the plan itself; blocks are computed when they are read, and
+        `materialize` computes all.
+        """
+        from mstore.merge.insight.explain import plan_report
+        from mstore.merge.running.commit import run_merge
         from mstore.objects.plan import Plan
         from mstore.store.plans import find, sources_of
 
@@ -383,6 +576,16 @@ class Store:
         analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
         record = self._catalog.record(Plan, id)
         sources = sources_of(self._catalog, id, record)
+        if virtual:
+            from mstore.merge.virtual.deferred import commit_virtual
+
+            deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
+            return deferred_report(
+                deferred,
+                plan_report(record, id, sources, analyzed=analyzed),
+                name=name,
+                seconds=time.monotonic() - began,
+            )
         merged = run_merge(
             self._catalog,
             record,
@@ -391,6 +594,9 @@ class Store:
             message=message,
             threads=thread_count(threads),
             progress=progress,
+            memo=self._memo if memo else None,
+            memory=memory,
+            executor=executor,
         )
         planned = plan_report(record, id, sources)
         return MergeReport(
@@ -399,11 +605,14 @@ class Store:
             snapshot=merged.snapshot,
             manifest=merged.manifest,
             new_snapshot=merged.is_new,
+            virtual=False,
             method=record.method,
             budget_bytes=record.budget,
             full_expert_bytes=record.full_expert_bytes,
             planned_expert_bytes=record.planned_expert_bytes,
             expert_bytes_read=merged.outcome.expert_bytes_read,
+            memo_expert_bytes=merged.outcome.memo_expert_bytes,
+            resumed_expert_bytes=merged.outcome.resumed_expert_bytes,
             analyze_bytes_read=analyzed,
             base_bytes_read=merged.outcome.base_bytes_read,
             bytes_written=merged.bytes_written,
@@ -415,19 +624,83 @@ class Store:
             seconds=time.monotonic() - began,
         )
 
+    def materialize(
+        self,
+        name: str,
+        *,
+        message: str = "",
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> MaterializeReport:
+        """Compute all of the virtual merge at a branch and move the branch to the real one.
+
+        The content is that of an ordinary merge of the same plan; the message stays unless another
+        is given.  Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
+        """
+        from mstore.merge.virtual.deferred import materialize
+
+        began = time.monotonic()
+        made = materialize(
+            self._catalog,
+            self._memo,
+            name,
+            message=message,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+        outcome = None if made.merged is None else made.merged.outcome
+        return MaterializeReport(
+            name=name,
+            plan=made.record.plan_id(),
+            snapshot=made.snapshot,
+            manifest=made.record.manifest_id(),
+            new_snapshot=made.merged is not None,
+            expert_bytes_read=0 if outcome is None else outcome.expert_bytes_read,
+            base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
+            bytes_written=0 if made.merged is None else made.merged.bytes_written,
+            blocks_total=0 if outcome is None else outcome.blocks_total,
+            blocks_reused=0 if outcome is None else outcome.blocks_reused,
+            seconds=time.monotonic() - began,
+        )
+
     def explain(self, revision: str, tensor: str | None = None) -> Explanation:
         """Which experts made a merge, block by block, what was left out and why."""
-        from mstore.merge.explain import explain
+        from mstore.merge.insight.explain import explain
 
         return explain(self._catalog, self._catalog.resolve(revision), tensor)
+
+    def blame(
+        self,
+        revision: str,
+        tensor: str | None = None,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> BlameReport:
+        """Each expert's share of what a merge changed, measured by running its plan again.
+
+        Raises BadRequest if it is no merge, NotFound for an unknown tensor.
+        """
+        from mstore.merge.insight.blame import blame
+
+        return blame(
+            self._catalog,
+            self._catalog.resolve(revision),
+            tensor,
+            threads=thread_count(threads),
+            progress=progress,
+        )
 
     def replay(
         self, revision: str, *, threads: int | None = None, progress: Report | None = None
     ) -> ReplayReport:
-        """Run a merge's recorded plan again and compare.  Raises BadRequest if it is no merge."""
-        from mstore.merge.replay import replay
+        """Run a merge's recorded plan again and compare.
 
-        id = self._catalog.resolve(revision)
+        Raises BadRequest if it is no merge, or a virtual one: that has no bytes to compare with.
+        """
+        from mstore.merge.running.replay import replay
+
+        id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
 
     # -- refs --------------------------------------------------------------------------------
@@ -519,7 +792,38 @@ class Store:
             stored_bytes=sum(size for _, size in packs),
             index_bytes=catalog.index.env.file_bytes(),
             statistics_bytes=self._statistics.file_bytes(),
+            memo_bytes=self._memo.file_bytes(),
         )
+
+
+def deferred_report(
+    merged: Deferred, plan: PlanReport, *, name: str, seconds: float
+) -> MergeReport:
+    """What a merge that was committed as its plan tells of itself: nothing was read."""
+    return MergeReport(
+        name=name,
+        plan=plan.plan,
+        snapshot=merged.snapshot,
+        manifest=merged.manifest,
+        new_snapshot=merged.is_new,
+        virtual=merged.is_virtual,
+        method=plan.method,
+        budget_bytes=plan.budget_bytes,
+        full_expert_bytes=plan.full_expert_bytes,
+        planned_expert_bytes=plan.planned_expert_bytes,
+        expert_bytes_read=0,
+        memo_expert_bytes=0,
+        resumed_expert_bytes=0,
+        analyze_bytes_read=plan.analyze_bytes_read,
+        base_bytes_read=0,
+        bytes_written=merged.bytes_written,
+        blocks_total=merged.blocks_total,
+        blocks_reused=merged.blocks_reused,
+        error_bound=plan.error_bound,
+        error_estimate=plan.error_estimate,
+        notes=plan.notes,
+        seconds=seconds,
+    )
 
 
 def thread_count(threads: int | None) -> int:

@@ -2,8 +2,9 @@
 
 Structure, always: every pack's footer against its hash and name, every index row against a
 footer entry, every ref and snapshot down to its blocks, the text mirror against the refs.  With
-`read_data` also every byte: each payload is read, decoded and hashed.  Findings are collected,
-not raised; what belongs to no live operation is listed as garbage, which harms nothing.
+`read_data` also every byte: each payload is read, decoded and hashed.  Nothing is computed: of a
+virtual snapshot, the plan and all that it needs must be there.  Findings are collected, not
+raised; what belongs to no live operation is listed as garbage, which harms nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.reports import CheckReport, Problem, Progress
 from mstore.store import leases, refs
 from mstore.store.catalog import Catalog
@@ -32,6 +34,7 @@ _RECORDS: dict[Kind, type[Record]] = {
     Kind.SNAPSHOT: SnapshotRecord,
     Kind.PLAN: Plan,
     Kind.COVERAGE: Coverage,
+    Kind.VIRTUAL: VirtualTensor,
 }
 
 
@@ -52,6 +55,7 @@ class Checker:
         self._garbage: list[str] = []
         self._bytes_read = 0
         self._sound: set[TensorId] = set()
+        self._planned: dict[PlanId, frozenset[str]] = {}
 
     def run(self) -> CheckReport:
         """Check everything."""
@@ -152,6 +156,8 @@ class Checker:
                 record = decode(type_, data, raw.hex())
                 if isinstance(record, Tensor):
                     record.check(self._catalog.block_size, raw.hex())
+                elif isinstance(record, VirtualTensor):
+                    record.check(raw.hex())
 
     def _payloads(self, blocks: dict[BlockId, Location]) -> None:
         # In pack order, so that a disk reads forward.
@@ -191,6 +197,10 @@ class Checker:
         for kind, named in told:
             if named is not None:
                 self._catalog.record(kind, named)
+        if record.is_virtual:
+            plan = self._catalog.record(Plan, PlanId(record.plan or b""))
+            for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+                self._manifest(manifest, blocks)
         self._manifest(record.manifest_id(), blocks)
 
     def _manifest(self, id: ManifestId, blocks: dict[BlockId, Location]) -> None:
@@ -202,9 +212,14 @@ class Checker:
                 if tensor in self._sound:
                     continue
                 where = f"{file.path}: {part.name}" if part.name is not None else file.path
-                record = self._catalog.tensor(tensor)
+                record = self._catalog.content(tensor)
+                kind = type(record).kind.name.lower()
                 if record.nbytes != part.nbytes:
-                    self._problem("tensor", tensor.hex(), f"{where}: another length")
+                    self._problem(kind, tensor.hex(), f"{where}: another length")
+                self._sound.add(tensor)
+                if isinstance(record, VirtualTensor):
+                    self._virtual(tensor, record, where)
+                    continue
                 for number, block in enumerate(record.block_ids()):
                     location = blocks.get(block)
                     length = record.block_length(number, self._catalog.block_size)
@@ -212,7 +227,14 @@ class Checker:
                         self._problem("block", block.hex(), f"{where}: missing")
                     elif location.raw_length != length:
                         self._problem("block", block.hex(), f"{where}: another length")
-                self._sound.add(tensor)
+
+    def _virtual(self, id: TensorId, record: VirtualTensor, where: str) -> None:
+        id_of_plan = record.plan_id()
+        if id_of_plan not in self._planned:
+            plan = self._catalog.record(Plan, id_of_plan)
+            self._planned[id_of_plan] = frozenset(tensor.name for tensor in plan.tensors)
+        if record.tensor not in self._planned[id_of_plan]:
+            self._problem("virtual", id.hex(), f"{where}: not in plan {id_of_plan.short}")
 
     def _name_the_hurt(self, names: dict[str, refs.Ref]) -> None:
         """Add to each broken block's finding one ref, file and tensor that need it."""
@@ -223,7 +245,8 @@ class Checker:
                 record = self._catalog.snapshot(ref.snapshot_id())
                 for file in self._catalog.manifest(record.manifest_id()).files:
                     for part in file.parts:
-                        for block in self._catalog.tensor(part.tensor_id()).block_ids():
+                        tensor = self._catalog.content(part.tensor_id())
+                        for block in tensor.block_ids() if isinstance(tensor, Tensor) else ():
                             if block.hex() in broken:
                                 place = f"{name}:{file.path}" + (
                                     f" {part.name}" if part.name else ""

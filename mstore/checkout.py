@@ -1,7 +1,8 @@
 """Checkout: a byte-exact copy of a snapshot in a new directory.
 
 The copy is made beside its final name and renamed into place, so a directory of that name is
-always whole.  Blocks are checked against their ids on the way.
+always whole.  Blocks are checked against their ids on the way; those of a virtual snapshot are
+computed, a few ahead of the thread that writes their file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.reports import CheckoutReport, Progress
 from mstore.store.catalog import Catalog
-from mstore.view import SnapshotView
+from mstore.view import BlockCache, Computing, SnapshotView
 
 
 def checkout(
@@ -28,13 +29,16 @@ def checkout(
     *,
     threads: int,
     progress: Callable[[Progress], None] | None = None,
+    computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
+
+    `computing` gives what computes the blocks of a virtual snapshot.
 
     Raises Conflict, Corrupt, StorageFailed; then nothing is left behind.
     """
     began = time.monotonic()
-    view = SnapshotView(catalog, snapshot)
+    view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
     # A manifest may come from a stranger: its paths are checked again before they touch a disk.
     for path in view.files:
         check_relative(path, f"snapshot {snapshot.short}")

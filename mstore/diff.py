@@ -2,130 +2,234 @@
 
 Equal ids need no look at the data.  The relative distance of a changed tensor reads only the
 blocks that differ, and the other side's norm comes from the same pass or from the statistics.
+
+Virtual tensors have no block ids.  Where the tensors' own ids differ, their blocks are computed,
+which also may show that the contents are the same: then they are equal, whatever they are called.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.errors import Incompatible
-from mstore.ids import BlockId, SnapshotId
-from mstore.objects.manifest import Manifest
+from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
+from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.reports import DiffReport, FileDiff, TensorDiff
 from mstore.store.catalog import Catalog
-from mstore.view import array_dtype
+from mstore.view import BlockCache, Computing, array_dtype, tensor_blocks
+
+_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One snapshot's tensor: its id, its record, and its blocks one after the other."""
+
+    id: TensorId
+    tensor: Tensor | VirtualTensor
+
+    def block_count(self, block_size: int) -> int:
+        return -(-self.tensor.nbytes // block_size)
+
+
+class _Differ:
+    """One comparison over one catalog."""
+
+    def __init__(
+        self, catalog: Catalog, computing: Callable[[], Computing] | None, pool: ThreadPoolExecutor
+    ) -> None:
+        self._catalog = catalog
+        self._cache = BlockCache(catalog, computing=computing)
+        self._pool = pool
+
+    def side(self, id: TensorId | None) -> _Side | None:
+        """A tensor by its id."""
+        return None if id is None else _Side(id, self._catalog.content(id))
+
+    def compare(
+        self, name: str, before: _Side | None, after: _Side | None, list_blocks: bool
+    ) -> TensorDiff:
+        """Two tensors whose ids differ, or one that only one side has."""
+        shown = after or before
+        assert shown is not None
+        count = shown.block_count(self._catalog.block_size)
+        if before is None or after is None:
+            status = "added" if before is None else "removed"
+            numbers, distance = list(range(count)), None
+        else:
+            numbers, distance = self._blocks(before, after)
+            status = "changed" if numbers or not _same_form(before, after) else "equal"
+        return TensorDiff(
+            name=name,
+            status=status,
+            dtype=shown.tensor.dtype,
+            shape=shown.tensor.shape,
+            blocks_total=count,
+            blocks_changed=len(numbers),
+            relative_l2=distance,
+            changed_blocks=tuple(numbers) if list_blocks else None,
+        )
+
+    def _blocks(self, before: _Side, after: _Side) -> tuple[list[int], float | None]:
+        """Numbers of the blocks that differ, and ||after - before|| / ||before|| in float64."""
+        dtype = _values_of(before) if _same_form(before, after) else None
+        left, right = before.tensor, after.tensor
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            count = max(left.block_count(), right.block_count())
+            numbers = [n for n in range(count) if _block(left, n) != _block(right, n)]
+            if dtype is None:
+                return numbers, None
+            differing = set(numbers)
+
+            def read(number: int) -> tuple[float, float]:
+                old = self._catalog.read_block(left.block(number))
+                new = old
+                if number in differing:
+                    new = self._catalog.read_block(right.block(number))
+                return _sums(old, new, dtype)
+
+            return numbers, _ratio(list(self._pool.map(read, range(left.block_count()))))
+        return self._computed(before, after, dtype)
+
+    def _computed(self, before: _Side, after: _Side, dtype: Any) -> tuple[list[int], float | None]:
+        """The same where a side is virtual: all blocks of both, in step, a few at a time."""
+        size = self._catalog.block_size
+        numbers: list[int] = []
+        sums: deque[Any] = deque()
+        pairs = []
+        olds, news = self._stream(before), self._stream(after)
+        for number in range(max(before.block_count(size), after.block_count(size))):
+            old, new = next(olds, b""), next(news, b"")
+            if np.array_equal(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)):
+                new = old
+            else:
+                numbers.append(number)
+            if dtype is not None:
+                sums.append(self._pool.submit(_sums, old, new, dtype))
+                if len(sums) > _AHEAD:
+                    pairs.append(sums.popleft().result())
+        pairs += [future.result() for future in sums]
+        return numbers, None if dtype is None else _ratio(pairs)
+
+    def _stream(self, side: _Side) -> Iterator[Buffer]:
+        return tensor_blocks(self._catalog, self._cache, side.id)
 
 
 def diff(
-    catalog: Catalog, a: SnapshotId, b: SnapshotId, *, blocks: bool, threads: int
+    catalog: Catalog,
+    a: SnapshotId,
+    b: SnapshotId,
+    *,
+    blocks: bool,
+    threads: int,
+    computing: Callable[[], Computing] | None = None,
 ) -> DiffReport:
-    """From snapshot a to snapshot b.  `blocks` lists the numbers of the changed blocks."""
+    """From snapshot a to snapshot b.  `blocks` lists the numbers of the changed blocks.
+
+    `computing` gives what computes the blocks of virtual snapshots.
+    """
     left = catalog.manifest(catalog.snapshot(a).manifest_id())
     right = catalog.manifest(catalog.snapshot(b).manifest_id())
-    files, files_equal = _files(left, right)
     ours, theirs = left.tensors(), right.tensors()
     found: list[TensorDiff] = []
+    same: set[tuple[bytes, bytes]] = set()
     equal = total = changed = 0
     with ThreadPoolExecutor(threads, "diff") as pool:
+        differ = _Differ(catalog, computing, pool)
         for name in list(ours) + [name for name in theirs if name not in ours]:
-            before = catalog.tensor(ours[name]) if name in ours else None
-            after = catalog.tensor(theirs[name]) if name in theirs else None
-            total += max(t.block_count() for t in (before, after) if t is not None)
-            if name in ours and ours[name] == theirs.get(name):
+            before, after = differ.side(ours.get(name)), differ.side(theirs.get(name))
+            sides = [side for side in (before, after) if side is not None]
+            total += max(side.block_count(catalog.block_size) for side in sides)
+            if (
+                before is not None
+                and after is not None
+                and (before.id == after.id or (before.id, after.id) in same)
+            ):
                 equal += 1
                 continue
-            item = _tensor(catalog, name, before, after, blocks, pool)
+            item = differ.compare(name, before, after, blocks)
+            if item.status == "equal" and before is not None and after is not None:
+                same.add((before.id, after.id))
+                equal += 1
+                continue
             changed += item.blocks_changed
             found.append(item)
+    files, files_equal = _files(left, right, same)
     return DiffReport(a, b, files, tuple(found), files_equal, equal, total, changed)
 
 
-def _files(left: Manifest, right: Manifest) -> tuple[tuple[FileDiff, ...], int]:
+def _files(
+    left: Manifest, right: Manifest, same: set[tuple[bytes, bytes]]
+) -> tuple[tuple[FileDiff, ...], int]:
     ours = {file.path: file for file in left.files}
     theirs = {file.path: file for file in right.files}
     found, equal = [], 0
     for path in sorted(ours.keys() | theirs.keys()):
         before, after = ours.get(path), theirs.get(path)
-        if before == after:
-            equal += 1
-        elif before is None and after is not None:
+        if before is not None and after is not None:
+            if _same_file(before, after, same):
+                equal += 1
+            else:
+                found.append(FileDiff(path, "changed", before.size, after.size))
+        elif after is not None:
             found.append(FileDiff(path, "added", None, after.size))
-        elif before is not None and after is None:
+        elif before is not None:
             found.append(FileDiff(path, "removed", before.size, None))
-        elif before is not None and after is not None:
-            found.append(FileDiff(path, "changed", before.size, after.size))
     return tuple(found), equal
 
 
-def _tensor(
-    catalog: Catalog,
-    name: str,
-    before: Tensor | None,
-    after: Tensor | None,
-    list_blocks: bool,
-    pool: ThreadPoolExecutor,
-) -> TensorDiff:
-    shown = after if after is not None else before
-    assert shown is not None
-    if before is None or after is None:
-        status = "added" if before is None else "removed"
-        numbers = list(range(shown.block_count()))
-        distance = None
-    else:
-        status = "changed"
-        same_form = (before.dtype, before.shape) == (after.dtype, after.shape)
-        count = max(before.block_count(), after.block_count())
-        numbers = [n for n in range(count) if _block(before, n) != _block(after, n)]
-        distance = _distance(catalog, before, after, numbers, pool) if same_form else None
-    return TensorDiff(
-        name=name,
-        status=status,
-        dtype=shown.dtype,
-        shape=shown.shape,
-        blocks_total=shown.block_count(),
-        blocks_changed=len(numbers),
-        relative_l2=distance,
-        changed_blocks=tuple(numbers) if list_blocks else None,
+def _same_file(before: File, after: File, same: set[tuple[bytes, bytes]]) -> bool:
+    """Equal records, or records of tensors that were found to have the same content."""
+    if before == after:
+        return True
+    return (before.form, len(before.parts)) == (after.form, len(after.parts)) and all(
+        one.name == other.name
+        and (one.tensor == other.tensor or (one.tensor, other.tensor) in same)
+        for one, other in zip(before.parts, after.parts, strict=True)
     )
+
+
+def _same_form(before: _Side, after: _Side) -> bool:
+    return (before.tensor.dtype, before.tensor.shape) == (after.tensor.dtype, after.tensor.shape)
 
 
 def _block(tensor: Tensor, number: int) -> BlockId | None:
     return tensor.block(number) if number < tensor.block_count() else None
 
 
-def _distance(
-    catalog: Catalog, before: Tensor, after: Tensor, numbers: list[int], pool: ThreadPoolExecutor
-) -> float | None:
-    """||after - before|| / ||before|| in float64, block by block."""
-    if not DTYPES[before.dtype].floating:
+def _values_of(side: _Side) -> np.dtype[Any] | None:
+    """The numpy dtype in which distances of a tensor are measured, None where there are none."""
+    if not DTYPES[side.tensor.dtype].floating:
         return None
     try:
-        dtype = array_dtype(before.dtype)
+        return array_dtype(side.tensor.dtype)
     except Incompatible:
         return None
-    differing = set(numbers)
 
-    def sums(number: int) -> tuple[float, float]:
-        old = _values(catalog.read_block(before.block(number)), dtype)
-        if number not in differing:
-            return float(old @ old), 0.0
-        delta = _values(catalog.read_block(after.block(number)), dtype) - old
-        return float(old @ old), float(delta @ delta)
 
+def _sums(old: Buffer, new: Buffer, dtype: np.dtype[Any]) -> tuple[float, float]:
+    """||old||^2 and ||new - old||^2 of one block."""
     with np.errstate(all="ignore"):
-        pairs = list(pool.map(sums, range(before.block_count())))
+        before = np.frombuffer(old, dtype=dtype).astype(np.float64)
+        if new is old:
+            return float(before @ before), 0.0
+        delta = np.frombuffer(new, dtype=dtype).astype(np.float64) - before
+        return float(before @ before), float(delta @ delta)
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float | None:
     norm = math.fsum(pair[0] for pair in pairs)
     moved = math.fsum(pair[1] for pair in pairs)
     if not (math.isfinite(norm) and math.isfinite(moved)) or norm == 0:
         return None
     return math.sqrt(moved / norm)
-
-
-def _values(data: bytes, dtype: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.frombuffer(data, dtype=dtype).astype(np.float64)

@@ -67,6 +67,13 @@ class TensorId(Id):
     context = "mstore 1 tensor record"
 
 
+class VirtualId(Id):
+    """Names a virtual tensor record: dtype, shape, and the plan that it is computed by."""
+
+    __slots__ = ()
+    context = "mstore 1 virtual tensor"
+
+
 class ManifestId(Id):
     """Names the content of a whole snapshot."""
 

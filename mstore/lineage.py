@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from mstore.ids import SnapshotId
 from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import FileReport, ParentReport, RefReport, SnapshotReport, TensorReport
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
@@ -31,16 +32,25 @@ def describe(
     return SnapshotReport(
         snapshot=id,
         manifest=record.manifest_id(),
-        parents=tuple(ParentReport(p.role, p.snapshot_id()) for p in record.parents),
+        parents=parents(record, names),
         origin=record.origin,
         plan=plan_id,
         method=None if plan_id is None else catalog.record(Plan, plan_id).method,
+        virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,
         refs=tuple(names.get(id, ())),
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
         tensors=len(manifest.tensors()),
+    )
+
+
+def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
+    """What a snapshot was made from, in the order of its record."""
+    return tuple(
+        ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())))
+        for p in record.parents
     )
 
 
@@ -118,7 +128,7 @@ def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
     for file in manifest.files:
         for part in file.tensors():
             assert part.name is not None
-            tensor = catalog.tensor(part.tensor_id())
+            tensor = catalog.content(part.tensor_id())
             found.append(
                 TensorReport(part.name, tensor.dtype, tensor.shape, tensor.nbytes, file.path)
             )

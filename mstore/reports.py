@@ -40,11 +40,28 @@ class AddReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AnalyzeReport:
+    """What `analyze` measured.  Tensors of one content count once."""
+
+    expert: str
+    base: str
+    tensors_measured: int
+    tensors_known: int
+    tensors_equal: int
+    expert_bytes_read: int
+    statistics_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """A plan's identity, costs and bounds.
 
+    Counts are of (expert, chunk) pairs; where all dtypes are one, a chunk is a block.
     `error_bound` is certified: ||merged - full-read merge|| / ||base|| before rounding to the
     output dtype; None where the method has none.  `error_estimate` is only that.
+    `memo_expert_bytes` are those of the planned bytes that the memo table saves right now; None
+    where nobody asked it.
     """
 
     plan: PlanId
@@ -52,9 +69,16 @@ class PlanReport:
     base: str
     experts: tuple[tuple[str, float], ...]
     parameters: dict[str, float | int | bool]
+    score: str
     budget_bytes: int | None
+    max_error: float | None
+    expert_budget_bytes: int | None
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+    top_p: float | None
     full_expert_bytes: int
     planned_expert_bytes: int
+    memo_expert_bytes: int | None
     analyze_bytes_read: int
     blocks_total: int
     blocks_equal_base: int
@@ -62,6 +86,7 @@ class PlanReport:
     blocks_below_threshold: int
     blocks_selected: int
     blocks_omitted: int
+    blocks_outside_top_p: int
     error_bound: float | None
     error_estimate: float | None
     notes: tuple[str, ...]
@@ -69,19 +94,62 @@ class PlanReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """The plan at one share of the full cost; errors are relative to the base's norm.
+
+    `unread_expert_bytes` are those of the plan that the memo table does not save.
+    `measured_error` is None where it was not measured, or means nothing (NaN, no norm).
+    """
+
+    share: float
+    budget_bytes: int
+    planned_expert_bytes: int
+    unread_expert_bytes: int
+    error_bound: float | None
+    error_estimate: float | None
+    measured_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Cost against error over many budgets of one request.
+
+    `measure_bytes_read` is what measuring read of experts: all that matter, once.
+    """
+
+    method: str
+    score: str
+    parameters: dict[str, float | int | bool]
+    base: str
+    experts: tuple[tuple[str, float], ...]
+    full_expert_bytes: int
+    points: tuple[SweepPoint, ...]
+    measure_bytes_read: int
+    analyze_bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What a merge read, wrote and published."""
+    """What a merge read, wrote and published; `virtual` where it published its plan only.
+
+    expert_bytes_read = planned_expert_bytes - memo_expert_bytes (not read because the outcome was
+    known) - resumed_expert_bytes (read by an interrupted run whose work was taken over).
+    """
 
     name: str
     plan: PlanId
     snapshot: SnapshotId
     manifest: ManifestId
     new_snapshot: bool
+    virtual: bool
     method: str
     budget_bytes: int | None
     full_expert_bytes: int
     planned_expert_bytes: int
     expert_bytes_read: int
+    memo_expert_bytes: int
+    resumed_expert_bytes: int
     analyze_bytes_read: int
     base_bytes_read: int
     bytes_written: int
@@ -90,6 +158,27 @@ class MergeReport:
     error_bound: float | None
     error_estimate: float | None
     notes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaterializeReport:
+    """What computing all of a virtual merge read and wrote.
+
+    `new_snapshot` is False where the branch held stored bytes already: then nothing was done, and
+    `plan` is None if no merge made them.
+    """
+
+    name: str
+    plan: PlanId | None
+    snapshot: SnapshotId
+    manifest: ManifestId
+    new_snapshot: bool
+    expert_bytes_read: int
+    base_bytes_read: int
+    bytes_written: int
+    blocks_total: int
+    blocks_reused: int
     seconds: float
 
 
@@ -115,15 +204,16 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class ParentReport:
-    """An edge of the lineage: `role` is previous, base or expert."""
+    """An edge of the lineage: `role` is previous, base or expert; `refs` point at it now."""
 
     role: str
     snapshot: SnapshotId
+    refs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """One snapshot as `log` and `show` print it."""
+    """One snapshot as `log` and `show` print it; `virtual` where its bytes are not computed yet."""
 
     snapshot: SnapshotId
     manifest: ManifestId
@@ -131,6 +221,7 @@ class SnapshotReport:
     origin: str
     plan: PlanId | None
     method: str | None
+    virtual: bool
     message: str
     time_ns: int
     refs: tuple[str, ...]
@@ -205,25 +296,47 @@ class DiffReport:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What one expert gave to a tensor, and what was left out of it and why (block counts)."""
+    """What one expert gave, and what was left out of it and why.
+
+    Counts are chunks of this expert; where all dtypes are one, a chunk is a block.
+    `omitted_norm` is the norm of its (sparsified) delta left out, None where it is not known.
+    `blocks` has a word for each chunk, where one tensor was asked for.
+    """
 
     expert: str
     weight: float
     blocks_read: int
-    blocks_equal_base: int
     blocks_shared: int
+    blocks_equal_base: int
     blocks_below_threshold: int
     blocks_over_budget: int
-    omitted_norm: float
+    blocks_outside_top_p: int
+    omitted_norm: float | None
     blocks: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorExplanation:
-    """Where one merged tensor came from; `blocks_reused` of its blocks are the base's own."""
+    """Where one merged tensor came from; `blocks_reused` of its blocks are the base's own.
+
+    `tied_to` is the name under which it was merged, None where that is its own.
+    """
 
     name: str
+    layer: str
     treatment: str
+    tied_to: str | None
+    blocks_total: int
+    blocks_reused: int
+    experts: tuple[ExpertShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExplanation:
+    """Sums over the tensors of one layer.  A tied tensor's blocks count where it was merged."""
+
+    name: str
+    tensors: int
     blocks_total: int
     blocks_reused: int
     experts: tuple[ExpertShare, ...]
@@ -231,12 +344,86 @@ class TensorExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a snapshot came from.  For an added one, `plan` is None and `tensors` is empty."""
+    """Where a snapshot came from, by tensor, by layer, and by expert over all that was asked for.
+
+    For an added one, `plan` is None and the rest is empty.
+    """
 
     snapshot: SnapshotId
     origin: str
     plan: PlanReport | None
     tensors: tuple[TensorExplanation, ...]
+    layers: tuple[LayerExplanation, ...]
+    experts: tuple[ExpertShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlame:
+    """One expert's part in a merged delta.
+
+    With m the merged delta and m_k the expert's contribution to it, `share` is <m_k, m> / ||m||^2
+    (None where ||m|| is 0), `norm` is ||m_k||, and `moved` counts the elements where m_k is not 0.
+    """
+
+    expert: str
+    weight: float
+    share: float | None
+    norm: float
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlame:
+    """Who made one merged tensor.  The experts' shares and `base_share` add up to 1.
+
+    `tied` are the other names of this tensor.  `norm` is ||m||; `changed` counts the elements
+    where m is not 0; where it is not finite, an element is counted in `not_finite` and in nothing
+    else.  `base_share` is not 0 only where a method scales the base (linear without normalize).
+    """
+
+    name: str
+    layer: str
+    tied: tuple[str, ...]
+    elements: int
+    changed: int
+    not_finite: int
+    norm: float
+    base_share: float | None
+    experts: tuple[ExpertBlame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlame:
+    """The same over the tensors of one layer, tied ones counted once."""
+
+    name: str
+    tensors: int
+    elements: int
+    changed: int
+    not_finite: int
+    norm: float
+    base_share: float | None
+    experts: tuple[ExpertBlame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlameReport:
+    """Each expert's share of what a merge changed, by tensor, by layer, and over all.
+
+    Measured by running the plan's blocks again; the bytes read are counted as for a merge.
+    """
+
+    snapshot: SnapshotId
+    plan: PlanId
+    method: str
+    tensors: tuple[TensorBlame, ...]
+    layers: tuple[LayerBlame, ...]
+    norm: float
+    base_share: float | None
+    experts: tuple[ExpertBlame, ...]
+    expert_bytes_read: int
+    base_bytes_read: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,3 +497,4 @@ class StoreReport:
     stored_bytes: int
     index_bytes: int
     statistics_bytes: int
+    memo_bytes: int

@@ -90,8 +90,10 @@ def _mix(x: Array) -> Array:
 def sketch(d: Array, first: int) -> npt.NDArray[np.float64]:
     """float64[32]: signed sums by bucket, element by element from the formulas."""
     index = np.arange(first, first + d.size, dtype=np.uint64)
-    low, high = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
-    negative = _mix(low.astype(np.uint32) ^ _mix(high)) >> np.uint32(31)
+    quarter = index % np.uint64(1024) // np.uint64(256)
+    low, high = (index - quarter * np.uint64(256)) & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
+    word = _mix(low.astype(np.uint32) ^ _mix(high))
+    negative = word >> (np.uint32(31) - quarter.astype(np.uint32)) & np.uint32(1)
     turn = _mix((index >> np.uint64(10)).astype(np.uint32) ^ np.uint32(0x9E3779B9)) >> 27
     bucket = (index + turn.astype(np.uint64)) % np.uint64(32)
     signed = np.where(negative == 1, -d.astype(np.float64), d.astype(np.float64))

@@ -23,8 +23,8 @@ import lmdb
 from blake3 import blake3
 
 PAGE = 4096
-KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage")
-BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE = range(6)
+KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual")
+BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL = range(7)
 RAW, CONSTANT = 0, 1
 CONTEXTS = {
     TENSOR: "mstore 1 tensor record",
@@ -32,6 +32,7 @@ CONTEXTS = {
     SNAPSHOT: "mstore 1 snapshot",
     PLAN: "mstore 1 plan",
     COVERAGE: "mstore 1 coverage",
+    VIRTUAL: "mstore 1 virtual tensor",
 }
 PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert")
@@ -182,6 +183,15 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Virtual:
+    dtype: str
+    shape: list[int]
+    size: int
+    plan: str
+    tensor: str
+
+
+@dataclass(frozen=True)
 class Part:
     name: str | None
     tensor: str
@@ -218,6 +228,16 @@ class PlanTensor:
 
 
 @dataclass(frozen=True)
+class Criteria:
+    score: str
+    max_error: float | None
+    expert_budget: int | None
+    only: list[str]
+    skip: list[str]
+    top_p: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     method: str
     parameters: dict[str, Any]
@@ -226,6 +246,7 @@ class Plan:
     dtype: str | None
     block_size: int
     budget: int | None
+    criteria: Criteria
     full_expert_bytes: int
     planned_expert_bytes: int
     error_bound: float | None
@@ -302,6 +323,14 @@ def _read_tensor(data: bytes) -> Tensor:
     return Tensor(dtype, shape, size, [blocks[i : i + 32].hex() for i in range(0, len(blocks), 32)])
 
 
+def _read_virtual(data: bytes) -> Virtual:
+    dtype, shape, size, plan, tensor = _fields(data, "virtual/1", 6)
+    require(_text(dtype, "dtype") in BITS and dtype != "BYTES", f"dtype {dtype}")
+    elements = math.prod(_count(d, "dimension") for d in _items(shape, "shape"))
+    require(elements * BITS[dtype] == 8 * _count(size, "bytes"), "the shape has other bytes")
+    return Virtual(dtype, shape, size, _hex(plan, "PlanId"), _text(tensor, "tensor"))
+
+
 def _read_manifest(data: bytes) -> list[File]:
     (rows,) = _fields(data, "manifest/1", 2)
     files = [_read_file(_items(row, "file", 4)) for row in _items(rows, "files")]
@@ -346,9 +375,9 @@ def _read_snapshot(data: bytes) -> Snapshot:
 
 
 def _read_plan(data: bytes) -> Plan:
-    fields = _fields(data, "plan/1", 15)
-    method, parameters, base, experts, dtype, block_size, budget = fields[:7]
-    full, planned, bound, estimate, tensors, copied, notes = fields[7:]
+    fields = _fields(data, "plan/2", 16)
+    method, parameters, base, experts, dtype, block_size, budget, criteria = fields[:8]
+    full, planned, bound, estimate, tensors, copied, notes = fields[8:]
     pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
     names = [_text(name, "parameter's name") for name, _ in pairs]
     require(all(a < b for a, b in pairwise(names)), "parameters out of order")
@@ -364,6 +393,7 @@ def _read_plan(data: bytes) -> Plan:
         _maybe(_text, dtype, "dtype"),
         _count(block_size, "block size"),
         _maybe(_count, budget, "budget"),
+        _read_criteria(_items(criteria, "criteria", 6)),
         _count(full, "full expert bytes"),
         _count(planned, "planned expert bytes"),
         _maybe(_number, bound, "error bound"),
@@ -374,10 +404,25 @@ def _read_plan(data: bytes) -> Plan:
     )
 
 
+def _read_criteria(row: list[Any]) -> Criteria:
+    score, max_error, expert_budget, only, skip, top_p = row
+    patterns = [
+        [_text(name, "pattern") for name in _items(names, "patterns")] for names in (only, skip)
+    ]
+    require(all(a < b for names in patterns for a, b in pairwise(names)), "patterns out of order")
+    return Criteria(
+        _text(score, "score"),
+        _maybe(_number, max_error, "max error"),
+        _maybe(_count, expert_budget, "expert budget"),
+        *patterns,
+        _maybe(_number, top_p, "top p"),
+    )
+
+
 def _read_plan_tensor(row: list[Any], experts: int) -> PlanTensor:
     name, chunk_elements, rows, pairs, norms = row
     states = [_bin(s, "states") for s in _items(rows, "states", experts)]
-    require(all(set(s) <= set(range(5)) for s in states), "a chunk in no known state")
+    require(all(set(s) <= set(range(6)) for s in states), "a chunk in no known state")
     require(len({len(s) for s in states}) == 1, "experts with different numbers of chunks")
     thresholds = [_items(pair, "threshold", 2) for pair in _items(pairs, "thresholds")]
     require(len(thresholds) in (0, experts), "thresholds for some experts only")
@@ -415,6 +460,7 @@ READERS: dict[int, Callable[[bytes], Any]] = {
     SNAPSHOT: _read_snapshot,
     PLAN: _read_plan,
     COVERAGE: _read_coverage,
+    VIRTUAL: _read_virtual,
 }
 
 
@@ -597,6 +643,9 @@ class IndependentStore:
 
     def coverage(self, name: str) -> Coverage:
         return _read_coverage(self._read(COVERAGE, name))
+
+    def virtual(self, name: str) -> Virtual:
+        return _read_virtual(self._read(VIRTUAL, name))
 
     def tensor_bytes(self, name: str) -> bytes:
         tensor = self.tensor(name)

@@ -82,14 +82,12 @@ def _linear(
 ) -> tuple[Single, Mask]:
     b = single(base)
     untouched = np.ones(b.size, dtype=bool)
-    total = None
+    total = np.zeros(b.size, dtype=np.float32)
     for expert, weight, missing in zip(experts, weights, absent, strict=True):
         x = single(expert)
         x = _where_bits(missing, b, x)
         untouched &= _bits(x) == _bits(b)
-        product = np.float32(weight) * x
-        total = product if total is None else total + product
-    assert total is not None
+        total = fused(x, np.float32(weight), total)
     if parameters["normalize"]:
         return total / sequential_sum(weights), untouched
     return total, np.zeros(b.size, dtype=bool)
@@ -215,6 +213,23 @@ def philox(counter: Sequence[Array], key: tuple[int, int]) -> list[Array]:
         )
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     return [c0, c1, c2, c3]
+
+
+def fused(a: Single, b: np.float32, c: Single) -> Single:
+    """a * b + c, rounded once.
+
+    In float64 the product is exact; its sum with c, rounded to odd (Boldo and Melquiond 2008),
+    keeps what the second rounding, to float32, needs.
+    """
+    product = a.astype(np.float64) * np.float64(b)
+    addend = c.astype(np.float64)
+    total = product + addend
+    lost = (product - (total - (total - product))) + (addend - (total - product))
+    bits = total.view(np.int64)
+    even = np.isfinite(total) & (lost != 0) & (bits % 2 == 0)
+    away = (lost > 0) == (total > 0)
+    odd = np.where(even, bits + np.where(away, 1, -1), bits)
+    return odd.view(np.float64).astype(np.float32)
 
 
 def sequential_sum(values: Sequence[float]) -> np.float32:

@@ -26,7 +26,7 @@ from families import BLOCK, Arrays, Family
 
 from mstore import Store
 from mstore.errors import BadRequest, BudgetExceeded, NotFound
-from mstore.merge.commit import store_plan
+from mstore.merge.running.commit import store_plan
 from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.reports import MergeReport, PlanReport
 from mstore.store.plans import sources_of
@@ -62,8 +62,8 @@ class Place:
         )
 
     def merge(self, plan: PlanReport) -> tuple[MergeReport, Arrays]:
-        """Run it; also the merged tensors."""
-        report = self.store.merge(plan, name="merged")
+        """Run it, remembering nothing; also the merged tensors."""
+        report = self.store.merge(plan, name="merged", memo=False)
         snapshot = self.store["merged"]
         return report, {name: snapshot.tensor(name) for name in self.mergeable}
 
@@ -186,7 +186,7 @@ with Store.open(sys.argv[1]) as store:
     store.merge(sys.argv[2], name="warm")  # kernels are loaded, records are in the cache
     for plan in sys.argv[3:]:
         before = read_by_kernel()
-        report = store.merge(plan, name="counted")
+        report = store.merge(plan, name="counted", memo=False)
         after = read_by_kernel()
         print(json.dumps([after - before, report.expert_bytes_read, report.base_bytes_read]))
 """
@@ -283,7 +283,7 @@ def test_a_read_beyond_the_plan_is_refused(threads: int, place: Place) -> None:
     plans.append(_tampered(place, report, tensors=tuple(tensors)))
     for plan in plans:
         with pytest.raises(BudgetExceeded, match="the plan allows"):
-            place.store.merge(plan, name="never", threads=threads)
+            place.store.merge(plan, name="never", threads=threads, memo=False)
     assert place.store.refs() == before
     assert list((place.store.path / "tmp").iterdir()) == []
     assert place.store.fsck(read_data=True).problems == ()

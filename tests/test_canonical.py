@@ -22,13 +22,15 @@ from mstore.ids import (
     PlanId,
     SnapshotId,
     TensorId,
+    VirtualId,
 )
 from mstore.objects.canonical import Record, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.plan import Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 
 A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
 
@@ -72,6 +74,7 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
             dtype=None,
             block_size=65536,
             budget=None,
+            criteria=Criteria("norm", 0.5, None, ("a*",), (), None),
             full_expert_bytes=2,
             planned_expert_bytes=1,
             error_bound=None,
@@ -80,11 +83,12 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
             copied=(("t", "other dtype"),),
             notes=(),
         ),
-        "9f" + "a6706c616e2f31" + "a474696573"
+        "dc0010" + "a6706c616e2f32" + "a474696573"
         + "93" + "92a764656e73697479cb3fe0000000000000"
         + "92a96e6f726d616c697a65c3" + "92a473656564ff"
         + "c420" + "aa" * 32 + "91" + "92c420" + "bb" * 32 + "cb3ff0000000000000"
-        + "c0" + "ce00010000" + "c0" + "02" + "01" + "c0" + "cb3fd0000000000000"
+        + "c0" + "ce00010000" + "c0"
+        + "96a46e6f726dcb3fe0000000000000c091a2612a90c0" + "02" + "01" + "c0" + "cb3fd0000000000000"
         + "91" + "95a177cc80" + "91c4020004" + "9192cb3fe0000000000000ff" + "91cbbff0000000000000"
         + "91" + "92a174ab6f74686572206474797065" + "90",
         "mstore 1 plan",
@@ -94,6 +98,11 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         "93aa636f7665726167652f31" + "c420" + "aa" * 32 + "91"
         + "94a17709c4020100" + "92c402fe01c400",
         "mstore 1 coverage",
+    ),
+    "virtual": (
+        VirtualTensor("BF16", (2, 3), 12, A, "w"),
+        "96a97669727475616c2f31" + "a442463136" + "920203" + "0c" + "c420" + "aa" * 32 + "a177",
+        "mstore 1 virtual tensor",
     ),
 }  # fmt: skip
 
@@ -114,6 +123,7 @@ def test_kinds_and_codes() -> None:
     """The kind byte of each record in packs and index is part of the format."""
     assert {kind.name: int(kind) for kind in Kind} == {
         "BLOCK": 0, "TENSOR": 1, "MANIFEST": 2, "SNAPSHOT": 3, "PLAN": 4, "COVERAGE": 5,
+        "VIRTUAL": 6,
     }  # fmt: skip
     assert {type(record).kind for record, *_ in GOLDEN.values()} == set(Kind) - {Kind.BLOCK}
 
@@ -121,7 +131,7 @@ def test_kinds_and_codes() -> None:
 def test_each_kind_has_its_own_hash_domain() -> None:
     """The same bytes have another id as each kind; a BlockId is the plain BLAKE3."""
     kinds: list[type[Id]] = [
-        BlockId, TensorId, ManifestId, SnapshotId, PlanId, CoverageId, PackId,
+        BlockId, TensorId, ManifestId, SnapshotId, PlanId, CoverageId, PackId, VirtualId,
     ]  # fmt: skip
     assert len({bytes(kind.of(b"data")) for kind in kinds}) == len(kinds)
     assert BlockId.of(b"data") == blake3(b"data").digest()
@@ -172,6 +182,15 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
         st.none() | TEXT,
         COUNTS,
         st.none() | COUNTS,
+        st.builds(
+            Criteria,
+            TEXT,
+            st.none() | FLOATS,
+            st.none() | COUNTS,
+            st.lists(TEXT, max_size=2).map(tuple),
+            st.lists(TEXT, max_size=2).map(tuple),
+            st.none() | FLOATS,
+        ),
         COUNTS,
         COUNTS,
         st.none() | FLOATS,
@@ -189,6 +208,9 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
         ).map(tuple),
         st.lists(st.tuples(TEXT, TEXT), max_size=2).map(tuple),
         st.lists(TEXT, max_size=2).map(tuple),
+    ),
+    VirtualTensor: st.builds(
+        VirtualTensor, TEXT, st.lists(COUNTS, max_size=3).map(tuple), COUNTS, IDS, TEXT
     ),
     Coverage: st.builds(
         Coverage,

@@ -32,7 +32,9 @@ from mstore.errors import (
 )
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
+from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
+from mstore.store.transaction import Transaction
 
 
 @pytest.fixture(scope="module")
@@ -446,3 +448,40 @@ def test_snapshots_of_equal_content_come_newest_first(catalog: Catalog, tmp_path
         ids += [store.add(model, name=f"again/{n}", threads=1).snapshot for n in range(3)]
     manifest = catalog.snapshot(ids[0]).manifest_id()
     assert catalog.snapshots_of(manifest) == ids[::-1]
+
+
+def test_many_tensors_at_once(tmp_path: Path) -> None:
+    """Many records come in the order asked for, repeated ones too; a missing one is NotFound."""
+    catalog = Catalog.create(tmp_path / "store", BLOCK)
+    made = [Tensor("F32", (n,), 0, b"") for n in range(3)]
+    with Transaction(catalog, "test") as transaction:
+        ids = [TensorId(transaction.put_record(record)) for record in made]
+        transaction.commit()
+    assert catalog.tensors([ids[2], ids[0], ids[2], ids[1]]) == [made[2], made[0], made[2], made[1]]
+    assert catalog.tensors(ids) == made
+    assert catalog.tensors([]) == []
+    with pytest.raises(NotFound):
+        catalog.tensors([ids[0], TensorId.of(b"nobody")])
+    catalog.close()
+
+
+def test_lengths_at_rest(tmp_path: Path) -> None:
+    """`stored_lengths` counts what `locate` says, repeated blocks too, and names a missing one."""
+    catalog = Catalog.create(tmp_path / "store", BLOCK)
+    data = [bytes(range(250)), bytes(BLOCK), b"abc"]
+    ids = [BlockId.of(one) for one in data]
+    with Transaction(catalog, "test") as transaction:
+        for number, (id, one) in enumerate(zip(ids, data, strict=True)):
+            transaction.put_block(id, one, 1, "file", number * BLOCK)
+        transaction.commit()
+    asked = [ids[1], ids[0], ids[1], ids[2]]
+    wanted = [place.stored_length for place in catalog.locate(asked)]
+    assert catalog.stored_lengths(asked).tolist() == wanted
+    assert wanted[1] == 250
+    assert catalog.stored_lengths([]).tolist() == []
+    missing = BlockId.of(b"missing")
+    for look in (catalog.stored_lengths, catalog.locate):
+        with pytest.raises(Corrupt, match="does not have this block") as refused:
+            look([ids[0], missing, ids[1], missing])
+        assert refused.value.where == f"block {missing}"
+    catalog.close()

@@ -17,7 +17,11 @@ def identity(number: int) -> SnapshotId:
 
 
 def snapshot(
-    number: int, *parents: tuple[str, int], refs: tuple[str, ...] = (), origin: str = "add"
+    number: int,
+    *parents: tuple[str, int],
+    refs: tuple[str, ...] = (),
+    origin: str = "add",
+    virtual: bool = False,
 ) -> SnapshotReport:
     return SnapshotReport(
         snapshot=identity(number),
@@ -26,6 +30,7 @@ def snapshot(
         origin=origin,
         plan=None,
         method="ties" if origin == "merge" else None,
+        virtual=virtual,
         message=f"number {number}\nand more",
         time_ns=number,
         refs=refs,

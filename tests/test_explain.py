@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +15,10 @@ from families import BLOCK
 
 from mstore import Store
 from mstore.errors import BadRequest, NotFound
-from mstore.merge import engine, kernels
+from mstore.merge.arithmetic import kernels
+from mstore.merge.running import compute
 from mstore.objects.coverage import Coverage, bit, bitmap
-from mstore.reports import MergeReport, PlanReport
+from mstore.reports import ExpertShare, MergeReport, PlanReport
 
 FAMILY = families.layered(rows=100)
 MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=40)
@@ -45,6 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "half": {"method": "task_arithmetic", "budget": 0.5},
     "ties": {"method": "ties", "parameters": {"density": 0.1}, "budget": 0.7},
     "fp32": {"method": "dare_ties", "dtype": "F32", "budget": 0.3},
+    "top": {"method": "task_arithmetic", "top_p": 0.3},
 }
 
 
@@ -78,6 +82,7 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
                     "equal to base": coarse.blocks_equal_base,
                     "below threshold": coarse.blocks_below_threshold,
                     "over budget": coarse.blocks_over_budget,
+                    "outside the top-p share": coarse.blocks_outside_top_p,
                 }
             )
             if item.name != "model.tied.out":
@@ -89,9 +94,11 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
             "equal to base": plan.blocks_equal_base,
             "below threshold": plan.blocks_below_threshold,
             "over budget": plan.blocks_omitted,
+            "outside the top-p share": plan.blocks_outside_top_p,
         }
     )
     assert (plan.blocks_omitted > 0) == ("budget" in WAYS[way])
+    assert (plan.blocks_outside_top_p > 0) == ("top_p" in WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -117,7 +124,44 @@ def test_coverage_is_what_happened(way: str, store: Store) -> None:
         for number, alike in enumerate(same):
             touched = any(bit(bits, number) for bits in item.contributed)
             assert alike or touched or ours.dtype != theirs.dtype
-    assert sum(any(any(bits) for bits in item.contributed) for item in coverage.tensors) > 3
+    assert sum(any(any(bits) for bits in item.contributed) for item in coverage.tensors) > 1
+
+
+def _counts(share: ExpertShare) -> dict[str, int]:
+    own = {f.name: getattr(share, f.name) for f in dataclasses.fields(share)}
+    return {name: count for name, count in own.items() if name.startswith("blocks_")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_are_those_of_the_tensors(way: str, store: Store) -> None:
+    """By layer and by expert: every count, and the norm left out; a tied tensor counts once."""
+    merge(store, **WAYS[way])
+    explained = store.explain("merged")
+    own = [item for item in explained.tensors if item.tied_to is None]
+    assert {item.name: item.tied_to for item in explained.tensors if item.tied_to} == {
+        "model.tied.out": "model.tied.in"
+    }
+    assert [layer.name for layer in explained.layers] == list(
+        dict.fromkeys(item.layer for item in explained.tensors)
+    )
+    for layer in explained.layers:
+        inside = [item for item in own if item.layer == layer.name]
+        assert layer.blocks_total == sum(item.blocks_total for item in inside)
+        assert layer.blocks_reused == sum(item.blocks_reused for item in inside)
+        assert layer.tensors == sum(item.layer == layer.name for item in explained.tensors)
+    for k, total in enumerate(explained.experts):
+        for parts in (
+            [item.experts[k] for item in own if item.experts],
+            [layer.experts[k] for layer in explained.layers],
+        ):
+            summed: Counter[str] = Counter()
+            for part in parts:
+                summed.update(_counts(part))
+            assert _counts(total) == summed
+            norms = [part.omitted_norm for part in parts]
+            assert total.omitted_norm == pytest.approx(math.hypot(*(n or 0.0 for n in norms)))
+    [alone] = store.explain("merged", "model.tied.out").layers
+    assert sum(_counts(alone.experts[0]).values()) > 0
 
 
 def test_omitted_norm_is_what_was_left_out(store: Store, family: families.Family) -> None:
@@ -180,25 +224,49 @@ def test_replay_needs_no_refs(store: Store) -> None:
 
 
 def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where other bytes come out, replay says so and names the first tensor that differs."""
+    """Where other bytes come out, replay says so and names the first tensor and block."""
     merge(store, "dare_linear", parameters={"density": 0.5})
     honest = kernels.mix_chunk
+    found = []
+    for wrong in ((37, 0), (BLOCK // 2, BLOCK)):  # model.norm.weight; the third chunk of any
 
-    def broken(*arguments: Any) -> None:
-        honest(*arguments)
-        out, elements = arguments[-2], arguments[6]
-        if elements == 37:  # model.norm.weight
-            out[0] ^= 1
+        def broken(*arguments: Any, where: tuple[int, int] = wrong) -> None:
+            honest(*arguments)
+            if arguments[6:8] == where:
+                arguments[-2][0] ^= 1
 
-    monkeypatch.setattr(engine, "mix_chunk", broken)
-    again = store.replay("merged")
-    assert not again.same
-    assert again.replayed != again.manifest
-    assert again.first_difference is not None
-    assert again.first_difference.endswith(": model.norm.weight")
+        monkeypatch.setattr(compute, "mix_chunk", broken)
+        again = store.replay("merged")
+        assert not again.same
+        assert again.replayed != again.manifest
+        assert again.first_difference is not None
+        found.append(again.first_difference.partition(": ")[2])
+    assert found[0] == "model.norm.weight, block 0"
+    assert found[1].endswith(", block 2")
 
 
 def test_only_merges_can_be_replayed(store: Store) -> None:
     """An added snapshot was made by no plan: a BadRequest says so."""
     with pytest.raises(BadRequest, match="not made by a merge"):
         store.replay("base")
+
+
+# -- virtual merges ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["full", "half", "ties", "top"])
+def test_a_virtual_merge_is_explained_by_its_plan(way: str, store: Store) -> None:
+    """What a plan says is the same before and after it is run; only a block that comes out as the
+    base's by chance is not known before.
+    """
+    plan, _ = merge(store, **WAYS[way])
+    real = store.explain("merged")
+    store.merge(plan, name="virtual", virtual=True)
+    planned = store.explain("virtual")
+    assert (planned.plan, planned.experts) == (real.plan, real.experts)
+    for before, after in zip(planned.tensors, real.tensors, strict=True):
+        assert before.blocks_reused <= after.blocks_reused
+        assert before == dataclasses.replace(after, blocks_reused=before.blocks_reused)
+    assert sum(item.blocks_reused for item in planned.tensors) > 0
+    ours, theirs = store.blame("virtual"), store.blame("merged")
+    assert (ours.tensors, ours.layers) == (theirs.tensors, theirs.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,26 @@ def test_frozen_tensors_equal_the_base(quick_family: Family) -> None:
         frozen_names[name] = same
     assert frozen_names["arithmetic"]
     assert not frozen_names["code"] | frozen_names["prose"]
+
+
+def test_rates_say_what_moves() -> None:
+    """A domain trains what it says: nothing frozen, the rest with steps that fall by its decay."""
+    layers = family.FULL.layers
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+    names += [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(layers)]
+    names += [f"model.layers.{n}.mlp.up_proj.weight" for n in range(layers)]
+    shares = {d.name: {name: d.rate(name, layers) for name in names} for d in family.DOMAINS}
+    assert set(shares["code"].values()) == {1.0}
+    assert {name for name, share in shares["syntax"].items() if share} == {
+        name for name in names if "self_attn" in name
+    }
+    assert not any(shares["records"][f"model.layers.{n}.mlp.up_proj.weight"] for n in range(4))
+    for domain, top, bottom in (("hexdump", 1.0, 2.6**-layers), ("unicode", 2.6**-layers, 1.0)):
+        assert shares[domain]["lm_head.weight"] == pytest.approx(top)
+        assert shares[domain]["model.embed_tokens.weight"] == pytest.approx(bottom)
+        steps = [shares[domain][f"model.layers.{n}.mlp.up_proj.weight"] for n in range(layers)]
+        factors = {round(b / a, 6) for a, b in itertools.pairwise(steps)}
+        assert factors == {round(2.6 if top > bottom else 1 / 2.6, 6)}
 
 
 def test_experts_are_experts(quick_family: Family) -> None:

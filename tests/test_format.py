@@ -88,7 +88,9 @@ def write_checkpoint(directory: Path, tensors: Tensors, draw: np.random.Generato
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Five snapshots: a base, an expert twice, another expert, and a merge with half the bytes."""
+    """Six snapshots: a base, an expert twice, another expert, a merge with half the bytes, and the
+    same merge virtual.
+    """
     root = tmp_path_factory.mktemp("format")
     draw = np.random.default_rng(20)
     found = Made(root / "store")
@@ -112,6 +114,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     store.plan(**request, parameters={"density": 0.3})  # in full, so that thresholds are exact
     found.plan = store.plan(**request, parameters={"density": 0.3}, budget=0.5)
     found.snapshots["merged"] = str(store.merge(found.plan, name="m/merged").snapshot)
+    found.snapshots["virtual"] = str(
+        store.merge(found.plan, name="m/virtual", virtual=True).snapshot
+    )
     store.tag("v1", "m/merged")
     found.refs = {ref.name: (ref.kind, str(ref.snapshot)) for ref in store.refs()}
     files = [file.path for file in store.files("m/merged")]
@@ -184,18 +189,36 @@ def test_snapshots(made: Made, read: IndependentStore) -> None:
         "one": [("previous", s["old"]), ("base", s["base"])],
         "two": [("base", s["base"])],
         "merged": [("base", s["base"]), ("expert", s["one"]), ("expert", s["two"])],
+        "virtual": [("base", s["base"]), ("expert", s["one"]), ("expert", s["two"])],
     }
     found = {key: read.snapshot(snapshot) for key, snapshot in s.items()}
     assert {key: snapshot.parents for key, snapshot in found.items()} == parents
-    merged = found.pop("merged")
+    merged, virtual = found.pop("merged"), found.pop("virtual")
     assert (merged.origin, merged.plan) == ("merge", str(made.plan.plan))
     assert read.coverage(merged.coverage or "").plan == merged.plan
+    assert (virtual.origin, virtual.plan, virtual.coverage) == ("merge", merged.plan, None)
     for key, snapshot in found.items():
         assert (snapshot.origin, snapshot.message) == ("add", key)
         assert (snapshot.plan, snapshot.coverage) == (None, None)
-    times = [snapshot.time_ns for snapshot in [*found.values(), merged]]
+    times = [snapshot.time_ns for snapshot in [*found.values(), merged, virtual]]
     assert [made.times[0], *times, made.times[1]] == sorted([*made.times, *times])
     assert re.fullmatch(r"mstore \S+", merged.tool)
+
+
+def test_virtual_snapshot(made: Made, read: IndependentStore) -> None:
+    """A virtual merge has the files of the real one, and its merged tensors name the plan."""
+    real, virtual = made.snapshots["merged"], made.snapshots["virtual"]
+    assert read.files(virtual) == read.files(real)
+    ids, stored = tensor_ids(read, virtual), tensor_ids(read, real)
+    planned = {tensor.name for tensor in read.plan(str(made.plan.plan)).tensors}
+    assert {name for name in ids if ids[name] != stored[name]} == planned
+    assert set(ids.values()) & read.ids(reader.VIRTUAL) == {ids[name] for name in planned}
+    for name in planned:
+        record, tensor = read.virtual(ids[name]), read.tensor(stored[name])
+        assert (record.plan, record.tensor) == (str(made.plan.plan), name)
+        assert (record.dtype, record.shape, record.size) == (
+            (tensor.dtype, tensor.shape, tensor.size)
+        )
 
 
 def test_tensors(made: Made, read: IndependentStore) -> None:
@@ -310,7 +333,7 @@ def test_coverage(made: Made, read: IndependentStore) -> None:
 def test_every_pack_verifies(made: Made, indexed: IndependentStore) -> None:
     """Every pack is sound by itself, belongs to this store, and can be read only."""
     packs = [reader.verify_pack(path) for path in pack_paths(made)]
-    assert len(packs) == 7  # four checkpoints, two plans, one merge
+    assert len(packs) == 8  # four checkpoints, two plans, two merges
     assert {pack.uuid for pack in packs} == {indexed.uuid}
     assert {path.stat().st_mode & 0o777 for path in pack_paths(made)} == {0o444}
 
@@ -418,7 +441,9 @@ def test_entry_table(made: Made) -> None:
             payload = data[at : at + stored]
             assert zero == bytes(5)
             assert base == bytes(32)
-            assert payload[2:].startswith(f"{tag}/1".encode()) == (tag != "block")
+            # An array of up to 15 fields has a head of one byte, a longer one of three.
+            head = re.match(rb"(?:[\x90-\x9f]|\xdc..)[\xa0-\xbf](\w+)/\d", payload, re.DOTALL)
+            assert (head is not None and head[1].decode() == tag) == (tag != "block")
             assert codec == 1 or (stored == plain and (tag != "block" or is_id(name, payload)))
     assert seen == set(reader.KINDS) == {name for _, name in kinds}
 
@@ -481,6 +506,7 @@ def test_reflog(made: Made, indexed: IndependentStore) -> None:
         "m/one": [(None, s["old"]), (s["old"], s["one"])],
         "m/two": [(None, s["two"])],
         "m/merged": [(None, s["merged"])],
+        "m/virtual": [(None, s["virtual"])],
         "v1": [(None, s["merged"])],
     }
 
@@ -504,8 +530,11 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
     with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
         names = [bytes(name).decode() for name, _ in reading.cursor()]
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
-        assert sorted(names) == ["pairs", "squares", "thresholds"]
-        assert reading.get(pair, db=handles["pairs"])
+        assert sorted(names) == ["pairs", "squares", "tables", "thresholds"]
+        batch, offset, length = struct.unpack(">III", reading.get(pair, db=handles["pairs"]))
+        tables = reading.get(struct.pack(">I", batch), db=handles["tables"])
+        assert tables[offset : offset + 4] == b"MDT2"
+        assert offset + length <= len(tables)
         (squares,) = struct.unpack(">d", reading.get(pair[:32], db=handles["squares"]))
         key = pair + struct.pack(">Q", 15000)
         row = reading.get(key, db=handles["thresholds"])
@@ -711,7 +740,7 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil("zeros", width=2), "a constant of another width"),
         (spoil("zeros", plain=4999), "has other bytes"),
         (spoil("weight", codec=1, width=8, stored=8), "half an element"),
-        (spoil("snapshot", kind=6), "kind 6"),
+        (spoil("snapshot", kind=7), "kind 7"),
         (spoil("snapshot", kind=4), "has other bytes"),
         (spoil("snapshot", codec=1, stored=1), "codec 1 for a snapshot"),
         (spoil("snapshot", width=2), "a record with an element width"),

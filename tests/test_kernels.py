@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,9 @@ from hypothesis import strategies as st
 from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.errors import BadRequest
-from mstore.merge.kernels import UNLIMITED, Mix, count_ties, mix_chunk, warm_up
-from mstore.merge.operators import needs_thresholds, parse_parameters
-from mstore.merge.random import mask_keys
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk, warm_up
+from mstore.merge.arithmetic.operators import needs_thresholds, parse_parameters
+from mstore.merge.arithmetic.random import mask_keys
 
 WEIGHTS = (0.5, 0.3, -0.7, 1.0, 0.0, 2.25)
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -112,6 +115,8 @@ def _merge(
         n = stop - start
         own = base[start:stop].view(np.uint8)
         present = [k for k in range(count) if n and not absent[k][start]]
+        row_of = np.full(count, -1, dtype=np.int64)
+        row_of[present] = np.arange(len(present))
         rows = np.full((len(present), 4 * n + 64), 0xA5, dtype=np.uint8)
         for row, k in zip(rows, present, strict=True):
             data = experts[k][start:stop].view(np.uint8)
@@ -131,7 +136,7 @@ def _merge(
             name_of(base),
             rows,
             [name_of(experts[k]) for k in present],
-            np.array(present, dtype=np.int64),
+            row_of,
             n,
             start,
             thresholds,
@@ -269,7 +274,7 @@ def _mix_one(base: Array, expert: Array, out: Array, *, threshold: float, quota:
         "F32",
         expert.view(np.uint8)[None],
         ["F32"],
-        positions=np.zeros(1, dtype=np.int64),
+        row_of=np.zeros(1, dtype=np.int64),
         n=base.size,
         first_index=0,
         thresholds=np.array([threshold], dtype=np.float32),
@@ -377,6 +382,110 @@ def test_many_experts() -> None:
         _assert_same_bits(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("method", "parameters"), METHODS, ids=lambda p: p if isinstance(p, str) else str(len(p))
+)
+def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> None:
+    """Experts that name one row give the bits of as many rows with the same elements."""
+    rng = np.random.default_rng(8)
+    n = 2500
+    base, (one, two) = _family(rng, "grid", ["BF16", "F16", "BF16"], n)
+    mix = Mix.build(method, parse_parameters(method, parameters), WEIGHTS[:5])
+    keys = mask_keys(3, 5, "t")
+    outs = []
+    for experts, row_of in (
+        ([two, one], [1, 0, -1, 0, 1]),
+        ([one, two, two, one, one], [0, 1, -1, 2, 4]),
+    ):
+        rows = np.stack([expert.view(np.uint8) for expert in experts])
+        outs.append(np.zeros(n, dtype=DTYPES["F32"]))
+        mix_chunk(
+            mix,
+            base.view(np.uint8),
+            "BF16",
+            rows,
+            [name_of(expert) for expert in experts],
+            np.array(row_of, dtype=np.int64),
+            n,
+            0,
+            np.full(5, 0.5, dtype=np.float32),
+            np.array([7, 9, UNLIMITED, UNLIMITED, 0], dtype=np.int64),
+            keys,
+            outs[-1].view(np.uint8),
+            "F32",
+        )
+    _assert_same_bits(*outs)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_given_masks_and_factors(dtype: str, method: str, normalize: bool) -> None:
+    """Masks and factors from elsewhere stand in for the draws and the one rescale factor."""
+    rng = np.random.default_rng(9)
+    n, weights = 2500, WEIGHTS[:3]
+    base, experts = _family(rng, "noise", [dtype] * 4, n)
+    masks = rng.integers(0, 2, (3, n)).astype(np.uint8)
+    rescales = np.array([1.0, 2.5, 1.0 / 3.0], dtype=np.float32)
+    # The deltas, masked and scaled by numpy, are experts of a base of zeros that drops nothing.
+    moved = [
+        np.where(mask == 1, reference.delta(base, expert), np.float32(0)) * factor
+        for expert, mask, factor in zip(experts, masks, rescales, strict=True)
+    ]
+    given_parameters = {"density": 0.5, "normalize": normalize, "lambda": 0.75}
+    mixed = reference.merge(
+        method, given_parameters | {"density": 1.0}, weights, np.zeros(n, np.float32), moved
+    )
+    with np.errstate(all="ignore"):
+        total = reference.single(base) + mixed
+    out = np.zeros(n, dtype=np.float32)
+    for start, stop in ((0, 1000), (1000, n)):
+        mix_chunk(
+            Mix.build(method, parse_parameters(method, given_parameters), weights),
+            base[start:stop].view(np.uint8),
+            dtype,
+            np.stack([expert[start:stop].view(np.uint8) for expert in experts]),
+            [dtype] * 3,
+            np.arange(3),
+            stop - start,
+            start,
+            np.zeros(0, dtype=np.float32),
+            np.zeros(0, dtype=np.int64),
+            np.zeros((0, 0), dtype=np.uint32),
+            out[start:stop].view(np.uint8),
+            "F32",
+            masks=np.ascontiguousarray(masks[:, start:stop]),
+            rescales=rescales,
+        )
+    _assert_same_bits(out, np.where(mixed == 0, reference.single(base), total))
+
+
+def test_signatures_tell_methods_and_parameters_apart() -> None:
+    """Every method and parameter that changes the arithmetic changes the signature; weights do
+    only through the sum that they divide by, and equal meanings have equal signatures."""
+    signatures = {}
+    for method, given_parameters in [*METHODS, ("dare_ties", {"density": 0.4})]:
+        parameters = parse_parameters(method, given_parameters)
+        signature = Mix.build(method, parameters, [0.25, 0.75]).signature()
+        assert len(signature) == 52
+        assert signature == Mix.build(method, parameters, [0.75, 0.25]).signature()
+        assert signatures.setdefault(signature, (method, given_parameters)) == (
+            method,
+            given_parameters,
+        )
+    linear = parse_parameters("linear", {})
+    assert (
+        Mix.build("linear", linear, [1.0]).signature()
+        != Mix.build("linear", linear, [2.0]).signature()
+    )
+    # Known bytes: they are part of keys on disk.
+    assert Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]).signature() == (
+        bytes([1, *[0] * 7, 1, *[0] * 7, 1, *[0] * 7, *[0] * 8])
+        + np.array([1, 1, 1], dtype="<f4").tobytes()
+        + bytes([0, 0, 0, 0, 1, 0, 0, 0])
+    )
+
+
 def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     """mix_chunk on four zero bytes of base and two experts, but for `changes`."""
     arguments: dict[str, Any] = {
@@ -385,7 +494,7 @@ def _call(**changes: Any) -> npt.NDArray[np.uint8]:
         "base_dtype": "BF16",
         "rows": np.zeros((2, 64), dtype=np.uint8),
         "row_dtypes": ["BF16", "BF16"],
-        "positions": np.array([0, 1]),
+        "row_of": np.array([0, 1]),
         "n": 2,
         "first_index": 0,
         "thresholds": np.zeros(2, dtype=np.float32),
@@ -397,6 +506,9 @@ def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     mix_chunk(**arguments)
     out: npt.NDArray[np.uint8] = arguments["out"]
     return out
+
+
+DARE_TIES = Mix.build("dare_ties", parse_parameters("dare_ties", {"density": 0.5}), [1.0, 1.0])
 
 
 def test_bytes_after_the_chunk_are_left_alone() -> None:
@@ -413,16 +525,18 @@ def test_bytes_after_the_chunk_are_left_alone() -> None:
         {"out": np.zeros(3, dtype=np.uint8)},
         {"rows": np.zeros((2, 3), dtype=np.uint8)},
         {"rows": np.zeros((1, 64), dtype=np.uint8)},
-        {"positions": np.array([0])},
-        {"positions": np.array([1, 1])},
-        {"positions": np.array([0, 2])},
-        {"positions": np.array([-1, 0])},
+        {"row_of": np.array([0])},
+        {"row_of": np.array([0, 1, 1])},
+        {"row_of": np.array([0, 2])},
+        {"row_of": np.array([-2, 0])},
+        {"masks": np.ones((2, 2), dtype=np.uint8)},
+        {"rescales": np.ones(2, dtype=np.float32)},
+        {"mix": DARE_TIES, "masks": np.ones((1, 2), dtype=np.uint8)},
+        {"mix": DARE_TIES, "masks": np.ones((2, 3), dtype=np.uint8)},
+        {"mix": DARE_TIES, "rescales": np.ones(3, dtype=np.float32)},
         {"thresholds": np.zeros(1, dtype=np.float32)},
         {"quotas": np.zeros(3, dtype=np.int64)},
-        {
-            "mix": Mix.build("dare_ties", parse_parameters("dare_ties", {"density": 0.5}), [1, 1]),
-            "keys": np.zeros((1, 2), dtype=np.uint32),
-        },
+        {"mix": DARE_TIES, "keys": np.zeros((1, 2), dtype=np.uint32)},
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
@@ -442,13 +556,62 @@ def test_other_element_types_are_refused(name: str) -> None:
         count_ties(np.zeros(8, np.uint8), "I64", np.zeros(8, np.uint8), "I64", 1, 0.0)
 
 
-def test_warm_up_compiles_once() -> None:
-    """After warm_up neither a call with other array kinds nor another warm_up compiles anything."""
-    from mstore.merge import kernels
+@pytest.mark.parametrize("kind", ["noise", "grid", "edges"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counting_keeps_all_ties(dtype: str, kind: str) -> None:
+    """COUNTED gives the bits of UNLIMITED, and the number that count_ties gives."""
+    rng = np.random.default_rng(11)
+    n, weights = 2500, WEIGHTS[:3]
+    base, experts = _family(rng, kind, [dtype] * 4, n)
+    with np.errstate(all="ignore"):
+        deltas = [np.abs(reference.delta(base, expert)) for expert in experts]
+    finite = [delta[np.isfinite(delta) & (delta > 0)] for delta in deltas]
+    cuts = np.array([delta[len(delta) // 2] if len(delta) else 1 for delta in finite], np.float32)
+    mix = Mix.build("ties", parse_parameters("ties", {"density": 0.5}), weights)
+    outs, counts = [], []
+    for quota in (COUNTED, UNLIMITED):
+        outs.append(np.zeros(n, dtype=np.float32))
+        counted = mix_chunk(
+            mix,
+            base.view(np.uint8),
+            dtype,
+            np.stack([expert.view(np.uint8) for expert in experts]),
+            [dtype] * 3,
+            np.arange(3),
+            n,
+            0,
+            cuts,
+            np.full(3, quota, dtype=np.int64),
+            np.zeros((0, 2), dtype=np.uint32),
+            outs[-1].view(np.uint8),
+            "F32",
+        )
+        counts.append(counted)
+    _assert_same_bits(*outs)
+    expected = [
+        count_ties(base.view(np.uint8), dtype, expert.view(np.uint8), dtype, n, float(cut))
+        for expert, cut in zip(experts, cuts, strict=True)
+    ]
+    assert counts == [expected, [0, 0, 0]]
+    assert all(count > 0 for count in expected)
+
+
+def test_loading_needs_no_compiler() -> None:
+    """Once its code lies at rest, a process that plans and merges does not import the compiler."""
+    from mstore.merge.arithmetic import kernels
+    from mstore.numeric import machine
 
     warm_up()
-    before = [kernel.signatures for kernel in (kernels._mix, kernels._count)]
-    _call(base=np.frombuffer(bytes(4), dtype=np.uint8))
-    warm_up()
-    assert [kernel.signatures for kernel in (kernels._mix, kernels._count)] == before
-    assert [len(signatures) for signatures in before] == [1, 1]
+    if not machine.code_path(Path(kernels.__file__).with_name("passes.py"), "mix").exists():
+        pytest.skip("nothing can be written beside the source here")
+    program = (
+        "import sys\n"
+        "import mstore.merge.running.commit, mstore.merge.planning.planning\n"
+        "from mstore.merge.arithmetic.kernels import warm_up\n"
+        "warm_up()\n"
+        "print('numba' in sys.modules)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "False\n"

@@ -205,3 +205,22 @@ def test_a_row_without_a_lock_is_swept(catalog: Catalog) -> None:
     sweep(catalog)
     assert rows(catalog).keys() == {live.name}
     live.release()
+
+
+def test_claiming_passes_over_what_goes_meanwhile(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live lease whose directory goes while it is looked at disturbs no other merge."""
+    other, mine = (Lease(catalog.layout, catalog.index, "merge") for _ in range(2))
+    look = leases._has_receipts
+
+    def going(path: Path) -> bool:
+        if path == other.directory:
+            raise StorageFailed("no such file or directory", errno=errno.ENOENT)
+        return look(path)
+
+    monkeypatch.setattr(leases, "_has_receipts", going)
+    leases.claim(catalog.layout, mine)
+    assert list(mine.directory.iterdir()) == []
+    other.release()
+    mine.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mstore.ids import TensorId
-from mstore.merge.tied import first_names
+from mstore.merge.planning.tied import first_names
 
 
 def _ids(**names: str) -> dict[str, TensorId]:

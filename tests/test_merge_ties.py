@@ -7,22 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mstore.merge.kernels import UNLIMITED
-from mstore.merge.ties import TieLedger
+from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.running.ties import TieLedger
 
 
 def test_quota_goes_to_the_first_chunks() -> None:
     """Chunks get what earlier ones left, per expert, though later ones may ask first."""
     ties = [[3, 1], [4, 0], [2, 5], [0, 9], [7, 2]]
-    ledger = TieLedger([8, UNLIMITED])
+    ledger = TieLedger([8, UNLIMITED], range(5))
     assert ledger.open == [True, False]
     order = list(range(len(ties)))
     random.Random(1).shuffle(order)
     with ThreadPoolExecutor(len(ties)) as pool:
         asked = {chunk: pool.submit(ledger.take, chunk, ties[chunk]) for chunk in order}
         granted = [asked[chunk].result(timeout=10) for chunk in range(len(ties))]
+    taken = [grant.taken for grant in granted]
     assert ledger.open == [False, False]
-    assert granted == [
+    assert taken == [(3, 0), (4, 0), (1, 0), (0, 0), (0, 0)]
+    assert [list(grant.quotas) for grant in granted] == [
         [UNLIMITED, UNLIMITED],  # all three of them: that is no limit
         [UNLIMITED, UNLIMITED],
         [1, UNLIMITED],
@@ -33,14 +35,25 @@ def test_quota_goes_to_the_first_chunks() -> None:
 
 def test_a_failure_stops_only_later_chunks() -> None:
     """Where a chunk fails, the earlier ones are still served and the later ones are woken."""
-    ledger = TieLedger([4])
+    ledger = TieLedger([4], range(4))
     with ThreadPoolExecutor(3) as pool:
         late = pool.submit(ledger.take, 3, [1])
         ledger.fail(2)
         with pytest.raises(RuntimeError):
             late.result(timeout=10)
-        assert pool.submit(ledger.take, 0, [3]).result(timeout=10) == [UNLIMITED]
-        assert pool.submit(ledger.take, 1, [3]).result(timeout=10) == [1]
+        assert pool.submit(ledger.take, 0, [3]).result(timeout=10).quotas == (UNLIMITED,)
+        assert pool.submit(ledger.take, 1, [3]).result(timeout=10).quotas == (1,)
         ledger.fail(-1)
         with pytest.raises(RuntimeError):
             pool.submit(ledger.take, 2, [1]).result(timeout=10)
+
+
+def test_known_chunks_are_booked_in_their_place() -> None:
+    """What chunks that need not report took counts before later ones, and not before earlier."""
+    ledger = TieLedger(
+        [10, UNLIMITED], [1, 4], [(0, (2, 0)), (2, (5, 0)), (3, (1, 0)), (6, (9, 0))]
+    )
+    assert ledger.take(1, [1, 7]).taken == (1, 0)
+    last = ledger.take(4, [3, 7])
+    assert (last.quotas, last.taken) == ((1, UNLIMITED), (1, 0))
+    assert ledger.open == [False, False]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import BadRequest
-from mstore.merge.operators import (
+from mstore.merge.arithmetic.operators import (
     OPERATORS,
     Value,
     check_weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +312,32 @@ def test_missing_and_short_packs_are_corrupt(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="missing") as gone:
         files.read(other, 0, 1)
     assert gone.value.where == str(pack_path(tmp_path / "packs", other))
+    files.close()
+
+
+def test_neighbours_are_scattered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring bytes fill many targets, more than one call takes, however little each call
+    brings; a pack that ends before the last is Corrupt.
+    """
+    payload = os.urandom(5000)
+    pack = small_pack(tmp_path, payload)
+    entry = next(entry for entry in pack.entries if entry.stored_length == 5000)
+    files = PackFiles(tmp_path / "packs")
+    honest = os.preadv
+
+    def meagre(fd: int, targets: Sequence[memoryview], offset: int) -> int:
+        whole = honest(fd, targets, offset)
+        return min(whole, 333)
+
+    for lengths in ([5000], [1, 0, 4999], [2] * 2500):
+        for preadv in (honest, meagre):
+            monkeypatch.setattr(os, "preadv", preadv)
+            targets = [memoryview(bytearray(length)) for length in lengths]
+            files.read_scattered(pack.id, entry.offset, targets)
+            assert b"".join(targets) == payload
+    monkeypatch.undo()
+    with pytest.raises(Corrupt, match="too early"):
+        files.read_scattered(pack.id, pack.size - 10, [memoryview(bytearray(7))] * 2)
     files.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -9,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
-from mstore.merge.greedy import Units, take
-from mstore.merge.planner import Planner, Selection
-from mstore.merge.request import Input, Request, request
-from mstore.merge.survey import ExpertTensor, Survey, SurveyedTensor
-from mstore.objects.plan import BELOW, EQUAL, OMITTED, READ, SHARED
+from mstore.merge.planning.greedy import Units, take
+from mstore.merge.planning.planner import Planner, Selection
+from mstore.merge.planning.request import Input, Request, request
+from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunk import CHUNK
 from mstore.stats.histogram import Threshold
@@ -66,7 +67,7 @@ def tensor(name: str, *experts: ExpertTensor, copies: int = 1) -> SurveyedTensor
 
 def survey(*tensors: SurveyedTensor, base_squares: float | None = 1.0) -> Survey:
     count = len(tensors[0].experts)
-    return Survey(MANIFEST, (MANIFEST,) * count, 4096, tensors, base_squares, (), ())
+    return Survey(MANIFEST, (MANIFEST,) * count, 4096, tensors, base_squares, (), (), ())
 
 
 def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
@@ -210,6 +211,21 @@ def test_consensus_has_no_bound(method: str) -> None:
         assert found.error_estimate is not None
 
 
+@pytest.mark.parametrize(("normalize", "expected"), [(True, 5.0), (False, 10.0)])
+def test_consensus_of_one_moves_by_its_whole_delta(normalize: bool, expected: float) -> None:
+    """Estimate: an expert alone at its places counts in full, however many others have a weight."""
+    first = expert([3, 0], [10, 0], equal=[1])
+    second = expert([0, 4], [0, 10], equal=[0], position=1)
+    found = select(
+        survey(tensor("t", first, second)),
+        method="ties",
+        budget=1,
+        weights=(2.0, 2.0),
+        parameters={"normalize": normalize},
+    )
+    assert found.error_estimate == pytest.approx(expected)
+
+
 def test_unknown_norms_are_read_first_and_leave_no_bound() -> None:
     """Without statistics a whole tensor is one unit, taken first; left out, no bound is given."""
     tensors = survey(
@@ -299,6 +315,7 @@ def surveys(draw: st.DrawFn) -> Survey:
     return survey(*tensors, base_squares=draw(st.floats(0.5, 1e6)))
 
 
+@settings(max_examples=50)
 @given(surveys(), st.sampled_from(["linear", "task_arithmetic", "dare_linear"]))
 def test_a_larger_budget_never_has_a_larger_bound(tensors: Survey, method: str) -> None:
     """Over all budgets: planned bytes stay within, the bound never grows, and ends at zero."""
@@ -359,7 +376,7 @@ def test_greedy_beats_every_single_swap(
         return math.fsum(total * total for total in sums)
 
     out, spent = set(range(len(given_units))), 0
-    for unit in take(units, budget, additive=True):
+    for unit in take(units, budget):
         cost = given_units[unit][2]
         gain = (error(out) - error(out - {unit})) / cost
         for other in out:
@@ -370,3 +387,177 @@ def test_greedy_beats_every_single_swap(
         spent += cost
     assert spent <= budget
     assert all(spent + given_units[unit][2] > budget for unit in out)
+
+
+# -- scores --------------------------------------------------------------------------------------
+
+
+def sketched(member: ExpertTensor, *signs: float) -> ExpertTensor:
+    """The same with a direction a chunk, along or against one axis."""
+    assert member.rows is not None
+    member.rows["sketch"][:, 0] = np.array(signs) * np.sqrt(member.rows["sum_squares"])
+    return member
+
+
+def test_trimmed_ranks_by_what_is_above_the_threshold() -> None:
+    """Many small elements make the larger norm, one large one the larger tail."""
+    flat, peak = expert([3.0, 2.0], [10, 10], threshold=1.5), READ
+    assert flat.rows is not None
+    flat.rows["nonzeros"], flat.rows["sum_abs"] = [100, 1], [30.0, 2.0]
+    flat.rows["max_abs"] = [1.6, 2.0]
+    tensors = survey(tensor("t", flat))
+    options = {"method": "ties", "parameters": {"density": 0.5}, "budget": 10}
+    assert states(select(tensors, **options)) == [[OMITTED, peak]]
+    assert states(select(tensors, score="trimmed", **options)) == [[OMITTED, peak]]
+    assert states(select(tensors, score="norm", **options)) == [[peak, OMITTED]]
+
+
+def test_conflict_lowers_what_the_consensus_drops() -> None:
+    """Of two blocks of like norm, the one against the heavier consensus is read last."""
+    members = (
+        sketched(expert([5.0, 1.0], [10, 10]), 1, 1),
+        sketched(expert([3.0, 2.9], [10, 10], position=1), -1, 1),
+    )
+    tensors = survey(tensor("t", *members))
+    r, o = READ, OMITTED
+    assert states(select(tensors, method="ties", budget=20)) == [[r, o], [r, o]]
+    found = select(tensors, method="ties", budget=20, score="conflict")
+    assert states(found) == [[r, o], [o, r]]
+
+
+def test_random_is_a_fixed_order_of_its_own() -> None:
+    """The order by hash is the same for every plan, and does not follow norms or costs."""
+    size = 64
+    tensors = survey(tensor("t", expert(np.linspace(1, 9, size).tolist(), [10] * size)))
+    taken = [
+        [chunk for chunk, state in enumerate(states(found)[0]) if state == READ]
+        for budget in (160, 320)
+        for found in [select(tensors, budget=budget, score="random")]
+    ]
+    assert [len(chunks) for chunks in taken] == [16, 32]
+    assert set(taken[0]) < set(taken[1])
+    assert taken[0] != list(range(size - 16, size))
+    bound = select(tensors, budget=160, score="random").error_bound
+    best = select(tensors, budget=160).error_bound
+    assert bound is not None
+    assert best is not None
+    assert bound > best
+
+
+@given(surveys(), st.integers(1, 60), st.sampled_from(["norm", "random"]))
+def test_bound_is_of_what_is_left_out(tensors: Survey, budget: int, score: str) -> None:
+    """Whatever the score, the bound is the norm of what the states leave out."""
+    found = select(tensors, budget=budget, score=score)
+    worst = 0.0
+    for surveyed, chosen in zip(tensors.tensors, found.states, strict=True):
+        norms = np.array(
+            [np.sqrt(e.rows["sum_squares"]) for e in surveyed.experts if e.rows is not None]
+        )
+        left = np.where(chosen == OMITTED, norms, 0.0).sum(axis=0)
+        worst += surveyed.copies * float((left**2).sum())
+    exact = math.sqrt(worst / (tensors.base_squares or 1.0))
+    assert found.error_bound is not None
+    assert exact * (1 - 1e-12) <= found.error_bound <= exact * (1 + 1e-8) + 1e-3
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def test_no_expert_reads_more_than_its_share() -> None:
+    """The cap is on each expert; blocks that experts share are charged to their reader."""
+    tensors = survey(
+        tensor(
+            "t",
+            expert([9, 8, 7, 1], [10] * 4),
+            expert([9, 2, 2, 2], [10] * 4, twins={0: 0}, position=1),
+        )
+    )
+    found = select(tensors, expert_budget=20)
+    r, o = READ, OMITTED
+    assert states(found) == [[r, r, o, o], [SHARED, o, r, r]]
+    assert found.expert_budget == 20
+    assert (found.full_expert_bytes, found.planned_expert_bytes) == (70, 40)
+    assert select(tensors, expert_budget=2 / 7).expert_budget == 20
+    assert states(select(tensors, budget=10, expert_budget=20)) == [[r, o, o, o], [SHARED, o, o, o]]
+    assert select(tensors, expert_budget=40).full
+
+
+def test_top_p_drops_the_smallest_changes() -> None:
+    """The share of output blocks with the largest deltas is read; the rest counts as left out."""
+    tensors = survey(
+        tensor(
+            "t",
+            expert([5, 1, 3, 0, 2], [10, 10, 10, 0, 10], equal=[3]),
+            expert([0, 3, 0, 0, 2.5], [0, 10, 0, 0, 10], equal=[0, 2, 3], position=1),
+        ),
+        base_squares=100.0,
+    )
+    found = select(tensors, top_p=0.5)
+    r, d = READ, DROPPED
+    assert states(found) == [[r, d, d, EQUAL, r], [EQUAL, d, EQUAL, EQUAL, r]]
+    assert not found.full
+    assert (found.full_expert_bytes, found.planned_expert_bytes) == (60, 30)
+    assert found.error_bound == pytest.approx(math.sqrt(4**2 + 3**2) / 10, rel=1e-4)
+    assert found.omitted == ((math.sqrt(1 + 9), 3.0),)
+    assert states(select(tensors, top_p=0.01)) == [[r, d, d, EQUAL, d], [EQUAL, d, EQUAL, EQUAL, d]]
+    assert select(tensors, top_p=1.0).full
+    # The budget is spent on what is written.
+    found = select(tensors, top_p=0.5, budget=20)
+    assert states(found) == [[r, d, d, EQUAL, OMITTED], [EQUAL, d, EQUAL, EQUAL, r]]
+
+
+@given(surveys(), st.floats(0.01, 1.0), st.integers(1, 60))
+def test_top_p_counts_blocks(tensors: Survey, share: float, budget: int) -> None:
+    """At most the share of the blocks that would change does; a larger budget still never hurts."""
+    full = select(tensors)
+    changing = sum(int((s == READ).any(axis=0).sum()) for s in full.states)
+    found = select(tensors, top_p=share, budget=budget)
+    changed = sum(int((s == READ).any(axis=0).sum()) for s in found.states)
+    assert changed <= max(1, int(share * changing))
+    more = select(tensors, top_p=share, budget=budget + 5)
+    assert (more.error_bound or 0) <= (found.error_bound or 0) * (1 + 1e-12)
+
+
+@given(surveys(), st.floats(0, 3))
+def test_max_error_is_the_cheapest_prefix(tensors: Survey, goal: float) -> None:
+    """No shorter beginning of the ranking keeps the error."""
+    planner = Planner(tensors, ask(len(tensors.experts), max_error=goal))
+    try:
+        found = planner.select()
+    except BadRequest:
+        assert (planner.cut(None).error_bound or 0.0) > goal
+        return
+    ranked = planner._ranking.order
+    costs = np.cumsum(planner._units.cost[ranked]).tolist()
+    prefixes = [0, *costs]
+    assert found.error_bound is not None
+    assert found.error_bound <= goal
+    assert found.planned_expert_bytes in prefixes
+    place = prefixes.index(found.planned_expert_bytes)
+    if place:
+        chosen = np.zeros(len(ranked), dtype=bool)
+        chosen[ranked[: place - 1]] = True
+        bound, _ = planner._errors(planner._apply(chosen))
+        assert bound is not None
+        assert bound > goal
+
+
+def test_one_planner_cuts_any_budget() -> None:
+    """A planner that is asked again, with other budgets between, answers the same."""
+    tensors = survey(tensor("t", expert([4, 3, 2, 1], [10, 7, 5, 3])))
+    planner = Planner(tensors, ask(1))
+    for budget in (25, 3, 12, 25, 24):
+        assert states(planner.cut(budget)) == states(select(tensors, budget=budget))
+
+
+def test_notes_say_the_cause() -> None:
+    """Statistics that are missing or not finite are named with what was done about it."""
+    bad = survey(tensor("t", expert([1, math.nan], [10, 10])))
+    bad = dataclasses.replace(
+        bad,
+        missing=tuple((f"e0: t{k}", "no statistics") for k in range(5)),
+        unreliable=("e0: t",),
+    )
+    notes = select(bad, budget=10).notes
+    assert "no statistics, chosen by whole tensors: e0: t0, e0: t1, e0: t2 and 2 more" in notes
+    assert any("infinite or NaN" in note and note.endswith(": e0: t") for note in notes)

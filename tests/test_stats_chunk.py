@@ -91,8 +91,8 @@ def test_rows_of_other_chunks_are_refused() -> None:
 
 
 def test_a_row_is_small_and_packed() -> None:
-    """98 bytes: the size that docs and tables count with."""
-    assert chunk.CHUNK.itemsize == 98
+    """66 bytes: the size that docs and tables count with."""
+    assert chunk.CHUNK.itemsize == 66
 
 
 def test_sketches_at_the_ends_of_the_range_are_packed() -> None:
@@ -101,6 +101,6 @@ def test_sketches_at_the_ends_of_the_range_are_packed() -> None:
         sums = np.linspace(-1.0, 0.99, chunk.SKETCH_BUCKETS) * scale
         packed, exponent = chunk.pack_sketch(sums)
         assert -(1 << 15) <= exponent < 1 << 15
-        assert np.isfinite(packed).all()
+        assert 64 <= abs(packed.astype(int)).max() <= 127
         again = packed.astype(np.float64) * 2.0**exponent
-        assert np.all(abs(again - sums) <= abs(sums) * 2.0**-11)
+        assert np.all(abs(again - sums) <= abs(sums).max() / 64)

@@ -92,7 +92,10 @@ def _check(
     if np.isfinite(d).all():
         expected = reference.sketch(d, first)
         top = np.abs(expected).max()
-        assert np.all(np.abs(sketch - expected) <= np.abs(expected) * 2.0**-11 + top * 2.0**-38)
+        # Half a step of the rounding, which is a whole one where 127.5 and more become 127.
+        step = 2.0 ** float(row["sketch_exponent"])
+        allowed = np.where(np.abs(expected) > 127 * step, 1.0, 0.5) * step
+        assert np.all(np.abs(sketch - expected) <= allowed + top * 2.0**-38)
     else:
         assert not sketch.any()
 
@@ -223,7 +226,7 @@ def test_bytes_at_odd_addresses_and_read_only() -> None:
         assert base.flags.writeable
 
 
-GOLDEN = "2a7770ba759ee483c59d78d704ffc39c56baf9bb415ec5adfceb6b293d73b3b5"
+GOLDEN = "ed03fb0fe06b651bcba22c4de1bb988f7a44084c6acad6b86ae9fd833343c774"
 
 
 def golden() -> str:
@@ -257,8 +260,13 @@ def test_processor_without_vector_extensions(tmp_path: Path) -> None:
         "NUMBA_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }
+    # The code that lies beside the source was made for this processor.
+    script = (
+        "import mstore.numeric.machine as m; m.Pass._stored = lambda self: None;"
+        "import test_stats_deltas as t; print(t.golden())"
+    )
     found = subprocess.run(
-        [sys.executable, "-c", "import test_stats_deltas as t; print(t.golden())"],
+        [sys.executable, "-c", script],
         env=environment,
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from mstore import BlockId, SnapshotId, Store
 from mstore.blocks.codecs import Codec
 from mstore.errors import Corrupt, Incompatible, NotFound
+from mstore.ids import Buffer, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store.transaction import Transaction
-from mstore.view import BlockCache, SnapshotView
+from mstore.view import BlockCache, SnapshotView, VirtualBlock
 
 FAMILY = families.layered(rows=60)
 
@@ -285,3 +286,107 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
         if nbytes > len(content):
             with pytest.raises(Corrupt):
                 view.read("f", 0, nbytes)
+
+
+# -- virtual blocks ------------------------------------------------------------------------------
+
+
+class Watched:
+    """Computes by what the store has for that, and notes what it was asked to begin."""
+
+    def __init__(self, store: Store, ahead: int = 3) -> None:
+        self._real = store._computing()
+        self.ahead = ahead
+        self.begun: list[tuple[VirtualId, range]] = []
+        self.failure: Exception | None = None
+
+    def place(self, block: VirtualBlock) -> BlockId | None:
+        return self._real.place(block)
+
+    def group(self, block: VirtualBlock) -> range:
+        return self._real.group(block)
+
+    def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
+        self.begun.append((tensor, group))
+        if self.failure is None:
+            return self._real.submit(tensor, group)
+        future: Future[list[Buffer]] = Future()
+        future.set_exception(self.failure)
+        return future
+
+
+@pytest.fixture
+def virtual(tmp_path: Path) -> Iterator[Store]:
+    """A store with a virtual merge `m` of one tensor of 12 whole blocks, and the real one."""
+    draw = np.random.default_rng(3)
+    arrays = [draw.standard_normal(12 * BLOCK // 4).astype(np.float32) for _ in range(3)]
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name, array in zip(("base", "a", "b"), arrays, strict=True):
+            families.write_checkpoint(tmp_path / name, {"w": array})
+            base = None if name == "base" else "base"
+            store.add(tmp_path / name, name=name, base=base)
+        plan = store.plan(base="base", experts=["a", "b"], method="task_arithmetic")
+        store.merge(plan, name="m", virtual=True)
+        store.merge(plan, name="real")
+        yield store
+
+
+def test_a_stream_computes_ahead(virtual: Store) -> None:
+    """A stream has a few groups under way and no more, begins each once, and ends with the real
+    merge's bytes; one that is given up begins nothing else."""
+    watched = Watched(virtual)
+    cache = BlockCache(virtual._catalog, computing=lambda: watched)
+    view = SnapshotView(virtual._catalog, virtual["m"].id, cache)
+    pieces = []
+    for number, piece in enumerate(view.stream("model.safetensors")):
+        pieces.append(piece)
+        assert len(watched.begun) <= number + watched.ahead
+    assert b"".join(pieces) == b"".join(virtual.read_file("real", "model.safetensors"))
+    assert [group for _, group in watched.begun] == [range(n, n + 1) for n in range(12)]
+    watched.begun.clear()
+    stream = view.stream("model.safetensors")
+    next(stream)
+    next(stream)
+    stream.close()
+    assert 0 < len(watched.begun) <= 2 + watched.ahead
+
+
+def test_a_block_is_computed_once_while_it_is_kept(virtual: Store) -> None:
+    """Reads of one block, also from many threads at once, begin it once, until it is thrown out."""
+    watched = Watched(virtual)
+    cache = BlockCache(virtual._catalog, limit=2 * BLOCK, computing=lambda: watched)
+    view = SnapshotView(virtual._catalog, virtual["m"].id, cache)
+    path = "model.safetensors"
+    data = virtual["real"].read(path)
+    start = len(data) - 3 * BLOCK
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: view.read(path, start + n, 10), range(200)))
+    assert found == [data[start + n : start + n + 10] for n in range(200)]
+    assert [group for _, group in watched.begun] == [range(9, 10)]
+    view.read(path, 0, 4 * BLOCK)
+    before = len(watched.begun)
+    assert view.read(path, start, 10) == found[0]
+    assert len(watched.begun) == before + 1
+
+
+def test_prefetch_begins_to_compute(virtual: Store) -> None:
+    """What was prefetched is not begun again by its reader; a failure is the reader's to hear, and
+    is tried again."""
+    watched = Watched(virtual)
+    cache = BlockCache(virtual._catalog, computing=lambda: watched)
+    view = SnapshotView(virtual._catalog, virtual["m"].id, cache)
+    path = "model.safetensors"
+    view.prefetch(path, 0, 3 * BLOCK)
+    begun = len(watched.begun)
+    assert begun >= 3
+    wanted = virtual["real"].read(path)
+    assert view.read(path, 0, 2 * BLOCK) == wanted[: 2 * BLOCK]
+    view.prefetch(path, 0, 2 * BLOCK)
+    assert len(watched.begun) == begun
+    end = len(wanted) - 10
+    watched.failure = Corrupt("broken", where="here")
+    view.prefetch(path, end, 10)
+    with pytest.raises(Corrupt, match="broken"):
+        view.read(path, end, 10)
+    watched.failure = None
+    assert view.read(path, end, 10) == wanted[end:]

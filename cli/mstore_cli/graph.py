@@ -122,8 +122,13 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
     return "".join(cells).rstrip()
 
 
+def how(snapshot: SnapshotReport) -> str:
+    """How a snapshot was made, in a word or three."""
+    made = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
+    return f"{made}, virtual" if snapshot.virtual else made
+
+
 def _title(snapshot: SnapshotReport) -> str:
-    how = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
     refs = f" ({', '.join(snapshot.refs)})" if snapshot.refs else ""
     subject = snapshot.message.partition("\n")[0]
-    return f"{short(snapshot.snapshot)} {how}{refs} {subject}".rstrip()
+    return f"{short(snapshot.snapshot)} {how(snapshot)}{refs} {subject}".rstrip()

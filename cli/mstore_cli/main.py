@@ -31,8 +31,8 @@ from mstore_cli.session import Choices, Session
 PROGRAM = "mstore"
 # In the order of the help: make and fill, merge, look, take out, name, keep sound.
 VERBS = (
-    *("init", "add", "plan", "merge"),
-    *("log", "show", "ls", "cat", "diff", "explain", "replay"),
+    *("init", "add", "analyze", "plan", "plans", "merge", "materialize"),
+    *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "reflog", "rm"),
     *("fsck", "stats"),

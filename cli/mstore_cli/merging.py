@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mstore_cli.output import Screen
+from mstore_cli.output import Column, Screen
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import PlanReport, Progress
+    from mstore.reports import PlanReport, Progress, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
+TOP_P_HINT = "--top-p 20% or --top-p 0.2"
 
 _BASE = typer.Option("--base", metavar="REF", help="The model that is merged into.")
 _EXPERT = typer.Option(
@@ -74,6 +75,48 @@ NoAnalyze = Annotated[
 ]
 
 
+Score = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        metavar="NAME",
+        help="Rank blocks by norm, trimmed, conflict or random [default: the method's own].",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Merge only tensors whose names match; the rest are the base's own. Repeat.",
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip",
+        metavar="PATTERN",
+        help="Leave tensors whose names match as they are in the base. Repeat.",
+    ),
+]
+PerExpertBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--per-expert-budget",
+        metavar="SIZE|SHARE",
+        help="Most bytes to read from any one expert: a size, or a share of the full cost.",
+    ),
+]
+TopP = Annotated[
+    str | None,
+    typer.Option(
+        "--top-p",
+        metavar="SHARE",
+        help="Write only this share of the blocks that would change, the largest changes first.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to merge, as words were given."""
@@ -86,6 +129,11 @@ class Request:
     max_error: float | None = None
     dtype: str | None = None
     analyze: bool = True
+    score: str | None = None
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    expert_budget: int | float | None = None
+    top_p: float | None = None
 
     def plan(
         self,
@@ -104,6 +152,37 @@ class Request:
             max_error=self.max_error,
             dtype=self.dtype,
             analyze=self.analyze,
+            score=self.score,
+            only=self.only,
+            skip=self.skip,
+            expert_budget=self.expert_budget,
+            top_p=self.top_p,
+            threads=threads,
+            progress=progress,
+        )
+
+    def sweep(
+        self,
+        store: Store,
+        *,
+        measure: bool,
+        threads: int | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> SweepReport:
+        """Let the store work out what many budgets would cost."""
+        return store.sweep(
+            base=self.base,
+            experts=self.experts,
+            method=self.method,
+            parameters=self.parameters,
+            measure=measure,
+            dtype=self.dtype,
+            analyze=self.analyze,
+            score=self.score,
+            only=self.only,
+            skip=self.skip,
+            expert_budget=self.expert_budget,
+            top_p=self.top_p,
             threads=threads,
             progress=progress,
         )
@@ -123,6 +202,18 @@ def parse_expert(text: str) -> tuple[str, float]:
     if not math.isfinite(number):
         _refuse(f"the weight of {name} is not finite: {weight!r}", "--expert", EXPERT_HINT)
     return name, number
+
+
+def parse_share(text: str) -> float:
+    """`20%` or `0.2`.  Raises BadRequest; whether the share makes sense is the library's to say."""
+    number, percent, rest = text.partition("%")
+    try:
+        value = float(number)
+    except ValueError:
+        _refuse(f"not a share: {text!r}", "--top-p", TOP_P_HINT)
+    if rest:
+        _refuse(f"not a share: {text!r}", "--top-p", TOP_P_HINT)
+    return value / 100 if percent else value
 
 
 def parse_parameters(texts: list[str]) -> dict[str, object]:
@@ -151,6 +242,11 @@ def make_request(
     max_error: float | None,
     dtype: str | None,
     no_analyze: bool,
+    score: str | None = None,
+    only: list[str] | None = None,
+    skip: list[str] | None = None,
+    per_expert_budget: str | None = None,
+    top_p: str | None = None,
 ) -> Request:
     """The request behind the options of `plan` and `merge`.  Raises BadRequest."""
     return Request(
@@ -162,6 +258,13 @@ def make_request(
         max_error=max_error,
         dtype=dtype,
         analyze=not no_analyze,
+        score=score,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        expert_budget=None
+        if per_expert_budget is None
+        else parse_budget(per_expert_budget, option="--per-expert-budget"),
+        top_p=None if top_p is None else parse_share(top_p),
     )
 
 
@@ -191,6 +294,7 @@ def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
         "snapshot": None,
         "manifest": None,
         "expert_bytes_read": 0,
+        "resumed_expert_bytes": 0,
         "base_bytes_read": 0,
         "bytes_written": 0,
         "blocks_reused": None,
@@ -210,15 +314,20 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("method", f"{report.method} {parameters}".rstrip()),
             ("base", report.base),
             ("experts", experts),
+            ("ranked by", report.score),
             ("budget", budget),
+            *_criteria(report),
             ("experts to read", f"{format_size(report.planned_expert_bytes)} ({share} of {full})"),
+            ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
-            ("blocks", report.blocks_total),
+            # Pairs of an expert and a chunk, not blocks of the output.
+            ("expert chunks", report.blocks_total),
             ("  equal to base", report.blocks_equal_base),
             ("  shared", report.blocks_shared),
             ("  below threshold", report.blocks_below_threshold),
             ("  selected", report.blocks_selected),
             ("  omitted", report.blocks_omitted),
+            ("  outside top-p", report.blocks_outside_top_p or None),
             ("error bound", format_bound(report.error_bound)),
             ("error estimate", format_bound(report.error_estimate)),
             # A plan that is only looked at took no time.
@@ -226,6 +335,44 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
         ]
     )
     draw_notes(screen, report.notes)
+
+
+def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
+    """What else the plan keeps to; lines without a value are not printed."""
+    cap, share = report.expert_budget_bytes, report.top_p
+    yield "  of one expert", None if cap is None else format_size(cap)
+    yield "max error", None if report.max_error is None else format_bound(report.max_error)
+    yield "only", " ".join(report.only) or None
+    yield "skip", " ".join(report.skip) or None
+    yield "top-p", None if share is None else f"{share:.3g} of the blocks that would change"
+
+
+def _to_read_now(report: PlanReport) -> str | None:
+    """What is left of the planned bytes once the memo table is asked, where that is less."""
+    if not report.memo_expert_bytes:
+        return None
+    return format_size(report.planned_expert_bytes - report.memo_expert_bytes)
+
+
+def draw_sweep(screen: Screen, report: SweepReport) -> None:
+    """A sweep for people: a line a budget."""
+    measured = any(point.measured_error is not None for point in report.points)
+    columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
+    columns += [("BOUND", True), ("ESTIMATE", True)] + [("MEASURED", True)] * measured
+    rows = []
+    for point in report.points:
+        row = [
+            f"{point.share:.0%}",
+            format_size(point.planned_expert_bytes),
+            format_size(point.unread_expert_bytes),
+            format_bound(point.error_bound),
+            format_bound(point.error_estimate),
+        ]
+        rows.append(row + [format_bound(point.measured_error)] * measured)
+    screen.table([Column(title, right=right) for title, right in columns], rows)
+    screen.line(f"full cost {format_size(report.full_expert_bytes)}, ranked by {report.score}")
+    if measured:
+        screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")
 
 
 def draw_notes(screen: Screen, notes: Iterable[str]) -> None:

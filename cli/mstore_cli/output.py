@@ -167,6 +167,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def elided(text: str, width: int) -> str:
+    """The text in at most `width` characters: escaped, its middle left out where it is longer."""
+    shown = printable(text)
+    if len(shown) <= width:
+        return shown
+    head = (width - 1) // 2
+    return f"{shown[:head]}…{shown[head + 1 - width :]}"
+
+
 def short(identity: bytes | None) -> str:
     """The first twelve hexadecimal digits of an id; `-` for none."""
     return "-" if identity is None else identity.hex()[:12]

@@ -26,7 +26,9 @@ def reference() -> str:
     for verb in VERBS:
         parts.append(f"## {PROGRAM} {verb}\n\n{_block(_help(group, (verb,)))}")
         if verb in DOCUMENTS:
-            parts.append(f"With `--json`:\n\n{_table(DOCUMENTS[verb])}")
+            for line in (name for name in DOCUMENTS if name.split()[0] == verb):
+                options = " ".join((*line.split()[1:], "--json"))
+                parts.append(f"With `{options}`:\n\n{_table(DOCUMENTS[line])}")
         else:
             parts.append("It has no JSON form.\n")
     parts.append("## Objects inside objects\n")

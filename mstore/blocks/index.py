@@ -16,15 +16,18 @@ transaction, so that the caller decides what is one atomic step.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, Id, PackId
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DATABASES = (
     "blocks",
@@ -39,6 +42,7 @@ DATABASES = (
     "plans",
 )
 _LOCATION = struct.Struct(">IQIIBB")
+_STORED_LENGTH = slice(12, 16)
 _NUMBER = struct.Struct(">I")
 
 
@@ -53,6 +57,15 @@ class Location:
     codec: int
     width: int
     base: bytes = NO_BASE
+
+
+def stored_lengths(rows: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Bytes at rest of many blocks: int64[rows], from their rows alone."""
+    # Rows differ in length (some name a base block); their heads do not.
+    import numpy as np  # late: reading a log needs no numpy
+
+    lengths = b"".join([row[_STORED_LENGTH] for row in rows])
+    return np.frombuffer(lengths, dtype=">u4").astype(np.int64)
 
 
 class Index:
@@ -76,6 +89,21 @@ class Index:
     def block(self, transaction: Any, block: BlockId) -> Location | None:
         """Where a block lies, or None."""
         return self._decode(transaction, transaction.get(block, db=self.db("blocks")))
+
+    def block_rows(self, transaction: Any, blocks: Sequence[bytes]) -> list[bytes | None]:
+        """The rows of many blocks, in one call into LMDB; None for one that is not stored."""
+        with transaction.cursor(db=self.db("blocks")) as cursor:
+            found = cursor.getmulti(blocks)
+        if len(found) == len(blocks):
+            return [row for _, row in found]
+        rows = dict(found)
+        return [rows.get(bytes(block)) for block in blocks]
+
+    def location(self, transaction: Any, row: bytes) -> Location:
+        """What a row of a block or record says."""
+        location = self._decode(transaction, row)
+        assert location is not None
+        return location
 
     def has_block(self, transaction: Any, block: BlockId) -> bool:
         """Whether the block is stored."""

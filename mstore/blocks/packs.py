@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -46,6 +46,8 @@ MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
 NO_BASE = bytes(32)
+IOV_MAX = 1024
+"""Buffers that Linux takes in one call (readv(2))."""
 
 _HEADER = struct.Struct("<8sI4x16s32s")
 _TAIL = struct.Struct("<QQ32sI4x8s")
@@ -61,6 +63,7 @@ class Kind(IntEnum):
     SNAPSHOT = 3
     PLAN = 4
     COVERAGE = 5
+    VIRTUAL = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +298,25 @@ class PackFiles:
 
     def read_into(self, pack: PackId, offset: int, target: memoryview) -> None:
         """Fill `target` from the pack.  Raises Corrupt on a short file, StorageFailed on EIO."""
+        self.read_scattered(pack, offset, [target])
+
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill targets with neighbouring bytes of the pack, in one call of the system if it can.
+
+        Raises as `read_into`.
+        """
         with self._reading(pack) as fd:
-            done = 0
-            while done < len(target):
-                got = os.preadv(fd, [target[done:]], offset + done)
-                if got == 0:
-                    raise self._too_short(pack)
-                done += got
+            for first in range(0, len(targets), IOV_MAX):
+                waiting = deque(targets[first : first + IOV_MAX])
+                while waiting:
+                    got = os.preadv(fd, waiting, offset)
+                    if got == 0:
+                        raise self._too_short(pack)
+                    offset += got
+                    while waiting and got >= len(waiting[0]):
+                        got -= len(waiting.popleft())
+                    if waiting:
+                        waiting[0] = waiting[0][got:]
 
     def read(self, pack: PackId, offset: int, length: int) -> bytes:
         """`length` bytes of the pack at `offset`.  Raises as `read_into`."""
@@ -317,7 +332,9 @@ class PackFiles:
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
         """Ask the kernel to read ahead; advice only, never an error."""
         with suppress(MstoreError), self._reading(pack) as fd:
-            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+            # The advice looks at every page, which costs as much as copying some of them.
+            if not _is_cached(fd, offset + length - 1):
+                os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def path(self, pack: PackId) -> Path:
         """Where this pack lies."""
@@ -329,6 +346,14 @@ class PackFiles:
             for opened in self._open.values():
                 os.close(opened.fd)
             self._open.clear()
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether the byte at `offset` can be had without waiting; False where nobody can say."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
 
 
 class _OpenPack:

@@ -1,6 +1,6 @@
 """How functions become machine code: flags, inlining, and the cache on disk.
 
-Owns the three decorators and the flags that make compiled float32 arithmetic bit-equal to numpy's
+Owns the decorators and the flags that make compiled float32 arithmetic bit-equal to numpy's
 on every machine.  Does not own any arithmetic.  Compiled functions run without the GIL; numba
 serialises compilation itself.
 """
@@ -12,11 +12,19 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from numba.core.caching import FunctionCache
+
+from mstore.numeric import machine
+
+_NOTHING_TO_FREE = "define void @NRT_MemInfo_call_dtor(ptr %info) {\n ret void\n}"
+
+_ARGUMENTS = {"i": numba.types.int64, "p": numba.types.voidptr}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -80,6 +88,70 @@ class _StampedCache(FunctionCache):
                 self.flush()  # type: ignore[no-untyped-call]
             return None
 
+    def keep(self, path: Path, data: bytes) -> None:
+        """Write a file of our own as numba writes its own: whole or not at all."""
+        with contextlib.suppress(OSError):
+            self._impl.locator.ensure_cache_path()
+            with self._cache_file._open_for_write(str(path)) as file:
+                file.write(data)
+
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(OSError):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+
+class Entry:
+    """A function of integers and addresses: how its machine code is made and kept."""
+
+    def __init__(
+        self, function: Callable[..., Any], takes: str, modules: tuple[ModuleType, ...]
+    ) -> None:
+        self._function = function
+        self._arguments = tuple(_ARGUMENTS[letter] for letter in takes)
+        self._modules = modules
+
+    def compiled(self, path: Path, stamp: bytes) -> tuple[int, Any]:
+        """(address, what must live as long as it is used); code is kept at `path` if that may be.
+
+        Where numba keeps its cache elsewhere than beside the source, the code goes there too, in
+        numba's own form, and each process pays for the compiler's start.
+        """
+        try:
+            cache = _StampedCache(self._function, self._modules)
+        except (OSError, RuntimeError):
+            cache = None
+        beside = cache is not None and Path(cache.cache_path) == path.parent
+        dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(self._function)
+        if cache is not None and not beside:
+            dispatcher._cache = cache
+        dispatcher.compile(self._arguments)
+        made = dispatcher.overloads[self._arguments]
+        name = made.fndesc.llvm_func_name
+        if cache is not None and beside:
+            cache.keep(path, machine.stored(_alone(made.library.get_llvm_str(), name), stamp))
+        return made.library.get_pointer_to_function(name), made
+
+
+def entry(takes: str, *modules: ModuleType) -> Callable[[Callable[..., Any]], Entry]:
+    """A kernel that is run through `machine.Pass`, and returns nothing.
+
+    `takes` is as there; `modules` as for `cached`.
+    """
+    return lambda function: Entry(function, takes, modules)
+
+
+def _alone(assembly: str, name: str) -> bytes:
+    """Object code of one function and what it calls; it asks nothing of the compiler's runtime."""
+    module = llvm.parse_assembly(assembly)
+    # Arrays made from addresses own nothing, so that nothing is ever given back.
+    module.link_in(llvm.parse_assembly(_NOTHING_TO_FREE))
+    for function in module.functions:
+        if not function.is_declaration and function.name != name:
+            function.linkage = "internal"
+    target = machine.target_machine()
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options()))
+    module.get_function(name).name = machine.SYMBOL
+    code: bytes = target.emit_object(module)
+    return code

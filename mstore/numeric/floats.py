@@ -1,7 +1,7 @@
 """Conversions between stored element types (bf16, fp16, fp32) and float32 bit patterns.
 
-Owns the element types a merge can read and write, their codes inside compiled code, and the two
-conversions, as numba functions that the kernels inline.  Does not own any arithmetic on values.
+Owns the two conversions, as numba functions that the kernels inline; the element types themselves
+are `codes`'s.  Does not own any arithmetic on values.
 
 Everything works on the *bits* of a float32 in a uint32, so that a NaN never passes through
 floating-point hardware and the results are the same on every machine: widening is exact and
@@ -13,33 +13,35 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numba
 import numpy as np
+from numba.extending import intrinsic
 
-from mstore.errors import BadRequest
+from mstore.numeric.codes import BF16, CODES, F16, F32, ITEMSIZES, dtype_code
 from mstore.numeric.compiling import compiled, inlined
 
-BF16: Final = 0
-F16: Final = 1
-F32: Final = 2
-
-CODES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
-"""Element type, as safetensors spells it, to its code inside compiled code."""
-
-ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes an element."""
+__all__ = [
+    "BF16",
+    "CODES",
+    "F16",
+    "F32",
+    "ITEMSIZES",
+    "QUIET_NAN",
+    "bfloat_to_bits",
+    "bits_float",
+    "bits_to_bfloat",
+    "bits_to_half",
+    "dtype_code",
+    "float_bits",
+    "fused",
+    "half_to_bits",
+    "load_bits",
+    "quieten",
+    "store_bits",
+]
 
 QUIET_NAN: Final = np.uint32(0x7FC00000)
 """The NaN that every arithmetic result is: payload and sign of others differ between machines."""
-
-
-def dtype_code(dtype: str) -> int:
-    """The code of a mergeable element type.  Raises BadRequest for any other."""
-    try:
-        return CODES[dtype]
-    except KeyError:
-        raise BadRequest(
-            f"cannot merge elements of type {dtype}; types that can be: {', '.join(CODES)}"
-        ) from None
 
 
 # Operations on numba's 32-bit integers give 64-bit ones; the explicit np.uint32 brings them back
@@ -56,6 +58,20 @@ def float_bits(value: Any) -> Any:
 def bits_float(bits: Any) -> Any:
     """The float32 of these bits."""
     return np.uint32(bits).view(np.float32)
+
+
+def _fused(_context: Any, _product: Any, _factor: Any, _addend: Any) -> Any:
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return numba.float32(numba.float32, numba.float32, numba.float32), generate
+
+
+fused: Final[Any] = intrinsic(_fused)
+"""fused(a, b, c): a * b + c of float32, rounded once (IEEE 754-2019, 5.4.1).
+
+One instruction where the processor has it, a call of the C library where not: the same bits.
+"""
 
 
 @inlined

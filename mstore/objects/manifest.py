@@ -22,7 +22,11 @@ SAFETENSORS = 1
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes."""
+    """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes.
+
+    `tensor` names a tensor record, or, in a virtual snapshot, a virtual tensor's; which of the two
+    is for `Catalog.content` to say.
+    """
 
     name: str | None
     tensor: IdBytes

@@ -29,6 +29,8 @@ BELOW = 3
 """No element reaches the trim threshold: the sparsified delta is zero."""
 OMITTED = 4
 """They are left out for the budget."""
+DROPPED = 5
+"""They would be read, but the output's block is outside the top-p share: it is the base's own."""
 
 
 class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -64,12 +66,30 @@ class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return ManifestId(self.manifest)
 
 
-class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
+class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the selection was asked to keep to, besides the budget.
+
+    score: by which blocks were ranked (`merge.planning.scores`).  max_error: relative, None where
+    none was asked for.  expert_budget: most bytes to read from any one expert.  only, skip:
+    patterns of tensor names, sorted.  top_p: share of the output's blocks that may differ from
+    the base's, None for all.
+    """
+
+    score: str
+    max_error: float | None = None
+    expert_budget: Count | None = None
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    top_p: float | None = None
+
+
+class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
     """Inputs, parameters, selection, expected cost and error bound.
 
     parameters: complete, sorted by name.  dtype: of the output, None for that of the base.
-    budget: bytes, None for no limit.  tensors: those that are merged, in the order of the base;
-    all others are the base's own, and `copied` says of which that is remarkable and why.
+    budget: bytes, None for no limit.  criteria: what else was asked for.  tensors: those that are
+    merged, in the order of the base; all others are the base's own, and `copied` says of which
+    that is remarkable and why.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
     """
 
@@ -83,6 +103,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/1"):
     dtype: str | None
     block_size: Count
     budget: Count | None
+    criteria: Criteria
     full_expert_bytes: Count
     planned_expert_bytes: Count
     error_bound: float | None

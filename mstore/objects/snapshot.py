@@ -29,7 +29,8 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
     """Manifest, parents in the order previous, base, experts; how it was made; message and time.
 
-    origin: "add" or "merge".  plan and coverage are set for merges.  time_ns: nanoseconds since
+    origin: "add" or "merge".  plan and coverage are set for merges; without coverage a merge is
+    virtual: planned and not computed.  time_ns: nanoseconds since
     the epoch, UTC.  tool: name and version of the program that wrote it.
     """
 
@@ -55,6 +56,11 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
     def plan_id(self) -> PlanId | None:
         """The plan that was run, for a merge."""
         return None if self.plan is None else PlanId(self.plan)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its merged tensors are computed when they are read."""
+        return self.plan is not None and self.coverage is None
 
     def coverage_id(self) -> CoverageId | None:
         """Which experts contributed where, for a merge."""

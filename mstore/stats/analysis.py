@@ -1,14 +1,26 @@
-"""Analysis: statistics of tensors that are stored already, block by block on a pool of threads."""
+"""Analysis: statistics of tensors that are stored already, block by block on a pool of threads.
+
+Owns `analyze`, which takes what is missing for a pair of snapshots, and its steps for one tensor.
+An analysis that is interrupted keeps what it took: the next one goes on from there.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from mstore.blocks.meter import Meter
+from mstore.ids import SnapshotId, TensorId
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.shapes import require_same_shapes
 from mstore.objects.tensor import Tensor
+from mstore.reports import AnalyzeReport, Progress
 from mstore.stats import deltas
 from mstore.stats.chunks import chunk_blocks, chunk_elements, read_chunk
+from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
 
@@ -46,3 +58,84 @@ def measure_squares(catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor) 
         return deltas.base_squares(data, record.dtype, min(chunk, elements - number * chunk))
 
     return math.fsum(pool.map(take, range(-(-elements // chunk))))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A stored snapshot, and what its user calls it."""
+
+    snapshot: SnapshotId
+    name: str
+
+
+def analyze(
+    catalog: Catalog,
+    statistics: StatsStore,
+    expert: Side,
+    base: Side,
+    *,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> AnalyzeReport:
+    """Take the statistics of expert minus base that are not there yet, tensor by tensor.
+
+    Also the base's own sums of squares, which a bound on an error is relative to.  Tensors that
+    are the base's own have no difference, and those of other dtypes than BF16, F16 and F32 no
+    statistics.  Raises Incompatible where names or shapes differ, Corrupt, StorageFailed.
+    """
+    began = time.monotonic()
+    bases, experts = _tensors(catalog, base), _tensors(catalog, expert)
+    require_same_shapes(
+        {name: record.shape for name, (_, record) in bases.items()},
+        {name: record.shape for name, (_, record) in experts.items()},
+        what=f"not a fine-tune of {base.name}",
+        where=expert.name,
+        hint=f"mstore diff {base.name} {expert.name}",
+    )
+    # By pair of tensors: tied names are one.
+    pairs = {
+        (base_id, experts[name][0]): (record, experts[name][1])
+        for name, (base_id, record) in bases.items()
+        if {record.dtype, experts[name][1].dtype} <= ITEMSIZES.keys() and 0 not in record.shape
+    }
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    known = {
+        pair
+        for pair, table in zip(differing, statistics.pairs(differing), strict=True)
+        if table is not None
+    }
+    missing = [pair for pair in differing if pair not in known]
+    meter = Meter("analyzed")
+    taken = done = 0
+    total = sum(record.nbytes for _, record in pairs.values())
+    with ThreadPoolExecutor(threads, "analyze") as pool:
+        try:
+            for pair, (base_record, record) in pairs.items():
+                if pair[0] != pair[1] and pair not in known:
+                    measured = measure_pair(catalog, base_record, record, pool, meter)
+                    found = measured.finish(*pair)
+                    taken += 0 if found.table is None else len(found.table)
+                    statistics.put_pair(found)
+                elif statistics.squares(pair[0]) is None:
+                    squares = measure_squares(catalog, base_record, pool)
+                    statistics.put_squares(pair[0], squares)
+                done += record.nbytes
+                if progress is not None:
+                    progress(Progress("analyze", done, total))
+        finally:
+            statistics.flush()
+    return AnalyzeReport(
+        expert=expert.name,
+        base=base.name,
+        tensors_measured=len(missing),
+        tensors_known=len(known),
+        tensors_equal=len(pairs) - len(differing),
+        expert_bytes_read=meter.total,
+        statistics_bytes=taken,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _tensors(catalog: Catalog, side: Side) -> dict[str, tuple[TensorId, Tensor]]:
+    manifest = catalog.manifest(catalog.snapshot(side.snapshot).manifest_id())
+    return {name: (id, catalog.tensor(id)) for name, id in manifest.tensors().items()}

@@ -15,12 +15,14 @@ bucket and sign depend on its flat index i within the tensor and on nothing else
 the same chunk taken from different experts can be compared:
 
     mix(x)    = MurmurHash3's 32-bit finaliser
-    sign(i)   = -1 where the top bit of mix(i mod 2^32 XOR mix(i div 2^32)) is set, else +1
+    word(i)   = mix((i - q * 256) mod 2^32 XOR mix(i div 2^32)), where q = (i mod 1024) div 256
+    sign(i)   = -1 where bit 31 - q of word(i) is set, else +1
     turn(i)   = mix((i div 1024) mod 2^32 XOR 0x9E3779B9) div 2^27
     bucket(i) = (i + turn(i)) mod 32
     S[b]      = sum of sign(i) * d[i] over the chunk's elements with bucket(i) = b
 
-The turn is there because outlier columns of a weight matrix, whose width is mostly a multiple
+Four elements share a word, and each takes a bit of its own: one hash for four signs.  The turn
+is there because outlier columns of a weight matrix, whose width is mostly a multiple
 of 32, would otherwise all fall into one bucket.  With d' and d'' two deltas of one chunk,
 
     E[sum_b S'[b] * S''[b]]   = <d', d''>
@@ -54,10 +56,10 @@ CHUNK: Final = np.dtype(
         ("max_abs", "<f4"),  # largest |d|; NaN counts as larger than infinity
         ("base_squares", "<f8"),  # sum of float32(base)^2
         ("sketch_exponent", "<i2"),  # S[b] = sketch[b] * 2^sketch_exponent
-        ("sketch", "<f2", (SKETCH_BUCKETS,)),
+        ("sketch", "i1", (SKETCH_BUCKETS,)),
     ]
 )
-"""A row: 98 bytes, packed, little-endian.
+"""A row: 66 bytes, packed, little-endian.
 
 Where a delta is infinite or NaN the sums and the maximum are so too (NaN always as the one
 quiet NaN 0x7FC0...), and the sketch is zero.  Nothing else in the row then says how large the
@@ -67,9 +69,10 @@ rest is: such a row is *unreliable* (`finite` is False), and a planner must not 
 Rows = npt.NDArray[np.void]
 """CHUNK[chunks]"""
 
-# The largest bucket is scaled into [2^14, 2^15): float16 then holds it without overflow, and
-# keeps 11 bits of every bucket that is not 2^28 times smaller.
-_TOP_EXPONENT: Final = 15
+# The largest bucket is scaled into [2^6, 2^7).  What is lost by rounding, at most half of a 64th
+# of the largest bucket, is small beside what the sketch does not know anyhow.
+_TOP_EXPONENT: Final = 7
+_LARGEST: Final = 127
 
 
 def unchanged(base_squares: float) -> Rows:
@@ -79,13 +82,14 @@ def unchanged(base_squares: float) -> Rows:
     return row
 
 
-def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float16], int]:
-    """S, float64[32] and finite, as (sketch, sketch_exponent); rounds to 11 bits."""
+def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int8], int]:
+    """S, float64[32] and finite, as (sketch, sketch_exponent); to the nearest, ties to even."""
     largest = max(float(sums.max()), -float(sums.min()))
     if largest == 0.0:
-        return np.zeros(SKETCH_BUCKETS, dtype=np.float16), 0
+        return np.zeros(SKETCH_BUCKETS, dtype=np.int8), 0
     exponent = math.frexp(largest)[1] - _TOP_EXPONENT
-    return np.ldexp(sums, -exponent).astype(np.float16), exponent
+    scaled = np.rint(np.ldexp(sums, -exponent))
+    return np.clip(scaled, -_LARGEST, _LARGEST).astype(np.int8), exponent
 
 
 def inner(a: Rows, b: Rows) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mstore.blocks.meter import Meter
 from mstore.ids import BlockId
-from mstore.numeric.floats import ITEMSIZES
+from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 

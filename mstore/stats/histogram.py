@@ -20,7 +20,7 @@ is infinity and bin 0x7FC0 is NaN, each counted as larger than what comes before
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -34,6 +34,7 @@ BINS: Final = 0x8000
 NAN_BIN: Final = 0x7FC0
 
 _INFINITY_BIN: Final = 0x7F80
+_DTYPES: Final = (np.dtype("<u2"), np.dtype("<u8"), np.dtype("<u8"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,19 +51,22 @@ class Histogram:
     inexact: npt.NDArray[np.uint64]
 
     def __post_init__(self) -> None:
-        shapes = {self.bins.shape, self.counts.shape, self.inexact.shape}
-        if len(shapes) != 1 or self.bins.ndim != 1:
+        bins, counts, inexact = self.bins, self.counts, self.inexact
+        if bins.ndim != 1 or not bins.shape == counts.shape == inexact.shape:
             raise BadRequest("bins, counts and inexact counts are three arrays of one length")
-        dtypes = [array.dtype.str for array in (self.bins, self.counts, self.inexact)]
-        if dtypes != ["<u2", "<u8", "<u8"]:
+        if (bins.dtype, counts.dtype, inexact.dtype) != _DTYPES:
             raise BadRequest("bins are uint16, counts and inexact counts are uint64")
-        if np.any(self.bins[1:] <= self.bins[:-1]) or np.any(self.bins > NAN_BIN):
-            raise BadRequest(f"bins must rise strictly and end at {NAN_BIN:#06x}")
-        if np.any(self.counts == 0) or np.any(self.inexact > self.counts):
-            raise BadRequest("a bin holds at least one element, and no more inexact ones than that")
-        bottom, top = self.bins == 0, self.bins >= _INFINITY_BIN
-        if np.any(self.inexact[bottom] != self.counts[bottom]) or np.any(self.inexact[top]):
-            raise BadRequest("zeros are not counted, infinity and the quiet NaN are exact")
+        if bins.size:
+            if (bins[1:] <= bins[:-1]).any() or bins[-1] > NAN_BIN:
+                raise BadRequest(f"bins must rise strictly and end at {NAN_BIN:#06x}")
+            if not counts.all() or (inexact > counts).any():
+                raise BadRequest(
+                    "a bin holds at least one element, and no more inexact ones than that"
+                )
+            # Bins rise: nothing and infinity can only be at the ends.
+            top = int(np.searchsorted(bins, _INFINITY_BIN))
+            if (bins[0] == 0 and inexact[0] != counts[0]) or inexact[top:].any():
+                raise BadRequest("zeros are not counted, infinity and the quiet NaN are exact")
         for array in (self.bins, self.counts, self.inexact):
             array.flags.writeable = False
 
@@ -80,23 +84,36 @@ class Histogram:
     @classmethod
     def from_dense(cls, hist: npt.NDArray[np.int64]) -> Self:
         """From what `deltas.measure` fills: int64[32768, 2].  Raises BadRequest if it is not so."""
-        if hist.shape != (BINS, 2) or hist.dtype != np.int64:
-            raise BadRequest(
-                f"a dense histogram is int64[{BINS}, 2], not {hist.dtype}{list(hist.shape)}"
-            )
-        if hist.min() < 0:
-            raise BadRequest("a dense histogram holds no negative counts")
-        bins = np.flatnonzero(hist.any(axis=1))
-        counts = hist[bins].astype(np.uint64)
-        return cls(bins.astype(np.uint16), counts[:, 0].copy(), counts[:, 1].copy())
+        return cls.from_dense_parts([hist])
+
+    @classmethod
+    def from_dense_parts(cls, parts: Sequence[npt.NDArray[np.int64]]) -> Self:
+        """The sum of dense histograms, of disjoint element ranges.  Raises BadRequest."""
+        occupied = np.zeros(BINS, dtype=np.bool_)
+        for part in parts:
+            if part.shape != (BINS, 2) or part.dtype != np.int64:
+                raise BadRequest(
+                    f"a dense histogram is int64[{BINS}, 2], not {part.dtype}{list(part.shape)}"
+                )
+            # Both flags of a bin at once; column by column it takes four times as long.
+            occupied |= (np.ascontiguousarray(part) != 0).view(np.uint16).reshape(-1) != 0
+        bins = np.flatnonzero(occupied)
+        counts = np.zeros((bins.size, 2), dtype=np.int64)
+        for part in parts:
+            taken = part[bins]
+            if taken.size and taken.min() < 0:
+                raise BadRequest("a dense histogram holds no negative counts")
+            counts += taken
+        return cls(
+            bins.astype(np.uint16),
+            counts[:, 0].astype(np.uint64),
+            counts[:, 1].astype(np.uint64),
+        )
 
     @classmethod
     def merge(cls, parts: Iterable[Histogram]) -> Self:
         """The sum, for histograms of disjoint element ranges.  Order does not matter."""
-        total = np.zeros((BINS, 2), dtype=np.int64)
-        for part in parts:
-            total += part.to_dense()
-        return cls.from_dense(total)
+        return cls.from_dense_parts([part.to_dense() for part in parts])
 
     def to_dense(self) -> npt.NDArray[np.int64]:
         """int64[32768, 2]: all, and inexact ones."""
@@ -218,7 +235,7 @@ def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple
     return _float32(threshold.bin << 16 | low), threshold.needed - larger
 
 
-def tail_squares(rows: Rows, value: float) -> npt.NDArray[np.float64]:
+def tail_squares(rows: Rows, value: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Estimate, chunk by chunk, of the sum of d^2 over elements with |d| >= value: float64[chunks].
 
     Exact where it is nothing (max_abs < value) or all (value == 0).  Between, |d| of the non-zero
@@ -226,31 +243,34 @@ def tail_squares(rows: Rows, value: float) -> npt.NDArray[np.float64]:
     measured: above t = value / mean lies the share exp(-t) (t^2 / 2 + t + 1) of the squares.  That
     is then held within what is certain: the largest element lies above, all below adds up to at
     most value * sum |d|, and the part is no more than the whole.  Rows that are not finite give
-    infinity: read them first.  The same bits on every machine.
+    infinity: read them first.  The same bits on every machine.  `value` is one threshold, or
+    float64[chunks], one a row.
 
     Raises BadRequest for a negative threshold.  One that is not finite comes from a row that is
     not either: all other rows then hold nothing above it.
     """
-    if value < 0.0:
-        raise BadRequest(f"a threshold is a magnitude, not {value}")
+    values = np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape)
+    if np.any(values < 0.0):
+        raise BadRequest(f"a threshold is a magnitude, not {values.min()}")
     total = rows["sum_squares"].astype(np.float64)
     largest = rows["max_abs"].astype(np.float64)
     magnitudes = rows["sum_abs"].astype(np.float64)
     usable = finite(rows)
-    inside = usable & (largest >= value) & (largest > 0.0)
+    inside = usable & (largest >= values) & (largest > 0.0)
     tail = np.zeros(rows.shape, dtype=np.float64)
     tail[inside] = total[inside]
-    if value > 0.0:
+    cut = inside & (values > 0.0)
+    if cut.any():
         # Not above 2^11, where the share has long been 0, so that nothing overflows.
-        t = np.minimum(value * rows["nonzeros"][inside] / magnitudes[inside], 2048.0)
-        modelled = total[inside] * (_exp_of_minus(t) * (0.5 * t * t + t + 1.0))
-        certain = np.maximum(largest[inside] ** 2, total[inside] - value * magnitudes[inside])
-        tail[inside] = np.minimum(np.maximum(modelled, certain), total[inside])
+        t = np.minimum(values[cut] * rows["nonzeros"][cut] / magnitudes[cut], 2048.0)
+        modelled = total[cut] * (exp_of_minus(t) * (0.5 * t * t + t + 1.0))
+        certain = np.maximum(largest[cut] ** 2, total[cut] - values[cut] * magnitudes[cut])
+        tail[cut] = np.minimum(np.maximum(modelled, certain), total[cut])
     tail[~usable] = np.inf
     return tail
 
 
-def _exp_of_minus(t: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def exp_of_minus(t: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """exp(-t) for 0 <= t, to about 1e-15.
 
     np.exp differs in the last bit between processors and libraries; the estimates order blocks

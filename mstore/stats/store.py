@@ -1,26 +1,34 @@
 """Statistics at rest: an LMDB environment of its own, because it can be thrown away.
 
-    pairs        base TensorId + expert TensorId             -> table (see `mstore.stats.table`)
+    pairs        base TensorId + expert TensorId             -> batch u32, offset u32, length u32
+    tables       batch u32                                   -> tables (`mstore.stats.table`), one
+                                                                after the other
     squares      TensorId                                    -> sum of squares, f64
     thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64
 
 All of it is a pure function of tensors, so nothing is ever updated; a row that is missing or
-damaged is taken again.
+damaged is taken again.  Tables go into batches because LMDB gives a value of more than half a page
+whole pages, and most tables are about that large.  Integers are big-endian.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
 
-DATABASES = ("pairs", "squares", "thresholds")
+DATABASES = ("pairs", "tables", "squares", "thresholds")
 PENDING_ROWS = 256
+BATCH_BYTES = 1 << 16
+_PLACE = struct.Struct(">III")
+_NUMBER = struct.Struct(">I")
 _SQUARES = struct.Struct(">d")
 _THRESHOLD = struct.Struct(">fQ")
 
@@ -62,19 +70,53 @@ class StatsStore:
         with self._lock:
             waiting, self._pending = self._pending, {}
         if waiting:
+            tables = {key: value for (name, key), value in waiting.items() if name == "pairs"}
             with self._env.write() as transaction:
                 for (database, key), value in waiting.items():
-                    transaction.put(key, value, db=self._env.databases[database])
+                    if database != "pairs":
+                        transaction.put(key, value, db=self._env.databases[database])
+                self._insert_tables(transaction, tables)
+
+    def _insert_tables(self, transaction: Any, tables: dict[bytes, bytes]) -> None:
+        pairs, batches = self._env.databases["pairs"], self._env.databases["tables"]
+        with transaction.cursor(db=batches) as cursor:
+            number = 1 + _NUMBER.unpack(cursor.key())[0] if cursor.last() else 0
+        batch = bytearray()
+        for key, table in tables.items():
+            if batch and len(batch) + len(table) > BATCH_BYTES:
+                transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
+                batch.clear()
+                number += 1
+            transaction.put(key, _PLACE.pack(number, len(batch), len(table)), db=pairs)
+            batch += table
+        if batch:
+            transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
 
     def pair(self, base: TensorId, expert: TensorId) -> DeltaTable | None:
         """Statistics of expert minus base, or None."""
-        value = self._get("pairs", base + expert)
-        if value is None:
-            return None
-        try:
-            return DeltaTable.decode(value)
-        except Corrupt:
-            return None
+        return self.pairs([(base, expert)])[0]
+
+    def pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[DeltaTable | None]:
+        """`pair` of each (base, expert): one look at the disk for all of them."""
+        wanted = [base + expert for base, expert in keys]
+        with self._lock:
+            found = {key: self._pending.get(("pairs", key)) for key in wanted}
+        asked = sorted(key for key, value in found.items() if value is None)
+        if asked:
+            with self._env.read() as transaction:
+                rows = self._many(transaction, "pairs", asked)
+                # A row of another length is as good as none.
+                places = {k: _PLACE.unpack(r) for k, r in rows.items() if len(r) == _PLACE.size}
+                numbers = sorted({_NUMBER.pack(number) for number, _, _ in places.values()})
+                batches = self._many(transaction, "tables", numbers)
+            for key, (number, offset, length) in places.items():
+                batch = batches.get(_NUMBER.pack(number), b"")
+                found[key] = batch[offset : offset + length]
+        return [_table(found[key]) for key in wanted]
+
+    def _many(self, transaction: Any, database: str, keys: list[bytes]) -> dict[bytes, bytes]:
+        with transaction.cursor(db=self._env.databases[database]) as cursor:
+            return dict(cursor.getmulti(keys))
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Keep a finished measure; a pair without a difference leaves only the base's squares."""
@@ -106,3 +148,13 @@ class StatsStore:
     def file_bytes(self) -> int:
         """Size on disk."""
         return self._env.file_bytes()
+
+
+def _table(value: bytes | None) -> DeltaTable | None:
+    """The table at rest; a damaged one is as good as none."""
+    if value is None:
+        return None
+    try:
+        return DeltaTable.decode(value)
+    except Corrupt:
+        return None

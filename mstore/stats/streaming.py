@@ -8,13 +8,16 @@ the two tensors' bytes: the order in which chunks arrive does not change the res
 from __future__ import annotations
 
 import math
-from threading import get_ident
+from collections import deque
+from collections.abc import Sequence
+from threading import get_ident, local
 from typing import Any, Self
 
 import numpy as np
 
+from mstore.blocks.index import Location
 from mstore.ids import BlockId, TensorId
-from mstore.numeric.floats import ITEMSIZES
+from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
@@ -22,6 +25,29 @@ from mstore.stats.chunks import chunk_elements
 from mstore.stats.histogram import BINS, Histogram
 from mstore.stats.table import DeltaTable, MeasuredPair
 from mstore.store.catalog import Catalog
+
+
+class BaseBlocks:
+    """Blocks of the base, read into a buffer that each thread keeps: fresh memory costs time."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._own = local()
+
+    def locate(self, blocks: Sequence[BlockId | None]) -> list[Location | None]:
+        """Where each lies, in one look; None for None.  Raises Corrupt."""
+        wanted = [block for block in blocks if block is not None]
+        found = iter(self._catalog.locate(wanted) if wanted else ())
+        return [None if block is None else next(found) for block in blocks]
+
+    def read(self, block: BlockId, location: Location) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Its plain bytes, checked; they last until this thread's next call."""
+        buffer = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = np.empty(self._catalog.block_size, dtype=np.uint8)
+        data: np.ndarray[Any, np.dtype[np.uint8]] = buffer[: location.raw_length]
+        self._catalog.read_block_into(block, location, data.data)
+        return data
 
 
 class PairMeasure:
@@ -53,15 +79,20 @@ class PairMeasure:
         return cls(dtype, dtype, math.prod(shape), chunk_elements(block_size, dtype))
 
     def take(
-        self, number: int, data: memoryview, id: BlockId, base: BlockId, catalog: Catalog
+        self,
+        number: int,
+        data: memoryview,
+        id: BlockId,
+        base: BlockId,
+        at: Location,
+        of: BaseBlocks,
     ) -> None:
         """Measure block `number`, whose plain bytes are `data`, against the base's block."""
         expert = np.frombuffer(data, dtype=np.uint8)
         if id == base:
             self.take_equal(number, expert)
         else:
-            stored = np.frombuffer(catalog.read_block(base), dtype=np.uint8)
-            self.take_chunk(number, stored, expert)
+            self.take_chunk(number, of.read(base, at), expert)
 
     def _length(self, number: int) -> int:
         return min(self.chunk, self.elements - number * self.chunk)
@@ -98,23 +129,34 @@ class PairMeasure:
         return math.fsum(self._rows["base_squares"])
 
     def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
-        """Encode, and let go of the dense histogram."""
-        table = self.table().encode() if self.changed else None
+        """Encode, and let go of the dense histograms.  To be called once, at the end."""
+        encoded = None
+        if self.changed:
+            table = self.table()
+            encoded = table.encode()
+            for counts in self._counts.values():
+                counts[table.histogram.bins] = 0
+                _spare.append(counts)
         self._counts.clear()
-        return MeasuredPair(base, expert, table, self.base_squares())
+        return MeasuredPair(base, expert, encoded, self.base_squares())
 
     def table(self) -> DeltaTable:
         """The finished statistics; every chunk must have been taken."""
-        counts = _no_counts()
-        for counted in self._counts.values():
-            counts += counted
         return DeltaTable(
             rows=self._rows,
-            histogram=Histogram.from_dense(counts),
+            histogram=Histogram.from_dense_parts(list(self._counts.values())),
             elements=self.elements,
             chunk_elements=self.chunk,
         )
 
 
+# Histograms that are all zero again: half a MiB of fresh memory a tensor would take longer to
+# make and to search than most tensors to measure.  What is lost between threads is only time.
+_spare: deque[np.ndarray[Any, np.dtype[np.int64]]] = deque(maxlen=16)
+
+
 def _no_counts() -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.zeros((BINS, 2), dtype=np.int64)
+    try:
+        return _spare.pop()
+    except IndexError:
+        return np.zeros((BINS, 2), dtype=np.int64)

@@ -7,7 +7,7 @@ never take more memory than the limit that the caller sets.
 
 **Encoding**, little-endian:
 
-    4       magic "MDT1"
+    4       magic "MDT2"
     rest    one zstd frame, level 3, with content size and content checksum, of:
 
         8       elements of the tensor, n
@@ -20,7 +20,7 @@ never take more memory than the limit that the caller sets.
 
 A column is split into byte planes: the lowest byte of every entry, then the second of every
 entry, and so on.  High bytes of counts and exponents are then long runs, which zstd folds away;
-of a row some 90 bytes remain, and of a histogram some 2 bytes a bin.  The bytes are the same for
+of a row some 60 bytes remain, and of a histogram some 2 bytes a bin.  The bytes are the same for
 the same zstd release; another release may pack better, and decodes all the same.
 """
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -37,10 +38,10 @@ import zstandard
 
 from mstore.errors import BadRequest, Corrupt, InvalidInput
 from mstore.ids import Buffer, TensorId
-from mstore.stats.chunk import CHUNK, Rows, finite
+from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, finite
 from mstore.stats.histogram import NAN_BIN, Histogram
 
-MAGIC: Final = b"MDT1"
+MAGIC: Final = b"MDT2"
 LEVEL: Final = 3
 
 DEFAULT_LIMIT: Final = 64 << 20
@@ -93,13 +94,13 @@ class DeltaTable:
         nonzeros = self.rows["nonzeros"]
         if chunks:
             last = self.elements - (chunks - 1) * self.chunk_elements
-            if np.any(nonzeros > self.chunk_elements) or nonzeros[-1] > last:
+            if nonzeros.max() > self.chunk_elements or nonzeros[-1] > last:
                 raise BadRequest("a row counts more elements than its chunk has")
         counted = int(nonzeros.sum(dtype=np.uint64))
         if counted != self.histogram.nonzeros:
             raise BadRequest(f"rows count {counted} elements, bins {self.histogram.nonzeros}")
         for name in ("sum_abs", "sum_squares", "max_abs", "base_squares"):
-            if np.any(self.rows[name] < 0):
+            if (self.rows[name] < 0).any():
                 raise BadRequest(f"a row has a negative {name}")
         self.rows.flags.writeable = False
 
@@ -158,28 +159,28 @@ class DeltaTable:
         chunks = -(-elements // chunk_elements)
         if len(plain) != _HEAD.size + chunks * CHUNK.itemsize + occupied * _BIN_BYTES:
             raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
-        columns = _Columns(plain, _HEAD.size)
-        rows = np.empty(chunks, dtype=CHUNK)
-        for name in _COLUMNS:
-            rows[name] = columns.take(CHUNK[name], chunks)
+        rows = _rows(plain, _HEAD.size, chunks)
+        steps, exact, inexact = _counts(plain, _HEAD.size + chunks * CHUNK.itemsize, occupied)
         # In 64 bits, so that steps that run past the last bin are seen and not wrapped round.
-        bins = np.cumsum(columns.take(np.dtype("<u2"), occupied), dtype=np.int64)
-        exact = columns.take(np.dtype("<u8"), occupied)
-        inexact = columns.take(np.dtype("<u8"), occupied)
+        bins = steps.cumsum(dtype=np.int64)
         # Each part within MAX_ELEMENTS: then neither their sum nor that of all bins overflows.
-        if np.any(bins > NAN_BIN) or np.any(np.maximum(exact, inexact) > elements):
+        if occupied and (bins[-1] > NAN_BIN or max(exact.max(), inexact.max()) > elements):
             raise Corrupt("statistics count elements that cannot be", where=_WHERE)
         try:
-            histogram = Histogram(
-                bins.astype(np.uint16),
-                (exact + inexact).astype(np.uint64),
-                inexact.astype(np.uint64),
-            )
+            histogram = Histogram(bins.astype(np.uint16), exact + inexact, inexact)
             return cls(rows, histogram, elements, chunk_elements)
         except InvalidInput as error:
             raise Corrupt(f"statistics contradict themselves: {error.what}", where=_WHERE) from None
 
 
+class _Own(threading.local):
+    """A decompressor for each thread: one is not for two at once, and making one takes time."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_own: Final = _Own()
 _COLUMNS: Final = CHUNK.names or ()
 _WHERE: Final = "delta table"
 
@@ -194,24 +195,28 @@ class MeasuredPair:
     base_squares: float
 
 
-class _Columns:
-    """Reads columns off the plain bytes one after the other."""
+def _rows(plain: bytes, at: int, count: int) -> Rows:
+    """Rows from their byte planes: those of plain numbers lie one after the other."""
+    rows = np.empty(count, dtype=CHUNK)
+    raw = rows.view(np.uint8).reshape(count, CHUNK.itemsize)
+    narrow = CHUNK.itemsize - SKETCH_BUCKETS
+    split = np.frombuffer(plain, dtype=np.uint8, count=narrow * count, offset=at)
+    raw[:, :narrow] = split.reshape(narrow, count).T
+    size = SKETCH_BUCKETS * count
+    split = np.frombuffer(plain, dtype=np.uint8, count=size, offset=at + narrow * count)
+    raw[:, narrow:] = split.reshape(count, SKETCH_BUCKETS)
+    return rows
 
-    __slots__ = ("_at", "_plain")
 
-    def __init__(self, plain: bytes, at: int) -> None:
-        self._plain = plain
-        self._at = at
-
-    def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-        """The next column: `count` entries of `dtype`, which may be an array of numbers."""
-        scalar = dtype.base
-        entries = count * (dtype.itemsize // scalar.itemsize)
-        size = entries * scalar.itemsize
-        split = np.frombuffer(self._plain, dtype=np.uint8, count=size, offset=self._at)
-        self._at += size
-        whole = np.ascontiguousarray(split.reshape(scalar.itemsize, entries).T)
-        return whole.reshape(-1).view(scalar).reshape((count, *dtype.shape))
+def _counts(plain: bytes, at: int, count: int) -> tuple[Any, Any, Any]:
+    """Steps u16[count], exact and inexact counts u64[count], from their byte planes."""
+    split = np.frombuffer(plain, dtype=np.uint8, count=_BIN_BYTES * count, offset=at)
+    planes = split.reshape(_BIN_BYTES, count)
+    return (
+        np.ascontiguousarray(planes[:2].T).reshape(-1).view("<u2"),
+        np.ascontiguousarray(planes[2:10].T).reshape(-1).view("<u8"),
+        np.ascontiguousarray(planes[10:].T).reshape(-1).view("<u8"),
+    )
 
 
 def _planes(column: npt.NDArray[np.generic]) -> bytes:
@@ -232,7 +237,7 @@ def _decompress(data: bytes, limit: int) -> bytes:
                 f"statistics do not say their size, or are over the limit of {limit} bytes",
                 where=_WHERE,
             )
-        plain = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        plain = _own.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"statistics cannot be unpacked: {error}", where=_WHERE) from None
     if len(plain) != claimed:

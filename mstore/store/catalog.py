@@ -16,24 +16,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Index, Location
+from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles
-from mstore.errors import Corrupt, NotFound
-from mstore.ids import BlockId, Id, ManifestId, SnapshotId, TensorId
+from mstore.errors import BadRequest, Corrupt, NotFound
+from mstore.ids import BlockId, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store import revisions
 from mstore.store.layout import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
 
 R = TypeVar("R", bound=Record)
 RECORD_LIMIT = 1 << 30
@@ -90,14 +94,19 @@ class Catalog:
 
     def locate(self, blocks: Iterable[BlockId]) -> list[Location]:
         """Where each block lies.  Raises Corrupt naming the first that is not stored."""
-        found = []
+        wanted = list(blocks)
         with self.index.env.read() as transaction:
-            for block in blocks:
-                location = self.index.block(transaction, block)
-                if location is None:
-                    raise Corrupt("the store does not have this block", where=f"block {block}")
-                found.append(location)
-        return found
+            rows = _all_stored(wanted, self.index.block_rows(transaction, wanted))
+            return [self.index.location(transaction, row) for row in rows]
+
+    def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Bytes at rest of each block, int64[blocks]: `locate` for those who only count.
+
+        Raises Corrupt naming the first that is not stored.
+        """
+        with self.index.env.read() as transaction:
+            rows = self.index.block_rows(transaction, blocks)
+        return stored_lengths(_all_stored(blocks, rows))
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Whether each block is stored."""
@@ -163,6 +172,10 @@ class Catalog:
                 return cached
         with self.index.env.read() as transaction:
             location = self.index.record(transaction, kind.kind, id)
+        return self._decoded(kind, id, location)
+
+    def _decoded(self, kind: type[R], id: Id, location: Location | None) -> R:
+        key = bytes([kind.kind]) + id
         if location is None:
             raise NotFound(f"no such {kind.kind.name.lower()}", where=str(id))
         record = decode(kind, self.record_bytes(kind.id_type(id), location), f"{id}")
@@ -183,8 +196,59 @@ class Catalog:
         return data
 
     def tensor(self, id: TensorId) -> Tensor:
-        """A tensor record that fits this store's block size."""
-        tensor = self.record(Tensor, id)
+        """A tensor record that fits this store's block size.
+
+        Raises NotFound, Corrupt, and BadRequest for a virtual tensor, which has no blocks.
+        """
+        content = self.content(id)
+        if isinstance(content, VirtualTensor):
+            raise BadRequest(
+                "is virtual: planned, and not computed yet",
+                where=f"tensor {content.tensor}",
+                hint="mstore materialize REF",
+            )
+        return content
+
+    def tensors(self, ids: Sequence[TensorId]) -> list[Tensor]:
+        """Many tensor records, in the order of `ids`, with one look into the index.
+
+        Raises as `tensor` does.
+        """
+        with self._records_lock:
+            known = {id: self._records.get(bytes([Tensor.kind]) + id) for id in ids}
+        with self.index.env.read() as transaction:
+            places = {
+                id: self.index.record(transaction, Tensor.kind, id)
+                for id, record in known.items()
+                if record is None
+            }
+        found = []
+        for id in ids:
+            record = known[id]
+            if record is None and places[id] is not None:
+                record = known[id] = self._decoded(Tensor, id, places[id])
+            if isinstance(record, Tensor):
+                record.check(self.block_size, f"tensor {id}")
+                found.append(record)
+            else:
+                # Missing or virtual: whichever, it is said there.
+                found.append(self.tensor(id))
+        return found
+
+    def content(self, id: TensorId | VirtualId) -> Tensor | VirtualTensor:
+        """The record that a part of a manifest names: a tensor, or one that is yet to be computed.
+
+        The one place that tells which of the two it is.  Raises NotFound, Corrupt.
+        """
+        try:
+            tensor = self.record(Tensor, id)
+        except NotFound as missing:
+            try:
+                virtual = self.record(VirtualTensor, VirtualId(id))
+            except NotFound:
+                raise missing from None
+            virtual.check(f"virtual tensor {id}")
+            return virtual
         tensor.check(self.block_size, f"tensor {id}")
         return tensor
 
@@ -195,6 +259,15 @@ class Catalog:
     def snapshot(self, id: SnapshotId) -> SnapshotRecord:
         """A snapshot record."""
         return self.record(SnapshotRecord, id)
+
+    def require_real(self, id: SnapshotId, called: str) -> None:
+        """Raise BadRequest if a snapshot is virtual: what it lacks is the bytes themselves."""
+        if self.snapshot(id).is_virtual:
+            raise BadRequest(
+                "is a virtual merge: its bytes are computed when they are read, and not stored",
+                where=called,
+                hint=f"mstore materialize {called}",
+            )
 
     # -- names -------------------------------------------------------------------------------
 
@@ -236,6 +309,14 @@ class Catalog:
                 found.append(SnapshotId(cursor.key()[len(prefix) :]))
                 more = cursor.next()
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
+
+
+def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[bytes]:
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows):
+        missing = BlockId(blocks[rows.index(None)])
+        raise Corrupt("the store does not have this block", where=f"block {missing}")
+    return found
 
 
 MANIFEST_EDGE = b"m"

@@ -6,6 +6,7 @@ STORE/
   packs/      sealed packs
   index/      LMDB: where things are, refs, reflog, leases
   stats/      LMDB: statistics of deltas, can be thrown away
+  memo/       LMDB: what merges made, can be thrown away; made by the first merge
   refs/       text mirror of the refs
   tmp/        one directory a running operation; garbage when its owner is gone
 """
@@ -51,6 +52,11 @@ class Layout:
     def stats(self) -> Path:
         """The LMDB environment of statistics."""
         return self.root / "stats"
+
+    @property
+    def memo(self) -> Path:
+        """The LMDB environment of the memo table; missing until something is remembered."""
+        return self.root / "memo"
 
     @property
     def mirror(self) -> Path:

@@ -21,6 +21,9 @@ from mstore.blocks.index import Index
 from mstore.errors import StorageFailed
 from mstore.store.layout import Layout
 
+PACK = ".pack"
+RECEIPT = ".receipt"
+
 
 class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
     """What the index says of a lease: process id and purpose, for people; the lock decides."""
@@ -59,6 +62,11 @@ class Lease:
     def drop_row(self, transaction: Any) -> None:
         """Remove the row, in the transaction that publishes the work."""
         transaction.delete(self.name.encode(), db=self._index.db("leases"))
+
+    def leave(self) -> None:
+        """Let go of the directory and leave it lying there, for another lease to `claim`."""
+        with suppress(StorageFailed):
+            self._lock.remove()
 
     def release(self) -> None:
         """Remove directory and lock.  What is still there after an error is swept like a row."""
@@ -106,8 +114,51 @@ def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
     return None
 
 
+def claim(layout: Layout, lease: Lease) -> None:
+    """Move the leftovers of dead leases into the directory of `lease`; what is no use is removed.
+
+    A pack is moved before its receipt, so that a receipt never stands without its pack.
+    """
+    for path in _listed(layout):
+        # A live lease's directory may go at any moment.
+        with suppress(StorageFailed):
+            if path != lease.directory and _has_receipts(path):
+                _claim_one(layout, path, lease)
+
+
+def _claim_one(layout: Layout, path: Path, lease: Lease) -> None:
+    lock = _seize(layout, path)
+    if lock is None:
+        return
+    try:
+        with fs.translated(path):
+            names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+        for name in names:
+            if name.endswith(RECEIPT) and name.removesuffix(RECEIPT) + PACK in names:
+                stem = name.removesuffix(RECEIPT)
+                for suffix in (PACK, RECEIPT):
+                    fs.rename(
+                        path / (stem + suffix), lease.directory / _new_name(path, stem, suffix)
+                    )
+        fs.remove_tree(path)
+    finally:
+        lock.remove()
+
+
+def _new_name(path: Path, stem: str, suffix: str) -> str:
+    # Claimed again and again, a name does not grow: the lease that wrote it stands in it once.
+    return f"{stem}{suffix}" if "-" in stem else f"{path.name}-{stem}{suffix}"
+
+
+def _has_receipts(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    with fs.translated(path):
+        return any(entry.name.endswith(RECEIPT) for entry in path.iterdir())
+
+
 def sweep(layout: Layout, index: Index) -> None:
-    """Remove what dead leases left behind.  Call with the writer lock held.
+    """Remove what dead leases left behind, but for leftovers.  Call with the writer lock held.
 
     What cannot be removed (another user's, say) stays, and stops nobody.
     """
@@ -128,7 +179,7 @@ def _sweep_one(layout: Layout, path: Path) -> None:
     if lock is None:
         return
     try:
-        if path != lock.path:
+        if path != lock.path and not _has_receipts(path):
             if path.is_dir() and not path.is_symlink():
                 fs.remove_tree(path)
             else:

@@ -83,6 +83,11 @@ def find(catalog: Catalog, text: str) -> PlanId:
     return matches[0]
 
 
+def plan_ids(catalog: Catalog) -> list[PlanId]:
+    """Every stored plan, by id."""
+    return list(_ids(catalog))
+
+
 def _ids(catalog: Catalog) -> Iterator[PlanId]:
     with catalog.index.env.read() as transaction:
         for kind, id, _ in catalog.index.records(transaction):

@@ -13,9 +13,10 @@ A transaction belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from mstore.errors import Conflict, StorageFailed
 from mstore.ids import BlockId, Buffer, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.store import leases, refs
@@ -49,10 +51,19 @@ class Transaction:
     """Blocks and records on their way into the store.
 
     Invariants: nothing is visible before `commit` returns; after an exception, or without
-    `commit`, leaving the block removes all that was written.
+    `commit`, leaving the block removes all that was written.  With `resumes`, it begins with the
+    leftovers of others that were interrupted in its `directory`, and leaves its own there when it
+    is interrupted itself (by what is no Exception: KeyboardInterrupt, SystemExit).
     """
 
-    def __init__(self, catalog: Catalog, purpose: str, *, max_pack: int = MAX_PACK_BYTES) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        purpose: str,
+        *,
+        max_pack: int = MAX_PACK_BYTES,
+        resumes: bool = False,
+    ) -> None:
         self._catalog = catalog
         self._max_pack = max_pack
         self._writer: PackWriter | None = None
@@ -69,6 +80,9 @@ class Transaction:
         with catalog.publishing():
             leases.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
+        self._resumes = resumes
+        if resumes:
+            leases.claim(catalog.layout, self._lease)
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +103,11 @@ class Transaction:
                     path = pack_path(self._catalog.layout.packs, pack.id)
                     fs.unlink(path, missing_ok=True)
         finally:
-            self._lease.release()
+            if self._resumes and kind is not None and not issubclass(kind, Exception):
+                # Interrupted: what is whole and has a receipt waits for the next attempt.
+                self._lease.leave()
+            else:
+                self._lease.release()
 
     # -- filling -----------------------------------------------------------------------------
 
@@ -117,16 +135,65 @@ class Transaction:
         self.blocks_new += 1
         return True
 
+    @property
+    def directory(self) -> Path:
+        """Where packs may be written that `adopt` takes."""
+        return self._lease.directory
+
+    def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Which blocks are stored, or on their way in this transaction."""
+        stored = self._catalog.has_blocks(blocks)
+        return [
+            is_stored or block in self._own for block, is_stored in zip(blocks, stored, strict=True)
+        ]
+
+    def adopt(self, pack: SealedPack) -> int:
+        """Publish this pack, which lies in `directory`, as well; returns how many blocks are new.
+
+        Where all of it is stored already, the pack is removed instead.
+        """
+        ids = [BlockId(entry.id) for entry in pack.entries if entry.kind == Kind.BLOCK]
+        known = self.has_blocks(ids)
+        if all(known):
+            fs.unlink(pack.path)
+            return 0
+        self._own.update(ids)
+        self._sealed.append(pack)
+        self.bytes_written += pack.size
+        self.blocks_new += known.count(False)
+        return known.count(False)
+
+    def go_on_with(self, writer: PackWriter, blocks: Iterable[BlockId]) -> None:
+        """Take over an unfinished pack in `directory` that holds these blocks, and write on it."""
+        self._seal()
+        self._writer = writer
+        before = len(self._own)
+        self._own.update(blocks)
+        self.blocks_new += len(self._own) - before
+
     def rely_on_manifest(self, manifest: Manifest) -> None:
-        """All blocks and tensor records of a manifest must be stored, or be this transaction's."""
+        """All blocks and tensor records of a manifest must be stored, or be this transaction's.
+
+        Of a virtual tensor, the record; `rely_on_inputs` names what it is computed from.
+        """
         for file in manifest.files:
             for part in file.parts:
                 id = part.tensor_id()
                 if bytes([Kind.TENSOR]) + id in self._own:
                     self._rely_on_blocks(self._pending[id])
                     continue
-                self._relied_records.add((Kind.TENSOR, id))
-                self._rely_on_blocks(self._catalog.tensor(id))
+                if bytes([Kind.VIRTUAL]) + id in self._own:
+                    continue
+                content = self._catalog.content(id)
+                self._relied_records.add((type(content).kind, id))
+                if isinstance(content, Tensor):
+                    self._rely_on_blocks(content)
+
+    def rely_on_inputs(self, plan: Plan) -> None:
+        """All that a plan may read must be stored: whoever publishes a virtual merge needs it."""
+        for id in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+            self._relied_records.add((Kind.MANIFEST, id))
+            self.rely_on_manifest(self._catalog.manifest(id))
 
     def _rely_on_blocks(self, tensor: Tensor) -> None:
         self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
@@ -155,7 +222,7 @@ class Transaction:
         if self._writer is not None and self._writer.size >= self._max_pack:
             self._seal()
         if self._writer is None:
-            path = self._lease.directory / f"{len(self._sealed)}.pack"
+            path = self._lease.directory / f"r{len(self._sealed)}.pack"
             self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
         return self._writer
 

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision
-from mstore_cli.output import Column, Screen, short
+from mstore_cli.output import Screen, elided, printable, short
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore.reports import Explanation, TensorExplanation
+    from mstore.reports import ExpertShare, Explanation, LayerExplanation, TensorExplanation
 
-COLUMNS = (
-    Column("TENSOR"),
-    Column("TREATMENT"),
-    Column("BLOCKS", right=True),
-    Column("REUSED", right=True),
-    Column("EXPERT", style="green"),
-    Column("WEIGHT", right=True),
-    Column("READ", right=True),
-    Column("= BASE", right=True),
-    Column("SHARED", right=True),
-    Column("BELOW", right=True),
-    Column("OVER BUDGET", right=True),
-    Column("LEFT OUT", right=True),
-)
+CHUNKS = {
+    "READ": "blocks_read",
+    "SHARED": "blocks_shared",
+    "= BASE": "blocks_equal_base",
+    "BELOW": "blocks_below_threshold",
+    "BUDGET": "blocks_over_budget",
+    "TOP-P": "blocks_outside_top_p",
+}
+MADE = ("read", "shared")
+LONGEST_NAME = 40
 
 
-@command(example="mstore explain llama/merged model.embed_tokens.weight")
+@command(example="mstore explain llama/merged --svg merged.svg")
 def explain(
     session: Session,
     revision: Revision,
@@ -42,65 +43,165 @@ def explain(
             metavar="TENSOR", help="Only this tensor, with every block.", show_default=False
         ),
     ] = None,
+    by: Annotated[
+        By, typer.Option("--by", help="Sums over each tensor, each layer, or each expert.")
+    ] = By.LAYER,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Also draw layers and experts as a heat map, as SVG.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say which experts contributed to which blocks, what was left out and why.
 
-    Counts are blocks: read; equal to the base; shared with an expert read before; below the
-    method's threshold; over the budget. LEFT OUT is the norm of what the budget left out. A
-    snapshot that was added, not merged, has nothing to explain and says so.
+    Counts are pairs of an expert and a chunk (a block, where all dtypes are one): READ; SHARED
+    with an expert read before; = BASE, so that there is nothing to read; BELOW the method's
+    threshold; over the BUDGET; outside the TOP-P share. Columns of zeros are left out. LEFT OUT is
+    the norm of the delta that was left out. A snapshot that was added, not merged, has nothing to
+    explain and says so.
     """
+    if svg is not None:
+        plots.require()
     with session.open() as store:
         report = store.explain(revision, tensor)
+    if svg is not None:
+        _refuse_unmerged(report, svg)
+        plots.heat_map(shares_read(report, revision), svg)
 
     def human(screen: Screen) -> None:
-        _draw(screen, report, every_block=tensor is not None)
+        _draw(screen, report, by, detailed=tensor is not None)
 
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
 
 
-def _draw(screen: Screen, report: Explanation, *, every_block: bool) -> None:
+def _refuse_unmerged(report: Explanation, svg: Path) -> None:
+    from mstore.errors import BadRequest
+
+    if report.plan is None:
+        raise BadRequest(
+            "was not merged, so there is nothing to draw", where=short(report.snapshot)
+        )
+
+
+def shares_read(report: Explanation, name: str) -> plots.HeatMap:
+    """Layers and experts: how much of what an expert changed was taken."""
+    return plots.HeatMap(
+        title=f"{name}: what was read of each expert",
+        rows=tuple(layer.name for layer in report.layers),
+        columns=tuple(share.expert for share in report.experts),
+        cells=tuple(
+            tuple(_share_read(share) for share in layer.experts) for layer in report.layers
+        ),
+        measure="chunks read or shared, of those that differ from the base",
+        unknown="nothing of its own to read",
+        top=1.0,
+    )
+
+
+def _share_read(share: ExpertShare) -> float | None:
+    taken = share.blocks_read + share.blocks_shared
+    differ = (
+        taken + share.blocks_below_threshold + share.blocks_over_budget + share.blocks_outside_top_p
+    )
+    return taken / differ if differ else None
+
+
+def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> None:
     if report.plan is None:
         screen.line(f"{short(report.snapshot)} was not merged but made by {report.origin}")
         return
     screen.line(f"{short(report.snapshot)} was merged by plan {short(report.plan.plan)}")
-    draw_plan(screen, report.plan)
+    if not detailed:
+        draw_plan(screen, report.plan)
     screen.line()
-    screen.table(COLUMNS, (row for one in report.tensors for row in _rows(one)))
-    if every_block:
-        for one in report.tensors:
-            for share in one.experts:
-                if share.blocks is not None:
-                    screen.line()
-                    screen.line(f"{one.name}, blocks of {share.expert}:")
-                    screen.fields(runs(share.blocks))
-
-
-def _rows(one: TensorExplanation) -> list[tuple[str, ...]]:
-    """A row for each expert; what is the tensor's own stands in the first."""
-    head = (one.name, one.treatment, str(one.blocks_total), str(one.blocks_reused))
-    if not one.experts:
-        return [(*head, *("-",) * (len(COLUMNS) - len(head)))]
-    return [
-        (
-            *(("", "", "", "") if place else head),
-            share.expert,
-            f"{share.weight:g}",
-            str(share.blocks_read),
-            str(share.blocks_equal_base),
-            str(share.blocks_shared),
-            str(share.blocks_below_threshold),
-            str(share.blocks_over_budget),
-            f"{share.omitted_norm:.3g}",
-        )
-        for place, share in enumerate(one.experts)
+    used = [
+        title
+        for title, field in CHUNKS.items()
+        if title == "READ" or any(getattr(share, field) for share in report.experts)
     ]
+    total = Group("all", "", _rows(report.experts, used))
+    groups = []
+    # One tensor is its own layer and its own sum.
+    if by is By.TENSOR or detailed:
+        groups = [Group(one.name, _fate(one), _rows(one.experts, used)) for one in report.tensors]
+    elif by is By.LAYER:
+        groups = [Group(one.name, _size(one), _rows(one.experts, used)) for one in report.layers]
+    if not detailed:
+        groups.append(total)
+    title = "TENSOR" if detailed else "" if by is By.EXPERT else by.name
+    draw_groups(screen, title, (*used, "LEFT OUT"), groups)
+    if detailed:
+        for one in report.tensors:
+            _draw_chunks(screen, one)
 
 
-def runs(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """What befell each block, neighbours of one fate together: `("0-3", "read")`."""
+def _rows(shares: Sequence[ExpertShare], used: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (
+            f"{share.expert}={share.weight:g}",
+            *(str(getattr(share, CHUNKS[title])) for title in used),
+            "unknown" if share.omitted_norm is None else f"{share.omitted_norm:.3g}",
+        )
+        for share in shares
+        # What has no chunks has no rows: a layer that no expert takes part in.
+        if any(getattr(share, field) for field in CHUNKS.values())
+    )
+
+
+def _fate(one: TensorExplanation) -> str:
+    tied = "" if one.tied_to is None else f", tied to {one.tied_to}"
+    if not one.experts:
+        return f"{one.treatment}{tied}"
+    return f"{_count(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}"
+
+
+def _size(one: LayerExplanation) -> str:
+    tensors = _count(one.tensors, "tensor")
+    if not one.blocks_total:
+        return f"{tensors}, empty or tied to others"
+    blocks = _count(one.blocks_total, "block")
+    return f"{tensors}, {blocks}, {one.blocks_reused} the base's own"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
+    fates = list(zip(*(share.blocks or () for share in one.experts), strict=True))
+    names = [elided(share.expert, LONGEST_NAME) for share in one.experts]
+    if fates:
+        screen.line()
+    for span, words in runs(fates):
+        made = [name for name, word in zip(names, words, strict=True) if word in MADE]
+        _wrapped(screen, f"{span}: ", ", ".join(made) or "the base's own")
+        for fate in dict.fromkeys(words):
+            if fate not in MADE:
+                left = [name for name, word in zip(names, words, strict=True) if word == fate]
+                _wrapped(screen, f"  {fate}: ", ", ".join(left))
+
+
+def _wrapped(screen: Screen, head: str, text: str) -> None:
+    for line in textwrap.wrap(
+        printable(head + text),
+        WIDTH,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    ):
+        screen.line(line)
+
+
+def runs(fates: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
+    """What befell each chunk, neighbours of one fate together: `("0-3", ("read", "shared"))`."""
     found = []
-    for word, group in groupby(enumerate(words), key=lambda pair: pair[1]):
-        places = [place for place, _word in group]
+    for words, group in groupby(enumerate(fates), key=lambda pair: pair[1]):
+        places = [place for place, _words in group]
         first, last = places[0], places[-1]
-        found.append((str(first) if first == last else f"{first}-{last}", word))
+        found.append((str(first) if first == last else f"{first}-{last}", words))
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.graph import draw
+from mstore_cli.graph import draw, how
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -64,7 +64,7 @@ def _row(snapshot: SnapshotReport) -> Sequence[str]:
     return (
         short(snapshot.snapshot),
         when(snapshot.time_ns),
-        f"{snapshot.origin} {snapshot.method or ''}".rstrip(),
+        how(snapshot),
         format_size(snapshot.plain_bytes),
         ", ".join(snapshot.refs),
         snapshot.message.partition("\n")[0],

@@ -18,8 +18,13 @@ from mstore_cli.merging import (
     MaybeExperts,
     MaybeMethod,
     NoAnalyze,
+    Only,
     Parameters,
+    PerExpertBudget,
     Request,
+    Score,
+    Skip,
+    TopP,
     draw_notes,
     format_bound,
     make_request,
@@ -27,7 +32,7 @@ from mstore_cli.merging import (
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size
+from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 
 if TYPE_CHECKING:
     from mstore import Store
@@ -61,6 +66,34 @@ def merge(
     max_error: MaxError = None,
     dtype: Dtype = None,
     no_analyze: NoAnalyze = False,
+    score: Score = None,
+    only: Only = None,
+    skip: Skip = None,
+    per_expert_budget: PerExpertBudget = None,
+    top_p: TopP = None,
+    virtual: Annotated[
+        bool,
+        typer.Option(
+            "--virtual",
+            help="Commit the plan alone: read and write nothing now, compute what is read later.",
+        ),
+    ] = False,
+    no_memo: Annotated[
+        bool,
+        typer.Option(
+            "--no-memo",
+            help="Compute everything, also what an earlier merge made; remember nothing.",
+        ),
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Most anonymous memory to use [default: 512MiB].",
+            show_default=False,
+        ),
+    ] = None,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -82,25 +115,53 @@ def merge(
             max_error=max_error,
             dtype=dtype,
             no_analyze=no_analyze,
+            score=score,
+            only=only,
+            skip=skip,
+            per_expert_budget=per_expert_budget,
+            top_p=top_p,
         )
-    elif (
-        base or expert or method or param or budget or max_error is not None or dtype or no_analyze
+    elif any(
+        # By identity: a 0 that was given is given.
+        option is not None and option is not False and option != []
+        for option in (
+            *(base, expert, method, param, budget, max_error, dtype, no_analyze),
+            *(score, only, skip, per_expert_budget, top_p),
+        )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
+    bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store, session.progress() as tick:
         if request is None:
             chosen = _known_plan(store, plan or "")
-            report = store.merge(chosen, name=name, message=message, threads=threads, progress=tick)
+            report = store.merge(
+                chosen,
+                name=name,
+                message=message,
+                virtual=virtual,
+                threads=threads,
+                memo=not no_memo,
+                memory=bound,
+                progress=tick,
+            )
         else:
             planned = request.plan(store, threads=threads, progress=tick)
             merged = store.merge(
-                planned, name=name, message=message, threads=threads, progress=tick
+                planned,
+                name=name,
+                message=message,
+                virtual=virtual,
+                threads=threads,
+                memo=not no_memo,
+                memory=bound,
+                progress=tick,
             )
             report = replace(merged, seconds=planned.seconds + merged.seconds)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
-            screen.line(f"merged {report.name} {short(report.snapshot)}", style="green")
+            what = ", virtual: mstore materialize stores it" if report.virtual else ""
+            screen.line(f"merged {report.name} {short(report.snapshot)}{what}", style="green")
         else:
             screen.line(f"nothing new: {report.name} holds this merge already")
         share = format_share(report.expert_bytes_read, report.full_expert_bytes)
@@ -115,6 +176,8 @@ def merge(
                     "experts read",
                     f"{format_size(report.expert_bytes_read)} ({share} of {full})",
                 ),
+                ("  remembered", _some_size(report.memo_expert_bytes)),
+                ("  resumed", _some_size(report.resumed_expert_bytes)),
                 ("analysis read", format_size(report.analyze_bytes_read)),
                 ("base read", format_size(report.base_bytes_read)),
                 ("written", format_size(report.bytes_written)),
@@ -149,3 +212,8 @@ def _known_plan(store: Store, id_or_file: str) -> str:
 
 def _optional_size(size: int | None) -> str:
     return "none" if size is None else format_size(size)
+
+
+def _some_size(size: int) -> str | None:
+    """A size in words; None, and so no line, for nothing."""
+    return format_size(size) if size else None

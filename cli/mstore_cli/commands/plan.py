@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     Base,
     Budget,
@@ -16,8 +18,15 @@ from mstore_cli.merging import (
     MaxError,
     Method,
     NoAnalyze,
+    Only,
     Parameters,
+    PerExpertBudget,
+    Request,
+    Score,
+    Skip,
+    TopP,
     draw_plan,
+    draw_sweep,
     make_request,
     plan_document,
 )
@@ -41,16 +50,44 @@ def plan(
     max_error: MaxError = None,
     dtype: Dtype = None,
     no_analyze: NoAnalyze = False,
+    score: Score = None,
+    only: Only = None,
+    skip: Skip = None,
+    per_expert_budget: PerExpertBudget = None,
+    top_p: TopP = None,
     threads: Threads = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Also write the plan here, as JSON."),
     ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="Instead of one plan: cost and error at budgets of 5 % to 100 %."
+        ),
+    ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="With --sweep: also the real error; reads all experts once."
+        ),
+    ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="With --sweep: also draw it here, as SVG."),
+    ] = None,
 ) -> None:
     """Choose which expert blocks a merge reads, and say what it costs and how far off it can be.
 
-    The plan is kept in the store. The same request gives the same plan.
+    The plan is kept in the store. The same request gives the same plan. With --sweep no plan is
+    kept: each line is what the plan with that budget would be.
     """
+    if sweep and (budget is not None or max_error is not None or output is not None):
+        raise UsageError("--sweep goes over budgets itself; leave out --budget, --max-error and -o")
+    if not sweep and (measure or svg is not None):
+        raise UsageError("--measure and --svg belong to --sweep")
+    if svg is not None:
+        plots.require()
     request = make_request(
         base=base,
         experts=expert,
@@ -60,7 +97,15 @@ def plan(
         max_error=max_error,
         dtype=dtype,
         no_analyze=no_analyze,
+        score=score,
+        only=only,
+        skip=skip,
+        per_expert_budget=per_expert_budget,
+        top_p=top_p,
     )
+    if sweep:
+        _sweep(session, request, measure=measure, svg=svg, threads=threads)
+        return
     with session.open() as store:
         with session.progress() as tick:
             report = request.plan(store, threads=threads, progress=tick)
@@ -77,3 +122,31 @@ def plan(
         screen.line(f"next: mstore merge --plan {short(report.plan)} --name REF")
 
     session.output.emit(plan_document(report, output), ids=[report.plan], human=human)
+
+
+def _sweep(
+    session: Session, request: Request, *, measure: bool, svg: Path | None, threads: int | None
+) -> None:
+    with session.open() as store, session.progress() as tick:
+        report = request.sweep(store, measure=measure, threads=threads, progress=tick)
+    if svg is not None:
+        points = [
+            plots.SweepPoint(
+                point.planned_expert_bytes,
+                point.error_bound,
+                point.error_estimate,
+                point.measured_error,
+            )
+            for point in report.points
+        ]
+        title = f"{report.method} of {len(report.experts)} experts into {report.base}"
+        plots.sweep(points, svg, title=title)
+
+    def human(screen: Screen) -> None:
+        draw_sweep(screen, report)
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
+
+    session.output.emit(
+        report, ids=[point.planned_expert_bytes for point in report.points], human=human
+    )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mstore_cli.command import command
+from mstore_cli.graph import how
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short, when
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import ParentReport
 
 
 @command(example="mstore show llama/merged")
@@ -16,19 +22,23 @@ def show(session: Session, revision: Revision) -> None:
         report = store.show(revision)
 
     def human(screen: Screen) -> None:
-        made = f"{report.origin} {report.method or ''}".rstrip()
         screen.line(f"snapshot {report.snapshot}", style="yellow")
         screen.fields(
             [
                 ("manifest", report.manifest),
-                ("made", f"{when(report.time_ns)} by {made}"),
+                ("made", f"{when(report.time_ns)} by {how(report)}"),
                 ("plan", report.plan),
                 ("refs", ", ".join(report.refs) or None),
                 ("content", f"{report.files} files, {report.tensors} tensors"),
                 ("size", format_size(report.plain_bytes)),
-                *((parent.role, short(parent.snapshot)) for parent in report.parents),
+                *((parent.role, _named(parent)) for parent in report.parents),
                 ("message", report.message or None),
             ]
         )
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _named(parent: ParentReport) -> str:
+    names = f" ({', '.join(parent.refs)})" if parent.refs else ""
+    return f"{short(parent.snapshot)}{names}"

@@ -32,6 +32,7 @@ def stats(session: Session) -> None:
                 ("stored", f"{format_size(report.stored_bytes)} ({share} of plain)"),
                 ("index", format_size(report.index_bytes)),
                 ("statistics", format_size(report.statistics_bytes)),
+                ("memo table", format_size(report.memo_bytes)),
             ]
         )
 

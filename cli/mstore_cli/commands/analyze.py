@@ -1,0 +1,55 @@
+"""`mstore analyze`: statistics of two snapshots that are stored already."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Threads
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+
+@command(
+    example="mstore analyze llama/math --base llama/base",
+    failure="an error; statistics that were finished are kept",
+)
+def analyze(
+    session: Session,
+    expert: Annotated[
+        str,
+        typer.Argument(metavar="EXPERT", help="The fine-tuned snapshot.", show_default=False),
+    ],
+    base: Annotated[
+        str, typer.Option("--base", metavar="REF", help="What it is to be compared with.")
+    ],
+    threads: Threads = None,
+) -> None:
+    """Measure how an expert differs from a base, so that merges can be planned.
+
+    `add --base` has done so already; this is for other pairs. Only what is missing is measured,
+    and an interrupted run goes on where it stopped.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.analyze(expert, base, threads=threads, progress=tick)
+
+    def human(screen: Screen) -> None:
+        if report.tensors_measured:
+            screen.line(f"analyzed {report.expert} against {report.base}", style="green")
+        else:
+            screen.line(f"nothing to do: {report.expert} against {report.base} is known")
+        measured, known = report.tensors_measured, report.tensors_known
+        equal = report.tensors_equal
+        screen.fields(
+            [
+                ("tensors", f"{measured} measured, {known} known, {equal} equal to the base's"),
+                ("experts read", format_size(report.expert_bytes_read)),
+                ("statistics", format_size(report.statistics_bytes)),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+
+    session.output.emit(report, ids=[], human=human)

@@ -1,0 +1,116 @@
+"""`mstore blame`: each expert's share of what a merge changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli import plots
+from mstore_cli.command import command
+from mstore_cli.groups import By, Group, draw_groups
+from mstore_cli.options import Revision, Threads
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import BlameReport, ExpertBlame, LayerBlame, TensorBlame
+
+COLUMNS = ("SHARE", "NORM", "MOVED")
+
+
+@command(example="mstore blame llama/merged --by layer")
+def blame(
+    session: Session,
+    revision: Revision,
+    tensor: Annotated[
+        str | None,
+        typer.Option("--tensor", metavar="NAME", help="Only this tensor.", show_default=False),
+    ] = None,
+    by: Annotated[
+        By, typer.Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
+    ] = By.TENSOR,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Also draw the norms by layer and expert as a heat map, as SVG.",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Say how much of what a merge changed came from which expert.
+
+    Measured, not estimated: the blocks of the plan are read and merged again, and no others of an
+    expert. SHARE is the part of the merged delta, along itself, that the expert contributed; the
+    shares add up to 100 %, and one that worked against the outcome is negative. NORM is the norm
+    of the contribution, MOVED the number of elements that it moved. Nothing is published.
+    """
+    if svg is not None:
+        plots.require()
+    with session.open() as store, session.progress() as tick:
+        report = store.blame(revision, tensor, threads=threads, progress=tick)
+    if svg is not None:
+        plots.heat_map(norms(report, revision), svg)
+
+    def human(screen: Screen) -> None:
+        _draw(screen, report, by)
+
+    session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
+
+
+def norms(report: BlameReport, name: str) -> plots.HeatMap:
+    """Layers and experts: the norm of what each contributed."""
+    return plots.HeatMap(
+        title=f"{name}: what each expert contributed",
+        rows=tuple(layer.name for layer in report.layers),
+        columns=tuple(expert.expert for expert in report.experts),
+        cells=tuple(tuple(expert.norm for expert in layer.experts) for layer in report.layers),
+        measure="norm of the contribution, in the units of the weights",
+    )
+
+
+def _draw(screen: Screen, report: BlameReport, by: By) -> None:
+    screen.line(
+        f"{short(report.snapshot)} was merged by plan {short(report.plan)} ({report.method})"
+    )
+    screen.line(
+        f"read {format_size(report.expert_bytes_read)} of experts and "
+        f"{format_size(report.base_bytes_read)} of the base in {format_seconds(report.seconds)}"
+    )
+    screen.line()
+    ones: Sequence[TensorBlame | LayerBlame] = ()
+    if by is By.TENSOR:
+        ones = report.tensors
+    elif by is By.LAYER:
+        ones = report.layers
+    groups = [Group(one.name, _note(one), _rows(one.experts, one.base_share)) for one in ones]
+    # One tensor is all there is.
+    if len(report.tensors) != 1 or by is By.EXPERT:
+        whole = _rows(report.experts, report.base_share)
+        groups.append(Group("all", f"norm {report.norm:.3g}", whole))
+    draw_groups(screen, "" if by is By.EXPERT else by.name, COLUMNS, groups)
+
+
+def _note(one: TensorBlame | LayerBlame) -> str:
+    odd = f", {one.not_finite} not finite" if one.not_finite else ""
+    return f"norm {one.norm:.3g}, {one.changed} of {one.elements} elements changed{odd}"
+
+
+def _rows(experts: Sequence[ExpertBlame], base_share: float | None) -> tuple[tuple[str, ...], ...]:
+    rows = [
+        (f"{one.expert}={one.weight:g}", _percent(one.share), f"{one.norm:.3g}", str(one.moved))
+        for one in experts
+    ]
+    if base_share:
+        rows.append(("(the base, scaled)", _percent(base_share), "", ""))
+    return tuple(rows)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,56 @@
+"""`mstore materialize`: compute all of a virtual merge and store it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Message, Threads
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+
+@command(
+    example="mstore materialize llama/merged",
+    failure="an error; the branch stays where it is",
+)
+def materialize(
+    session: Session,
+    branch: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF", help="A branch that holds a virtual merge.", show_default=False
+        ),
+    ],
+    message: Message = "",
+    threads: Threads = None,
+) -> None:
+    """Run the plan of a virtual merge, store the result and move the branch to it.
+
+    The content is the one that a merge without --virtual has. Where the branch holds stored bytes
+    already there is nothing to do.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.materialize(branch, message=message, threads=threads, progress=tick)
+
+    def human(screen: Screen) -> None:
+        if not report.new_snapshot:
+            screen.line(f"nothing to do: {report.name} is stored already")
+            return
+        screen.line(f"materialized {report.name} {short(report.snapshot)}", style="green")
+        screen.fields(
+            [
+                ("plan", short(report.plan)),
+                ("manifest", short(report.manifest)),
+                ("experts read", format_size(report.expert_bytes_read)),
+                ("base read", format_size(report.base_bytes_read)),
+                ("written", format_size(report.bytes_written)),
+                ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

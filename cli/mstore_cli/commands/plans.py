@@ -1,0 +1,68 @@
+"""`mstore plans`: the plans that the store keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mstore_cli.command import command
+from mstore_cli.merging import format_bound
+from mstore_cli.output import Column, Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_share, format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import PlanReport
+
+COLUMNS = (
+    Column("PLAN", style="yellow"),
+    Column("METHOD"),
+    Column("BASE"),
+    Column("EXPERTS"),
+    Column("BUDGET", right=True),
+    Column("READS", right=True),
+    Column("BOUND", right=True),
+)
+
+
+@command(example="mstore plans --json")
+def plans(session: Session) -> None:
+    """List the plans that the store keeps, by base, method and cost.
+
+    Each can be run with `mstore merge --plan ID`. BOUND is the certified bound on the error, `~` in
+    front of an estimate.
+    """
+    with session.open() as store:
+        found = store.plans()
+
+    def human(screen: Screen) -> None:
+        if not found:
+            screen.line("no plans yet; next: mstore plan --base REF --expert REF --method NAME")
+        screen.table(
+            COLUMNS,
+            (
+                (
+                    short(one.plan),
+                    one.method,
+                    one.base,
+                    ", ".join(f"{name}={weight:g}" for name, weight in one.experts),
+                    "none" if one.budget_bytes is None else format_size(one.budget_bytes),
+                    _reads(one),
+                    _error(one.error_bound, one.error_estimate),
+                )
+                for one in found
+            ),
+        )
+
+    session.output.emit({"plans": found}, ids=[one.plan for one in found], human=human)
+
+
+def _reads(one: PlanReport) -> str:
+    share = format_share(one.planned_expert_bytes, one.full_expert_bytes)
+    return f"{format_size(one.planned_expert_bytes)} ({share})"
+
+
+def _error(bound: float | None, estimate: float | None) -> str:
+    """The bound, else the estimate, marked as one."""
+    if bound is None and estimate is not None:
+        return f"~{format_bound(estimate)}"
+    return format_bound(bound)

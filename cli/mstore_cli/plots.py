@@ -1,0 +1,258 @@
+"""Plots as SVG files: the cost curve of a sweep, and a heat map of layers and experts.
+
+The one module that imports matplotlib, an optional extra, and only when something is drawn:
+`require` says early, before the work, that it is missing.  The same values give the same bytes
+with the same matplotlib: no date, no random ids, no settings of the user's, text as text.
+Colours are told apart by colour-blind eyes (Okabe and Ito 2008, cividis), lines also by marker
+and dash.  Files are written whole, through mstore.fs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mstore_cli.output import elided
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HINT = "pip install 'mstore[plot]'"
+SALT = "mstore"
+BLACK, ORANGE, SKY, GREEN = "#000000", "#D55E00", "#0072B2", "#009E73"
+STYLE: dict[str, Any] = {
+    "svg.hashsalt": SALT,
+    "svg.fonttype": "none",
+    "font.size": 10.0,
+    "axes.titlesize": 11.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#D9D9D9",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "hatch.color": "#8C8C8C",
+    # Names from checkpoints are text, not formulas.
+    "text.parse_math": False,
+}
+LONGEST_LABEL = 28
+INCHES_A_LETTER = 0.085
+DECADES = 1e-4
+"""An error less than this part of the largest is next to zero in a plot."""
+CELL_NUMBERS = 400
+"""A heat map of at most so many cells has its numbers written into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One budget of a sweep: bytes read from experts, and errors relative to the base's norm.
+
+    None where the method has no such figure or it was not measured.
+    """
+
+    expert_bytes: int
+    bound: float | None = None
+    estimate: float | None = None
+    measured: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """A table of numbers: `cells[row][column]`, None where there is none (drawn hatched).
+
+    rows are layers, columns experts.  `measure` is what the numbers are, with their unit;
+    `unknown` what it means that there is none.
+    `top` fixes the end of the scale, where 1.0 means shares, written as percentages; else the
+    largest number does.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[float | None, ...], ...]
+    measure: str
+    top: float | None = None
+    unknown: str = "not known"
+
+
+def require() -> None:
+    """Raise Unavailable, with what to install, where nothing can be drawn."""
+    if find_spec("matplotlib") is None:
+        from mstore.errors import Unavailable
+
+        raise Unavailable("drawing needs matplotlib, which is not installed", hint=HINT)
+
+
+def sweep(points: Sequence[SweepPoint], path: Path, *, title: str = "Cost against error") -> None:
+    """Draw error against expert bytes, a line each for bound, estimate and measured, as SVG.
+
+    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    """
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(7.0, 4.2)
+        axes = figure.add_subplot()
+        ordered = sorted(points, key=lambda point: point.expert_bytes)
+        unit, name = _unit(max((point.expert_bytes for point in ordered), default=0))
+        curves = (
+            ("certified bound", "bound", SKY, "-", "o"),
+            ("estimate", "estimate", ORANGE, "--", "s"),
+            ("measured", "measured", BLACK, ":", "^"),
+        )
+        seen: list[float] = []
+        for label, field, colour, dash, marker in curves:
+            known = [(p.expert_bytes / unit, getattr(p, field)) for p in ordered]
+            drawn = [(x, y) for x, y in known if y is not None and math.isfinite(y)]
+            if drawn:
+                xs, ys = zip(*drawn, strict=True)
+                seen += ys
+                axes.plot(
+                    xs, ys, dash, marker=marker, markersize=5, color=colour, label=label, alpha=0.9
+                )
+        axes.set_title(_label(title, 80))
+        axes.set_xlabel(f"read from experts ({name})")
+        axes.set_ylabel("error relative to the base's norm (no unit)")
+        axes.set_xlim(left=0)
+        _error_scale(axes, seen)
+        if seen:
+            axes.legend()
+
+    _write(draw, path)
+
+
+def heat_map(table: HeatMap, path: Path) -> None:
+    """Draw a table of layers (down) and experts (across) as SVG.
+
+    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    """
+
+    def draw(figure: Figure) -> None:
+        import numpy as np
+        from matplotlib.patches import Patch
+
+        rows, columns = len(table.rows), len(table.columns)
+        figure.set_size_inches(*_heat_map_inches(table))
+        axes = figure.add_subplot()
+        values = np.full((rows, columns), np.nan)
+        for number, cells in enumerate(table.cells):
+            values[number] = [np.nan if cell is None else cell for cell in cells]
+        known = values[np.isfinite(values)]
+        top = table.top or float(known.max(initial=0.0)) or 1.0
+        mesh = axes.pcolormesh(
+            np.ma.masked_invalid(values),
+            cmap="cividis",
+            vmin=0.0,
+            vmax=top,
+            edgecolors="white",
+            linewidth=0.5,
+        )
+        unknown = np.argwhere(~np.isfinite(values))
+        for row, column in unknown.tolist():
+            axes.add_patch(_hatched(column, row))
+        if rows * columns <= CELL_NUMBERS:
+            for row, column in np.argwhere(np.isfinite(values)).tolist():
+                value = float(values[row, column])
+                axes.text(
+                    column + 0.5,
+                    row + 0.5,
+                    _number(value, table.top),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if value < 0.5 * top else "black",
+                )
+        axes.set_xticks([n + 0.5 for n in range(columns)], [_label(c) for c in table.columns])
+        axes.tick_params(axis="x", rotation=40)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+            label.set_rotation_mode("anchor")
+        axes.set_yticks([n + 0.5 for n in range(rows)], [_label(r) for r in table.rows])
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.invert_yaxis()
+        axes.set_xlabel("expert")
+        axes.set_ylabel("layer")
+        figure.suptitle(f"{_label(table.title, 60)}\n{table.measure}", fontsize=10)
+        percent = (lambda value, _position: f"{100 * value:.0f}%") if table.top == 1.0 else None
+        figure.colorbar(mesh, ax=axes, format=percent)
+        if len(unknown):
+            figure.legend(
+                handles=[Patch(facecolor="white", edgecolor="#8C8C8C", hatch="///")],
+                labels=[table.unknown],
+                loc="outside lower right",
+            )
+
+    _write(draw, path)
+
+
+def _write(draw: Any, path: Path) -> None:
+    require()
+    import matplotlib.style
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    from mstore import fs
+
+    text = StringIO()
+    # "default" first: a matplotlibrc of the user's must not change what is drawn.
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    fs.replace_text(path, svg)
+
+
+def _heat_map_inches(table: HeatMap) -> tuple[float, float]:
+    """Width and height: cells of one size, beside and above labels of the length that they have."""
+    left = max((len(_label(row)) for row in table.rows), default=0) * INCHES_A_LETTER
+    below = max((len(_label(column)) for column in table.columns), default=0) * INCHES_A_LETTER
+    title = max(len(_label(table.title, 60)), len(table.measure)) * INCHES_A_LETTER
+    # Labels of columns are turned by 40 degrees.
+    width = 0.77 * below + left + 0.6 * len(table.columns) + 1.4
+    return max(width, title + 0.4), 0.65 * below + 0.26 * len(table.rows) + 1.5
+
+
+def _hatched(column: int, row: int) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column, row), 1, 1, facecolor="white", edgecolor="#8C8C8C", hatch="///", lw=0)
+
+
+def _error_scale(axes: Axes, seen: Sequence[float]) -> None:
+    """Logarithmic where errors span decades, with zero, the full read, still on it."""
+    largest = max(seen, default=0.0)
+    # What is left at full read is rounding: it must not squeeze all else into a corner.
+    positive = [value for value in seen if value > DECADES * largest]
+    if positive and largest >= 30 * min(positive):
+        lowest = 10.0 ** math.floor(math.log10(min(positive)))
+        axes.set_yscale("symlog", linthresh=lowest, linscale=0.5)
+        axes.set_ylim(0, 2 * largest)
+    else:
+        axes.set_ylim(0, 1.08 * largest or 1.0)
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:.3g}")
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    """The binary unit in which the largest size has at most four digits before the point."""
+    names = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = 0
+    while power < len(names) - 1 and largest >= 1024 ** (power + 1):
+        power += 1
+    return 1024**power, names[power]
+
+
+def _number(value: float, top: float | None) -> str:
+    return f"{100 * value:.0f}%" if top == 1.0 else f"{value:.2g}"
+
+
+def _label(name: str, longest: int = LONGEST_LABEL) -> str:
+    return elided(name, longest)

@@ -1,0 +1,109 @@
+"""mergekit, run as its users run it: a recipe in YAML, checkpoints in directories, run_merge.
+
+Owns the recipe, the call, and what is seen of the random methods while they run: their masks and
+rescale factors, taken by wrapping two of mergekit's functions.  Not one line of it is mergekit's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from case import Case
+from generated import Family, Tensors
+from mergekit import sparsify
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.merge_methods import generalized_task_arithmetic
+from mergekit.options import MergeOptions
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random method did to one delta: a mask of 0 and 1, and the factor after it."""
+
+    mask: Tensor
+    factor: float
+
+
+Draws = dict[str, list[Draw]]
+"""By tensor, one for each expert in order; none where nothing was drawn."""
+
+
+def merge(
+    family: Family, case: Case, out: Path, *, dtype: str | None = "float32", out_dtype: str
+) -> Tensors:
+    """The merged tensors, read back from what mergekit wrote.
+
+    `dtype` is the one that it computes in; None leaves that to mergekit.
+    """
+    recipe: dict[str, Any] = {
+        "merge_method": case.method,
+        "out_dtype": out_dtype,
+        "parameters": {n: v for n, v in case.parameters().items() if n != "density"},
+        "models": [
+            {
+                "model": str(family.path(name)),
+                "parameters": {"weight": weight}
+                | ({"density": case.density} if "density" in case.parameters() else {}),
+            }
+            for name, weight in zip(case.experts, case.weights, strict=True)
+        ],
+    }
+    if dtype is not None:
+        recipe["dtype"] = dtype
+    if case.method != "linear":
+        recipe["base_model"] = str(family.path("base"))
+    config = MergeConfiguration.model_validate(yaml.safe_load(yaml.safe_dump(recipe)))
+    options = MergeOptions(
+        copy_tokenizer=False, write_model_card=False, quiet=True, random_seed=case.seed
+    )
+    run_merge(config, str(out), options)
+    merged: Tensors = {}
+    for path in sorted(out.glob("*.safetensors")):
+        merged |= load_file(path)
+    return merged
+
+
+@contextmanager
+def recorded() -> Iterator[Draws]:
+    """While open, every mask that mergekit draws is written down, with the factor it applies."""
+    draws: Draws = {}
+    method = generalized_task_arithmetic.GeneralizedTaskArithmeticMerge
+    merge_group, rescale = method.merge_group, sparsify.rescaled_masked_tensor
+    current: list[Draw] = []
+
+    def merging(self: Any, group: Any, /, **parameters: Any) -> Tensor:
+        nonlocal current
+        current = draws.setdefault(group.metadata.name, [])
+        result: Tensor = merge_group(self, group, **parameters)
+        return result
+
+    def rescaling(tensor: Tensor, mask: Tensor, norm: Any, **others: Any) -> Tensor:
+        result: Tensor = rescale(tensor, mask, norm, **others)
+        current.append(Draw(mask.clone(), _factor(tensor, mask, result)))
+        return result
+
+    with (
+        mock.patch.object(method, "merge_group", merging),
+        mock.patch.object(sparsify, "rescaled_masked_tensor", rescaling),
+    ):
+        yield draws
+
+
+def _factor(tensor: Tensor, mask: Tensor, result: Tensor) -> float:
+    """What the masked delta was multiplied by: nothing, or the ratio of the L1 norms."""
+    masked = tensor * mask
+    ratio = tensor.abs().sum() / masked.abs().sum()
+    for factor in (torch.ones(()), ratio):
+        if torch.equal(masked * factor, result):
+            return float(factor)
+    raise AssertionError("mergekit rescaled by something that is not the ratio of the L1 norms")

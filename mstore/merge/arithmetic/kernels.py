@@ -1,0 +1,268 @@
+"""The fused kernels: one pass over a chunk of base and experts, stored bytes to stored bytes.
+
+Owns what is called and checked, and the order of the float32 arithmetic of every operator: sums
+over experts run in plan order, no product is contracted into a sum unless it says so, no sum is
+reassociated.  Does not own the arithmetic itself (`passes`), which experts are present,
+thresholds or keys (the engine and the planner), nor the scalars that parameters become
+(mstore.merge.arithmetic.operators).
+
+A chunk is worked on in tiles that stay in the first-level cache.  Every step over a tile is a
+loop that LLVM vectorises; element types and operator flags are looked at once a tile, so that
+one compiled function serves all.  `mix_chunk` and `count_ties` release the GIL, work in scratch of
+their thread (`tiles`) and may run on any number of threads.  Compiled code is kept on disk
+(`numeric.machine`).
+
+Bits: equal float32 patterns of base and expert make the delta exactly zero (also for NaN and
+infinity); a mix of zero gives the base element's own bits; any other NaN that arithmetic or a
+change of element type produces is the canonical quiet one, since payloads differ by machine.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.arithmetic.operators import (
+    Value,
+    check_weights,
+    fixed_divisor,
+    mask_limit,
+    needs_thresholds,
+    operator,
+    rescale_factor,
+    single,
+)
+from mstore.merge.arithmetic.tiles import ADDITIVE, CONSENSUS, COUNTED, DIRECT, UNLIMITED, Scratch
+from mstore.numeric.codes import ITEMSIZES, dtype_code
+from mstore.numeric.machine import Pass
+
+__all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "warm_up"]
+
+_HERE: Final = Path(__file__)
+_SOURCES: Final = (
+    _HERE.parents[2] / "numeric" / "codes.py",
+    _HERE.parents[2] / "numeric" / "floats.py",
+    _HERE.with_name("philox.py"),
+    _HERE.with_name("tiles.py"),
+    _HERE.with_name("passes.py"),
+)
+_PASSES: Final = "mstore.merge.arithmetic.passes"
+_mix: Final = Pass(_PASSES, "mix", "iippiiiiipiipiippiipppppipipppp", _SOURCES)
+_count: Final = Pass(_PASSES, "count", "iipiipiipp", _SOURCES)
+_scratch: Final = Scratch()
+_NO_MASKS: Final = np.zeros((0, 0), dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """One merge's method, parameters and weights, as the kernel takes them.
+
+    `weights` is float32[K]; `factors` is float32[3]: fixed divisor, lambda, rescale factor;
+    `flags` is int64[4]: kind, normalize, trims, random; `mask_limit` is as in
+    operators.mask_limit.
+    """
+
+    weights: npt.NDArray[np.float32]
+    factors: npt.NDArray[np.float32]
+    flags: npt.NDArray[np.int64]
+    mask_limit: int
+
+    @classmethod
+    def build(cls, method: str, parameters: Mapping[str, Value], weights: Sequence[float]) -> Mix:
+        """From complete parameters (operators.parse_parameters) and one weight an expert.
+
+        Raises BadRequest as operators.check_weights does.
+        """
+        flags = operator(method)
+        kind = DIRECT if flags.direct else CONSENSUS if flags.consensus else ADDITIVE
+        trims = needs_thresholds(method, parameters)
+        factors = (
+            fixed_divisor(method, parameters, weights),
+            single(parameters.get("lambda", 1.0)),
+            rescale_factor(method, parameters),
+        )
+        return cls(
+            weights=np.array(check_weights(method, parameters, weights), dtype=np.float32),
+            factors=np.array(factors, dtype=np.float32),
+            flags=np.array(
+                [kind, bool(parameters["normalize"]), trims, flags.random], dtype=np.int64
+            ),
+            mask_limit=mask_limit(method, parameters),
+        )
+
+    def signature(self) -> bytes:
+        """Canonical bytes of all that this object says of the arithmetic, but for the weights.
+
+        flags (4 x int64), factors (3 x float32), mask_limit (uint64), little-endian: 52 bytes, the
+        same on every machine.  Two mixes of equal signature give equal bytes for equal chunks,
+        weights, thresholds, quotas and keys.
+        """
+        return (
+            self.flags.astype("<i8").tobytes()
+            + self.factors.astype("<f4").tobytes()
+            + self.mask_limit.to_bytes(8, "little")
+        )
+
+
+def mix_chunk(
+    mix: Mix,
+    base: npt.NDArray[np.uint8],
+    base_dtype: str,
+    rows: npt.NDArray[np.uint8],
+    row_dtypes: Sequence[str],
+    row_of: npt.NDArray[np.int64],
+    n: int,
+    first_index: int,
+    thresholds: npt.NDArray[np.float32],
+    quotas: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.uint32],
+    out: npt.NDArray[np.uint8],
+    out_dtype: str,
+    masks: npt.NDArray[np.uint8] | None = None,
+    rescales: npt.NDArray[np.float32] | None = None,
+) -> list[int]:
+    """Merge `n` elements of one tensor, from flat index `first_index` on, into `out`.
+
+    base        uint8[>= n * itemsize], contiguous, aligned to its element
+    rows        uint8[>= P, stride], each row `n` elements that were read
+    row_dtypes  P element types, one a row ("BF16", "F16" or "F32"; sources and output may differ)
+    row_of      int64[K] for the K weights of `mix`: the row of expert k, or -1.  Experts may name
+                one row together (blocks that they share).  Those without a row are absent: their
+                delta is zero.  If all are, the output is the base, converted to its type (unless
+                operators.reuses_base says otherwise)
+    thresholds  float32[K]: trimming keeps |d| above it, and
+    quotas      int64[K]: that many |d| equal to it, lowest index first, in THIS chunk
+                (UNLIMITED: all; COUNTED: all, and they are counted).  Both are read only if
+                the operator needs thresholds
+    keys        uint32[K, 2] of random.mask_keys, read only if the operator is random
+    out         uint8[>= n * itemsize]; bytes after the last element are left alone
+    masks       uint8[K, n], only for random operators: 1 keeps an element, 0 drops it, in place
+                of the draws of `keys`
+    rescales    float32[K], only for random operators: what expert k's kept deltas are multiplied
+                by, in place of the one rescale factor of `mix`
+
+    Returns for each expert how many elements were counted; 0 where none were to be.  Raises
+    BadRequest for another element type and ValueError for arrays that do not fit.
+    """
+    base_code, out_code = dtype_code(base_dtype), dtype_code(out_dtype)
+    row_codes = np.array([dtype_code(dtype) for dtype in row_dtypes], dtype=np.int64)
+    experts = mix.weights.size
+    if (
+        base.size < n * ITEMSIZES[base_dtype]
+        or out.size < n * ITEMSIZES[out_dtype]
+        or len(row_dtypes) > rows.shape[0]
+        or any(rows.shape[1] < n * ITEMSIZES[dtype] for dtype in row_dtypes)
+    ):
+        raise ValueError("base, rows or out do not fit the chunk")
+    if not (base.flags.c_contiguous and rows.flags.c_contiguous and out.flags.carray):
+        raise ValueError("base, rows and out are contiguous, and out is written")
+    if row_of.shape != (experts,) or not all(
+        -1 <= row < len(row_dtypes) for row in row_of.tolist()
+    ):
+        raise ValueError("row_of does not name one row, or none, of every expert")
+    if mix.flags[2] and not thresholds.size == quotas.size == experts:
+        raise ValueError("thresholds or quotas are not one an expert")
+    if masks is None and mix.mask_limit < 2**32 and keys.shape != (experts, 2):
+        raise ValueError("keys are not one an expert")
+    if not mix.flags[3] and not (masks is None and rescales is None):
+        raise ValueError("masks and rescales do not fit an operator that draws none")
+    if masks is not None and masks.shape != (experts, n):
+        raise ValueError("masks do not fit the chunk's experts and elements")
+    if rescales is None:
+        rescales = np.full(experts, mix.factors[2], dtype=np.float32)
+    elif rescales.shape != (experts,):
+        raise ValueError("rescales are not one an expert")
+    ties = np.zeros(experts, dtype=np.int64)
+    # Held until the pass is done: it is given addresses.
+    taken = (
+        np.ascontiguousarray(row_of, dtype=np.int64),
+        np.ascontiguousarray(thresholds, dtype=np.float32),
+        np.ascontiguousarray(quotas, dtype=np.int64),
+        np.ascontiguousarray(keys, dtype=np.uint32),
+        np.ascontiguousarray(rescales, dtype=np.float32),
+        _NO_MASKS if masks is None else np.ascontiguousarray(masks, dtype=np.uint8),
+    )
+    row_of_at, thresholds_at, quotas_at, keys_at, rescales_at, masks_at = (
+        array.ctypes.data for array in taken
+    )
+    _mix(
+        experts,
+        int(mix.flags[0]),
+        mix.weights.ctypes.data,
+        mix.factors.ctypes.data,
+        int(mix.flags[1]),
+        int(mix.flags[2]),
+        mix.mask_limit,
+        base_code,
+        base.size,
+        base.ctypes.data,
+        rows.shape[0],
+        rows.shape[1],
+        rows.ctypes.data,
+        row_codes.size,
+        out_code,
+        row_codes.ctypes.data,
+        row_of_at,
+        n,
+        first_index,
+        thresholds_at,
+        quotas_at,
+        keys_at,
+        rescales_at,
+        masks_at,
+        int(masks is not None),
+        out.ctypes.data,
+        out.size,
+        _scratch.tiles_at,
+        _scratch.draws_at,
+        _scratch.experts_at(experts),
+        ties.ctypes.data,
+    )
+    counted: list[int] = ties.tolist()
+    return counted
+
+
+def count_ties(
+    base: npt.NDArray[np.uint8],
+    base_dtype: str,
+    row: npt.NDArray[np.uint8],
+    row_dtype: str,
+    n: int,
+    threshold: float,
+) -> int:
+    """How many of a chunk's `n` deltas have exactly the magnitude `threshold`, a float32.
+
+    Arrays as for mix_chunk.  Raises BadRequest for another element type and ValueError for
+    arrays that do not fit.
+    """
+    base_code, row_code = dtype_code(base_dtype), dtype_code(row_dtype)
+    if base.size < n * ITEMSIZES[base_dtype] or row.size < n * ITEMSIZES[row_dtype]:
+        raise ValueError("base or row is shorter than the chunk")
+    if not (base.flags.c_contiguous and row.flags.c_contiguous):
+        raise ValueError("base and row are contiguous")
+    ties = np.zeros(1, dtype=np.int64)
+    _count(
+        base_code,
+        base.size,
+        base.ctypes.data,
+        row_code,
+        row.size,
+        row.ctypes.data,
+        n,
+        struct.unpack("<I", struct.pack("<f", threshold))[0],
+        _scratch.tiles_at,
+        ties.ctypes.data,
+    )
+    return int(ties[0])
+
+
+def warm_up() -> None:
+    """Load both kernels, or compile them, so that no later call does."""
+    _mix.load()
+    _count.load()

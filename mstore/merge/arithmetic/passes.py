@@ -1,0 +1,505 @@
+"""The compiled passes of a merge: a chunk of base and experts in, a chunk of output out.
+
+Owns the arithmetic that `kernels` promises: two entries, which take addresses and lengths and
+check nothing.  Importing this module imports the compiler; `kernels` has it done only where no
+machine code lies at rest (`mstore.numeric.machine`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from mstore.merge.arithmetic import philox, tiles
+from mstore.merge.arithmetic.philox import fill_draws
+from mstore.merge.arithmetic.tiles import (
+    ADDITIVE,
+    ALL,
+    BASE,
+    CONSENSUS,
+    COUNTED,
+    DIFFERS,
+    DIRECT,
+    DRAWS,
+    EXPERT,
+    FOURTH,
+    GROUP,
+    NEGATIVE,
+    NEGATIVE_WEIGHT,
+    POSITIVE,
+    POSITIVE_WEIGHT,
+    SECOND,
+    STRIDE,
+    SUM,
+    THIRD,
+    TILE,
+    TILES,
+    WEIGHTS,
+)
+from mstore.numeric import floats
+from mstore.numeric.compiling import compiled, entry, inlined
+from mstore.numeric.floats import (
+    bits_float,
+    float_bits,
+    fused,
+    load_bits,
+    quieten,
+    store_bits,
+)
+
+_NOTHING: Final = np.uint32(0)
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_SIGN: Final = np.uint32(0x80000000)
+_ALWAYS: Final = np.uint32(1)
+_ZERO: Final = np.float32(0.0)
+_ONE: Final = np.float32(1.0)
+
+
+@compiled
+def _subtract(count: int, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its deltas: expert minus base, +0 where their bits are equal."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        delta = float_bits(bits_float(expert) - bits_float(base))
+        tile[i] = _NOTHING if expert == base else delta
+
+
+@compiled
+def _weigh(count: int, weight: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its weighted deltas."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        mixed = float_bits((bits_float(expert) - bits_float(base)) * weight)
+        tile[i] = _NOTHING if expert == base else mixed
+
+
+@compiled
+def _weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its weighted deltas, 0 where the magnitude is below `least`.
+
+    Equal bits need no look of their own: what they give is zero, or a NaN, which is not kept.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
+        tile[i] = float_bits(delta * weight) if magnitude >= least else _NOTHING
+
+
+@compiled
+def _count_equal(count: int, threshold: Any, at: int, scratch: Any) -> int:
+    tile = scratch[at : at + count]
+    equal = 0
+    for i in range(count):
+        equal += bits_float(tile[i] & _MAGNITUDE) == threshold
+    return equal
+
+
+@compiled
+def _keep_some(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
+    """Zero the deltas that are not kept; return what is left of the quota."""
+    tile = scratch[at : at + count]
+    for i in range(count):
+        magnitude = bits_float(tile[i] & _MAGNITUDE)
+        keep = magnitude > threshold
+        if magnitude == threshold and quota > 0:
+            keep = True
+            quota -= 1
+        if not keep:
+            tile[i] = _NOTHING
+    return quota
+
+
+@compiled
+def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: Any) -> Any:
+    """As `_weigh_kept` with all that tie at the threshold; return how many those are."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    equal = np.uint32(0)
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
+        tile[i] = float_bits(delta * weight) if magnitude >= threshold else _NOTHING
+        equal = np.uint32(equal + np.uint32(magnitude == threshold))
+    return np.int64(equal)
+
+
+@compiled
+def _weigh_trimmed(
+    count: int, weight: Any, threshold: Any, quota: int, at: int, scratch: Any
+) -> int:
+    """Turn an expert's tile into its weighted, trimmed deltas; return what is left of the quota."""
+    if quota > 0:
+        # A quota is open from the chunk where it ends on, never for many: not worth a fused loop.
+        _subtract(count, at, scratch)
+        quota = _keep_some(count, threshold, quota, at, scratch)
+        _multiply(count, weight, at, scratch)
+        return quota
+    # Above the threshold is: not below the next float32.  That of infinity is a NaN, which
+    # nothing reaches.
+    least = threshold if quota < 0 else bits_float(float_bits(threshold) + np.uint32(1))
+    _weigh_kept(count, weight, least, at, scratch)
+    return quota
+
+
+@compiled
+def _weigh_drawn(
+    count: int, factor: Any, weight: Any, own: Any, limit: Any, at: int, scratch: Any
+) -> None:
+    """Turn an expert's tile into its deltas times factor, then weight, 0 where the element's own
+    draw is not below the limit."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        delta = np.float32(bits_float(expert) - bits_float(base))
+        mixed = float_bits(np.float32(delta * factor) * weight)
+        tile[i] = mixed if (own[i] < limit) & (expert != base) else _NOTHING
+
+
+@compiled
+def _drawn_by(mask: Any, draws: Any) -> None:
+    """Draws that a limit of 1 makes into this mask."""
+    for i in range(mask.size):
+        draws[i] = mask[i] == 0
+
+
+@compiled
+def _add_group(count: int, scratch: Any) -> None:
+    """Add four tiles, one after the other, to the sum."""
+    for i in range(count):
+        total = bits_float(scratch[SUM + i]) + bits_float(scratch[EXPERT + i])
+        total = np.float32(total + bits_float(scratch[SECOND + i]))
+        total = np.float32(total + bits_float(scratch[THIRD + i]))
+        scratch[SUM + i] = float_bits(total + bits_float(scratch[FOURTH + i]))
+
+
+@inlined
+def _positive(bits: Any) -> Any:
+    """These bits if they are of a number above zero, else zero."""
+    return bits if bits_float(bits) > _ZERO else _NOTHING
+
+
+@inlined
+def _share(bits: Any, weight: Any) -> Any:
+    """The weight if these bits are of a number above zero, else zero."""
+    return weight if bits_float(bits) > _ZERO else _ZERO
+
+
+@compiled
+def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None:
+    """The sum of those of four tiles that have the sign of the sum of all (zero: positive)."""
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    for i in range(count):
+        m0, m1 = scratch[EXPERT + i], scratch[SECOND + i]
+        m2, m3 = scratch[THIRD + i], scratch[FOURTH + i]
+        total = np.float32(np.float32(bits_float(m0) + bits_float(m1)) + bits_float(m2))
+        total = np.float32(total + bits_float(m3))
+        # On the negative side everything is turned around, and the result back.
+        flip = _NOTHING if total >= _ZERO else _SIGN
+        m0, m1 = np.uint32(m0 ^ flip), np.uint32(m1 ^ flip)
+        m2, m3 = np.uint32(m2 ^ flip), np.uint32(m3 ^ flip)
+        total = np.float32(bits_float(_positive(m0)) + bits_float(_positive(m1)))
+        total = np.float32(total + bits_float(_positive(m2)))
+        total = np.float32(total + bits_float(_positive(m3)))
+        divisor = np.float32(_share(m0, w0) + _share(m1, w1))
+        divisor = np.float32(divisor + _share(m2, w2))
+        divisor = np.float32(divisor + _share(m3, w3))
+        divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
+        scratch[SUM + i] = float_bits(total / divisor) ^ flip
+
+
+@compiled
+def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
+    """Add four tiles to the sum of all, and to sums and weights of the positive and of the
+    negative ones apart.
+
+    Which side agrees is known only after the last expert; keeping both costs less than keeping
+    or reading again every expert's tile.
+    """
+    _add_group(count, scratch)
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    for flip, sums, sum_weights in (
+        (_NOTHING, POSITIVE, POSITIVE_WEIGHT),
+        (_SIGN, NEGATIVE, NEGATIVE_WEIGHT),
+    ):
+        own, own_weights = scratch[sums : sums + count], scratch[sum_weights : sum_weights + count]
+        for i in range(count):
+            m0 = np.uint32(scratch[EXPERT + i] ^ flip)
+            m1 = np.uint32(scratch[SECOND + i] ^ flip)
+            m2 = np.uint32(scratch[THIRD + i] ^ flip)
+            m3 = np.uint32(scratch[FOURTH + i] ^ flip)
+            total = np.float32(bits_float(own[i]) + bits_float(_positive(m0)))
+            total = np.float32(total + bits_float(_positive(m1)))
+            total = np.float32(total + bits_float(_positive(m2)))
+            own[i] = float_bits(total + bits_float(_positive(m3)))
+            divisor = np.float32(bits_float(own_weights[i]) + _share(m0, w0))
+            divisor = np.float32(divisor + _share(m1, w1))
+            divisor = np.float32(divisor + _share(m2, w2))
+            own_weights[i] = float_bits(divisor + _share(m3, w3))
+
+
+@compiled
+def _elect(count: int, normalize: Any, scratch: Any) -> None:
+    """Replace the sums by those of the side that the sum is on (zero counts as positive)."""
+    for i in range(count):
+        up, down = scratch[POSITIVE + i], np.uint32(scratch[NEGATIVE + i] ^ _SIGN)
+        up_weight, down_weight = scratch[POSITIVE_WEIGHT + i], scratch[NEGATIVE_WEIGHT + i]
+        positive = bits_float(scratch[SUM + i]) >= _ZERO
+        total = bits_float(up if positive else down)
+        divisor = bits_float(up_weight if positive else down_weight)
+        divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
+        scratch[SUM + i] = float_bits(total / divisor)
+
+
+@compiled
+def _add_direct_group(count: int, weights: Any, scratch: Any) -> None:
+    """Add weights times four tiles to the sum, and note where one of them is not the base."""
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    for i in range(count):
+        e0, e1 = scratch[EXPERT + i], scratch[SECOND + i]
+        e2, e3 = scratch[THIRD + i], scratch[FOURTH + i]
+        total = fused(bits_float(e0), w0, bits_float(scratch[SUM + i]))
+        total = fused(bits_float(e1), w1, total)
+        total = fused(bits_float(e2), w2, total)
+        scratch[SUM + i] = float_bits(fused(bits_float(e3), w3, total))
+        base = scratch[BASE + i]
+        scratch[DIFFERS + i] |= (e0 ^ base) | (e1 ^ base) | (e2 ^ base) | (e3 ^ base)
+
+
+@compiled
+def _add_direct(count: int, weight: Any, at: int, scratch: Any) -> None:
+    """Add weight times one tile to the sum, and note where it is not the base."""
+    tile = scratch[at : at + count]
+    sums, differs = scratch[SUM : SUM + count], scratch[DIFFERS : DIFFERS + count]
+    bases = scratch[BASE : BASE + count]
+    for i in range(count):
+        sums[i] = float_bits(fused(bits_float(tile[i]), weight, bits_float(sums[i])))
+        differs[i] |= tile[i] ^ bases[i]
+
+
+@compiled
+def _divide(count: int, divisor: Any, scratch: Any) -> None:
+    for i in range(count):
+        scratch[SUM + i] = float_bits(bits_float(scratch[SUM + i]) / divisor)
+
+
+@compiled
+def _multiply(count: int, factor: Any, at: int, scratch: Any) -> None:
+    tile = scratch[at : at + count]
+    for i in range(count):
+        tile[i] = float_bits(bits_float(tile[i]) * factor)
+
+
+@compiled
+def _finish(count: int, scratch: Any) -> None:
+    """base + mix where the mix is not zero, else the base."""
+    for i in range(count):
+        base, mixed = scratch[BASE + i], bits_float(scratch[SUM + i])
+        total = quieten(float_bits(bits_float(base) + mixed))
+        scratch[SUM + i] = base if mixed == _ZERO else total
+
+
+@compiled
+def _finish_direct(count: int, keep_base: Any, scratch: Any) -> None:
+    """The sum, or the base where no expert differs from it and `keep_base` says so."""
+    for i in range(count):
+        total = quieten(scratch[SUM + i])
+        keep = (scratch[DIFFERS + i] == _NOTHING) & keep_base
+        scratch[SUM + i] = scratch[BASE + i] if keep else total
+
+
+@compiled
+def _fill(scratch: Any, at: int, count: int, bits: Any) -> None:
+    target = scratch[at : at + count]
+    for i in range(count):
+        target[i] = bits
+
+
+@compiled
+def _quieten(scratch: Any, at: int, count: int) -> None:
+    target = scratch[at : at + count]
+    for i in range(count):
+        target[i] = quieten(target[i])
+
+
+@compiled
+def _taking_part(kind: int, row_of: Any, experts: Any) -> int:
+    """Put the experts that enter the sum in order: those present, and for a direct operator all."""
+    count = 0
+    for k in range(row_of.size):
+        if kind == DIRECT or row_of[k] >= 0:
+            experts[count] = k
+            count += 1
+    return count
+
+
+@compiled
+def _copy(count: int, source: int, at: int, scratch: Any) -> None:
+    for i in range(count):
+        scratch[at + i] = scratch[source + i]
+
+
+@entry("iippiiiiipiipiippiipppppipipppp", floats, philox, tiles)
+def mix(
+    experts_count: int,
+    kind: int,
+    weights_at: Any,
+    factors_at: Any,
+    normalize: int,
+    trims: int,
+    limit: int,
+    base_code: int,
+    base_length: int,
+    base_at: Any,
+    rows_count: int,
+    stride: int,
+    rows_at: Any,
+    codes_count: int,
+    out_code: int,
+    codes_at: Any,
+    row_of_at: Any,
+    n: int,
+    first_index: int,
+    thresholds_at: Any,
+    quotas_at: Any,
+    keys_at: Any,
+    rescales_at: Any,
+    masks_at: Any,
+    masked: int,
+    out_at: Any,
+    out_length: int,
+    tiles_at: Any,
+    draws_at: Any,
+    experts_at: Any,
+    ties_at: Any,
+) -> None:
+    """As `kernels.mix_chunk`; what is counted goes into `ties`."""
+    weights = carray(weights_at, (experts_count,), np.float32)
+    factors = carray(factors_at, (3,), np.float32)
+    base = carray(base_at, (base_length,), np.uint8)
+    rows = carray(rows_at, (rows_count, stride), np.uint8)
+    row_codes = carray(codes_at, (codes_count,), np.int64)
+    row_of = carray(row_of_at, (experts_count,), np.int64)
+    thresholds = carray(thresholds_at, (experts_count,), np.float32)
+    quotas = carray(quotas_at, (experts_count,), np.int64)
+    keys = carray(keys_at, (experts_count, 2), np.uint32)
+    rescales = carray(rescales_at, (experts_count,), np.float32)
+    masks = carray(masks_at, (experts_count, n), np.uint8)
+    out = carray(out_at, (out_length,), np.uint8)
+    scratch = carray(tiles_at, (TILES,), np.uint32)
+    grouped = scratch[WEIGHTS : WEIGHTS + GROUP].view(np.float32)
+    draws = carray(draws_at, (DRAWS,), np.uint32)
+    working = carray(experts_at, (2, experts_count), np.int64)
+    left, experts = working[0], working[1]
+    ties = carray(ties_at, (experts_count,), np.int64)
+    divisor, lam = factors[0], factors[1]
+    for k in range(experts_count):
+        left[k] = quotas[k]
+        ties[k] = 0
+    present = _taking_part(kind, row_of, experts)
+    for start in range(0, n, TILE):
+        count = min(TILE, n - start)
+        load_bits(base_code, base, start, count, scratch, BASE)
+        # From plus zero, as in mergekit: it shows where a direct sum is of minus zeros alone.
+        _fill(scratch, SUM, count, _NOTHING)
+        if kind == DIRECT:
+            _fill(scratch, DIFFERS, count, _NOTHING)
+        elif kind == CONSENSUS and present > GROUP:
+            _fill(scratch, POSITIVE, 4 * STRIDE, _NOTHING)
+        for group in range(0, present, GROUP):
+            members = min(GROUP, present - group)
+            for j in range(members):
+                k = experts[group + j]
+                p = row_of[k]
+                at = EXPERT + j * STRIDE
+                grouped[j] = weights[k]
+                if p < 0:
+                    # Only direct operators give a weight to an expert that is absent.
+                    _copy(count, BASE, at, scratch)
+                    continue
+                load_bits(row_codes[p], rows[p], start, count, scratch, at)
+                if kind == DIRECT:
+                    continue
+                if trims and quotas[k] == COUNTED:
+                    ties[k] += _weigh_counted(count, weights[k], thresholds[k], at, scratch)
+                    continue
+                if trims:
+                    left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
+                    continue
+                if not masked and limit == ALL and rescales[k] == _ONE:
+                    _weigh(count, weights[k], at, scratch)
+                    continue
+                below, skipped = _ALWAYS, 0
+                if masked:
+                    _drawn_by(masks[k, start : start + count], draws)
+                elif limit < ALL:
+                    below, first = np.uint32(limit), first_index + start
+                    skipped = first % 4
+                    blocks = (skipped + count + 3) // 4
+                    fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
+                else:
+                    draws[:count] = 0
+                own = draws[skipped : skipped + count]
+                _weigh_drawn(count, rescales[k], weights[k], own, below, at, scratch)
+            if kind == DIRECT:
+                if members == GROUP:
+                    _add_direct_group(count, grouped, scratch)
+                else:
+                    for j in range(members):
+                        _add_direct(count, grouped[j], EXPERT + j * STRIDE, scratch)
+                continue
+            for j in range(members, GROUP):
+                # Zeros change no sum, and have no sign that a side could agree with.
+                _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
+            if kind == ADDITIVE:
+                _add_group(count, scratch)
+            elif present > GROUP:
+                _add_group_by_sign(count, grouped, scratch)
+            else:
+                _elect_group(count, grouped, normalize, scratch)
+        if kind == CONSENSUS:
+            if present > GROUP:
+                _elect(count, normalize, scratch)
+        elif normalize and divisor != _ONE:
+            _divide(count, divisor, scratch)
+        if lam != _ONE:
+            _multiply(count, lam, SUM, scratch)
+        if kind == DIRECT:
+            _finish_direct(count, normalize, scratch)
+        else:
+            _finish(count, scratch)
+        if base_code != out_code:
+            _quieten(scratch, SUM, count)
+        store_bits(out_code, scratch, SUM, count, out, start)
+
+
+@entry("iipiipiipp", floats, philox, tiles)
+def count(
+    base_code: int,
+    base_length: int,
+    base_at: Any,
+    row_code: int,
+    row_length: int,
+    row_at: Any,
+    n: int,
+    threshold_bits: int,
+    tiles_at: Any,
+    ties_at: Any,
+) -> None:
+    """As `kernels.count_ties`, into `ties`; the threshold comes as the bits of a float32."""
+    base = carray(base_at, (base_length,), np.uint8)
+    row = carray(row_at, (row_length,), np.uint8)
+    scratch = carray(tiles_at, (TILES,), np.uint32)
+    ties = carray(ties_at, (1,), np.int64)
+    threshold = bits_float(threshold_bits)
+    equal = 0
+    for start in range(0, n, TILE):
+        length = min(TILE, n - start)
+        load_bits(base_code, base, start, length, scratch, BASE)
+        load_bits(row_code, row, start, length, scratch, EXPERT)
+        _subtract(length, EXPERT, scratch)
+        equal += _count_equal(length, threshold, EXPERT, scratch)
+    ties[0] = equal

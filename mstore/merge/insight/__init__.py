@@ -1,0 +1,1 @@
+"""What a plan or a merge amounts to, for people: explained, attributed, measured, exported."""

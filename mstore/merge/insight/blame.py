@@ -1,0 +1,250 @@
+"""Blame: each expert's share of what a merge changed, by running the plan's blocks again.
+
+Reads what the merge read and not a byte of an expert more; writes nothing.  A worker holds one
+chunk of the base and of each expert.  Sums are made chunk by chunk and tensor by tensor in their
+order, so any number of threads gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest, NotFound
+from mstore.ids import SnapshotId
+from mstore.merge.arithmetic.operators import reuses_base
+from mstore.merge.insight.attribution import Attribution, attribute
+from mstore.merge.insight.layers import layers_of
+from mstore.merge.planning.fitting import check_fits
+from mstore.merge.running.compute import Scratch, load, tie_counts
+from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
+from mstore.merge.running.ties import TieLedger
+from mstore.objects.plan import Plan
+from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
+from mstore.store.catalog import Catalog
+from mstore.store.plans import sources_of
+
+_BATCH = 64
+"""Chunks whose tasks are made with one look into the index."""
+
+
+def blame(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    tensor: str | None,
+    *,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> BlameReport:
+    """Shares of a merged snapshot, or of one tensor of it; virtual merges too.
+
+    Without `tensor`, tensors that are the base's own are not listed.  Raises BadRequest for a
+    snapshot that no merge made, NotFound for an unknown tensor, Corrupt, StorageFailed.
+    """
+    began = time.monotonic()
+    record = catalog.snapshot(snapshot)
+    plan_id = record.plan_id()
+    if plan_id is None:
+        raise BadRequest(
+            "was not made by a merge, so no expert has a share in it",
+            where=snapshot.short,
+            hint=f"mstore log {snapshot.short}",
+        )
+    names = catalog.manifest(record.manifest_id()).tensors()
+    if tensor is not None and tensor not in names:
+        raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
+    plan = catalog.record(Plan, plan_id)
+    check_fits(catalog, plan)
+    run = _Run(catalog, plan, threads, progress)
+    measured = run.attributions(tensor)
+    sources = sources_of(catalog, plan_id, plan).experts
+    who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]
+    layers = layers_of(names)
+    nothing = Measured(0, Attribution.nothing(len(who)))
+    tensors = []
+    sums: dict[str, Measured] = {}
+    counts: Counter[str] = Counter()
+    total = nothing
+    for first, one in measured.items():
+        name = tensor or first
+        tied = tuple(n for n in names if run.tasks.first[n] == first and n != name)
+        tensors.append(_tensor(name, layers[name], tied, one, who))
+        sums[layers[name]] = sums.get(layers[name], nothing) + one
+        counts[layers[name]] += 1
+        total += one
+    order = [layer for layer in dict.fromkeys(layers.values()) if layer in sums]
+    return BlameReport(
+        snapshot=snapshot,
+        plan=plan_id,
+        method=plan.method,
+        tensors=tuple(tensors),
+        layers=tuple(_layer(layer, counts[layer], sums[layer], who) for layer in order),
+        norm=math.sqrt(total.sums.square),
+        base_share=_share(total.sums.base, total.sums),
+        experts=_experts(total.sums, who),
+        expert_bytes_read=run.expert_meter.total,
+        base_bytes_read=run.base_meter.total,
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Some elements, and the sums over them."""
+
+    elements: int
+    sums: Attribution
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.elements + other.elements, self.sums + other.sums)
+
+
+Who = list[tuple[str, float]]
+
+
+def _tensor(name: str, layer: str, tied: tuple[str, ...], one: Measured, who: Who) -> TensorBlame:
+    return TensorBlame(
+        name=name,
+        layer=layer,
+        tied=tied,
+        elements=one.elements,
+        changed=one.sums.changed,
+        not_finite=one.sums.not_finite,
+        norm=math.sqrt(one.sums.square),
+        base_share=_share(one.sums.base, one.sums),
+        experts=_experts(one.sums, who),
+    )
+
+
+def _layer(name: str, tensors: int, one: Measured, who: Who) -> LayerBlame:
+    return LayerBlame(
+        name=name,
+        tensors=tensors,
+        elements=one.elements,
+        changed=one.sums.changed,
+        not_finite=one.sums.not_finite,
+        norm=math.sqrt(one.sums.square),
+        base_share=_share(one.sums.base, one.sums),
+        experts=_experts(one.sums, who),
+    )
+
+
+def _experts(sums: Attribution, who: Who) -> tuple[ExpertBlame, ...]:
+    return tuple(
+        ExpertBlame(
+            expert=name,
+            weight=weight,
+            share=_share(float(sums.products[k]), sums),
+            norm=math.sqrt(float(sums.squares[k])),
+            moved=int(sums.moved[k]),
+        )
+        for k, (name, weight) in enumerate(who)
+    )
+
+
+def _share(product: float, sums: Attribution) -> float | None:
+    return product / sums.square if 0 < sums.square < math.inf else None
+
+
+class _Run:
+    """One pass over the chunks of a plan in which an expert takes part."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan: Plan,
+        threads: int,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.tasks = Tasks(catalog, plan)
+        # Not only a count: a read beyond the plan does not happen.
+        self.expert_meter = Meter("expert", plan.planned_expert_bytes)
+        self.base_meter = Meter("base")
+        self._catalog = catalog
+        self._plan = plan
+        self._threads = threads
+        self._progress = progress
+        self._scratch = Scratch()
+
+    def attributions(self, tensor: str | None) -> dict[str, Measured]:
+        """Elements and sums of each planned tensor, or of the one that `tensor` was merged as."""
+        wanted = [planned.name for planned in self._plan.tensors]
+        if tensor is not None:
+            first = self.tasks.first[tensor]
+            if first not in wanted:
+                base = self._catalog.manifest(self._plan.base_id()).tensors()[first]
+                elements = math.prod(self._catalog.tensor(base).shape)
+                return {first: Measured(elements, Attribution.nothing(len(self._plan.experts)))}
+            wanted = [first]
+        jobs = [(name, self.tasks.tensor(name), self._chunks(name)) for name in wanted]
+        total = sum(_bytes(task, number) for _, task, numbers in jobs for number in numbers)
+        done = 0
+        found = {}
+        with ThreadPoolExecutor(self._threads, "blame") as pool:
+            for name, task, numbers in jobs:
+                one = Attribution.nothing(len(self._plan.experts))
+                for number, part in zip(numbers, self._parts(task, numbers, pool), strict=True):
+                    one += part
+                    done += _bytes(task, number)
+                    if self._progress is not None:
+                        self._progress(Progress("blame", done, total))
+                found[name] = Measured(task.elements, one)
+        return found
+
+    def _chunks(self, name: str) -> list[int]:
+        """The chunks in which something can have changed."""
+        present = self.tasks.members(name).present()
+        if not reuses_base(self._plan.method, dict(self._plan.parameters)):
+            return list(range(present.shape[1]))
+        return [int(number) for number in np.flatnonzero(present.any(axis=0))]
+
+    def _parts(
+        self, tensor: TensorTask, numbers: list[int], pool: ThreadPoolExecutor
+    ) -> Iterator[Attribution]:
+        """Each chunk's sums, in order; the pool works a few ahead of the one yielded."""
+        # A chunk that is left out has no expert in it, so no ties.
+        ledger = TieLedger(tensor.quotas.tolist(), numbers)
+        waiting: deque[Future[Attribution]] = deque()
+        try:
+            for task in self._made(tensor, numbers):
+                waiting.append(pool.submit(self._part, task, ledger))
+                if len(waiting) > 2 * self._threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            ledger.fail(-1)
+            for future in waiting:
+                if not future.cancel():
+                    future.exception()
+
+    def _made(self, tensor: TensorTask, numbers: list[int]) -> Iterator[ChunkTask]:
+        for start in range(0, len(numbers), _BATCH):
+            yield from self.tasks.chunks(tensor, numbers[start : start + _BATCH])
+
+    def _part(self, task: ChunkTask, ledger: TieLedger) -> Attribution:
+        try:
+            (loaded,) = load(
+                [task],
+                self._catalog.packs,
+                self._scratch,
+                self.expert_meter,
+                self.base_meter,
+            )
+            grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
+            return attribute(loaded, self.tasks.mix, np.array(grant.quotas, dtype=np.int64))
+        except BaseException:
+            ledger.fail(task.number)
+            raise
+
+
+def _bytes(task: TensorTask, number: int) -> int:
+    """Plain bytes of a chunk of the base."""
+    return task.chunk_length(number) * item_size(task.base_dtype)

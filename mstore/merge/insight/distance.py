@@ -1,0 +1,144 @@
+"""Distances: how far what plans make is from what a merge that reads everything makes.
+
+Runs the kernels, so it reads every expert block that matters, and each of them once however many
+plans are compared.  Results are compared in float32, before the output's dtype rounds them;
+differences are squared and added in float64, chunk by chunk in a fixed order.
+
+Memory: a chunk of the base, of each expert and of two outputs, a thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mstore.blocks.meter import Meter
+from mstore.merge.running.compute import Loaded, Scratch, blend, load, tie_counts
+from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
+from mstore.merge.running.ties import TieLedger
+from mstore.objects.plan import Plan
+from mstore.reports import Progress
+from mstore.store.catalog import Catalog
+
+BATCH = 16
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """||merged - full||^2 for each plan, over all names of all tensors; expert bytes read."""
+
+    squares: tuple[float, ...]
+    expert_bytes_read: int
+
+
+def distances(
+    catalog: Catalog,
+    full: Plan,
+    plans: Sequence[Plan],
+    *,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> Distances:
+    """How far each of `plans` is from `full`, of which they read parts.
+
+    All are plans of one request that differ in what they leave out.  Raises Corrupt,
+    StorageFailed.
+    """
+    run = _Run(catalog, full, plans)
+    total, done = max(1, full.planned_expert_bytes), 0
+    sums: list[list[float]] = [[] for _ in plans]
+    with ThreadPoolExecutor(threads, "measure") as pool:
+        for found in pool.map(run.tensor, range(len(full.tensors))):
+            for parts, part in zip(sums, found, strict=True):
+                parts.extend(part)
+            if progress is not None:
+                done = max(done, min(total, run.expert_meter.total))
+                progress(Progress("measure", done, total))
+    return Distances(tuple(math.fsum(parts) for parts in sums), run.expert_meter.total)
+
+
+class _Run:
+    def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
+        self._catalog = catalog
+        self._full = Tasks(catalog, msgspec.structs.replace(full, dtype="F32"))
+        self._cuts = [Tasks(catalog, msgspec.structs.replace(cut, dtype="F32")) for cut in plans]
+        self._plan = full
+        self._copies = Counter(self._full.first.values())
+        self._scratch = Scratch()
+        self._base_meter = Meter("base")
+        self.expert_meter = Meter("expert", full.planned_expert_bytes)
+
+    def tensor(self, position: int) -> list[list[float]]:
+        """Per plan the squares of each chunk of one tensor, once for each of its names."""
+        name = self._plan.tensors[position].name
+        full = self._full.tensor(name)
+        cuts = [tasks.tensor(name) for tasks in self._cuts]
+        present = [tasks.members(name).present() for tasks in self._cuts]
+        there = self._full.members(name).present()
+        numbers = np.flatnonzero(there.any(axis=0)).tolist()
+        ledger = TieLedger(full.quotas.tolist(), numbers)
+        found: list[list[float]] = [[] for _ in cuts]
+        for start in range(0, len(numbers), BATCH):
+            for task in self._full.chunks(full, numbers[start : start + BATCH]):
+                column = [
+                    (cut, here[:, task.number]) for cut, here in zip(cuts, present, strict=True)
+                ]
+                for squares, square in zip(found, self._chunk(task, column, ledger), strict=True):
+                    squares.extend([square] * self._copies[name])
+        return found
+
+    def _chunk(
+        self, task: ChunkTask, cuts: Sequence[tuple[TensorTask, Any]], ledger: TieLedger
+    ) -> list[float]:
+        (loaded,) = load(
+            [task], self._catalog.packs, self._scratch, self.expert_meter, self._base_meter
+        )
+        grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
+        whole = self._blended(loaded, grant.quotas)
+        known: dict[tuple[bytes, bytes, tuple[int, ...]], float] = {
+            _key(task.tensor, task.row_of): 0.0
+        }
+        squares = []
+        for tensor, present in cuts:
+            row_of = tuple(
+                row if here else -1 for row, here in zip(task.row_of, present, strict=True)
+            )
+            key = _key(tensor, row_of)
+            if key not in known:
+                part = Loaded(replace(task, tensor=tensor, row_of=row_of), loaded.sides)
+                known[key] = _square(self._blended(part, tensor.quotas), whole)
+            squares.append(known[key])
+        return squares
+
+    def _blended(self, loaded: Loaded, quotas: Any) -> Bytes:
+        out = np.empty(loaded.task.out_bytes, dtype=np.uint8)
+        blend(loaded, self._full.mix, quotas, out)
+        return out
+
+
+def _key(tensor: TensorTask, row_of: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, ...]]:
+    """What the output depends on, among plans of one request."""
+    return tensor.thresholds.tobytes(), tensor.quotas.tobytes(), row_of
+
+
+def _square(a: Bytes, b: Bytes) -> float:
+    """Sum of squares of a - b, where their bits differ; both float32."""
+    ours, theirs = a.view(np.float32), b.view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = ours.astype(np.float64) - theirs.astype(np.float64)
+        gap[a.view(np.uint32) == b.view(np.uint32)] = 0.0
+        # By halving: one fixed order of additions, where np.sum's is numpy's own affair.
+        squares = np.zeros(1 << max(0, len(gap) - 1).bit_length())
+        squares[: len(gap)] = gap * gap
+        while len(squares) > 1:
+            half = len(squares) // 2
+            squares = squares[:half] + squares[half:]
+    return float(squares[0])

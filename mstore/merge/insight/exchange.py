@@ -1,0 +1,179 @@
+"""Plans as JSON text: to read, to keep beside a model, to carry to another store.
+
+The text holds the plan's fields and its id.  On import the id is computed from the fields again;
+a text that was changed does not match its id, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from mstore.errors import BadRequest, NotFound
+from mstore.ids import PlanId
+from mstore.merge.insight.explain import plan_report
+from mstore.merge.planning.fitting import check_block_size, check_fits
+from mstore.merge.running.commit import store_plan
+from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.reports import PlanReport
+from mstore.store.catalog import Catalog
+from mstore.store.plans import find, sources_of
+
+FORMAT = "mstore plan 2"
+MAX_TEXT = 256 << 20
+
+
+# JSON has no infinities and no NaN: a threshold that is none of its numbers is a word.
+_Number = float | Literal["inf", "nan"]
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    chunk_elements: int
+    states: tuple[str, ...]
+    thresholds: tuple[tuple[_Number, int], ...]
+    omitted: tuple[float, ...]
+
+
+class _Expert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    manifest: str
+    weight: float
+
+
+class _Criteria(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    score: str
+    max_error: float | None
+    expert_budget_bytes: int | None
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+    top_p: float | None
+
+
+class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: str
+    plan: str
+    method: str
+    parameters: dict[str, bool | int | float]
+    base: str
+    base_name: str
+    experts: tuple[_Expert, ...]
+    dtype: str | None
+    block_size: int
+    budget_bytes: int | None
+    criteria: _Criteria
+    full_expert_bytes: int
+    planned_expert_bytes: int
+    error_bound: float | None
+    error_estimate: float | None
+    tensors: tuple[_Tensor, ...]
+    copied: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def export_plan(catalog: Catalog, text: str) -> str:
+    """A stored plan (id or prefix) as indented JSON.  States are digits, one a chunk."""
+    id = find(catalog, text)
+    plan = catalog.record(Plan, id)
+    sources = sources_of(catalog, id, plan)
+    value = _Text(
+        format=FORMAT,
+        plan=id.hex(),
+        method=plan.method,
+        parameters=dict(plan.parameters),
+        base=plan.base_id().hex(),
+        base_name=sources.base.name,
+        experts=tuple(
+            _Expert(source.name, expert.manifest_id().hex(), expert.weight)
+            for source, expert in zip(sources.experts, plan.experts, strict=True)
+        ),
+        dtype=plan.dtype,
+        block_size=plan.block_size,
+        budget_bytes=plan.budget,
+        criteria=_Criteria(*msgspec.structs.astuple(plan.criteria)),
+        full_expert_bytes=plan.full_expert_bytes,
+        planned_expert_bytes=plan.planned_expert_bytes,
+        error_bound=plan.error_bound,
+        error_estimate=plan.error_estimate,
+        tensors=tuple(
+            _Tensor(
+                tensor.name,
+                tensor.chunk_elements,
+                tuple("".join(map(str, states)) for states in tensor.states),
+                tuple((_number(cut.value), cut.quota) for cut in tensor.thresholds),
+                tensor.omitted,
+            )
+            for tensor in plan.tensors
+        ),
+        copied=plan.copied,
+        notes=plan.notes,
+    )
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+
+
+def _number(value: float) -> _Number:
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf"
+
+
+def import_plan(catalog: Catalog, text: str) -> PlanReport:
+    """Check a plan's text against its id and keep it.
+
+    Raises BadRequest for a text that is not a plan or was changed, Incompatible for another block
+    size, NotFound where this store has no snapshot with one of its inputs.
+    """
+    hint = "mstore plan ... -o plan.json writes one"
+    if len(text) > MAX_TEXT:
+        raise BadRequest("too long for a plan", hint=hint)
+    try:
+        value = msgspec.json.decode(text, type=_Text)
+        plan = _plan(value)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadRequest(f"not a plan: {error}", hint=hint) from error
+    if value.format != FORMAT or plan.id().hex() != value.plan:
+        raise BadRequest("the plan does not match its id; it was changed by hand", hint=hint)
+    id = PlanId(plan.id())
+    check_block_size(catalog, plan)
+    for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+        if not catalog.snapshots_of(manifest):
+            raise NotFound(
+                "this store has no snapshot with an input of the plan",
+                where=f"manifest {manifest.short}",
+                hint="mstore add PATH --name NAME",
+            )
+    check_fits(catalog, plan)
+    sources = sources_of(catalog, id, plan)
+    store_plan(catalog, plan, sources)
+    return plan_report(plan, id, sources)
+
+
+def _plan(value: _Text) -> Plan:
+    return Plan(
+        method=value.method,
+        parameters=tuple(sorted(value.parameters.items())),
+        base=bytes.fromhex(value.base),
+        experts=tuple(PlanExpert(bytes.fromhex(e.manifest), e.weight) for e in value.experts),
+        dtype=value.dtype,
+        block_size=value.block_size,
+        budget=value.budget_bytes,
+        criteria=Criteria(*msgspec.structs.astuple(value.criteria)),
+        full_expert_bytes=value.full_expert_bytes,
+        planned_expert_bytes=value.planned_expert_bytes,
+        error_bound=value.error_bound,
+        error_estimate=value.error_estimate,
+        tensors=tuple(
+            PlanTensor(
+                tensor.name,
+                tensor.chunk_elements,
+                tuple(bytes(map(int, states)) for states in tensor.states),
+                tuple(Threshold(float(value), quota) for value, quota in tensor.thresholds),
+                tensor.omitted,
+            )
+            for tensor in value.tensors
+        ),
+        copied=value.copied,
+        notes=value.notes,
+    )

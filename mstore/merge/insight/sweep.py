@@ -1,0 +1,92 @@
+"""The sweep: what every budget from a few per cent up would cost and leave as error.
+
+One survey and one ranking serve all budgets; a point of the sweep is the plan that the same
+request with that budget makes, to the byte.  No plan is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from mstore.errors import BadRequest
+from mstore.merge.insight.distance import distances
+from mstore.merge.planning.planning import Planning
+from mstore.objects.plan import Plan
+from mstore.reports import Progress, SweepPoint, SweepReport
+
+SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
+
+
+def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
+    """The shares in order, each once.  Raises BadRequest."""
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise BadRequest(
+            "a sweep goes over shares of the full cost, above 0 and at most 1",
+            hint="shares=(0.1, 0.5, 1.0)",
+        )
+    return tuple(sorted({float(share) for share in shares}))
+
+
+def sweep(
+    planning: Planning,
+    shares: Sequence[float],
+    *,
+    memo_expert_bytes: Callable[[Plan], int],
+    measure: bool,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> SweepReport:
+    """A point for each share of the full cost; `shares` as check_shares gives them.
+
+    memo_expert_bytes: of what a plan reads, what the memo table saves right now.  measure: also
+    make the merges, in memory, and compare; that reads all experts once.  Raises as planning
+    does, and Corrupt.
+    """
+    began = time.monotonic()
+    full = planning.full_expert_bytes
+    plans = [planning.plan_within(int(share * full)) for share in shares]
+    measured: list[float | None] = [None] * len(plans)
+    read = 0
+    if measure:
+        found = distances(
+            planning.catalog, planning.full_plan(), plans, threads=threads, progress=progress
+        )
+        read = found.expert_bytes_read
+        measured = [_relative(square, planning.base_squares) for square in found.squares]
+    points = tuple(
+        SweepPoint(
+            share=share,
+            budget_bytes=plan.budget or 0,
+            planned_expert_bytes=plan.planned_expert_bytes,
+            unread_expert_bytes=plan.planned_expert_bytes - memo_expert_bytes(plan),
+            error_bound=plan.error_bound,
+            error_estimate=plan.error_estimate,
+            measured_error=error,
+        )
+        for share, plan, error in zip(shares, plans, measured, strict=True)
+    )
+    return SweepReport(
+        method=planning.request.method,
+        score=planning.request.score,
+        parameters=dict(planning.request.parameters),
+        base=planning.request.base.name,
+        experts=tuple(
+            (expert.name, weight)
+            for expert, weight in zip(
+                planning.request.experts, planning.request.weights, strict=True
+            )
+        ),
+        full_expert_bytes=full,
+        points=points,
+        measure_bytes_read=read,
+        analyze_bytes_read=planning.analyzed,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _relative(square: float, base_squares: float | None) -> float | None:
+    if not base_squares or not math.isfinite(square):
+        return None
+    return math.sqrt(square) / math.sqrt(base_squares)

@@ -1,0 +1,110 @@
+"""Does a plan fit its inputs?  Asked before a plan is run or taken in from elsewhere.
+
+An id proves that a plan was not changed, not that a planner made it.  After this check the engine
+can follow it blindly: every tensor, chunk, state and threshold that it will look for is there.
+What a plan selects is its own affair; reads are bounded by the engine's meter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mstore.errors import BadRequest, Incompatible
+from mstore.ids import TensorId
+from mstore.merge.arithmetic.operators import check_weights, needs_thresholds, parse_parameters
+from mstore.merge.planning.scores import SCORES
+from mstore.merge.planning.tied import first_names
+from mstore.numeric.codes import CODES
+from mstore.objects.plan import DROPPED, Plan, PlanTensor
+from mstore.stats.chunks import chunk_elements
+from mstore.store.catalog import Catalog
+
+
+def check_block_size(catalog: Catalog, plan: Plan) -> None:
+    """Raise Incompatible for a plan of a store whose blocks are of another size."""
+    if plan.block_size != catalog.block_size:
+        raise Incompatible(
+            f"the plan is for blocks of {plan.block_size} bytes, this store has "
+            f"{catalog.block_size}",
+            hint="mstore plan makes one for this store",
+        )
+
+
+def check_fits(catalog: Catalog, plan: Plan) -> None:
+    """Raise BadRequest unless the engine can run this plan here.
+
+    Also raises Incompatible (block size) and NotFound where an input is missing.
+    """
+    check_block_size(catalog, plan)
+    parameters = dict(plan.parameters)
+    complete = parse_parameters(plan.method, parameters)
+    weights = [expert.weight for expert in plan.experts]
+    if (
+        tuple(sorted(complete.items())) != plan.parameters
+        or list(check_weights(plan.method, complete, weights)) != weights
+        or plan.dtype not in (None, *CODES)
+        or not 0 <= plan.planned_expert_bytes <= plan.full_expert_bytes
+        or (plan.budget is not None and plan.planned_expert_bytes > plan.budget)
+    ):
+        raise BadRequest("not a sound plan: its parameters or costs are not a planner's")
+    _check_criteria(plan)
+    base = catalog.manifest(plan.base_id()).tensors()
+    experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
+    first = first_names(base, experts)
+    trims = needs_thresholds(plan.method, complete)
+    seen: set[str] = set()
+    for tensor in plan.tensors:
+        if tensor.name in seen or first.get(tensor.name) != tensor.name:
+            raise _unfit(tensor)
+        seen.add(tensor.name)
+        _check_tensor(catalog, plan, tensor, base, experts, trims)
+
+
+def _check_criteria(plan: Plan) -> None:
+    asked = plan.criteria
+    dropped = any(DROPPED in states for tensor in plan.tensors for states in tensor.states)
+    if (
+        asked.score not in SCORES
+        # Not `<`: a NaN is no error and no share.
+        or not (asked.max_error is None or 0 <= asked.max_error < math.inf)
+        or not (asked.top_p is None or 0 < asked.top_p <= 1)
+        or any(tuple(sorted(set(names))) != names for names in (asked.only, asked.skip))
+        or (dropped and asked.top_p is None)
+    ):
+        raise BadRequest("not a sound plan: its criteria are not a planner's")
+
+
+def _check_tensor(
+    catalog: Catalog,
+    plan: Plan,
+    tensor: PlanTensor,
+    base: Mapping[str, TensorId],
+    experts: list[dict[str, TensorId]],
+    trims: bool,
+) -> None:
+    if any(tensor.name not in expert for expert in experts):
+        raise _unfit(tensor)
+    records = [catalog.tensor(found[tensor.name]) for found in (base, *experts)]
+    dtypes = {record.dtype for record in records}
+    if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
+        raise _unfit(tensor)
+    chunk = chunk_elements(plan.block_size, *dtypes, plan.dtype or records[0].dtype)
+    chunks = -(-math.prod(records[0].shape) // chunk)
+    if (
+        tensor.chunk_elements != chunk
+        or len(tensor.states) != len(experts)
+        or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
+        or len(tensor.thresholds) != (len(experts) if trims else 0)
+        or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
+        or len(tensor.omitted) != len(experts)
+    ):
+        raise _unfit(tensor)
+
+
+def _unfit(tensor: PlanTensor) -> BadRequest:
+    return BadRequest(
+        "not a sound plan: it does not fit this tensor of its inputs",
+        where=tensor.name,
+        hint="mstore plan makes one for this store",
+    )

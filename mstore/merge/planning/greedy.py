@@ -1,0 +1,183 @@
+"""Which units are worth their bytes: most error removed per byte first, while a budget lasts.
+
+A unit is what one read decides about: a chunk of one expert, or a whole tensor of it.  Each has a
+*root*, what it adds to the norm of the error in its chunk while it is left out.
+
+Where the errors of a chunk add up (`falling`), taking a unit of root r from a chunk whose left-out
+roots sum to T removes T^2 - (T - r)^2 = r (2T - r) of the squared error: less, the more of its
+chunk was taken before.  Elsewhere a unit has a score of its own, whatever else is taken.
+
+**The order without a limit.**  Gains only fall: r (2T - r) grows with T, and T only shrinks.  So
+within a chunk each unit, at the moment when it is the best, gains no more per byte than the one
+before it did, and what is taken in one chunk changes no gain in another.  Hence each chunk's own
+sequence, found chunk by chunk, holds its units by falling gain, and one sort of all units by that
+gain is the greedy order of the whole.  A running minimum keeps the sequence falling where float64
+rounds the other way, by an ulp; nothing else differs from a heap that holds the best unit of each
+chunk.
+
+**A limit.**  A unit that does not fit when its turn comes is given up for good.  Up to the first
+such unit the order is as above.  There all units that are too large for what is left are given
+up at once, since what is left only shrinks; the rest is put in order anew, for the given-up
+roots now stay in T for ever; and so on until nothing is left that fits.  That is exactly what a
+heap would take, unit for unit.
+
+**A larger budget never leaves a larger error** (`falling`).  Let two budgets take the same units S
+until the larger takes a unit u that the smaller cannot pay.  What the smaller takes from there
+on, A, costs less than u does, and after S no unit of A gains more per byte than u (u was the best
+of those that fit the larger budget, and all of A fit it).  Gains only fall, so
+gain(A) <= gain per byte(u) cost(A) < gain(u).  A cap on each expert changes nothing in this, as
+long as both budgets have the same one.
+
+Pure; ties by tensor, chunk, expert.  O(N (K + log N)) for N units of K experts: N log N for the
+sort, N K for the sums of the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Parallel arrays, one element a unit.
+
+    tensor, chunk, expert: int64; chunk -1 is a whole tensor of one expert.  cost: int64, bytes,
+    at least 1.  root: float64, not NaN; infinite where it is not known.
+    """
+
+    tensor: Ints
+    chunk: Ints
+    expert: Ints
+    cost: Ints
+    root: Floats
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+
+class Ranking:
+    """Units in the order in which they are worth their bytes.
+
+    `order` is that of a merge without a limit.  It is found once; `take` cuts it anywhere.
+    """
+
+    def __init__(self, units: Units, *, score: Floats | None = None) -> None:
+        """By `score` (float64, highest first, not NaN), or where it is None by falling gains."""
+        self._units = units
+        self._score = score
+        # Units by place, so that a stable sort breaks ties by tensor, chunk and expert.
+        places = np.lexsort((units.expert, units.chunk, units.tensor))
+        changes = np.ones(len(units), dtype=bool)
+        for key in (units.tensor[places], units.chunk[places]):
+            if len(units) > 1:
+                changes[1:] &= key[1:] == key[:-1]
+        changes[1:] = ~changes[1:]
+        self._place = np.empty(len(units), dtype=np.int64)
+        self._place[places] = np.arange(len(units))
+        self._chunk = np.empty(len(units), dtype=np.int64)
+        self._chunk[places] = np.cumsum(changes) - 1
+        self._given_up = np.zeros(int(changes.sum()), dtype=np.float64)
+        self.order = self._ordered(places, self._given_up)
+
+    def take(self, budget: int | None, expert_budget: int | None = None) -> Ints:
+        """The units to take, best first, within `budget` bytes in all and so many an expert."""
+        cost, expert = self._units.cost, self._units.expert
+        whole = int(cost.sum())
+        left = whole if budget is None else min(budget, whole)
+        own = np.full(
+            int(expert.max(initial=0)) + 1, whole if expert_budget is None else expert_budget
+        )
+        given_up = self._given_up.copy()
+        order = self.order
+        taken = []
+        while len(order):
+            fits = _fitting(cost[order], left, expert[order], own, capped=expert_budget is not None)
+            now, later = order[:fits], order[fits:]
+            taken.append(now)
+            left -= int(cost[now].sum())
+            np.subtract.at(own, expert[now], cost[now])
+            fit = (cost[later] <= left) & (cost[later] <= own[expert[later]])
+            rest = later[fit]
+            if len(rest) and self._score is None:
+                gone = later[~fit]
+                gone = gone[np.argsort(self._place[gone])]
+                np.add.at(given_up, self._chunk[gone], self._units.root[gone])
+                rest = self._ordered(rest[np.argsort(self._place[rest])], given_up)
+            order = rest
+        return np.concatenate(taken) if taken else np.zeros(0, dtype=np.int64)
+
+    def _ordered(self, units: Ints, given_up: Floats) -> Ints:
+        """These units (by place), best first."""
+        if self._score is not None:
+            return units[np.argsort(-self._score[units], kind="stable")]
+        chunk = self._chunk[units]
+        starts = np.flatnonzero(np.diff(chunk, prepend=-1))
+        column = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(units)))
+        row = np.arange(len(units)) - starts[column]
+        turn, gain = _sequences(
+            self._units.root[units], self._units.cost[units], row, column, given_up[chunk[starts]]
+        )
+        return units[np.lexsort((turn, column, -gain))]
+
+
+def take(
+    units: Units, budget: int | None, *, score: Floats | None = None, cap: int | None = None
+) -> list[int]:
+    """The units to take from one ranking, best first; all of them where `budget` is None."""
+    return list(map(int, Ranking(units, score=score).take(budget, cap)))
+
+
+def _fitting(cost: Ints, left: int, expert: Ints, own: Ints, *, capped: bool) -> int:
+    """How many of the first units fit, one after the other."""
+    fits = int(np.searchsorted(np.cumsum(cost), left, side="right"))
+    if not capped:
+        return fits
+    for k, room in enumerate(own.tolist()):
+        mine = np.flatnonzero(expert[:fits] == k)
+        fitting = int(np.searchsorted(np.cumsum(cost[mine]), room, side="right"))
+        if fitting < len(mine):
+            fits = int(mine[fitting])
+    return fits
+
+
+def _sequences(
+    root: Floats, cost: Ints, row: Ints, column: Ints, given_up: Floats
+) -> tuple[Ints, Floats]:
+    """Per unit: when its turn comes within its chunk (a column), and its gain per byte then.
+
+    given_up: float64[columns], the roots that stay out of each chunk.
+    """
+    width, height = len(given_up), int(row.max(initial=-1)) + 1
+    roots = np.zeros((height, width))
+    costs = np.ones((height, width))
+    number = np.zeros((height, width), dtype=np.int64)
+    live = np.zeros((height, width), dtype=bool)
+    roots[row, column], costs[row, column] = root, cost
+    number[row, column], live[row, column] = np.arange(len(root)), True
+    fixed = (roots == 0) | np.isinf(roots)
+    turn = np.zeros(len(root), dtype=np.int64)
+    gain = np.zeros(len(root))
+    ceiling = np.full(width, np.inf)
+    columns = np.arange(width)
+    for step in range(height):
+        total = given_up.copy()
+        # Summed anew, in this order, not counted down: infinities would cancel, and the rounding
+        # of a running sum depends on the way taken.
+        for one, out in zip(roots, live, strict=True):
+            total += np.where(out, one, 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            now = np.where(fixed, roots, roots * (2 * total - roots)) / costs
+        now[~live] = -1.0
+        best = now.argmax(axis=0)
+        there = live[best, columns]
+        ceiling = np.minimum(ceiling, now[best, columns])
+        chosen = number[best, columns][there]
+        turn[chosen], gain[chosen] = step, ceiling[there]
+        live[best, columns] = False
+    return turn, gain

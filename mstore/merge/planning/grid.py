@@ -1,0 +1,117 @@
+"""The grid: a survey as whole arrays, experts by chunks of all tensors, one after the other.
+
+A plan of a large model has hundreds of thousands of (expert, chunk) places; what is said of each
+is said here once for all of them, so that planning is a few passes over arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mstore.merge.planning.survey import Survey, SurveyedTensor
+from mstore.stats.chunk import CHUNK
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """K experts by C chunks.
+
+    starts: int64[tensors + 1], where each tensor's chunks begin; tensor: int64[C].  elements:
+    float64[C], of each chunk.  copies: float64[C], names that the chunk's tensor has.  equal,
+    known: bool[K, C], blocks are the base's; statistics are there.  twin, cost: int64[K, C] (see
+    `ExpertTensor`).  rows: CHUNK[C] an expert, zeros where not known.  threshold: float64[K, C],
+    where trimming cuts, NaN for nowhere.
+    """
+
+    starts: Ints
+    tensor: Ints
+    elements: Floats
+    copies: Floats
+    equal: Bools
+    known: Bools
+    twin: Ints
+    cost: Ints
+    rows: tuple[np.ndarray[Any, Any], ...]
+    threshold: Floats
+
+    @classmethod
+    def of(cls, survey: Survey) -> Grid:
+        """All of a survey."""
+        tensors = survey.tensors
+        chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
+        experts = range(len(survey.experts))
+        sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
+        tensor = np.repeat(np.arange(len(tensors)), chunks)
+        cuts = [[np.nan if e.threshold is None else e.threshold.value for e in s] for s in sides]
+        return cls(
+            starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
+            tensor=tensor,
+            elements=_joined([[_elements(t) for t in tensors]], np.float64)[0],
+            copies=np.array([t.copies for t in tensors], dtype=np.float64)[tensor],
+            equal=_joined([[e.equal for e in side] for side in sides], bool),
+            known=_spread([[e.rows is not None for e in side] for side in sides], tensor, bool),
+            twin=_joined([[e.twin for e in side] for side in sides], np.int64),
+            cost=_joined([[e.cost for e in side] for side in sides], np.int64),
+            rows=tuple(
+                np.concatenate(
+                    [
+                        np.zeros(len(e.equal), dtype=CHUNK) if e.rows is None else e.rows
+                        for e in side
+                    ]
+                )
+                if side
+                else np.zeros(0, dtype=CHUNK)
+                for side in sides
+            ),
+            threshold=_spread(cuts, tensor, np.float64),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Experts, chunks."""
+        return len(self.equal), len(self.tensor)
+
+    def column(self, name: str) -> Floats:
+        """A field of the rows: float64[K, C]."""
+        columns = [rows[name].astype(np.float64) for rows in self.rows]
+        return np.array(columns).reshape(self.shape)
+
+    def split(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """[K, C] as a list of [K, chunks], one a tensor."""
+        bounds = self.starts.tolist()
+        return [table[:, start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def added(rows: Sequence[Floats] | Floats) -> Floats:
+    """Their sum, from the first to the last: the same bits on every machine."""
+    total = np.zeros_like(rows[0]) if len(rows) else np.zeros(0)
+    for row in rows:
+        total = total + row
+    return total
+
+
+def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any, Any]:
+    """One value an expert and tensor, as one a chunk."""
+    return np.array(sides, dtype=dtype).reshape(len(sides), -1)[:, tensor]
+
+
+def _elements(tensor: SurveyedTensor) -> Floats:
+    """float64[chunks] of one tensor."""
+    elements = np.full(tensor.chunks, float(tensor.chunk_elements))
+    elements[-1:] = tensor.elements - (tensor.chunks - 1) * tensor.chunk_elements
+    return elements
+
+
+def _joined(sides: list[list[Any]], dtype: Any) -> np.ndarray[Any, Any]:
+    return np.array(
+        [np.concatenate(side) if side else np.zeros(0, dtype=dtype) for side in sides], dtype=dtype
+    )

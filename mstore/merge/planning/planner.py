@@ -1,0 +1,405 @@
+"""The planner: which expert blocks are worth their bytes.
+
+A pure function of a survey and a request.  What can be told from block ids and statistics costs
+nothing: blocks equal to the base, blocks that two experts share, blocks in which nothing reaches
+the trim threshold.  The rest are *units*, ranked (`scores`, `greedy`) and taken while the budget
+lasts.
+
+Error of what is left out, for operators that are additive with fixed coefficients c_k: in chunk
+i the merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are
+orthogonal, so
+
+    ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
+
+That, over ||base||, is the certified `error_bound`, whatever the units were ranked by.  It
+includes what float32 arithmetic may add on either side.  For operators that elect signs there is
+no such bound; `error_estimate` takes the sparsified deltas of different experts as orthogonal.
+
+With top_p, chunks are dropped first: those with the smallest error of the kind above, were they
+left out whole.  What remains is then all that the budget is spent on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mstore.errors import BadRequest
+from mstore.merge.arithmetic.operators import OPERATORS, coefficients, needs_thresholds
+from mstore.merge.planning.greedy import Ranking, Units
+from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.scores import agreement, dilution, lottery, seed
+from mstore.merge.planning.survey import Survey
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
+from mstore.stats.histogram import exp_of_minus, tail_squares
+
+States = np.ndarray[Any, np.dtype[np.uint8]]
+# Relative error that float32 arithmetic adds to one element, a rounding and an expert.
+_FLOAT32_UNIT = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The outcome of planning.
+
+    states: uint8[experts, chunks] per tensor.  full: nothing was left out, for the budget or for
+    top_p.  budget, expert_budget: bytes, None for no limit.  omitted: per tensor and expert the
+    norm of what was left out (-1: not known).
+    """
+
+    states: tuple[States, ...]
+    omitted: tuple[tuple[float, ...], ...]
+    full: bool
+    budget: int | None
+    expert_budget: int | None
+    full_expert_bytes: int
+    planned_expert_bytes: int
+    error_bound: float | None
+    error_estimate: float | None
+    notes: tuple[str, ...]
+
+
+class Planner:
+    """Plans one merge.  The ranking is made once; `select` cuts it, at any budget.
+
+    `full_expert_bytes` is what reading all that matters would cost, without budget and top_p.
+    """
+
+    def __init__(self, survey: Survey, request: Request) -> None:
+        self._survey = survey
+        self._request = request
+        self._operator = OPERATORS[request.method]
+        self._trims = needs_thresholds(request.method, request.parameters)
+        self._grid = Grid.of(survey)
+        self._own = np.arange(len(survey.experts))[:, None]
+        self._free_states = self._free()
+        leaders = self._led(self._free_states)
+        self.full_expert_bytes = int(self._grid.cost[leaders == self._own].sum())
+        self._squares = self._tails() if self._trims else self._whole()
+        self._scale = np.array(_coefficients(request))[:, None] * np.sqrt(self._grid.copies)
+        self._roots = _scaled(self._scale, self._squares)
+        dropped = self._outside_top_p()
+        self._free_states[:, dropped] = np.where(
+            self._free_states[:, dropped] == READ, DROPPED, self._free_states[:, dropped]
+        )
+        self._leaders = np.where(dropped, -1, leaders)
+        self._units = self._list_units()
+        self._ranking = Ranking(self._units, score=self._scores())
+
+    def select(self) -> Selection:
+        """Choose as requested.  Raises BadRequest where budget and max-error exclude each other."""
+        return self.cut(self._bytes(self._request.budget), self._request.max_error)
+
+    def cut(self, budget: int | None, max_error: float | None = None) -> Selection:
+        """Choose within `budget` bytes: the best, or as little as keeps `max_error`."""
+        cap = self._bytes(self._request.expert_budget)
+        taken = self._ranking.take(budget, cap)
+        if max_error is not None:
+            taken = self._shortest(taken, max_error, budget)
+        chosen = np.zeros(len(self._units), dtype=bool)
+        chosen[taken] = True
+        states = self._apply(chosen)
+        bound, estimate = self._errors(states)
+        left_out = (states == OMITTED) | (states == DROPPED)
+        return Selection(
+            states=tuple(self._grid.split(states)),
+            omitted=self._omitted(left_out),
+            full=not left_out.any(),
+            budget=budget,
+            expert_budget=cap,
+            full_expert_bytes=self.full_expert_bytes,
+            planned_expert_bytes=int(self._units.cost[chosen].sum()),
+            error_bound=bound,
+            error_estimate=estimate,
+            notes=self._notes(left_out, chosen),
+        )
+
+    def _bytes(self, budget: int | float | None) -> int | None:
+        return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
+
+    # -- what is free ------------------------------------------------------------------------
+
+    def _free(self) -> States:
+        """uint8[K, C]: READ, unless it can be told without reading."""
+        grid = self._grid
+        states = np.full(grid.shape, READ, dtype=np.uint8)
+        nothing = grid.known & (grid.column("nonzeros") == 0)
+        if self._trims:
+            # `<` and not `not >=`: a NaN is larger than everything, and must be read.
+            states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
+        elif not self._operator.direct:
+            states[nothing] = BELOW
+        states[grid.equal] = EQUAL
+        return states
+
+    def _led(self, states: States) -> Ints:
+        """int64[K, C]: the first expert with these blocks whose state is READ; else -1."""
+        columns = np.arange(states.shape[1])
+        first = np.full(states.shape, -1, dtype=np.int64)
+        leaders = np.full(states.shape, -1, dtype=np.int64)
+        for k, twin in enumerate(self._grid.twin):
+            reads = states[k] == READ
+            news = reads & (first[twin, columns] < 0)
+            first[twin[news], columns[news]] = k
+            leaders[k] = np.where(reads, first[twin, columns], -1)
+        return leaders
+
+    # -- norms -------------------------------------------------------------------------------
+
+    def _whole(self) -> Floats:
+        """||d_k||^2: float64[K, C]; infinite where it is not known."""
+        squares = self._grid.column("sum_squares")
+        # NaN would make every comparison false; such a chunk is read first.
+        return np.where(self._grid.known & ~np.isnan(squares), squares, np.inf)
+
+    def _tails(self) -> Floats:
+        """The part of it above the trim threshold, roughly."""
+        found = [
+            tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
+            for rows, cuts in zip(self._grid.rows, self._grid.threshold, strict=True)
+        ]
+        return np.where(self._grid.known, np.array(found).reshape(self._grid.shape), np.inf)
+
+    def _outside_top_p(self) -> Bools:
+        """bool[C]: chunks that would change, but are not among the share with largest deltas."""
+        dropped = np.zeros(self._grid.shape[1], dtype=bool)
+        share = self._request.top_p
+        if share is None:
+            return dropped
+        changing = np.flatnonzero((self._free_states == READ).any(axis=0))
+        left = np.where(self._free_states == READ, self._roots, 0.0)[:, changing]
+        with np.errstate(over="ignore"):
+            error = added(left) ** 2 if self._operator.additive else added(left**2)
+        keep = max(1, int(share * len(changing)))
+        dropped[changing[np.argsort(-error, kind="stable")[keep:]]] = True
+        return dropped
+
+    # -- units -------------------------------------------------------------------------------
+
+    def _list_units(self) -> Units:
+        """A unit a leader and chunk; of tensors with unknown norms, a unit a leader."""
+        grid, leaders = self._grid, self._leaders
+        whole = self._in_whole_tensors()
+        leads = leaders == self._own
+        # Transposed, so that units come by chunk and then by expert.
+        chunk, expert = np.nonzero((leads & ~whole[:, grid.tensor]).T)
+        roots = self._summed(self._roots)
+        large, tensors = np.nonzero(whole)
+        costs = [
+            int(np.where(leads[k, a:b], grid.cost[k, a:b], 0).sum())
+            for k, a, b in zip(large, grid.starts[tensors], grid.starts[tensors + 1], strict=True)
+        ]
+        return Units(
+            tensor=np.concatenate([tensors, grid.tensor[chunk]]),
+            chunk=np.concatenate(
+                [np.full(len(large), -1), chunk - grid.starts[grid.tensor[chunk]]]
+            ),
+            expert=np.concatenate([large, expert]),
+            cost=np.concatenate([np.array(costs, dtype=np.int64), grid.cost[expert, chunk]]),
+            root=np.concatenate([np.full(len(large), np.inf), roots[expert, chunk]]),
+        )
+
+    def _in_whole_tensors(self) -> Bools:
+        """bool[K, T]: leaders that read for an expert whose norms in this tensor are not known."""
+        grid = self._grid
+        whole = np.zeros((grid.shape[0], len(grid.starts) - 1), dtype=bool)
+        for leader, known in zip(self._leaders, grid.known, strict=True):
+            unknown = np.flatnonzero(~known & (leader >= 0))
+            whole[leader[unknown], grid.tensor[unknown]] = True
+        return whole
+
+    def _summed(self, roots: Floats) -> Floats:
+        """Per leader and chunk, the sum of all roots that reading it brings: float64[K, C]."""
+        total = np.zeros(self._grid.shape)
+        for leader, root in zip(self._leaders, roots, strict=True):
+            led = np.flatnonzero(leader >= 0)
+            total[leader[led], led] += root[led]
+        return total
+
+    def _scores(self) -> Floats | None:
+        """float64[units]: what to rank by; None where gains fall as units are taken."""
+        units, grid = self._units, self._grid
+        if self._request.score == "random":
+            seeds = np.array(
+                [[seed(*e.pair) for e in t.experts] for t in self._survey.tensors], dtype=np.uint64
+            ).reshape(-1, grid.shape[0])
+            return lottery(seeds[units.tensor, units.expert], units.chunk)
+        if self._operator.additive:
+            return None
+        roots = self._roots
+        if self._trims and self._request.score == "norm":
+            roots = _scaled(self._scale, self._whole())
+        if self._request.score == "conflict":
+            # A delta that has no norm has no direction; infinity stays infinity.
+            share = agreement(grid.rows, self._request.weights)
+            squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
+            if self._request.parameters["normalize"]:
+                squares = squares + dilution(roots * roots, self._kept())
+            roots = np.sqrt(squares)
+        scored = units.root.copy()
+        single = units.chunk >= 0
+        places = units.expert[single], (grid.starts[units.tensor] + units.chunk)[single]
+        scored[single] = self._summed(roots)[places]
+        with np.errstate(over="ignore"):
+            return scored * scored / units.cost
+
+    def _kept(self) -> Floats:
+        """Roughly the share of a chunk's elements that sparsification keeps: float64[K, C]."""
+        grid, parameters = self._grid, self._request.parameters
+        kept = grid.column("nonzeros") / grid.elements
+        if self._trims:
+            magnitudes = grid.column("sum_abs")
+            usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(grid.threshold)
+            mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
+            # Magnitudes taken as exponentially distributed, as in `tail_squares`.
+            cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
+            return np.where(usable, kept * exp_of_minus(cut), 0.0)
+        return kept * float(parameters["density"]) if self._operator.random else kept
+
+    def _shortest(self, taken: Ints, goal: float, budget: int | None) -> Ints:
+        """The shortest beginning of `taken` that keeps the error: nothing shorter does."""
+
+        def error(count: int) -> float:
+            chosen = np.zeros(len(self._units), dtype=bool)
+            chosen[taken[:count]] = True
+            bound, estimate = self._errors(self._apply(chosen))
+            number = bound if self._operator.additive else estimate
+            return math.inf if number is None else number
+
+        kept = error(len(taken))
+        if kept > goal:
+            limit = "what may be read" if budget is None else f"a budget of {budget} bytes"
+            raise BadRequest(
+                f"{limit} keeps the error only to {kept:.3g}, not to {goal:g}",
+                hint="raise --budget or --max-error",
+            )
+        low, high = 0, len(taken)
+        while low < high:
+            middle = (low + high) // 2
+            if error(middle) <= goal:
+                high = middle
+            else:
+                low = middle + 1
+        return taken[:low]
+
+    def _apply(self, chosen: Bools) -> States:
+        """States after the choice: leaders READ or OMITTED, the others with them."""
+        grid, leaders, units = self._grid, self._leaders, self._units
+        left = np.zeros(grid.shape, dtype=bool)
+        single = ~chosen & (units.chunk >= 0)
+        left[units.expert[single], (grid.starts[units.tensor] + units.chunk)[single]] = True
+        for unit in np.flatnonzero(~chosen & (units.chunk < 0)):
+            start, end = grid.starts[units.tensor[unit] :][:2]
+            left[units.expert[unit], start:end] = True
+        states = self._free_states.copy()
+        led = leaders >= 0
+        states[led & left[leaders, np.arange(grid.shape[1])]] = OMITTED
+        states[(states == READ) & (leaders != self._own)] = SHARED
+        return states
+
+    # -- errors ------------------------------------------------------------------------------
+
+    def _errors(self, states: States) -> tuple[float | None, float | None]:
+        """Bound (additive operators only) and estimate; None where a norm is not known."""
+        left_out = (states == OMITTED) | (states == DROPPED)
+        if not left_out.any():
+            return (0.0 if self._operator.additive else None), 0.0
+        base, known = self._survey.base_squares, self._grid.known
+        # Where nothing is left out, norms are of no interest, known or not.
+        if not base or (left_out & ~known).any():
+            return None, None
+        with np.errstate(over="ignore"):
+            left = np.where(left_out, self._roots, 0.0)
+            worst = math.fsum((added(left) ** 2).tolist())
+            typical = math.fsum(added(left**2).tolist())
+            everything = math.fsum(added(np.where(known, self._roots, 0.0) ** 2).tolist())
+        if not all(map(math.isfinite, (worst, typical, everything))):
+            return None, None
+        norm = math.sqrt(base)
+        estimate = math.sqrt(typical) / norm
+        if not self._operator.additive:
+            return None, estimate
+        # Both merges round: at most experts + 4 float32 roundings of everything that is summed.
+        experts = len(self._own)
+        sums = 1.0 + math.sqrt(experts * everything) / norm
+        rounding = 2 * (experts + 4) * _FLOAT32_UNIT * sums
+        return math.sqrt(worst) / norm * (1 + 1e-9) + rounding, estimate
+
+    def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
+        """Norms of what is left out, per tensor and expert; -1 where not known."""
+        squares = self._grid.split(self._squares)
+        return tuple(
+            tuple(
+                _norm(own[mask]) if mask.any() else 0.0
+                for own, mask in zip(found, masks, strict=True)
+            )
+            for found, masks in zip(squares, self._grid.split(left_out), strict=True)
+        )
+
+    # -- notes -------------------------------------------------------------------------------
+
+    def _notes(self, left_out: Bools, chosen: Bools) -> tuple[str, ...]:
+        survey, request = self._survey, self._request
+        notes = []
+        if len(chosen) and not chosen.any():
+            notes.append("no block of an expert fits the budget: the merge is the base")
+        if not survey.tensors and (request.only or request.skip):
+            notes.append("no tensor that an expert changed is left: the merge is the base")
+        if self._trims and left_out.any():
+            notes.append(
+                "trim thresholds are bin edges of the magnitude histograms: "
+                "exactly k are kept only at full budget"
+            )
+        causes: dict[str, list[str]] = {}
+        for name, cause in survey.missing:
+            causes.setdefault(cause, []).append(name)
+        for cause, names in causes.items():
+            notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
+        if survey.unreliable:
+            notes.append(
+                "infinite or NaN differences, their blocks are read first, and leave no bound: "
+                + _few(survey.unreliable)
+            )
+        if request.top_p is not None and request.dtype is not None:
+            notes.append(
+                "with an output dtype of its own every block is written; those outside the top-p "
+                "share are the base's, converted"
+            )
+        return tuple(notes)
+
+
+def _few(names: list[str] | tuple[str, ...]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _norm(squares: Floats) -> float:
+    total = math.fsum(squares.tolist())
+    return math.sqrt(total) if math.isfinite(total) else -1.0
+
+
+def _scaled(scale: Floats, squares: Floats) -> Floats:
+    """|c_k| ||d_k||: float64[K, C].  Of an expert without weight nothing is lost."""
+    with np.errstate(invalid="ignore"):
+        return np.where(scale > 0, scale * np.sqrt(squares), 0.0)
+
+
+def _coefficients(request: Request) -> list[float]:
+    """|c_k|, certified for additive operators, a guess for the others.
+
+    A consensus divides by the sum of the weights that agree, which the catalog does not know: it is
+    taken to be the heaviest one, so an expert as heavy that is alone at its places counts in full.
+    """
+    if OPERATORS[request.method].additive:
+        return coefficients(request.method, request.parameters, request.weights)
+    heaviest = max(abs(weight) for weight in request.weights)
+    share = heaviest if request.parameters.get("normalize") and heaviest else 1.0
+    scale = abs(float(request.parameters.get("lambda", 1.0))) / share
+    if OPERATORS[request.method].random and request.parameters.get("rescale"):
+        # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
+        scale /= math.sqrt(float(request.parameters["density"]))
+    return [abs(weight) * scale for weight in request.weights]

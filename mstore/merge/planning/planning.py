@@ -1,0 +1,171 @@
+"""From a request to a plan record: survey, select, refine thresholds.
+
+What is read and ranked for one request serves any number of budgets (`Planning`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+from blake3 import blake3
+
+from mstore.merge.arithmetic.operators import needs_thresholds
+from mstore.merge.planning.planner import Planner, Selection
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.survey import Survey, Surveyor
+from mstore.merge.planning.thresholds import Thresholds
+from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.reports import Progress
+from mstore.stats.store import StatsStore
+from mstore.store.catalog import Catalog
+
+PLANNER = 2
+"""To be raised whenever the same request leads to another plan."""
+
+
+def request_key(catalog: Catalog, request: Request) -> bytes:
+    """The name of all that a plan follows from, 32 bytes: contents, parameters, criteria.
+
+    Not in it are the lengths of blocks at rest, which do not change while a block is stored, and
+    statistics, of which nothing is missing where they may be taken (`Request.analyze`).
+    """
+    inputs = [
+        bytes(catalog.snapshot(one.snapshot).manifest_id())
+        for one in (request.base, *request.experts)
+    ]
+    said = (
+        *(PLANNER, catalog.block_size, inputs, request.weights, request.method),
+        *(sorted(request.parameters.items()), request.budget, request.max_error, request.dtype),
+        *(request.score, request.only, request.skip, request.expert_budget, request.top_p),
+    )
+    text = msgspec.msgpack.encode(said)
+    return blake3(text, derive_key_context="mstore 1 request").digest()
+
+
+class Planning:
+    """One request, surveyed and ranked.  Not for several threads at once.
+
+    Raises BadRequest, Incompatible, Corrupt, StorageFailed wherever it looks into the store.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        request: Request,
+        *,
+        threads: int,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.catalog = catalog
+        self.request = request
+        self._statistics = statistics
+        self._threads = threads
+        self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
+        self._survey = self._surveyor.survey()
+        self._planner = Planner(self._survey, request)
+
+    @property
+    def analyzed(self) -> int:
+        """Expert bytes that were read so far for statistics that were missing."""
+        return self._surveyor.analyzed.total
+
+    @property
+    def full_expert_bytes(self) -> int:
+        """Cost of all expert blocks that matter."""
+        return self._planner.full_expert_bytes
+
+    def plan(self) -> Plan:
+        """The plan that was asked for."""
+        return self._finished(self._planner.select(), self.request)
+
+    def plan_within(self, budget: int) -> Plan:
+        """The plan of the same request with this budget, in bytes, and no error asked for."""
+        return self._finished(self._planner.cut(budget), replace(self.request, max_error=None))
+
+    def full_plan(self) -> Plan:
+        """The plan of the same merge that leaves nothing out: what errors are relative to."""
+        whole = replace(self.request, budget=None, max_error=None, expert_budget=None, top_p=None)
+        return self._finished(Planner(self._survey, whole).select(), whole)
+
+    @property
+    def base_squares(self) -> float | None:
+        """Square of the norm that errors are relative to, None where it is not known."""
+        return self._survey.base_squares
+
+    def _finished(self, selection: Selection, request: Request) -> Plan:
+        notes = list(selection.notes)
+        thresholds: list[tuple[Threshold, ...]] = [() for _ in self._survey.tensors]
+        if needs_thresholds(request.method, request.parameters):
+            density = float(request.parameters["density"])
+            with ThreadPoolExecutor(self._threads, "second look") as pool:
+                cut = Thresholds(
+                    self.catalog,
+                    self._statistics,
+                    density,
+                    full=selection.full,
+                    analyze=request.analyze,
+                    pool=pool,
+                    meter=self._surveyor.analyzed,
+                )
+                thresholds = [
+                    tuple(cut.of(tensor, expert) for expert in tensor.experts)
+                    for tensor in self._survey.tensors
+                ]
+            if cut.at_edges:
+                notes.append(
+                    "some trim thresholds are bin edges of the magnitude histograms (--no-analyze)"
+                )
+        self._statistics.flush()
+        return _record(self._survey, request, selection, thresholds, notes)
+
+
+def _record(
+    survey: Survey,
+    request: Request,
+    selection: Selection,
+    thresholds: list[tuple[Threshold, ...]],
+    notes: list[str],
+) -> Plan:
+    tensors = tuple(
+        PlanTensor(
+            tensor.name,
+            tensor.chunk_elements,
+            tuple(state.tobytes() for state in states),
+            cut,
+            omitted,
+        )
+        for tensor, states, cut, omitted in zip(
+            survey.tensors, selection.states, thresholds, selection.omitted, strict=True
+        )
+    )
+    return Plan(
+        method=request.method,
+        parameters=tuple(sorted(request.parameters.items())),
+        base=survey.base,
+        experts=tuple(
+            PlanExpert(manifest, weight)
+            for manifest, weight in zip(survey.experts, request.weights, strict=True)
+        ),
+        dtype=request.dtype,
+        block_size=survey.block_size,
+        budget=selection.budget,
+        criteria=Criteria(
+            score=request.score,
+            max_error=request.max_error,
+            expert_budget=selection.expert_budget,
+            only=request.only,
+            skip=request.skip,
+            top_p=request.top_p,
+        ),
+        full_expert_bytes=selection.full_expert_bytes,
+        planned_expert_bytes=selection.planned_expert_bytes,
+        error_bound=selection.error_bound,
+        error_estimate=selection.error_estimate,
+        tensors=tensors,
+        copied=survey.copied,
+        notes=tuple(notes),
+    )

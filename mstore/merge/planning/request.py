@@ -1,0 +1,149 @@
+"""The request: what a person asked a merge to do, checked and resolved, before any planning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mstore.errors import BadRequest
+from mstore.ids import SnapshotId
+from mstore.merge.arithmetic.operators import Value, check_weights, parse_parameters, reuses_base
+from mstore.merge.planning.scores import Score, score_of
+from mstore.numeric.codes import CODES
+
+_SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A snapshot to merge, and what it was called."""
+
+    snapshot: SnapshotId
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One merge to plan.
+
+    budget: bytes (int), share of the full cost in (0, 1] (float), or None.  max_error: bound on
+    the relative error, or None.  dtype: output dtype, None for the base's.  analyze: whether
+    missing statistics may be taken now.  score: what units are ranked by.  only, skip: patterns of
+    tensor names (fnmatch, case counts), sorted.  expert_budget: as budget, for any one expert.
+    top_p: share of the output's blocks that may differ from the base's, in (0, 1], or None.
+    """
+
+    base: Input
+    experts: tuple[Input, ...]
+    weights: tuple[float, ...]
+    method: str
+    parameters: Mapping[str, Value]
+    budget: int | float | None
+    max_error: float | None
+    dtype: str | None
+    analyze: bool
+    score: Score
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    expert_budget: int | float | None = None
+    top_p: float | None = None
+
+
+def request(
+    *,
+    base: Input,
+    experts: Sequence[tuple[Input, float]],
+    method: str,
+    parameters: Mapping[str, object],
+    budget: float | None,
+    max_error: float | None,
+    dtype: str | None,
+    analyze: bool,
+    score: str | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    expert_budget: float | None = None,
+    top_p: float | None = None,
+) -> Request:
+    """Check everything that can be checked without looking at a tensor.  Raises BadRequest."""
+    complete = parse_parameters(method, parameters)
+    weights = check_weights(method, complete, [weight for _, weight in experts])
+    if budget is not None:
+        _check_budget(budget, "--budget")
+    if expert_budget is not None:
+        _check_budget(expert_budget, "--per-expert-budget")
+    if top_p is not None:
+        _check_top_p(top_p, method, complete)
+    if max_error is not None and not (math.isfinite(max_error) and max_error >= 0):
+        raise BadRequest(f"--max-error must be a number of 0 or more, not {max_error!r}")
+    return Request(
+        base=base,
+        experts=tuple(expert for expert, _ in experts),
+        weights=weights,
+        method=method,
+        parameters=complete,
+        budget=budget,
+        max_error=max_error,
+        dtype=None if dtype is None else _output_dtype(dtype),
+        analyze=analyze,
+        score=score_of(method, complete, score),
+        only=_patterns(only, "--only"),
+        skip=_patterns(skip, "--skip"),
+        expert_budget=expert_budget,
+        top_p=None if top_p is None else float(top_p),
+    )
+
+
+def _patterns(patterns: Sequence[str], option: str) -> tuple[str, ...]:
+    if isinstance(patterns, str) or not all(patterns):
+        raise BadRequest(
+            "patterns of tensor names are a list of texts that are not empty",
+            where=option,
+            hint=f"{option} 'model.layers.*.mlp.*'",
+        )
+    # Sorted, so that equal requests are equal plans.
+    return tuple(sorted(set(patterns)))
+
+
+def _check_top_p(share: float, method: str, parameters: Mapping[str, Value]) -> None:
+    if not 0 < share <= 1:
+        raise BadRequest(
+            f"a share of the output's blocks is above 0 and at most 1, not {share!r}",
+            where="--top-p",
+            hint="--top-p 0.2",
+        )
+    if not reuses_base(method, parameters):
+        raise BadRequest(
+            f"no block of {method} with normalize=false is the base's own, so none can be left "
+            "as it is",
+            where="--top-p",
+            hint="--param normalize=true",
+        )
+
+
+def _check_budget(budget: int | float, option: str) -> None:
+    hint = f"{option} 2GiB or {option} 30%"
+    if not isinstance(budget, int | float):
+        raise BadRequest(
+            f"a budget is a number of bytes or a share, not {budget!r}",
+            hint="budget=2 * 2**30 or budget=0.3",
+        )
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise BadRequest(
+                "a budget of 0 reads no expert: that merge is the base itself", hint=hint
+            )
+    elif not 0 < budget <= 1:
+        raise BadRequest(
+            f"a budget as a share must be above 0 % and at most 100 %, not {budget:.6g}", hint=hint
+        )
+
+
+def _output_dtype(dtype: str) -> str:
+    name = _SPELLINGS.get(dtype.lower(), dtype.upper())
+    if name not in CODES:
+        raise BadRequest(
+            f"cannot write dtype {dtype!r}", hint="--dtype bfloat16, float16 or float32"
+        )
+    return name

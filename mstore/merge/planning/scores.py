@@ -1,0 +1,120 @@
+"""Scores: by what the units of a plan are ranked, and which score a method has unless asked.
+
+    norm      the part of the output's norm that reading a unit brings, per stored byte
+    trimmed   as `norm`, of the part of the delta above the trim threshold
+    conflict  as `trimmed` (or `norm`), less where the unit points against the heavier consensus,
+              and more where it shares the divisor of heavier ones (`normalize`)
+    random    a hash of the ids: what any other score has to beat
+
+A score only orders what is read.  The certified bound is computed from what is left out, whatever
+the order was.  Pure functions on numpy arrays; only operations that IEEE 754 rounds correctly, in
+a fixed order, so that a plan comes out the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+from mstore.errors import BadRequest
+from mstore.ids import TensorId
+from mstore.merge.arithmetic.operators import Value, needs_thresholds, operator
+
+Score = Literal["norm", "trimmed", "conflict", "random"]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+SCORES: Final[tuple[Score, ...]] = get_args(Score)
+"""Every score by name."""
+
+
+def score_of(method: str, parameters: Mapping[str, Value], asked: str | None) -> Score:
+    """The score to rank by; `asked` None is the method's default.  Raises BadRequest."""
+    flags = operator(method)
+    if asked is None:
+        return "trimmed" if needs_thresholds(method, parameters) else "norm"
+    score = next((name for name in SCORES if name == asked), None)
+    if score is None:
+        raise BadRequest(f"unknown score {asked!r}; scores: {', '.join(SCORES)}")
+    if score == "trimmed" and not flags.trims:
+        raise BadRequest(f"{method} trims nothing to score by", hint="--score norm")
+    if score == "conflict" and not flags.consensus:
+        raise BadRequest(
+            f"{method} elects no signs, so nothing conflicts in it", hint="--score norm"
+        )
+    return score
+
+
+def agreement(rows: Sequence[np.ndarray[Any, Any]], weights: Sequence[float]) -> Floats:
+    """How much of each weighted delta the elected signs are likely to leave: float64[K, C].
+
+    rows: CHUNK[C] an expert.  With rho the cosine of w_k d_k and sum_j w_j d_j, as their count
+    sketches estimate it, (1 + rho) / 2: 1 for a delta that has the sum's direction, 1/2 for one
+    that has nothing to do with it, 0 for its opposite.  1 where no direction is known.
+    """
+    directions = []
+    for side, weight in zip(rows, weights, strict=True):
+        exponents = side["sketch_exponent"].astype(np.int32)[:, None]
+        directions.append(weight * np.ldexp(side["sketch"].astype(np.float64), exponents))
+    consensus = np.zeros_like(directions[0])
+    for direction in directions:
+        consensus += direction
+    heaviness = _inner(consensus, consensus)
+    shares = []
+    for direction in directions:
+        norms = np.sqrt(_inner(direction, direction)) * np.sqrt(heaviness)
+        # Below the smallest normal number a quotient would say nothing.
+        known = norms > np.finfo(np.float64).tiny
+        cosine = _inner(direction, consensus) / np.where(known, norms, 1.0)
+        shares.append(np.where(known, np.clip((1.0 + cosine) / 2.0, 0.0, 1.0), 1.0))
+    return np.array(shares)
+
+
+def dilution(squares: Floats, kept: Floats) -> Floats:
+    """What leaving a unit out does to heavier ones that it shares a divisor with: float64[K, C].
+
+    squares, kept: float64[K, C], the squared norm of each sparsified delta and the share of
+    elements that it keeps.  An operator that divides by the weights that agree makes the mean of
+    a heavy and a light delta where both are kept and agree (half of those places, if signs have
+    nothing to do with each other): without the light one, the heavy one stays whole, which is
+    off by half of it, a quarter of its square.
+    """
+    finite = np.where(np.isfinite(squares), squares, 0.0)
+    found = np.zeros_like(finite)
+    for light, share in enumerate(kept):
+        heavier = np.zeros_like(share)
+        for other in finite:
+            heavier = heavier + np.where(other > finite[light], other, 0.0)
+        found[light] = share * heavier / 8.0
+    return found
+
+
+def _inner(a: Floats, b: Floats) -> Floats:
+    products = a * b
+    # By halving, as in `mstore.stats.chunk.inner`: one fixed order of additions.
+    while products.shape[-1] > 1:
+        half = products.shape[-1] // 2
+        products = products[..., :half] + products[..., half:]
+    found: Floats = products[..., 0]
+    return found
+
+
+def seed(base: TensorId, expert: TensorId) -> int:
+    """What `lottery` draws from for the chunks of one tensor of one expert: 64 bits."""
+    return int.from_bytes(base[:8], "big") ^ int.from_bytes(expert[8:16], "big")
+
+
+def lottery(seeds: np.ndarray[Any, np.dtype[np.uint64]], chunk: Ints) -> Floats:
+    """A number in [0, 1) for each unit, from its seed and its chunk (-1: the whole tensor).
+
+    SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    with np.errstate(over="ignore"):
+        x = seeds + (chunk + 2).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    drawn: Floats = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return drawn

@@ -1,0 +1,430 @@
+"""The survey: everything that the planner needs to know, gathered from the catalog.
+
+Compares block lists, looks up what blocks cost to read, and fetches the statistics of each
+expert's delta; statistics that are missing are taken now (their reads are metered apart) unless
+that was ruled out.  After this, planning touches no disk.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest
+from mstore.ids import ID_BYTES, ManifestId, TensorId
+from mstore.merge.arithmetic.operators import keep_count, needs_thresholds
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.tied import first_names
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.manifest import Manifest
+from mstore.objects.shapes import require_same_shapes
+from mstore.objects.tensor import Tensor
+from mstore.reports import Progress
+from mstore.stats.analysis import measure_pair, measure_squares
+from mstore.stats.chunk import CHUNK, finite
+from mstore.stats.chunks import blocks_per_chunk, chunk_elements
+from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, select
+from mstore.stats.store import StatsStore
+from mstore.stats.table import DeltaTable
+from mstore.store.catalog import Catalog
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+_ID_WORDS = ID_BYTES // 8
+
+
+# Of a delta that is zero everywhere nothing has to be kept.
+NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's side of one tensor; `pair` is (base, expert).
+
+    equal: bool[chunks], the chunk's blocks are the base's.  twin: int64[chunks], the first expert
+    with the same blocks there (itself, mostly).  cost: int64[chunks], stored bytes of the blocks.
+    rows: CHUNK[chunks], None where statistics are missing.  threshold: where trimming cuts.
+    """
+
+    pair: tuple[TensorId, TensorId]
+    record: Tensor
+    equal: Bools
+    twin: Counts
+    cost: Counts
+    rows: np.ndarray[Any, Any] | None
+    threshold: Threshold | None
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedTensor:
+    """One tensor that is to be merged; `copies` counts its names (see `tied`)."""
+
+    name: str
+    record: Tensor
+    elements: int
+    chunk_elements: int
+    experts: tuple[ExpertTensor, ...]
+    copies: int
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The planner's whole input, besides the request.
+
+    base_squares: sum of squares of all floating-point tensors of the base, None if not known.
+    copied: (tensor, why) of tensors that are taken from the base although experts differ there.
+    missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
+    tensor of statistics with rows that are not finite.
+    """
+
+    base: ManifestId
+    experts: tuple[ManifestId, ...]
+    block_size: int
+    tensors: tuple[SurveyedTensor, ...]
+    base_squares: float | None
+    copied: tuple[tuple[str, str], ...]
+    missing: tuple[tuple[str, str], ...]
+    unreliable: tuple[str, ...]
+
+
+class Surveyor:
+    """Gathers one survey.  `analyzed` counts the expert bytes that missing statistics cost."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        statistics: StatsStore,
+        request: Request,
+        *,
+        threads: int,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._statistics = statistics
+        self._request = request
+        self._threads = threads
+        self._progress = progress
+        self.analyzed = Meter("analyzed")
+        self._missing: list[tuple[str, str]] = []
+        self._unreliable: list[str] = []
+        self._copied: list[tuple[str, str]] = []
+
+    def survey(self) -> Survey:
+        """Raises Incompatible where an expert's tensors do not match the base's."""
+        catalog, request = self._catalog, self._request
+        base_id = catalog.snapshot(request.base.snapshot).manifest_id()
+        expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
+        base = catalog.manifest(base_id)
+        records = _tensors(catalog, base)
+        experts = []
+        for expert, id in zip(request.experts, expert_ids, strict=True):
+            found = _tensors(catalog, catalog.manifest(id))
+            require_same_shapes(
+                {name: record.shape for name, (_, record) in records.items()},
+                {name: record.shape for name, (_, record) in found.items()},
+                what=f"cannot be merged into {request.base.name}",
+                where=expert.name,
+                hint=f"mstore diff {request.base.name} {expert.name}",
+            )
+            experts.append(found)
+        tensors = []
+        first = first_names(base.tensors(), [_ids(found) for found in experts])
+        left_out = left_out_names(first, request.only, request.skip)
+        copies = Counter(first.values())
+        total = sum(record.nbytes for _, record in records.values()) or 1
+        done = 0
+        with ThreadPoolExecutor(self._threads, "survey") as pool:
+            squares = self._base_squares(records, pool)
+            for name, (base_tensor, record) in records.items():
+                pairs = [found[name] for found in experts]
+                if first[name] == name and name in left_out:
+                    if any(id != base_tensor for id, _ in pairs):
+                        self._copied.append((name, left_out[name]))
+                elif first[name] == name:
+                    surveyed = self._tensor(name, base_tensor, record, pairs, copies[name], pool)
+                    if surveyed is not None:
+                        tensors.append(surveyed)
+                done += record.nbytes
+                if self._progress is not None:
+                    self._progress(Progress("plan", done, total))
+        return Survey(
+            base=base_id,
+            experts=tuple(expert_ids),
+            block_size=catalog.block_size,
+            tensors=tuple(tensors),
+            base_squares=squares,
+            copied=tuple(self._copied),
+            missing=tuple(self._missing),
+            unreliable=tuple(self._unreliable),
+        )
+
+    # -- one tensor --------------------------------------------------------------------------
+
+    def _tensor(
+        self,
+        name: str,
+        base_id: TensorId,
+        base: Tensor,
+        pairs: list[tuple[TensorId, Tensor]],
+        copies: int,
+        pool: ThreadPoolExecutor,
+    ) -> SurveyedTensor | None:
+        changed = [id != base_id for id, _ in pairs]
+        sources = {base.dtype, *(record.dtype for _, record in pairs)}
+        if not sources <= ITEMSIZES.keys():
+            if any(changed):
+                odd = ", ".join(sorted(sources - ITEMSIZES.keys()))
+                self._copied.append((name, f"dtype {odd} is not merged"))
+            return None
+        elements = math.prod(base.shape)
+        if elements == 0:
+            return None
+        if not any(changed) and not self._always_computed(base.dtype):
+            return None
+        output = self._request.dtype or base.dtype
+        chunk = chunk_elements(self._catalog.block_size, *sources, output)
+        ids = _chunk_ids(base, chunk, self._catalog.block_size)
+        sides = [_chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
+        dtypes = [record.dtype for _, record in pairs]
+        equal = np.zeros((len(pairs), len(ids)), dtype=bool)
+        for number, side in enumerate(sides):
+            if dtypes[number] == base.dtype:
+                equal[number] = (side == ids).all(axis=1)
+        twin = twins(sides, dtypes)
+        cost = self._costs(sides, equal, twin)
+        experts: list[ExpertTensor] = []
+        for number, (id, record) in enumerate(pairs):
+            table = None
+            if id != base_id:
+                table = self._table(name, number, base_id, base, id, record, chunk, pool)
+            rows, threshold = self._numbers(name, number, base_id, id, chunk, len(ids), table)
+            if rows is not None and not (finite(rows) | equal[number]).all():
+                self._unreliable.append(f"{self._request.experts[number].name}: {name}")
+            experts.append(
+                ExpertTensor(
+                    (base_id, id),
+                    record,
+                    equal[number],
+                    twin[number],
+                    cost[number],
+                    rows,
+                    threshold,
+                )
+            )
+        return SurveyedTensor(name, base, elements, chunk, tuple(experts), copies)
+
+    def _always_computed(self, dtype: str) -> bool:
+        """Whether a tensor that no expert changed still has to be computed."""
+        request = self._request
+        converted = request.dtype is not None and request.dtype != dtype
+        scaled = request.method == "linear" and not request.parameters["normalize"]
+        return converted or scaled
+
+    def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
+        """Stored bytes of each expert's chunks, int64[K, chunks]: 0 where equal to the base."""
+        cost = np.zeros(equal.shape, dtype=np.int64)
+        wanted = ~equal & (twin == np.arange(len(sides))[:, None])
+        blocks = [
+            side[want].reshape(-1, _ID_WORDS) for side, want in zip(sides, wanted, strict=True)
+        ]
+        flat = np.concatenate(blocks)
+        if not len(flat):
+            return cost
+        # A short last chunk was filled up with zeros, which are nobody's hash.
+        there = flat.any(axis=1)
+        raw = flat[there].tobytes()
+        ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+        stored = np.zeros(len(flat), dtype=np.int64)
+        stored[there] = self._catalog.stored_lengths(ids)
+        done = 0
+        for k, (side, mine) in enumerate(zip(sides, blocks, strict=True)):
+            lengths = stored[done : done + len(mine)].reshape(-1, side.shape[1] // _ID_WORDS)
+            cost[k, wanted[k]] = lengths.sum(axis=1)
+            done += len(mine)
+        return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+
+    def _table(
+        self,
+        name: str,
+        number: int,
+        base_id: TensorId,
+        base: Tensor,
+        id: TensorId,
+        record: Tensor,
+        chunk: int,
+        pool: ThreadPoolExecutor,
+    ) -> DeltaTable | None:
+        """The statistics, taken now where there are none; None, with the cause noted."""
+        table = self._statistics.pair(base_id, id)
+        if table is not None and _fits(table, base, chunk):
+            return table
+        if not self._request.analyze:
+            cause = "no statistics" if table is None else "statistics of another tensor"
+            self._missing.append((f"{self._request.experts[number].name}: {name}", cause))
+            return None
+        measure = measure_pair(self._catalog, base, record, pool, self.analyzed)
+        self._statistics.put_pair(measure.finish(base_id, id))
+        return self._statistics.pair(base_id, id)
+
+    def _numbers(
+        self,
+        name: str,
+        number: int,
+        base_id: TensorId,
+        id: TensorId,
+        chunk: int,
+        chunks: int,
+        table: DeltaTable | None,
+    ) -> tuple[np.ndarray[Any, Any] | None, Threshold | None]:
+        """Rows at the plan's chunks, and the trim threshold."""
+        if id == base_id:
+            return np.zeros(chunks, dtype=CHUNK), NOTHING_KEPT
+        trims = needs_thresholds(self._request.method, self._request.parameters)
+        if table is None:
+            if trims:
+                raise BadRequest(
+                    "trimming needs the statistics of this expert against the base",
+                    where=f"{self._request.experts[number].name}: {name}",
+                    hint="run the command without --no-analyze, or add the expert with --base",
+                )
+            return None, None
+        rows = coarsen(table.rows, chunk // table.chunk_elements)
+        if not trims:
+            return rows, None
+        keep = keep_count(float(self._request.parameters["density"]), table.elements)
+        return rows, select(_without_nan(table.histogram), keep, table.elements)
+
+    # -- the base ----------------------------------------------------------------------------
+
+    def _base_squares(
+        self, records: dict[str, tuple[TensorId, Tensor]], pool: ThreadPoolExecutor
+    ) -> float | None:
+        """Sum of squares of the base's tensors whose dtype can be merged."""
+        sums = []
+        for id, record in records.values():
+            if record.dtype not in ITEMSIZES:
+                continue
+            squares = self._statistics.squares(id)
+            if squares is None:
+                squares = measure_squares(self._catalog, record, pool)
+                self._statistics.put_squares(id, squares)
+            sums.append(squares)
+        total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
+        return total if math.isfinite(total) else None
+
+
+def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:
+    ids = manifest.tensors()
+    records = catalog.tensors(list(ids.values()))
+    return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
+
+
+def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
+    return {name: id for name, (id, _) in tensors.items()}
+
+
+def _without_nan(histogram: Histogram) -> Histogram:
+    """A NaN is larger than no threshold, so it is never kept and takes no other's place."""
+    if not len(histogram.bins) or histogram.bins[-1] < NAN_BIN:
+        return histogram
+    counted = histogram.bins < NAN_BIN
+    return Histogram(histogram.bins[counted], histogram.counts[counted], histogram.inexact[counted])
+
+
+def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
+    """Rows of chunks that are `factor` times as long; the sketch does not survive."""
+    if factor == 1:
+        return rows
+    starts = np.arange(0, len(rows), factor)
+    coarse = np.zeros(len(starts), dtype=CHUNK)
+    for field in ("nonzeros", "sum_abs", "sum_squares", "base_squares"):
+        coarse[field] = np.add.reduceat(rows[field], starts)
+    coarse["max_abs"] = np.maximum.reduceat(rows["max_abs"], starts)
+    return coarse
+
+
+def left_out_names(
+    first: Mapping[str, str], only: Sequence[str], skip: Sequence[str]
+) -> dict[str, str]:
+    """The tensors that patterns leave to the base, and why; by the first of their names.
+
+    A tensor of several names is skipped if one of them is to be, and merged if only one is.
+    Raises BadRequest for a pattern that no tensor matches.
+    """
+    matches = {
+        pattern: {first[name] for name in first if match(name)}
+        for pattern in (*only, *skip)
+        for match in [re.compile(fnmatch.translate(pattern)).match]
+    }
+    for pattern, found in matches.items():
+        if not found:
+            raise BadRequest(
+                f"no tensor's name matches {pattern!r}",
+                where="--only" if pattern in only else "--skip",
+                hint="mstore ls --tensors REF",
+            )
+    left_out = {}
+    if only:
+        wanted = set().union(*(matches[pattern] for pattern in only))
+        left_out = dict.fromkeys(set(first.values()) - wanted, "not among --only")
+    for pattern in skip:
+        left_out |= dict.fromkeys(matches[pattern], f"--skip {pattern}")
+    return left_out
+
+
+def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
+    return table.elements == math.prod(base.shape) and chunk % table.chunk_elements == 0
+
+
+def _chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
+    """uint64[chunks, 4 * blocks a chunk]: ids as rows, a short last row padded with zeros."""
+    width = _ID_WORDS * blocks_per_chunk(record.dtype, chunk, block_size)
+    words = np.frombuffer(record.blocks, dtype=np.uint64)
+    if len(words) % width:
+        words = np.concatenate([words, np.zeros(-len(words) % width, dtype=np.uint64)])
+    return words.reshape(-1, width)
+
+
+def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
+    """The first expert with the same blocks in the same chunk: int64[K, chunks].
+
+    sides: block ids as `_chunk_ids` gives them.  Equal bytes of another dtype are no twins.
+    """
+    twin = np.repeat(np.arange(len(sides)), len(sides[0])).reshape(len(sides), -1)
+    for dtype in dict.fromkeys(dtypes):
+        members = np.array([k for k, own in enumerate(dtypes) if own == dtype])
+        ids = np.stack([sides[k] for k in members])
+        # One word a chunk to sort by.  Ids are hashes: chunks of equal words that are not equal
+        # do not come about, and if they are made, they are read once more than they had to be.
+        weights = 2 * np.arange(ids.shape[2] // _ID_WORDS, dtype=np.uint64) + np.uint64(1)
+        keys = (ids[:, :, ::_ID_WORDS] * weights).sum(axis=2, dtype=np.uint64)
+        order = np.argsort(keys, axis=0, kind="stable")
+        ranked = np.take_along_axis(keys, order, axis=0)
+        news = np.ones(keys.shape, dtype=bool)
+        news[1:] = ranked[1:] != ranked[:-1]
+        if news.all():
+            continue
+        leads = np.maximum.accumulate(np.where(news, np.arange(len(members))[:, None], 0), axis=0)
+        first = np.empty_like(order)
+        np.put_along_axis(first, order, np.take_along_axis(order, leads, axis=0), axis=0)
+        later, chunk = np.nonzero(first != np.arange(len(members))[:, None])
+        earlier = first[later, chunk]
+        same = (ids[later, chunk] == ids[earlier, chunk]).all(axis=1)
+        twin[members[later[same]], chunk[same]] = members[earlier[same]]
+    return twin

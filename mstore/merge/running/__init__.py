@@ -1,0 +1,1 @@
+"""From a plan to a snapshot: tasks, slices, the engine, the memo table, the commit."""

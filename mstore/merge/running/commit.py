@@ -1,0 +1,129 @@
+"""Merging as a commit: run a plan and publish its result, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mstore.errors import StorageFailed
+from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.merge.running.engine import Engine, Means, Outcome
+from mstore.merge.running.memory import MEMORY
+from mstore.merge.running.slices import SLICE_BYTES
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.reports import Progress
+from mstore.store import refs
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.memo import Memo
+from mstore.store.plans import Sources, put_sources
+from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.version import TOOL
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A published merge.  `is_new` is False where the ref already was exactly that."""
+
+    snapshot: SnapshotId
+    manifest: ManifestId
+    is_new: bool
+    outcome: Outcome
+    bytes_written: int
+
+
+def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
+    """Keep a plan and the names of its inputs."""
+    with Transaction(catalog, "plan") as transaction:
+        id = PlanId(transaction.put_record(plan))
+        transaction.commit(also=lambda rows: put_sources(catalog, rows, id, sources))
+    return id
+
+
+def run_merge(
+    catalog: Catalog,
+    plan: Plan,
+    sources: Sources,
+    *,
+    name: str,
+    message: str,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+    memo: Memo | None = None,
+    memory: int | None = None,
+    executor: Executor | None = None,
+    slice_bytes: int = SLICE_BYTES,
+    materialized: refs.Ref | None = None,
+) -> Merged:
+    """Run a stored plan and publish the result under a ref.
+
+    memo: the table to look into and to add to, None to do without.  memory, executor, slice_bytes:
+    as in engine.Means.  materialized: the ref as it is where it holds the virtual merge of this
+    plan, which becomes real; if it has moved, nothing is published.
+
+    Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
+    memory), BudgetExceeded, Corrupt, StorageFailed; then nothing is published.
+    """
+    current = branch_to_move(catalog, name) if materialized is None else materialized
+    means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
+    with Transaction(catalog, f"merge {name}", resumes=True) as transaction:
+        outcome = Engine(
+            catalog, plan, transaction, means=means, memo=memo, progress=progress
+        ).run()
+        transaction.rely_on_manifest(outcome.manifest)
+        transaction.put_record(outcome.manifest)
+        record, is_new = _snapshot(catalog, current, outcome, plan, sources, message, transaction)
+        if is_new:
+            word = "merge" if materialized is None else "materialize"
+            action = f"{word}: {plan.method}" + (f": {message}" if message else "")
+            new = refs.Ref(refs.BRANCH, record.id())
+            transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
+    if memo is not None:
+        # Only now are the blocks there for others.  What cannot be remembered is computed again.
+        with suppress(StorageFailed):
+            memo.put_outputs(outcome.memo_rows)
+            memo.flush()
+    return Merged(record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written)
+
+
+def parents_of(sources: Sources) -> tuple[Parent, ...]:
+    """What a merge was made from."""
+    experts = (Parent(EXPERT, expert.snapshot) for expert in sources.experts)
+    return (Parent(BASE, sources.base.snapshot), *experts)
+
+
+def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:
+    """Whether a snapshot is the merge, real or virtual, by this plan of these snapshots."""
+    made_from = tuple(parent for parent in tip.parents if parent.role != PREVIOUS)
+    return tip.plan == plan.id() and made_from == parents
+
+
+def _snapshot(
+    catalog: Catalog,
+    current: refs.Ref | None,
+    outcome: Outcome,
+    plan: Plan,
+    sources: Sources,
+    message: str,
+    transaction: Transaction,
+) -> tuple[SnapshotRecord, bool]:
+    parents = parents_of(sources)
+    if current is not None:
+        tip = catalog.snapshot(current.snapshot_id())
+        same = tip.manifest == outcome.manifest.id() and not tip.is_virtual
+        if same and is_merge_of(tip, plan, parents):
+            return tip, False
+        parents = (Parent(PREVIOUS, current.snapshot), *parents)
+    record = SnapshotRecord(
+        manifest=outcome.manifest.id(),
+        parents=parents,
+        origin="merge",
+        plan=transaction.put_record(plan),
+        coverage=transaction.put_record(outcome.coverage),
+        message=message,
+        time_ns=now_ns(),
+        tool=TOOL,
+    )
+    return record, True

@@ -1,0 +1,532 @@
+"""The engine: runs a plan into a sink, and reads and writes only what nobody has made yet.
+
+Goes over the plan's tensors in file order.  A chunk whose output is the base's own, is in the memo
+table, or was finished by an interrupted run is only named.  The others are cut into slices and
+computed (`mstore.merge.running.slices`): on threads of this process, where the pack of one slice is
+sealed while the next is computed, or by any executor.  The records of the output come last.
+
+Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
+the `pread` to a meter whose limit is the plan's own figure; a slice that runs elsewhere is charged
+whole before it is handed out, and refuses to read more than that.  Deterministic: the outcome is a
+function of the plan alone, for any number of threads, any executor, any memo table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mstore.blocks.meter import Meter
+from mstore.blocks.packs import PackWriter, SealedPack
+from mstore.checkpoint.partition import block_count, partition
+from mstore.errors import Corrupt
+from mstore.ids import ID_BYTES, BlockId, Buffer, Id, TensorId
+from mstore.merge.planning.fitting import check_fits
+from mstore.merge.running.leftovers import Leftovers, write_receipt
+from mstore.merge.running.memo_hits import Shape, find_hits
+from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.memory import MEMORY, bounds
+from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
+from mstore.merge.running.slices import (
+    SLICE_BYTES,
+    Computer,
+    Receipt,
+    Result,
+    Run,
+    Slice,
+    SliceWriter,
+    Stream,
+    execute,
+)
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.objects.canonical import Record
+from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
+from mstore.objects.manifest import File, Manifest, Part
+from mstore.objects.plan import Plan
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.reports import Progress
+from mstore.store.catalog import Catalog
+from mstore.store.memo import Memo
+
+_SEALING = 2
+"""Packs that may be on their way to the disk while the next one is filled."""
+
+_HANDED_OUT = 64
+"""Slices that an executor has at a time."""
+
+
+class Sink(Protocol):
+    """Where output goes.  Called from one thread."""
+
+    @property
+    def directory(self) -> Path:
+        """Where packs are written that `adopt` takes."""
+
+    def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
+        """Which blocks are there already."""
+
+    def put_block(
+        self, block: BlockId, data: Buffer, width: int, file: str, file_offset: int
+    ) -> bool:
+        """Keep a block; True if it was not there before."""
+
+    def put_record(self, record: Record) -> Id:
+        """Keep a record."""
+
+    def adopt(self, pack: SealedPack) -> int:
+        """Keep a sealed pack; how many of its blocks are new."""
+
+    def go_on_with(self, writer: PackWriter, blocks: Sequence[BlockId]) -> None:
+        """Keep an unfinished pack that holds these blocks, all of them new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a run may use.
+
+    threads: in this process.  memory: most anonymous bytes.  executor: runs the slices instead of
+    the threads.  slice_bytes: plain bytes of output a slice.
+    """
+
+    threads: int
+    memory: int = MEMORY
+    executor: Executor | None = None
+    slice_bytes: int = SLICE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run produced and what it cost (bytes).
+
+    tensors: the merged ones, by the name they are planned under.  memo_rows: what the memo table
+    may learn once the output is published.  resumed_expert_bytes: read by a run that was
+    interrupted, whose work this one took over.
+    """
+
+    manifest: Manifest
+    coverage: Coverage
+    tensors: dict[str, Tensor]
+    memo_rows: tuple[tuple[bytes, bytes], ...]
+    expert_bytes_read: int
+    memo_expert_bytes: int
+    resumed_expert_bytes: int
+    base_bytes_read: int
+    blocks_total: int
+    blocks_reused: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """One tensor on its way: its task, and the ids of its output blocks as they become known."""
+
+    tensor: TensorTask
+    members: Members
+    shape: Shape
+    ids: bytearray
+
+    def put(self, number: int, blocks: Sequence[BlockId]) -> None:
+        """Fill in the blocks of a chunk."""
+        at = number * self.shape.per_chunk * ID_BYTES
+        self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A slice being put together."""
+
+    runs: list[Run] = field(default_factory=list)
+    length: int = 0
+
+
+class Engine:
+    """One run of one plan.
+
+    sink: None to learn the outcome and keep nothing.  memo: None to do without.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan: Plan,
+        sink: Sink | None,
+        *,
+        means: Means,
+        memo: Memo | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        check_fits(catalog, plan)
+        self._catalog = catalog
+        self._plan = plan
+        self._sink = sink
+        self._means = means
+        self._memo = memo
+        self._progress = progress
+        self._tasks = Tasks(catalog, plan)
+        self._layout = Layout(catalog, self._tasks)
+        self._bounds = bounds(self._tasks, memory=means.memory, threads=means.threads)
+        self._keys = MemoKeys(self._tasks)
+        self._expert_meter = Meter("expert", plan.planned_expert_bytes)
+        self._base_meter = Meter("base")
+        self._leftovers = (
+            None if sink is None else Leftovers(sink.directory, catalog.layout.uuid.bytes)
+        )
+        self._jobs: dict[str, _Job] = {}
+        self._headers: dict[str, bytes] = {}
+        self._slices = 0
+        self._adopted: set[Path] = set()
+        self._written: set[BlockId] = set()
+        self._rows: list[tuple[bytes, bytes]] = []
+        self._expected: dict[bytes, tuple[BlockId, ...]] = {}
+        self._hits = 0
+        self._resumed_bytes = 0
+        self._blocks_total = 0
+        self._blocks_new = 0
+        self._done = 0
+        self._total = sum(tensor_bytes(f) for f in self._layout.base.files if is_safetensors(f))
+
+    def run(self) -> Outcome:
+        """Compute everything.  Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed."""
+        if self._means.executor is None:
+            self._run_here()
+        else:
+            self._run_elsewhere(self._means.executor)
+        tensors = {
+            name: Tensor(
+                job.tensor.out_dtype, job.tensor.shape, job.tensor.out_bytes, bytes(job.ids)
+            )
+            for name, job in self._jobs.items()
+        }
+        manifest = Manifest(tuple(self._file(file, tensors) for file in self._layout.base.files))
+        coverage = Coverage(
+            self._plan.id(), tuple(self._cover(self._jobs[t.name]) for t in self._plan.tensors)
+        )
+        read = self._expert_meter.total
+        saved = self._plan.planned_expert_bytes - read - self._resumed_bytes
+        return Outcome(
+            manifest=manifest,
+            coverage=coverage,
+            tensors=tensors,
+            memo_rows=tuple(self._rows),
+            expert_bytes_read=read,
+            memo_expert_bytes=saved if self._hits else 0,
+            resumed_expert_bytes=self._resumed_bytes,
+            base_bytes_read=self._base_meter.total,
+            blocks_total=self._blocks_total,
+            blocks_reused=self._blocks_total - self._blocks_new,
+        )
+
+    # -- what is to be computed ----------------------------------------------------------------
+
+    def _slices_to_do(self) -> Iterator[Slice]:
+        """The work, in file order; jobs are filled in with all that needs none."""
+        pending = _Pending()
+        for file in self._layout.base.files:
+            if not is_safetensors(file):
+                continue
+            header = self._layout.new_bytes(file)
+            if header is not None:
+                self._headers[file.path] = header
+            offset = file.parts[0].nbytes if header is None else len(header)
+            for part in file.tensors():
+                name = self._layout.planned_name(part)
+                if name is not None and name not in self._jobs:
+                    job = self._job(name, file.path, offset)
+                    run = self._run_of(job)
+                    if run is not None:
+                        yield from self._cut(run, pending)
+                else:
+                    self._tick(part.nbytes)
+                offset += part.nbytes if name is None else self._jobs[name].tensor.out_bytes
+        if pending.runs:
+            yield self._slice(pending)
+
+    def _job(self, name: str, file: str, offset: int) -> _Job:
+        tensor = self._tasks.tensor(name, file, offset)
+        members = self._tasks.members(name)
+        shape = Shape(tensor, members, self._catalog.block_size)
+        job = _Job(tensor, members, shape, bytearray(shape.blocks * ID_BYTES))
+        self._jobs[name] = job
+        return job
+
+    def _run_of(self, job: _Job) -> Run | None:
+        """What of a tensor is to be computed, None where it is nothing."""
+        tensor = job.tensor
+        reused = self._tasks.reused(tensor)
+        base = job.members.base.blocks
+        span = job.shape.per_chunk * ID_BYTES
+        for number in np.flatnonzero(reused).tolist():
+            job.ids[number * span : (number + 1) * span] = base[number * span : (number + 1) * span]
+            self._tick_chunk(tensor, number)
+        numbers = np.flatnonzero(~reused).tolist()
+        if not numbers:
+            return None
+        keys = (
+            self._keys.chunks(tensor, numbers) if self._sink is not None else [b""] * len(numbers)
+        )
+        known = self._known(job, dict(zip(numbers, keys, strict=True)))
+        missing = [
+            (number, key) for number, key in zip(numbers, keys, strict=True) if number not in known
+        ]
+        for number in known:
+            self._tick_chunk(tensor, number)
+        if not missing:
+            return None
+        chunks = self._tasks.chunks(tensor, [number for number, _ in missing])
+        return Run(
+            tensor,
+            tuple(chunks),
+            tuple(key for _, key in missing),
+            tuple(known.items()) if tensor.limited else (),
+        )
+
+    def _known(self, job: _Job, keys: dict[int, bytes]) -> dict[int, tuple[int, ...]]:
+        """Chunks whose outcome is known, filled in, and the ties per expert that each took."""
+        rows: dict[int, Remembered] = {}
+        if self._sink is None or self._leftovers is None:
+            return {}
+        if self._memo is not None:
+            hits = find_hits(self._memo, self._sink.has_blocks, job.shape, keys)
+            rows.update(hits.known)
+            self._hits += len(hits.known)
+            # Collected meanwhile: computed again, they must come out as they did.
+            self._expected.update((keys[number], row.blocks) for number, row in hits.gone.items())
+        if self._leftovers:
+            for number in sorted(keys.keys() - rows.keys()):
+                found = self._leftovers.find(keys[number])
+                if found is None or not job.shape.fits(number, found.row):
+                    continue
+                self._adopt(found.pack)
+                if all(self._sink.has_blocks(found.row.blocks)):
+                    rows[number] = found.row
+                    self._resumed_bytes += found.expert_bytes
+                    self._rows.append((keys[number], found.row.encode()))
+        for number, row in rows.items():
+            job.put(number, row.blocks)
+        return {number: job.shape.ties(number, rows[number]) for number in sorted(rows)}
+
+    def _adopt(self, path: Path) -> None:
+        assert self._leftovers is not None
+        assert self._sink is not None
+        pack = self._leftovers.pack(path)
+        if pack is not None and path not in self._adopted:
+            self._adopted.add(path)
+            self._blocks_new += self._sink.adopt(pack)
+
+    def _cut(self, run: Run, pending: _Pending) -> Iterator[Slice]:
+        """Add a run to the slice being put together, and hand out the slices that are full."""
+        limit = self._means.slice_bytes
+        length = sum(task.out_bytes for task in run.chunks)
+        if run.tensor.limited:
+            if pending.runs and pending.length + length > limit:
+                yield self._slice(pending)
+            pending.runs.append(run)
+            pending.length += length
+            if pending.length >= limit:
+                yield self._slice(pending)
+            return
+        start = 0
+        for number, task in enumerate(run.chunks, start=1):
+            pending.length += task.out_bytes
+            if pending.length >= limit or number == len(run.chunks):
+                part = slice(start, number)
+                pending.runs.append(Run(run.tensor, run.chunks[part], run.keys[part]))
+                start = number
+            if pending.length >= limit:
+                yield self._slice(pending)
+
+    def _slice(self, pending: _Pending) -> Slice:
+        directory = Path() if self._sink is None else self._sink.directory
+        made = Slice(
+            packs=self._catalog.layout.packs,
+            target=directory / f"{self._slices}.pack",
+            store=self._catalog.layout.uuid.bytes,
+            block_size=self._catalog.block_size,
+            mix=self._tasks.mix,
+            runs=tuple(pending.runs),
+        )
+        self._slices += 1
+        pending.runs, pending.length = [], 0
+        return made
+
+    # -- computing -----------------------------------------------------------------------------
+
+    def _run_here(self) -> None:
+        computer = Computer(self._catalog.packs, self._expert_meter, self._base_meter)
+        with (
+            ThreadPoolExecutor(1, "seal") as sealer,
+            ThreadPoolExecutor(self._bounds.threads, "merge") as pool,
+        ):
+            sealing: deque[Future[SealedPack | None]] = deque()
+            writer: SliceWriter | None = None
+            stream = Stream(computer, pool, ahead=self._bounds.ahead).run(self._slices_to_do())
+            try:
+                for computed in stream:
+                    self._take(computed.tensor, computed.results)
+                    if self._sink is not None:
+                        if writer is None or writer.slice is not computed.slice:
+                            full, writer = writer, SliceWriter(computed.slice, self._is_known)
+                            if full is not None:
+                                sealing.append(sealer.submit(_seal, full))
+                            while len(sealing) > _SEALING:
+                                self._publish(sealing.popleft().result())
+                        writer.put(computed)
+                        self._written.update(output.id for output in computed.outputs)
+                    computer.recycle(computed)
+                while sealing:
+                    self._publish(sealing.popleft().result())
+                if writer is not None:
+                    self._keep_open(writer)
+            except BaseException:
+                # Before the pool ends: it would do all that is waiting first.
+                stream.close()
+                if writer is not None:
+                    writer.abandon()
+                raise
+
+    def _is_known(self, blocks: Sequence[BlockId]) -> list[bool]:
+        assert self._sink is not None
+        known = self._sink.has_blocks(blocks)
+        return [
+            is_known or block in self._written
+            for block, is_known in zip(blocks, known, strict=True)
+        ]
+
+    def _publish(self, pack: SealedPack | None) -> None:
+        if pack is not None:
+            assert self._sink is not None
+            self._blocks_new += self._sink.adopt(pack)
+
+    def _keep_open(self, writer: SliceWriter) -> None:
+        """The last pack also takes the records: one file less to sync and to open."""
+        pack = writer.release()
+        if pack is not None:
+            assert self._sink is not None
+            self._sink.go_on_with(pack, list(writer.new))
+            self._blocks_new += len(writer.new)
+
+    def _run_elsewhere(self, executor: Executor) -> None:
+        waiting: deque[tuple[Slice, Future[Receipt]]] = deque()
+        try:
+            for work in self._slices_to_do():
+                # Before it is handed out: no other place knows what the others read.
+                self._expert_meter.charge(work.expert_bytes)
+                waiting.append((work, executor.submit(execute, work)))
+                if len(waiting) >= _HANDED_OUT:
+                    self._receive(*waiting.popleft())
+            while waiting:
+                self._receive(*waiting.popleft())
+        except BaseException:
+            for _, future in waiting:
+                future.cancel()
+            for _, future in waiting:
+                # It writes into a directory that is about to go.
+                if not future.cancelled():
+                    future.exception()
+            raise
+
+    def _receive(self, work: Slice, future: Future[Receipt]) -> None:
+        receipt = future.result()
+        runs = {run.tensor.name: run.tensor for run in work.runs}
+        for result in receipt.results:
+            self._take(runs[result.tensor], [result])
+        self._base_meter.charge(receipt.base_bytes)
+        if receipt.pack is not None:
+            write_receipt(receipt.pack, receipt.results)
+            self._publish(receipt.pack)
+
+    def _take(self, tensor: TensorTask, results: Sequence[Result]) -> None:
+        job = self._jobs[tensor.name]
+        for result in results:
+            expected = self._expected.get(result.key)
+            if expected is not None and expected != result.blocks:
+                raise Corrupt(
+                    "computed again, this chunk is not what the memo table remembers",
+                    where=f"{result.tensor}, chunk {result.number}",
+                    hint="mstore fsck --read-data",
+                )
+            job.put(result.number, result.blocks)
+            self._tick_chunk(tensor, result.number)
+            if result.key:
+                self._rows.append((result.key, result.value))
+
+    # -- the output's records ------------------------------------------------------------------
+
+    def _file(self, file: File, tensors: dict[str, Tensor]) -> File:
+        if not is_safetensors(file):
+            changed = self._layout.new_bytes(file)
+            if changed is None:
+                self._count_blocks(file.parts)
+                return file
+            part = self._put_bytes(changed, file.path)
+            return File(file.path, file.form, part.nbytes, (part,))
+        parts = list(file.parts)
+        for number, part in enumerate(parts):
+            if number == 0:
+                if file.path in self._headers:
+                    parts[0] = self._put_bytes(self._headers[file.path], file.path)
+                    continue
+            else:
+                name = self._layout.planned_name(part)
+                if name is not None:
+                    id = TensorId(self._put_record(tensors[name]))
+                    parts[number] = Part(part.name, id, tensors[name].nbytes)
+            self._count_blocks([parts[number]])
+        return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
+
+    def _count_blocks(self, parts: Sequence[Part]) -> None:
+        self._blocks_total += sum(
+            block_count(part.nbytes, self._catalog.block_size) for part in parts
+        )
+
+    def _put_bytes(self, data: bytes, path: str) -> Part:
+        ids = []
+        for start, length in partition(len(data), self._catalog.block_size):
+            block = data[start : start + length]
+            ids.append(BlockId.of(block))
+            if self._sink is not None:
+                self._blocks_new += self._sink.put_block(ids[-1], block, 1, path, start)
+        self._blocks_total += len(ids)
+        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
+        return Part(None, self._put_record(tensor), len(data))
+
+    def _put_record(self, record: Record) -> Id:
+        return record.id() if self._sink is None else self._sink.put_record(record)
+
+    def _cover(self, job: _Job) -> TensorCoverage:
+        count = len(job.ids) // ID_BYTES
+        ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
+        reused = np.zeros(count, dtype=np.bool_)
+        if job.tensor.out_dtype == job.tensor.base_dtype:
+            base = np.frombuffer(job.members.base.blocks, dtype=np.uint8)
+            reused = (ids == base.reshape(count, ID_BYTES)).all(axis=1)
+        contributed = np.repeat(job.members.present(), job.shape.per_chunk, axis=1)[:, :count]
+        return TensorCoverage(
+            job.tensor.name,
+            count,
+            bitmap(reused.tolist()),
+            tuple(bitmap(row) for row in contributed.tolist()),
+        )
+
+    # -- progress ------------------------------------------------------------------------------
+
+    def _tick_chunk(self, tensor: TensorTask, number: int) -> None:
+        self._tick(tensor.chunk_length(number) * item_size(tensor.base_dtype))
+
+    def _tick(self, length: int) -> None:
+        self._done += length
+        if self._progress is not None:
+            self._progress(Progress("merge", self._done, max(self._total, self._done)))
+
+
+def _seal(writer: SliceWriter) -> SealedPack | None:
+    """Sync a slice's pack and say what it is for; in a thread of its own."""
+    pack = writer.seal()
+    if pack is not None:
+        write_receipt(pack, writer.results)
+    return pack

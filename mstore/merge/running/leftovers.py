@@ -1,0 +1,126 @@
+"""Leftovers: what an interrupted merge had finished, so that the next one need not do it again.
+
+Beside each sealed pack in tmp/ lies a receipt, NAME.receipt: which chunks the pack was written
+for, by memo key, and their rows.
+
+    0    16   "mstore receipt 1"
+    16   32   BLAKE3 of the rest
+    48   ...  MessagePack [[key, value, expert bytes], ...]
+
+Nothing here is believed: a receipt must match its hash, and every block of a pack its id, before
+the pack is used.  A pack is looked at only when a chunk that the merge needs is in its receipt.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from blake3 import blake3
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.packs import PAGE, Entry, Kind, SealedPack, read_table
+from mstore.errors import MstoreError
+from mstore.ids import BlockId
+from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.slices import Result
+from mstore.store.leases import PACK, RECEIPT
+
+_MAGIC: Final = b"mstore receipt 1"
+_HASH_END: Final = len(_MAGIC) + 32
+_STORE: Final = struct.Struct("<16x16s")
+_decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
+
+
+def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
+    """Say beside a sealed pack what it was written for.  Raises StorageFailed.
+
+    Not synced: one that a power loss tears is one that is not believed.
+    """
+    rows = msgspec.msgpack.encode([(r.key, r.value, r.expert_bytes) for r in results])
+    file = fs.NewFile(pack.path.with_suffix(RECEIPT))
+    try:
+        file.append(_MAGIC + blake3(rows).digest() + rows)
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chunk that was computed before: its row, and what was read of experts for it."""
+
+    row: Remembered
+    expert_bytes: int
+    pack: Path
+
+
+class Leftovers:
+    """The leftovers in one directory, for a store of this UUID.  Belongs to one thread."""
+
+    def __init__(self, directory: Path, store: bytes) -> None:
+        self._store = store
+        self._found: dict[bytes, Found] = {}
+        self._packs: dict[Path, SealedPack | None] = {}
+        for path in sorted(directory.glob(f"*{RECEIPT}")):
+            for key, value, expert_bytes in _rows(path):
+                row = Remembered.decode(value)
+                if row is not None:
+                    self._found[key] = Found(row, expert_bytes, path.with_suffix(PACK))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def find(self, key: bytes) -> Found | None:
+        """What there is for a memo key, in a pack that is sound."""
+        found = self._found.get(key)
+        return None if found is None or self.pack(found.pack) is None else found
+
+    def pack(self, path: Path) -> SealedPack | None:
+        """A pack of these, None where it is damaged; read whole when it is first asked for."""
+        if path not in self._packs:
+            try:
+                self._packs[path] = _sound(path, self._store)
+            except MstoreError:
+                self._packs[path] = None
+        return self._packs[path]
+
+
+def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
+    try:
+        with fs.translated(path):
+            data = path.read_bytes()
+        if not data.startswith(_MAGIC) or blake3(data[_HASH_END:]).digest() != data[16:_HASH_END]:
+            return []
+        return _decode(data[_HASH_END:])
+    except (MstoreError, msgspec.MsgspecError):
+        return []
+
+
+def _sound(path: Path, store: bytes) -> SealedPack | None:
+    """The pack, if it is this store's, holds blocks only, and each is what its id says."""
+    if path.is_symlink() or not path.is_file():
+        return None
+    id, entries = read_table(path)
+    with fs.translated(path), path.open("rb") as file:
+        if _STORE.unpack(file.read(_STORE.size))[0] != store:
+            return None
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            file.seek(entry.offset)
+            if entry.kind != Kind.BLOCK or not _matches(entry, file.read(entry.stored_length)):
+                return None
+        size = file.seek(0, 2)
+    return SealedPack(id, path, size, entries) if size % PAGE == 0 else None
+
+
+def _matches(entry: Entry, payload: bytes) -> bool:
+    if len(payload) != entry.stored_length:
+        return False
+    data = codecs.decode(entry.codec, payload, entry.width, entry.raw_length)
+    return BlockId.of(data) == entry.id

@@ -1,0 +1,129 @@
+"""Memo hits: which chunks of a plan need not be computed, because a merge made their output before.
+
+A hit is a row whose output blocks are all still stored.  Reads the memo table and the index, no
+block.  What a merge reads and writes depends on hits; what is selected never does, or a plan would
+not be a function of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstore.checkpoint.partition import block_count
+from mstore.ids import ID_BYTES, BlockId
+from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.objects.plan import Plan
+from mstore.stats.chunks import blocks_per_chunk
+from mstore.store.catalog import Catalog
+from mstore.store.memo import Memo
+
+
+class Shape:
+    """How the rows of one tensor's chunks must look."""
+
+    def __init__(self, tensor: TensorTask, members: Members, block_size: int) -> None:
+        self.per_chunk = tensor.chunk_elements * item_size(tensor.out_dtype) // block_size
+        self.blocks = block_count(tensor.out_bytes, block_size)
+        self._experts = len(members.experts)
+        # Per chunk the experts that take part and whose ties are limited.
+        self._limited: list[list[int]] | None = None
+        if tensor.limited:
+            limited = members.present() & (tensor.quotas != UNLIMITED)[:, np.newaxis]
+            self._limited = [np.flatnonzero(column).tolist() for column in limited.T]
+
+    def fits(self, number: int, row: Remembered) -> bool:
+        """Whether a row can be that of chunk `number`."""
+        blocks = min(self.per_chunk, self.blocks - number * self.per_chunk)
+        taken = 0 if self._limited is None else len(self._limited[number])
+        return len(row.blocks) == blocks and len(row.taken) == taken
+
+    def ties(self, number: int, row: Remembered) -> tuple[int, ...]:
+        """The ties that a chunk took, for every expert; empty where no chunk hands on any."""
+        if self._limited is None:
+            return ()
+        return row.per_expert(self._limited[number], self._experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Chunks of one tensor by number: those that are known, and rows whose blocks are gone."""
+
+    known: Mapping[int, Remembered]
+    gone: Mapping[int, Remembered]
+
+
+def find_hits(
+    memo: Memo,
+    has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
+    shape: Shape,
+    keys: Mapping[int, bytes],
+) -> Hits:
+    """Look up the chunks of one tensor; `keys` by chunk number."""
+    rows = {}
+    for number, value in zip(keys, memo.outputs(list(keys.values())), strict=True):
+        row = None if value is None else Remembered.decode(value)
+        if row is not None and shape.fits(number, row):
+            rows[number] = row
+    blocks = [block for row in rows.values() for block in row.blocks]
+    stored = {block for block, is_there in zip(blocks, has_blocks(blocks), strict=True) if is_there}
+    known = {number: row for number, row in rows.items() if stored.issuperset(row.blocks)}
+    return Hits(known, {number: row for number, row in rows.items() if number not in known})
+
+
+def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan) -> int:
+    """Of the plan's expert bytes, those that a merge would not read now.
+
+    The plan must fit this store.
+    """
+    if not memo.file_bytes():
+        return 0
+    tasks = Tasks(catalog, plan)
+    keys = MemoKeys(tasks)
+    known: list[tuple[TensorTask, list[int]]] = []
+    unknown: list[tuple[TensorTask, list[int]]] = []
+    for planned in plan.tensors:
+        tensor = tasks.tensor(planned.name)
+        numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
+        shape = Shape(tensor, tasks.members(planned.name), catalog.block_size)
+        named = dict(zip(numbers, keys.chunks(tensor, numbers), strict=True))
+        hits = find_hits(memo, catalog.has_blocks, shape, named).known
+        known.append((tensor, list(hits)))
+        unknown.append((tensor, [number for number in numbers if number not in hits]))
+    # What is dear is looking up what a chunk costs: the smaller half says as much.
+    if _count(unknown) < _count(known):
+        return plan.planned_expert_bytes - _expert_bytes(catalog, tasks, unknown)
+    return _expert_bytes(catalog, tasks, known)
+
+
+def _count(parts: list[tuple[TensorTask, list[int]]]) -> int:
+    return sum(len(numbers) for _, numbers in parts)
+
+
+def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, list[int]]]) -> int:
+    """What reading the experts of some chunks costs, as `ChunkTask.expert_bytes` has it."""
+    total = 0
+    for tensor, numbers in parts:
+        members = tasks.members(tensor.name)
+        present = members.present().T
+        size = catalog.block_size
+        spans = [
+            ID_BYTES * blocks_per_chunk(expert.dtype, tensor.chunk_elements, size)
+            for expert in members.experts
+        ]
+        blocks: list[bytes] = []
+        for number in numbers:
+            rows = {
+                (members.experts[k].dtype, members.experts[k].blocks[number * w : (number + 1) * w])
+                for k in np.flatnonzero(present[number]).tolist()
+                for w in (spans[k],)
+            }
+            blocks += (
+                row[at : at + ID_BYTES] for _, row in rows for at in range(0, len(row), ID_BYTES)
+            )
+        total += int(catalog.stored_lengths(blocks).sum())
+    return total

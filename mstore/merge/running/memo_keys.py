@@ -1,0 +1,184 @@
+"""Memo keys: the name of everything that decides one chunk's output.
+
+Owns which facts go into a key and how a row's value reads; `mstore.store.memo` keeps the rows.
+
+    key    BLAKE3 derive_key("mstore 1 memo") of: version of the arithmetic, mix, element types,
+           length, base blocks, and for each expert that takes part, in plan order: weight,
+           threshold, element type, blocks, and for a quota that ends within the tensor what
+           the chunk's share of it follows from; for random operators the key words and
+           the place in the tensor; for operators that mix the experts themselves all weights
+    value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
+           quota: how many ties the chunk took; u16: how many of these numbers there are
+
+So an expert that is absent leaves no trace where its absence has none: K + 1 experts find what K
+made.  Pure functions of plan and records; no block is read or looked up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from blake3 import blake3
+
+from mstore.ids import ID_BYTES, BlockId
+from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.arithmetic.operators import OPERATORS
+from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
+from mstore.objects.plan import DROPPED, OMITTED
+from mstore.stats.chunks import blocks_per_chunk
+
+CONTEXT: Final = "mstore 1 memo"
+ARITHMETIC: Final = 1
+"""To be raised whenever the kernels give other bytes for equal inputs."""
+
+_TAKEN = struct.Struct("<I")
+_COUNT = struct.Struct("<H")
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A row's value.
+
+    taken: ties that the chunk took, for each expert that takes part and whose quota has a limit,
+    in plan order.
+    """
+
+    blocks: tuple[BlockId, ...]
+    taken: tuple[int, ...]
+
+    @classmethod
+    def of(cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int]) -> Remembered:
+        """From `taken` with one number for every expert of the plan."""
+        return cls(tuple(blocks), tuple(taken[k] for k in limited_experts(task)))
+
+    def per_expert(self, positions: Sequence[int], experts: int) -> tuple[int, ...]:
+        """The ties taken with one number for every expert; `positions` of those in `taken`."""
+        spread = [0] * experts
+        for k, count in zip(positions, self.taken, strict=True):
+            spread[k] = count
+        return tuple(spread)
+
+    def encode(self) -> bytes:
+        """The row's value."""
+        ties = b"".join(map(_TAKEN.pack, self.taken))
+        return b"".join(self.blocks) + ties + _COUNT.pack(len(self.taken))
+
+    @classmethod
+    def decode(cls, value: bytes) -> Remembered | None:
+        """From a row's value; None where it is none."""
+        if len(value) < _COUNT.size:
+            return None
+        (count,) = _COUNT.unpack_from(value, len(value) - _COUNT.size)
+        end = len(value) - _COUNT.size - count * _TAKEN.size
+        if end <= 0 or end % ID_BYTES:
+            return None
+        blocks = tuple(BlockId(value[at : at + ID_BYTES]) for at in range(0, end, ID_BYTES))
+        return cls(blocks, tuple(n for (n,) in _TAKEN.iter_unpack(value[end : -_COUNT.size])))
+
+
+def limited_experts(task: ChunkTask) -> list[int]:
+    """The experts that take part in a chunk and whose ties are limited over the tensor."""
+    limits = task.tensor.quotas.tolist()
+    return [k for k, row in enumerate(task.row_of) if row >= 0 and limits[k] != UNLIMITED]
+
+
+class MemoKeys:
+    """The memo keys of one plan's chunks."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._method = OPERATORS[tasks.plan.method]
+        self._weights = tasks.mix.weights.astype("<f4")
+        self._head = ARITHMETIC.to_bytes(4, "little") + tasks.mix.signature()
+
+    def of(self, task: ChunkTask) -> bytes:
+        """The key of one chunk."""
+        return self.chunks(task.tensor, [task.number])[0]
+
+    def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
+        """The keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
+        method, block_size = self._method, self._tasks.plan.block_size
+        members = self._tasks.members(tensor.name)
+        head = b"".join(
+            (
+                self._head,
+                _text(tensor.base_dtype),
+                _text(tensor.out_dtype),
+                self._weights.tobytes() if method.direct else b"",
+            )
+        )
+        base = members.base.blocks
+        span = _span(tensor, members.base.dtype, block_size)
+        sides = [self._side(tensor, members, k) for k in range(len(members.experts))]
+        present = members.present().T.tolist()
+        keys = []
+        for number in numbers:
+            pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
+            if method.random:
+                pieces.append((number * tensor.chunk_elements).to_bytes(8, "little"))
+            pieces.append(base[number * span : (number + 1) * span])
+            for takes_part, (fixed, blocks, width, chain) in zip(
+                present[number], sides, strict=True
+            ):
+                if takes_part:
+                    pieces.append(fixed)
+                    pieces.append(blocks[number * width : (number + 1) * width])
+                    if chain is not None:
+                        pieces.append(chain.at(number))
+            keys.append(blake3(b"".join(pieces), derive_key_context=CONTEXT).digest())
+        return keys
+
+    def _side(
+        self, tensor: TensorTask, members: Members, k: int
+    ) -> tuple[bytes, bytes, int, _Chain | None]:
+        """What an expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
+        expert = members.experts[k]
+        limited = bool(tensor.quotas[k] != UNLIMITED)
+        fixed = b"".join(
+            (
+                k.to_bytes(2, "little") if self._method.direct else b"",
+                _text(expert.dtype),
+                self._weights[k : k + 1].tobytes(),
+                tensor.thresholds[k : k + 1].astype("<f4").tobytes(),
+                tensor.keys[k].astype("<u4").tobytes() if self._method.random else b"",
+                bytes([limited]),
+            )
+        )
+        width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
+        return fixed, expert.blocks, width, _Chain(tensor, members, k) if limited else None
+
+
+def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
+    """Bytes of a block list that are one chunk's."""
+    return ID_BYTES * blocks_per_chunk(dtype, tensor.chunk_elements, block_size)
+
+
+def _text(dtype: str) -> bytes:
+    return dtype.encode() + b"\0"
+
+
+class _Chain:
+    """What the ties that earlier chunks took follow from, for one expert with a limited quota.
+
+    Both whole tensors, the quota, and which earlier chunks were left out of the plan: all others
+    that are not read have no ties to take.
+    """
+
+    def __init__(self, tensor: TensorTask, members: Members, k: int) -> None:
+        quota = int(tensor.quotas[k]).to_bytes(8, "little")
+        self._fixed = members.base_id + members.expert_ids[k] + quota
+        states = members.plan.states[k]
+        self._out = [n for n, state in enumerate(states) if state in (OMITTED, DROPPED)]
+        self._seen = 0
+        self._hash = blake3(derive_key_context=CONTEXT)
+
+    def at(self, number: int) -> bytes:
+        """For chunk `number`; numbers only grow."""
+        while self._seen < len(self._out) and self._out[self._seen] < number:
+            self._hash.update(self._out[self._seen].to_bytes(8, "little"))
+            self._seen += 1
+        left_out = self._hash.digest() if self._seen else bytes(ID_BYTES)
+        return self._fixed + number.to_bytes(8, "little") + left_out

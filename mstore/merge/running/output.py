@@ -1,0 +1,164 @@
+"""The merged checkpoint's files: those of the base, with other dtypes where that was asked for.
+
+Works out what the output's manifest will look like before any element is known: which tensors
+are merged, converted or the base's own, and the bytes of headers and of the two small files that
+tell of dtypes and sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.header import parse_header
+from mstore.merge.running.task import Tasks
+from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
+from mstore.store.catalog import Catalog
+
+CONFIG = "config.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+_CONFIG_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_ALIGNMENT = 8
+
+
+class Layout:
+    """The output's files as a plan and the base's manifest say, before any element is known.
+
+    Reads headers and the two small files where an output dtype was asked for, and nothing else.
+    """
+
+    def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
+        self._catalog = catalog
+        self._tasks = tasks
+        self._dtype = tasks.plan.dtype
+        self.base: Manifest = catalog.manifest(tasks.plan.base_id())
+        self._retypes = any(
+            self._is_retyped(part)
+            for file in self.base.files
+            if is_safetensors(file)
+            for part in file.tensors()
+        )
+
+    def planned_name(self, part: Part) -> str | None:
+        """The name that a named part's tensor is merged under; None where it is the base's own."""
+        assert part.name is not None
+        if not self._tasks.is_planned(part.name, part.tensor_id()):
+            return None
+        return self._tasks.first[part.name]
+
+    def out_dtype(self, part: Part) -> str:
+        """The dtype of a named part in the output."""
+        dtype = self._catalog.tensor(part.tensor_id()).dtype
+        return dtype if self._dtype is None or self.planned_name(part) is None else self._dtype
+
+    def new_bytes(self, file: File) -> bytes | None:
+        """What replaces the header of a safetensors file, or all of another file; else None."""
+        dtype = self._dtype
+        if dtype is None or not self._retypes:
+            return None
+        first = file.parts[0]
+        if not is_safetensors(file):
+            return retyped_file(file.path, lambda: self._plain(first), dtype, self._out_bytes)
+        retyped = {
+            part.name: dtype
+            for part in file.tensors()
+            if part.name is not None and self._is_retyped(part)
+        }
+        return retyped_header(self._plain(first), retyped, file.path) if retyped else None
+
+    def _is_retyped(self, part: Part) -> bool:
+        return self._dtype is not None and (
+            self.out_dtype(part) != self._catalog.tensor(part.tensor_id()).dtype
+        )
+
+    def _out_bytes(self, path: str) -> int:
+        """Bytes that the tensors of a file take in the output."""
+        file = self.base.file(path)
+        if file is None:
+            return 0
+        return sum(
+            nbytes(self.out_dtype(part), self._catalog.tensor(part.tensor_id()).shape)
+            if self._is_retyped(part)
+            else part.nbytes
+            for part in file.tensors()
+        )
+
+    def _plain(self, part: Part) -> bytes:
+        tensor = self._catalog.tensor(part.tensor_id())
+        return b"".join(self._catalog.read_block(block) for block in tensor.block_ids())
+
+
+def retyped_header(raw: bytes, dtypes: dict[str, str], where: str) -> bytes:
+    """A safetensors header with other dtypes, and so other offsets; order and metadata stay."""
+    header = parse_header(raw, file_size=len(raw) + _data_bytes(raw), where=where)
+    fields: dict[str, Any] = json.loads(raw[8:])
+    offset = 0
+    for slot in header.tensors:
+        dtype = dtypes.get(slot.name, slot.dtype)
+        length = nbytes(dtype, slot.shape)
+        fields[slot.name] |= {"dtype": dtype, "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _data_bytes(raw: bytes) -> int:
+    fields = json.loads(raw[8:])
+    return max(
+        (entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__"),
+        default=0,
+    )
+
+
+def retyped_file(
+    path: str, read: Callable[[], bytes], dtype: str, out_bytes: Callable[[str], int]
+) -> bytes | None:
+    """New contents of a small file that names the dtype or the total size, or None.
+
+    config.json: "dtype" / "torch_dtype".  A shard index: "metadata": {"total_size"}, the sum of
+    `out_bytes` over the files that it names: others (a consolidated copy) are not its own.
+    """
+    if path == CONFIG:
+        fields = _object(read())
+        found = [key for key in ("dtype", "torch_dtype") if isinstance(fields.get(key), str)]
+        if not found:
+            return None
+        return _dump(fields | dict.fromkeys(found, _CONFIG_NAMES[dtype]))
+    if path.endswith(INDEX_SUFFIX):
+        fields = _object(read())
+        metadata, weight_map = fields.get("metadata"), fields.get("weight_map")
+        if not (isinstance(metadata, dict) and "total_size" in metadata):
+            return None
+        if not isinstance(weight_map, dict):
+            return None
+        shards = sorted({str(shard) for shard in weight_map.values()})
+        total = sum(out_bytes(posixpath.join(posixpath.dirname(path), s)) for s in shards)
+        return _dump(fields | {"metadata": metadata | {"total_size": total}})
+    return None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _dump(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def tensor_bytes(file: File) -> int:
+    """Bytes of a file's tensors, without its header."""
+    return sum(part.nbytes for part in file.parts if part.name is not None)
+
+
+def is_safetensors(file: File) -> bool:
+    """Whether a file has a header and tensors."""
+    return file.form == SAFETENSORS

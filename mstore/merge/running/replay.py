@@ -1,0 +1,75 @@
+"""Replay: run a recorded plan again and say whether the same bytes come out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mstore.errors import BadRequest
+from mstore.ids import SnapshotId
+from mstore.merge.running.engine import Engine, Means, Outcome
+from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Plan
+from mstore.reports import Progress, ReplayReport
+from mstore.store.catalog import Catalog
+
+
+def replay(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    *,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> ReplayReport:
+    """Compute everything anew, without the memo table, and compare ManifestIds.
+
+    Raises BadRequest for a snapshot that no plan made, or that is virtual.
+    """
+    record = catalog.snapshot(snapshot)
+    plan_id = record.plan_id()
+    if plan_id is None:
+        raise BadRequest(
+            "was not made by a merge, so there is no plan to replay",
+            where=snapshot.short,
+            hint=f"mstore log {snapshot.short}",
+        )
+    catalog.require_real(snapshot, snapshot.short)
+    began = time.monotonic()
+    plan = catalog.record(Plan, plan_id)
+    outcome = Engine(catalog, plan, None, means=Means(threads), progress=progress).run()
+    manifest = outcome.manifest
+    same = manifest.id() == record.manifest_id()
+    return ReplayReport(
+        snapshot=snapshot,
+        plan=plan_id,
+        manifest=record.manifest_id(),
+        replayed=manifest.id(),
+        same=same,
+        first_difference=None
+        if same
+        else _first_difference(catalog, catalog.manifest(record.manifest_id()), outcome),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:
+    """The first file, tensor and block that differ, as far as there is one of each."""
+    fresh = {tensor.id(): tensor for tensor in outcome.tensors.values()}
+    for ours, theirs in zip(recorded.files, outcome.manifest.files, strict=False):
+        for part, other in zip(ours.parts, theirs.parts, strict=False):
+            if part == other:
+                continue
+            if part.name is None or part.name != other.name:
+                return ours.path
+            where = f"{ours.path}: {part.name}"
+            mine = catalog.tensor(part.tensor_id())
+            replayed = fresh.get(other.tensor_id()) or catalog.tensor(other.tensor_id())
+            for number, (a, b) in enumerate(
+                zip(mine.block_ids(), replayed.block_ids(), strict=False)
+            ):
+                if a != b:
+                    return f"{where}, block {number}"
+            return where
+        if ours != theirs:
+            return ours.path
+    return "the lists of files"

@@ -1,0 +1,357 @@
+"""Slices: the self-contained pieces of work that a merge is cut into, and what comes back.
+
+A slice is a run of chunks whose output makes one pack.  `execute` turns it into a sealed pack and
+a receipt, needs no index, and may run in any process that sees the store's packs and its tmp
+directory.  `Stream` computes slices on a pool of threads of this process instead, several
+chunks at a time, and hands the chunks on in order.  Which slices there are, and who publishes
+what they wrote, is the engine's affair.
+
+A tensor in which chunks hand on ties is never cut: its chunks lie in one slice.  Slices are
+idempotent; what they write is garbage until somebody publishes it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.meter import Meter
+from mstore.blocks.packs import Kind, PackFiles, PackWriter, SealedPack
+from mstore.checkpoint.partition import partition
+from mstore.ids import BlockId
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix
+from mstore.merge.running.compute import Loaded, Scratch, blend, load, will_need
+from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.task import ChunkTask, TensorTask, item_size
+from mstore.merge.running.ties import TieLedger
+
+SLICE_BYTES: Final = 128 << 20
+"""Plain bytes of output that make a slice, unless a tensor that is not to be cut has more."""
+
+GROUP_BYTES: Final = 1 << 20
+"""Small chunks are loaded together until one side of them has so many bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Chunks of one tensor in order, their memo keys, and the ties that known chunks took.
+
+    known: (chunk, ties per expert) of chunks of this tensor that are not computed.
+    """
+
+    tensor: TensorTask
+    chunks: tuple[ChunkTask, ...]
+    keys: tuple[bytes, ...]
+    known: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def ledger(self) -> TieLedger:
+        """A fresh ledger for the chunks of this run."""
+        numbers = [task.number for task in self.chunks]
+        return TieLedger(self.tensor.quotas.tolist(), numbers, self.known)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """One piece of work.  packs: where packs are read.  target: the pack to be written."""
+
+    packs: Path
+    target: Path
+    store: bytes
+    block_size: int
+    mix: Mix
+    runs: tuple[Run, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes at rest that it reads of experts."""
+        return sum(task.expert_bytes for run in self.runs for task in run.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A chunk that was computed: ids of its output blocks, and its row for the memo table.
+
+    expert_bytes: what was read of experts for it.
+    """
+
+    tensor: str
+    number: int
+    blocks: tuple[BlockId, ...]
+    key: bytes
+    value: bytes
+    expert_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a slice.  pack: None where every block was there already."""
+
+    pack: SealedPack | None
+    results: tuple[Result, ...]
+    expert_bytes: int
+    base_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Chunks that are loaded together, and their tensor's ledger."""
+
+    slice: Slice
+    run: Run
+    tasks: tuple[ChunkTask, ...]
+    keys: tuple[bytes, ...]
+    ledger: TieLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A block that came out: its bytes, and where in the output file they lie."""
+
+    id: BlockId
+    data: memoryview
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A group's outcome.  The outputs lie in `buffer`, until `Computer.recycle`."""
+
+    slice: Slice
+    tensor: TensorTask
+    results: tuple[Result, ...]
+    outputs: tuple[Output, ...]
+    buffer: npt.NDArray[np.uint8]
+
+
+class Computer:
+    """Computes groups; any number of threads may."""
+
+    def __init__(self, packs: PackFiles, expert_meter: Meter, base_meter: Meter) -> None:
+        self._packs = packs
+        self._expert_meter = expert_meter
+        self._base_meter = base_meter
+        self._scratch = Scratch()
+        self._lock = threading.Lock()
+        self._free: list[npt.NDArray[np.uint8]] = []
+
+    def prefetch(self, group: Group) -> None:
+        """Have the kernel read ahead what `group` will read."""
+        will_need(group.tasks, self._packs)
+
+    def group(self, group: Group) -> Computed:
+        """Load, mix and hash.  Raises BudgetExceeded, Corrupt, StorageFailed."""
+        try:
+            return self._compute(group)
+        except BaseException:
+            group.ledger.fail(group.tasks[0].number)
+            raise
+
+    def _compute(self, group: Group) -> Computed:
+        loaded = load(group.tasks, self._packs, self._scratch, self._expert_meter, self._base_meter)
+        tensor = group.run.tensor
+        buffer = self._buffer(sum(task.out_bytes for task in group.tasks))
+        results: list[Result] = []
+        outputs: list[Output] = []
+        start = 0
+        for one, key in zip(loaded, group.keys, strict=True):
+            out = buffer[start : start + one.task.out_bytes]
+            start += one.task.out_bytes
+            taken = self._blend(one, group, out)
+            blocks = [
+                Output(
+                    BlockId.of(data := out.data[at : at + length]), data, one.task.file_offset + at
+                )
+                for at, length in partition(len(out), group.slice.block_size)
+            ]
+            ids = tuple(block.id for block in blocks)
+            outputs += blocks
+            results.append(
+                Result(
+                    tensor=tensor.name,
+                    number=one.task.number,
+                    blocks=ids,
+                    key=key,
+                    value=Remembered.of(one.task, ids, taken).encode(),
+                    expert_bytes=one.task.expert_bytes,
+                )
+            )
+        return Computed(group.slice, tensor, tuple(results), tuple(outputs), buffer)
+
+    def _blend(self, loaded: Loaded, group: Group, out: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+        """Run the kernel; returns the ties that the chunk took, per expert."""
+        tensor, mix = group.run.tensor, group.slice.mix
+        if not tensor.limited:
+            blend(loaded, mix, tensor.quotas, out)
+            return (0,) * len(tensor.quotas)
+        # Mostly all ties of a chunk are kept or none: mixing at once saves a pass that counts.
+        asked = group.ledger.asked
+        ties = blend(loaded, mix, asked, out)
+        grant = group.ledger.take(loaded.task.number, ties)
+        if grant.quotas != tuple(UNLIMITED if quota == COUNTED else quota for quota in asked):
+            blend(loaded, mix, grant.quotas, out)
+        return grant.taken
+
+    def _buffer(self, length: int) -> npt.NDArray[np.uint8]:
+        # Fresh memory is paid for page by page: what has been written is used again.
+        with self._lock:
+            for at, free in enumerate(self._free):
+                if free.size >= length:
+                    return self._free.pop(at)
+            self._free.clear()
+        return np.empty(length, dtype=np.uint8)
+
+    def recycle(self, computed: Computed) -> None:
+        """Take back the buffer of an outcome that nobody looks at any more."""
+        with self._lock:
+            self._free.append(computed.buffer)
+
+
+def groups(slice: Slice) -> Iterator[Group]:
+    """A slice's chunks in order, small ones together."""
+    for run in slice.runs:
+        ledger = run.ledger()
+        step = group_chunks(run.tensor)
+        for first in range(0, len(run.chunks), step):
+            part = builtins.slice(first, first + step)
+            yield Group(slice, run, run.chunks[part], run.keys[part], ledger)
+
+
+def group_chunks(tensor: TensorTask) -> int:
+    """How many chunks of a tensor make a group."""
+    width = min(item_size(tensor.base_dtype), item_size(tensor.out_dtype))
+    return max(1, GROUP_BYTES // (tensor.chunk_elements * width))
+
+
+class Stream:
+    """Computes slices on a pool of threads; chunks come out in order.
+
+    The pool works `ahead` groups ahead of the one handed on, over the ends of slices.
+    """
+
+    def __init__(self, computer: Computer, pool: ThreadPoolExecutor, *, ahead: int) -> None:
+        self._computer = computer
+        self._pool = pool
+        self._ahead = ahead
+
+    def run(self, slices: Iterable[Slice]) -> Generator[Computed]:
+        """Every group of every slice.  The first error in order ends it."""
+        waiting: deque[tuple[Group, Future[Computed]]] = deque()
+        try:
+            for slice in slices:
+                for group in groups(slice):
+                    self._computer.prefetch(group)
+                    waiting.append((group, self._pool.submit(self._computer.group, group)))
+                    if len(waiting) > self._ahead:
+                        yield waiting.popleft()[1].result()
+            while waiting:
+                yield waiting.popleft()[1].result()
+        finally:
+            for group, future in waiting:
+                group.ledger.fail(-1)
+                future.cancel()
+            for _, future in waiting:
+                if not future.cancelled():
+                    future.exception()
+
+
+class SliceWriter:
+    """Takes the chunks of one slice in order and writes the blocks that are new into its pack.
+
+    known: which of some blocks are stored or written elsewhere already; None: nobody can say, so
+    each is written once.  Belongs to one thread.
+    """
+
+    def __init__(
+        self, slice: Slice, known: Callable[[Sequence[BlockId]], Sequence[bool]] | None
+    ) -> None:
+        self.slice = slice
+        self._known = known
+        self._writer: PackWriter | None = None
+        self.results: list[Result] = []
+        self.new: set[BlockId] = set()
+
+    def put(self, computed: Computed) -> None:
+        """Write a group's new blocks.  Raises StorageFailed."""
+        self.results += computed.results
+        ids = [output.id for output in computed.outputs]
+        known = [False] * len(ids) if self._known is None else self._known(ids)
+        width = item_size(computed.tensor.out_dtype)
+        for output, is_known in zip(computed.outputs, known, strict=True):
+            if is_known or output.id in self.new:
+                continue
+            self.new.add(output.id)
+            codec, payload = codecs.encode(output.data, width)
+            if codec == Codec.RAW:
+                self._open().append_raw(
+                    output.id, payload, width, computed.tensor.file, output.offset
+                )
+            else:
+                self._open().append_small(
+                    output.id, Kind.BLOCK, codec, width, bytes(payload), len(output.data)
+                )
+
+    def _open(self) -> PackWriter:
+        if self._writer is None:
+            self._writer = PackWriter(self.slice.target, self.slice.store)
+        return self._writer
+
+    def seal(self) -> SealedPack | None:
+        """Finish the pack; None where nothing was new.  May be called from another thread."""
+        writer, self._writer = self._writer, None
+        return None if writer is None else writer.seal()
+
+    def release(self) -> PackWriter | None:
+        """The unfinished pack, for somebody who goes on writing it; None where nothing was new."""
+        writer, self._writer = self._writer, None
+        return writer
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+
+
+def execute(slice: Slice) -> Receipt:
+    """Compute a slice and write its pack, in this thread.
+
+    For any concurrent.futures.Executor: needs the paths that the slice names and nothing else.
+    Raises BudgetExceeded, Corrupt, StorageFailed; then nothing is left behind.
+    """
+    expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
+    packs = PackFiles(slice.packs)
+    writer = SliceWriter(slice, None)
+    try:
+        computer = Computer(packs, expert_meter, base_meter)
+        ahead: deque[Group] = deque()
+        for group in groups(slice):
+            computer.prefetch(group)
+            ahead.append(group)
+            if len(ahead) > 2:
+                _pass_on(computer, ahead.popleft(), writer)
+        while ahead:
+            _pass_on(computer, ahead.popleft(), writer)
+        pack = writer.seal()
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        packs.close()
+    return Receipt(pack, tuple(writer.results), expert_meter.total, base_meter.total)
+
+
+def _pass_on(computer: Computer, group: Group, writer: SliceWriter) -> None:
+    computed = computer.group(group)
+    writer.put(computed)
+    computer.recycle(computed)

@@ -1,0 +1,299 @@
+"""Tasks: all that one chunk of a merge needs to be computed, and where its bytes lie.
+
+Owns the step from a plan and the catalog to self-contained work: a `ChunkTask` names packs and
+byte ranges, so whoever computes it needs no index, and can be in another process.  Does not read
+a block, and does not say what is computed when.
+
+A task names the blocks of experts that the plan says are read, and no others: this is where a
+merge is kept to its plan.  Values are immutable and picklable; `Tasks` may be used from any
+number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks.index import Location
+from mstore.checkpoint.dtypes import DTYPES, nbytes
+from mstore.ids import BlockId, PackId, TensorId
+from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
+from mstore.merge.arithmetic.operators import OPERATORS, needs_thresholds, reuses_base
+from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.planning.tied import first_names
+from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
+from mstore.objects.tensor import Tensor
+from mstore.stats.chunks import chunk_blocks
+from mstore.store.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A block at rest: its id, and where and how it is stored (lengths in bytes)."""
+
+    id: BlockId
+    pack: PackId
+    offset: int
+    stored_length: int
+    raw_length: int
+    codec: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One side of a chunk: its element type, and its blocks in order."""
+
+    dtype: str
+    sources: tuple[Source, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """What reading it costs."""
+        return sum(source.stored_length for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTask:
+    """What all chunks of one tensor have in common.
+
+    thresholds  float32[K], zeros where nothing is trimmed
+    quotas      int64[K]: elements that tie at the threshold and are kept, over the whole tensor
+                (kernels.UNLIMITED: all of them)
+    keys        uint32[K, 2], zeros where nothing is random
+    file        the output file that the tensor lies in, and `offset`, where in it; they only say
+                which blocks are neighbours
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunk_elements: int
+    base_dtype: str
+    out_dtype: str
+    thresholds: npt.NDArray[np.float32]
+    quotas: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint32]
+    file: str
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk_elements)
+
+    @property
+    def out_bytes(self) -> int:
+        """Plain bytes of the output tensor."""
+        return nbytes(self.out_dtype, self.shape)
+
+    @property
+    def limited(self) -> bool:
+        """Whether chunks hand ties on from one to the next (`mstore.merge.running.ties`)."""
+        return bool((self.quotas != UNLIMITED).any())
+
+    def chunk_length(self, number: int) -> int:
+        """Elements of chunk `number`."""
+        return min(self.chunk_elements, self.elements - number * self.chunk_elements)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTask:
+    """One chunk to compute: element range [first_index, first_index + n) of `tensor`.
+
+    rows: what is read of experts, each distinct run of blocks once.  row_of: for each expert of
+    the plan the row that it takes, or -1 where it is absent (its delta counts as zero).
+    """
+
+    tensor: TensorTask
+    number: int
+    base: Row
+    rows: tuple[Row, ...]
+    row_of: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        return self.tensor.chunk_length(self.number)
+
+    @property
+    def first_index(self) -> int:
+        """Flat index of the first element within the tensor."""
+        return self.number * self.tensor.chunk_elements
+
+    @property
+    def out_bytes(self) -> int:
+        """Plain bytes of the output."""
+        return self.n * item_size(self.tensor.out_dtype)
+
+    @property
+    def file_offset(self) -> int:
+        """Where the output lies in `tensor.file`."""
+        return self.tensor.offset + self.first_index * item_size(self.tensor.out_dtype)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes at rest that are read of experts."""
+        return sum(row.stored_bytes for row in self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Plain bytes of the longest side."""
+        return self.n * max(item_size(row.dtype) for row in (self.base, *self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """One planned tensor in the base and in each expert of the plan, as records."""
+
+    plan: PlanTensor
+    base_id: TensorId
+    base: Tensor
+    expert_ids: tuple[TensorId, ...]
+    experts: tuple[Tensor, ...]
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """bool[K, chunks]: which experts take part in which chunk."""
+        states = np.frombuffer(b"".join(self.plan.states), dtype=np.uint8)
+        shaped = states.reshape(len(self.plan.states), -1)
+        present: npt.NDArray[np.bool_] = (shaped == READ) | (shaped == SHARED)
+        return present
+
+
+class Tasks:
+    """Makes the tasks of one plan that fits this store (`merge.planning.fitting`)."""
+
+    def __init__(self, catalog: Catalog, plan: Plan) -> None:
+        self.plan = plan
+        self._catalog = catalog
+        self._parameters = dict(plan.parameters)
+        self._planned = {tensor.name: tensor for tensor in plan.tensors}
+        self._base = catalog.manifest(plan.base_id()).tensors()
+        self._experts = [
+            catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
+        ]
+        self._reuses = reuses_base(plan.method, self._parameters)
+        self.first = first_names(self._base, self._experts)
+        """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
+        self.mix = Mix.build(plan.method, self._parameters, [e.weight for e in plan.experts])
+
+    def is_planned(self, name: str, id: TensorId) -> bool:
+        """Whether a tensor of the base, by name and record, is merged.
+
+        A second tensor of the same name (a consolidated copy) is merged only if it is the same.
+        """
+        return self.first[name] in self._planned and id == self._base[name]
+
+    def members(self, name: str) -> Members:
+        """The records of a planned tensor, by the name it is planned under."""
+        ids = tuple(found[name] for found in self._experts)
+        return Members(
+            self._planned[name],
+            self._base[name],
+            self._catalog.tensor(self._base[name]),
+            ids,
+            tuple(self._catalog.tensor(id) for id in ids),
+        )
+
+    def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
+        """What the chunks of a planned tensor share; `file` and `offset` as in TensorTask."""
+        planned = self._planned[name]
+        base = self._catalog.tensor(self._base[name])
+        count = len(self._experts)
+        thresholds = np.zeros(count, dtype=np.float32)
+        quotas = np.full(count, UNLIMITED, dtype=np.int64)
+        if needs_thresholds(self.plan.method, self._parameters):
+            thresholds[:] = [threshold.value for threshold in planned.thresholds]
+            quotas[:] = [threshold.quota for threshold in planned.thresholds]
+        keys = np.zeros((count, 2), dtype=np.uint32)
+        if OPERATORS[self.plan.method].random:
+            keys = mask_keys(int(self._parameters["seed"]), count, name)
+        return TensorTask(
+            name=name,
+            shape=base.shape,
+            chunk_elements=planned.chunk_elements,
+            base_dtype=base.dtype,
+            out_dtype=self.plan.dtype or base.dtype,
+            thresholds=thresholds,
+            quotas=quotas,
+            keys=keys,
+            file=file,
+            offset=offset,
+        )
+
+    def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
+        """bool[chunks]: whose output is the base's own blocks, so that nothing is computed."""
+        if not self._reuses or tensor.out_dtype != tensor.base_dtype:
+            return np.zeros(tensor.chunks, dtype=np.bool_)
+        reused: npt.NDArray[np.bool_] = np.logical_not(
+            self.members(tensor.name).present().any(axis=0)
+        )
+        return reused
+
+    def chunk(self, tensor: TensorTask, number: int) -> ChunkTask:
+        """One chunk.  Raises Corrupt where a block is not stored."""
+        return self.chunks(tensor, [number])[0]
+
+    def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[ChunkTask]:
+        """Several chunks of one tensor, with one look into the index.  Raises Corrupt."""
+        members = self.members(tensor.name)
+        size, length = self._catalog.block_size, tensor.chunk_elements
+        present = members.present()
+        drafts = []
+        for number in numbers:
+            base = tuple(chunk_blocks(members.base, length, number, size))
+            # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
+            rows: dict[tuple[str, tuple[BlockId, ...]], int] = {}
+            row_of = [-1] * len(members.experts)
+            for k in np.flatnonzero(present[:, number]).tolist():
+                expert = members.experts[k]
+                blocks = tuple(chunk_blocks(expert, length, number, size))
+                row_of[k] = rows.setdefault((expert.dtype, blocks), len(rows))
+            drafts.append((number, base, rows, tuple(row_of)))
+        sources = self._locate(
+            itertools.chain.from_iterable(
+                (*base, *itertools.chain.from_iterable(blocks for _, blocks in rows))
+                for _, base, rows, _ in drafts
+            )
+        )
+        return [
+            ChunkTask(
+                tensor,
+                number,
+                Row(members.base.dtype, tuple(sources[block] for block in base)),
+                tuple(Row(dtype, tuple(sources[b] for b in blocks)) for dtype, blocks in rows),
+                row_of,
+            )
+            for number, base, rows, row_of in drafts
+        ]
+
+    def _locate(self, blocks: Iterable[BlockId]) -> dict[BlockId, Source]:
+        distinct = list(dict.fromkeys(blocks))
+        found = self._catalog.locate(distinct)
+        return {block: _source(block, place) for block, place in zip(distinct, found, strict=True)}
+
+
+def _source(block: BlockId, place: Location) -> Source:
+    return Source(
+        block,
+        place.pack,
+        place.offset,
+        place.stored_length,
+        place.raw_length,
+        place.codec,
+        place.width,
+    )
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element."""
+    return DTYPES[dtype].bits // 8

@@ -1,0 +1,115 @@
+"""The tie ledger: which chunk gets how many of the elements that tie at a trim threshold.
+
+Exactly k elements of a tensor are kept, and of those that equal the threshold the ones with the
+lowest flat index.  So a chunk must know how many ties come before it.  Chunks of a tensor count
+their own ties and hand the sum on in order; everything else in a chunk runs side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one chunk may keep, per expert.
+
+    quotas: as the kernel takes them (UNLIMITED: all of its ties).  taken: how many of the tensor's
+    limited quota that uses up; 0 where the quota has no limit.
+    """
+
+    quotas: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def grant_of(left: Sequence[int], ties: Sequence[int]) -> Grant:
+    """What a chunk with these ties may keep where so much is `left` of the quotas before it."""
+    quotas, taken = [], []
+    for quota, count in zip(left, ties, strict=True):
+        if quota == UNLIMITED:
+            quotas.append(UNLIMITED)
+            taken.append(0)
+        else:
+            # With nothing left nobody has counted, and there may be ties.
+            quotas.append(UNLIMITED if 0 < quota >= count else quota)
+            taken.append(min(count, quota))
+    return Grant(tuple(quotas), tuple(taken))
+
+
+class TieLedger:
+    """For one tensor and all its experts; the chunks of `numbers` report once each, in any order.
+
+    known: (chunk, ties taken per expert) of chunks that do not report because their outcome is
+    known already.  Chunks in neither take no ties.
+    """
+
+    def __init__(
+        self,
+        quotas: Iterable[int],
+        numbers: Iterable[int],
+        known: Iterable[tuple[int, Sequence[int]]] = (),
+    ) -> None:
+        self._left = list(quotas)
+        self._numbers = sorted(numbers, reverse=True)
+        self._known = sorted(known, key=lambda item: item[0], reverse=True)
+        self._failed: float = math.inf
+        self._turn = Condition()
+        self._advance()
+
+    @property
+    def open(self) -> list[bool]:
+        """Which experts' ties must still be counted: those with a quota that is not used up."""
+        return [quota > 0 for quota in self._left]
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Per expert what a chunk may hope for: COUNTED where a quota is not used up yet.
+
+        Quotas only fall, so an answer that is out of date costs time and no more.
+        """
+        return tuple(COUNTED if quota > 0 else quota for quota in self._left)
+
+    def take(self, chunk: int, ties: Sequence[int]) -> Grant:
+        """How many of its `ties` per expert chunk `chunk` may keep.
+
+        Waits for earlier chunks.  Where an expert is not `open`, its ties need not be counted.
+
+        Raises RuntimeError where one of those failed.
+        """
+        with self._turn:
+            self._turn.wait_for(
+                lambda: chunk > self._failed or (self._numbers and self._numbers[-1] == chunk)
+            )
+            if chunk > self._failed:
+                raise RuntimeError("an earlier chunk of this tensor failed")
+            grant = grant_of(self._left, ties)
+            self._subtract(grant.taken)
+            self._numbers.pop()
+            self._advance()
+            self._turn.notify_all()
+            return grant
+
+    def _advance(self) -> None:
+        """Book the known chunks that come before the next one to report."""
+        while self._known and (not self._numbers or self._known[-1][0] < self._numbers[-1]):
+            self._subtract(self._known.pop()[1])
+
+    def _subtract(self, taken: Sequence[int]) -> None:
+        for expert, count in enumerate(taken):
+            if self._left[expert] != UNLIMITED:
+                self._left[expert] -= min(count, self._left[expert])
+
+    def fail(self, chunk: int) -> None:
+        """Chunk `chunk` will never report: wake the later ones.  -1: none will be asked any more.
+
+        Earlier ones go on, so that the first error in the order of chunks is the one that caused
+        the others.
+        """
+        with self._turn:
+            self._failed = min(self._failed, chunk)
+            self._turn.notify_all()

@@ -1,0 +1,1 @@
+"""Merges that are committed as plans, and computed when somebody reads them."""

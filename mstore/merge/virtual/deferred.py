@@ -1,0 +1,231 @@
+"""Deferred merges: a merge committed as its plan, and made real later.
+
+Owns the two ends of a virtual merge's life: `commit_virtual` publishes a snapshot whose merged
+tensors are virtual, reading nothing but records (and, for another output dtype, headers);
+`materialize` runs the plan and moves the branch to the real merge.  What happens in between is
+`mstore.merge.virtual.blocks`'s.
+
+Both publish in one transaction, or publish nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mstore.checkpoint.dtypes import nbytes
+from mstore.checkpoint.partition import partition
+from mstore.errors import BadRequest, Conflict
+from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
+from mstore.merge.planning.fitting import check_fits
+from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
+from mstore.merge.running.output import Layout
+from mstore.merge.running.task import Tasks
+from mstore.objects.manifest import File, Manifest, Part
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.reports import Progress
+from mstore.store import refs
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.memo import Memo
+from mstore.store.plans import Source, Sources, sources_of
+from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.version import TOOL
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A published virtual merge.
+
+    is_new: False where the ref already was that merge; then is_virtual says whether it still is.
+
+    blocks_reused: output blocks of tensors that are the base's own.
+    """
+
+    snapshot: SnapshotId
+    manifest: ManifestId
+    is_new: bool
+    is_virtual: bool
+    bytes_written: int
+    blocks_total: int
+    blocks_reused: int
+
+
+def commit_virtual(
+    catalog: Catalog, plan: Plan, sources: Sources, *, name: str, message: str
+) -> Deferred:
+    """Publish a plan as a snapshot whose blocks are computed when they are read.
+
+    Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (a plan that does
+    not fit), StorageFailed; then nothing is published.
+    """
+    current = branch_to_move(catalog, name)
+    check_fits(catalog, plan)
+    with Transaction(catalog, f"merge {name}") as transaction:
+        output = _Output(catalog, plan, transaction)
+        manifest = output.manifest()
+        parents = parents_of(sources)
+        tip = None if current is None else catalog.snapshot(current.snapshot_id())
+        if current is not None and tip is not None and is_merge_of(tip, plan, parents):
+            # Whether virtual or real: it is the merge that was asked for.
+            return _deferred(current.snapshot_id(), tip, False, 0, output)
+        if current is not None:
+            parents = (Parent(PREVIOUS, current.snapshot), *parents)
+        record = SnapshotRecord(
+            manifest=transaction.put_record(manifest),
+            parents=parents,
+            origin="merge",
+            plan=transaction.put_record(plan),
+            coverage=None,
+            message=message,
+            time_ns=now_ns(),
+            tool=TOOL,
+        )
+        transaction.rely_on_manifest(manifest)
+        transaction.rely_on_inputs(plan)
+        action = f"merge: {plan.method}, virtual" + (f": {message}" if message else "")
+        new = refs.Ref(refs.BRANCH, record.id())
+        transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
+    return _deferred(record.id(), record, True, transaction.bytes_written, output)
+
+
+def _deferred(
+    id: SnapshotId, record: SnapshotRecord, is_new: bool, written: int, output: _Output
+) -> Deferred:
+    return Deferred(
+        snapshot=id,
+        manifest=record.manifest_id(),
+        is_new=is_new,
+        is_virtual=record.is_virtual,
+        bytes_written=written,
+        blocks_total=output.blocks_total,
+        blocks_reused=output.blocks_reused,
+    )
+
+
+class _Output:
+    """The manifest of a virtual merge, on its way into a transaction."""
+
+    def __init__(self, catalog: Catalog, plan: Plan, transaction: Transaction) -> None:
+        self._catalog = catalog
+        self._plan = plan
+        self._id = plan.id()
+        self._transaction = transaction
+        self._layout = Layout(catalog, Tasks(catalog, plan))
+        self.blocks_total = 0
+        self.blocks_reused = 0
+
+    def manifest(self) -> Manifest:
+        """The manifest: tensors and files of the base, virtual tensors where the plan merges."""
+        return Manifest(tuple(self._file(file) for file in self._layout.base.files))
+
+    def _file(self, file: File) -> File:
+        parts = list(file.parts)
+        new = self._layout.new_bytes(file)
+        if new is not None:
+            parts[0] = self._bytes(new, file.path)
+        parts = [part if part.name is None else self._tensor(part) for part in parts]
+        for part, before in zip(parts, file.parts, strict=True):
+            blocks = -(-part.nbytes // self._catalog.block_size)
+            self.blocks_total += blocks
+            self.blocks_reused += blocks if part == before else 0
+        return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
+
+    def _tensor(self, part: Part) -> Part:
+        name = self._layout.planned_name(part)
+        if name is None:
+            return part
+        shape = self._catalog.tensor(part.tensor_id()).shape
+        dtype = self._layout.out_dtype(part)
+        record = VirtualTensor(dtype, shape, nbytes(dtype, shape), self._id, name)
+        return Part(part.name, self._transaction.put_record(record), record.nbytes)
+
+    def _bytes(self, data: bytes, path: str) -> Part:
+        ids = []
+        for start, length in partition(len(data), self._catalog.block_size):
+            piece = data[start : start + length]
+            ids.append(BlockId.of(piece))
+            self._transaction.put_block(ids[-1], piece, 1, path, start)
+        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
+        return Part(None, self._transaction.put_record(tensor), len(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Materialized:
+    """A branch that holds stored bytes.  `merged` is None where it did so already."""
+
+    snapshot: SnapshotId
+    record: SnapshotRecord
+    merged: Merged | None
+
+
+def materialize(
+    catalog: Catalog,
+    memo: Memo,
+    name: str,
+    *,
+    message: str,
+    threads: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> Materialized:
+    """Run the plan of the virtual merge at a branch, and move the branch to the real one.
+
+    The message is the virtual merge's unless another is given; the virtual snapshot becomes the
+    previous parent.  Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what
+    a merge raises; then the branch stays where it is.
+    """
+    current = _branch(catalog, name)
+    record = catalog.snapshot(current.snapshot_id())
+    plan_id = record.plan_id()
+    if not record.is_virtual or plan_id is None:
+        return Materialized(current.snapshot_id(), record, None)
+    plan = catalog.record(Plan, plan_id)
+    merged = run_merge(
+        catalog,
+        plan,
+        _sources(catalog, record, plan_id, plan),
+        name=name,
+        message=message or record.message,
+        threads=threads,
+        progress=progress,
+        memo=memo,
+        materialized=current,
+    )
+    return Materialized(merged.snapshot, catalog.snapshot(merged.snapshot), merged)
+
+
+def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
+    """The inputs by the names they were planned with, and as the snapshots the merge stands on."""
+    named = sources_of(catalog, id, plan)
+    made_from = [parent for parent in record.parents if parent.role != PREVIOUS]
+    if [parent.role for parent in made_from] != [BASE, *[EXPERT] * len(named.experts)]:
+        return named
+    base, *experts = made_from
+    return Sources(
+        Source(base.snapshot, named.base.name),
+        tuple(
+            Source(parent.snapshot, source.name)
+            for parent, source in zip(experts, named.experts, strict=True)
+        ),
+    )
+
+
+def _branch(catalog: Catalog, name: str) -> refs.Ref:
+    current = catalog.ref(name)
+    if current is None:
+        # A snapshot by another name than a branch's is no branch that could move; NotFound first.
+        catalog.resolve(name)
+        raise BadRequest(
+            "is not a branch: what is made must have a name to be found by",
+            where=name,
+            hint=f"mstore reset NAME {name}, then mstore materialize NAME",
+        )
+    if current.kind == refs.TAG:
+        raise Conflict(
+            "is a tag, and tags do not move",
+            where=name,
+            hint=f"mstore reset NAME {name}, then mstore materialize NAME",
+        )
+    return current

@@ -1,0 +1,30 @@
+"""Element types that can be merged: their names, sizes, and codes inside compiled code.
+
+Needs no compiler: planning and statistics at rest ask for these alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mstore.errors import BadRequest
+
+BF16: Final = 0
+F16: Final = 1
+F32: Final = 2
+
+CODES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
+"""Element type, as safetensors spells it, to its code inside compiled code."""
+
+ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
+"""Bytes an element."""
+
+
+def dtype_code(dtype: str) -> int:
+    """The code of a mergeable element type.  Raises BadRequest for any other."""
+    try:
+        return CODES[dtype]
+    except KeyError:
+        raise BadRequest(
+            f"cannot merge elements of type {dtype}; types that can be: {', '.join(CODES)}"
+        ) from None

@@ -1,0 +1,138 @@
+"""Compiled passes that start without the compiler.
+
+Owns how a pass that was compiled once is found again as machine code.  Importing the compiler
+and having it load its own cache takes a third of a second in every process, more than many a
+command has to do; loading the code alone takes a twentieth.  Does not own how code is made
+(`compiling.entry`).
+
+Code lies beside the source, in `__pycache__`, as the interpreter's own does and with the same
+trust: who may write there may run what they like.  It is used only where it was made from the
+very same sources by the same compiler for the same processor, and where every byte is there;
+otherwise the compiler is asked.
+
+A pass takes integers and addresses, releases the GIL while it runs, and may run in any thread.
+It checks nothing: its caller owns that addresses and lengths are right.
+
+File: SHA-256 of what the code was made from (32), SHA-256 of the code (32), an ELF object with
+the one function `mstore_pass`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from llvmlite import binding as llvm  # type: ignore[import-untyped]
+
+SYMBOL: Final = "mstore_pass"
+_TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
+_DIGEST: Final = 32
+_HERE: Final = Path(__file__)
+
+
+class Pass:
+    """One compiled pass: `name` of `module`, where `compiling.entry` made it.
+
+    takes: one letter an argument, "i" for an int64 and "p" for an address.  sources: the files
+    that its code comes from, besides this package's `compiling`.
+    """
+
+    def __init__(self, module: str, name: str, takes: str, sources: tuple[Path, ...]) -> None:
+        self._module = module
+        self._name = name
+        self._takes = takes
+        self._sources = (_HERE, _HERE.with_name("compiling.py"), *sources)
+        self._lock = Lock()
+        self._function: Callable[..., int] | None = None
+        # What must live as long as the code is run.
+        self._kept: Any = None
+        # Compiled functions put here what they return and raise: nothing, both.
+        self._returned = ctypes.c_void_p()
+        self._raised = ctypes.c_void_p()
+
+    def __call__(self, *arguments: int) -> None:
+        """Run it."""
+        function = self._function or self.load()
+        status = function(ctypes.byref(self._returned), ctypes.byref(self._raised), *arguments)
+        assert status == 0, f"{self._name} was given arguments that contradict each other"
+
+    def load(self) -> Callable[..., int]:
+        """Make ready to run: from the file, or by the compiler."""
+        with self._lock:
+            if self._function is None:
+                address, self._kept = self._stored() or self._compiled()
+                kinds = [ctypes.c_void_p] * 2 + [_TYPES[letter] for letter in self._takes]
+                self._function = ctypes.CFUNCTYPE(ctypes.c_int32, *kinds)(address)
+            return self._function
+
+    def _stored(self) -> tuple[int, Any] | None:
+        try:
+            data = code_path(self._sources[-1], self._name).read_bytes()
+        except OSError:
+            return None
+        stamp, digest, code = data[:_DIGEST], data[_DIGEST : 2 * _DIGEST], data[2 * _DIGEST :]
+        if stamp != made_from(self._sources) or digest != hashlib.sha256(code).digest():
+            return None
+        return _loaded(code)
+
+    def _compiled(self) -> tuple[int, Any]:
+        made = getattr(importlib.import_module(self._module), self._name)
+        found: tuple[int, Any] = made.compiled(
+            code_path(self._sources[-1], self._name), made_from(self._sources)
+        )
+        return found
+
+
+def code_path(source: Path, name: str) -> Path:
+    """Where the code of pass `name`, of a module at `source`, lies for this processor."""
+    processor = hashlib.sha256(_processor().encode()).hexdigest()[:12]
+    return source.parent / "__pycache__" / f"{source.stem}.{name}-{processor}.pass"
+
+
+def made_from(sources: tuple[Path, ...]) -> bytes:
+    """What code depends on, as a digest: sources, compiler, interpreter, processor."""
+    digest = hashlib.sha256()
+    for part in (metadata.version("numba"), llvm.llvm_version_info, sys.version, _processor()):
+        digest.update(f"{part}\0".encode())
+    for source in sources:
+        text = source.read_bytes()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+def stored(code: bytes, stamp: bytes) -> bytes:
+    """The bytes of a file."""
+    return stamp + hashlib.sha256(code).digest() + code
+
+
+def _loaded(code: bytes) -> tuple[int, Any]:
+    """(address of SYMBOL, what must live as long as it is used)."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine.get_function_address(SYMBOL), engine
+
+
+def target_machine() -> Any:
+    """What code is made for: this processor, with all that it can do."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True
+    )
+
+
+def _features() -> str:
+    features: str = llvm.get_host_cpu_features().flatten()
+    return features
+
+
+def _processor() -> str:
+    return f"{llvm.get_default_triple()} {llvm.get_host_cpu_name()} {_features()}"

@@ -1,0 +1,53 @@
+"""The virtual tensor record: a tensor of a merge that has been planned and not been computed.
+
+It stands where a tensor record would stand in the manifest of a real merge.  Everything that a
+reader of headers, configs and sizes needs is in it; its bytes are what the plan makes of its
+inputs, and `merge.virtual` computes them when somebody asks.  Equal ids, equal bytes; the
+same bytes may have several ids (one a plan), and a TensorId once they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mstore.blocks.packs import Kind
+from mstore.checkpoint.dtypes import DTYPES, nbytes
+from mstore.errors import Corrupt
+from mstore.ids import PlanId, VirtualId
+from mstore.objects.canonical import Count, IdBytes, Record
+
+
+class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
+    """The tensor called `tensor` in `plan`; tied names share the record of the first of them.
+
+    dtype: a safetensors dtype name.  nbytes: length of the plain bytes, as dtype and shape say.
+    """
+
+    kind: ClassVar[Kind] = Kind.VIRTUAL
+    id_type: ClassVar[type[VirtualId]] = VirtualId
+
+    dtype: str
+    shape: tuple[Count, ...]
+    nbytes: Count
+    plan: IdBytes
+    tensor: str
+
+    def id(self) -> VirtualId:
+        return VirtualId.of(self.encode())
+
+    def plan_id(self) -> PlanId:
+        """The plan that it is computed by."""
+        return PlanId(self.plan)
+
+    def blocks(self, block_size: int) -> int:
+        """How many blocks it has; 0 for an empty tensor."""
+        return -(-self.nbytes // block_size)
+
+    def block_length(self, number: int, block_size: int) -> int:
+        """Plain bytes of block `number`."""
+        return min(block_size, self.nbytes - number * block_size)
+
+    def check(self, where: str) -> None:
+        """Raise Corrupt unless dtype and shape give the length."""
+        if self.dtype not in DTYPES or nbytes(self.dtype, self.shape) != self.nbytes:
+            raise Corrupt("dtype, shape and length do not agree", where=where)

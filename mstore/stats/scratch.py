@@ -1,0 +1,41 @@
+"""Scratch of the compiled passes: its sizes, and each thread's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import numpy as np
+
+from mstore.stats.chunk import SKETCH_BUCKETS
+
+TILE: Final = 1024
+"""Elements a tile.  A chunk starts at a multiple of it."""
+
+QUARTER: Final = TILE // 4
+SKETCH_LANES: Final = QUARTER + SKETCH_BUCKETS
+LANES: Final = 3 * QUARTER + SKETCH_LANES
+KEYS: Final = 1 << 15
+COUNTERS: Final = 1 << 16
+# Increments of one counter right after each other wait for each other; four counters take turns.
+TURNS: Final = 4
+
+
+class Scratch(threading.local):
+    """What the passes of this thread work in: 1 MiB.
+
+    The counters are all zero between calls, because a pass leaves them so.
+    """
+
+    def __init__(self) -> None:
+        self.counters = np.zeros((COUNTERS, TURNS), dtype=np.uint32)
+        self.tiles = np.zeros((4, TILE), dtype=np.uint32)
+        self.keys = np.zeros(TILE, dtype=np.uint16)
+        self.lanes = np.zeros(LANES, dtype=np.float64)
+        self.results = np.zeros(5 + SKETCH_BUCKETS, dtype=np.float64)
+        # Kept as numbers: taking an array's address costs more than a small pass.
+        self.counters_at = self.counters.ctypes.data
+        self.tiles_at = self.tiles.ctypes.data
+        self.keys_at = self.keys.ctypes.data
+        self.lanes_at = self.lanes.ctypes.data
+        self.results_at = self.results.ctypes.data

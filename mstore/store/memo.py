@@ -1,0 +1,113 @@
+"""The memo table at rest: what merges made before, so that it need not be made again.
+
+    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, then the ties it took
+    requests     request key (32 bytes)  -> PlanId
+
+An LMDB environment of its own, because all of it can be thrown away: a row that is missing costs
+a computation and changes no result.  What goes into a key and what a row's value means is for
+`mstore.merge` to say; whether the named blocks and plans still exist is for whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Lock
+
+from mstore import fs
+from mstore.blocks.lmdb_env import Environment
+from mstore.errors import Corrupt
+from mstore.ids import ID_BYTES, PlanId
+
+DATABASES = ("outputs", "requests")
+OUTPUTS, REQUESTS = DATABASES
+
+
+class Memo:
+    """The open memo table of one store; safe for any number of threads.
+
+    What is put is found at once, and on disk after `flush`, in one transaction.  The environment
+    is made by the first flush: a store that never merges has none, and reading makes nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._env: Environment | None = None
+        self._pending: dict[tuple[str, bytes], bytes] = {}
+
+    def close(self) -> None:
+        """Release the environment; what was not flushed is forgotten."""
+        with self._lock:
+            if self._env is not None:
+                self._env.release()
+                self._env = None
+
+    def outputs(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The rows of these memo keys, None where there is none; one read transaction."""
+        return self._get(OUTPUTS, keys)
+
+    def put_outputs(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        """Keep (memo key, value) rows."""
+        self._put(OUTPUTS, rows)
+
+    def plan(self, key: bytes) -> PlanId | None:
+        """The plan that a request led to, or None.  It may not be stored any more."""
+        value = self._get(REQUESTS, [key])[0]
+        return None if value is None or len(value) != ID_BYTES else PlanId(value)
+
+    def put_plan(self, key: bytes, plan: PlanId) -> None:
+        """Remember the plan of a request."""
+        self._put(REQUESTS, [(key, bytes(plan))])
+
+    def flush(self) -> None:
+        """Write what is pending in one transaction.  Raises StorageFailed, Corrupt."""
+        with self._lock:
+            waiting, self._pending = self._pending, {}
+        if not waiting:
+            return
+        env = self._open(create=True)
+        assert env is not None
+        with env.write() as transaction:
+            for (database, key), value in sorted(waiting.items()):
+                transaction.put(key, value, db=env.databases[database])
+
+    def file_bytes(self) -> int:
+        """Size on disk; 0 where there is no table yet."""
+        env = self._open(create=False)
+        return 0 if env is None else env.file_bytes()
+
+    def _get(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        env = self._open(create=False)
+        found: dict[bytes, bytes] = {}
+        if env is not None:
+            with (
+                env.read() as transaction,
+                transaction.cursor(db=env.databases[database]) as cursor,
+            ):
+                found.update(cursor.getmulti(keys))
+        with self._lock:
+            waiting = self._pending
+            return [waiting.get((database, key), found.get(key)) for key in keys]
+
+    def _put(self, database: str, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        with self._lock:
+            self._pending.update({(database, key): value for key, value in rows})
+
+    def _open(self, *, create: bool) -> Environment | None:
+        with self._lock:
+            if self._env is None:
+                if create:
+                    if fs.make_directory(self._path, exist_ok=True):
+                        fs.sync_directory(self._path.parent)
+                elif not (self._path / "data.mdb").exists():
+                    return None
+                try:
+                    self._env = Environment.acquire(self._path, DATABASES)
+                except Corrupt as error:
+                    raise Corrupt(
+                        "the memo table is damaged; nothing in it is needed",
+                        where=error.where,
+                        hint=f"rm -r {self._path}",
+                    ) from error
+            return self._env

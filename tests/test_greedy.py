@@ -1,0 +1,143 @@
+"""The ranking of units, against the simplest greedy that can be written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore.merge.planning.greedy import Ranking, Units, take
+
+ROOTS = st.sampled_from([0.0, 1.0, 2.0, 3.5, math.inf]) | st.floats(0, 8, allow_subnormal=False)
+BUDGETS = st.none() | st.integers(0, 40)
+
+
+@dataclass(frozen=True)
+class Unit:
+    tensor: int
+    chunk: int
+    expert: int
+    cost: int
+    root: float
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.tensor, self.chunk, self.expert
+
+
+UNITS = st.lists(
+    st.builds(
+        Unit,
+        st.integers(0, 1),
+        st.integers(-1, 2),
+        st.integers(0, 4),
+        st.integers(1, 6),
+        ROOTS,
+    ),
+    max_size=10,
+    unique_by=lambda unit: unit.place,
+)
+
+
+def table(units: list[Unit]) -> Units:
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(unit, name) for unit in units], dtype=dtype)
+
+    return Units(
+        column("tensor", np.int64),
+        column("chunk", np.int64),
+        column("expert", np.int64),
+        column("cost", np.int64),
+        column("root", np.float64),
+    )
+
+
+def reference(units: list[Unit], budget: int | None, cap: int | None) -> list[int]:
+    """Take the best unit that fits, over and over."""
+    left = math.inf if budget is None else budget
+    own = dict.fromkeys(range(5), math.inf if cap is None else cap)
+    out, taken = set(range(len(units))), []
+    while True:
+        fitting = [u for u in out if units[u].cost <= min(left, own[units[u].expert])]
+        if not fitting:
+            return taken
+
+        def gain(u: int) -> float:
+            mates = [v for v in out if units[v].place[:2] == units[u].place[:2]]
+            total, root = math.fsum(units[v].root for v in mates), units[u].root
+            if root == 0 or math.isinf(root):
+                return root
+            return root * (2 * total - root)
+
+        best = min(fitting, key=lambda u: (-gain(u) / units[u].cost, units[u].place))
+        taken.append(best)
+        out.remove(best)
+        left -= units[best].cost
+        own[units[best].expert] -= units[best].cost
+
+
+@given(UNITS, BUDGETS, BUDGETS)
+def test_ranking_is_exact_greedy(units: list[Unit], budget: int | None, cap: int | None) -> None:
+    """Unit for unit what the best that fits, over and over, would take; caps on experts included.
+
+    Roots are small multiples of a quarter, so that sums are exact and ties are ties.
+    """
+    exact = [
+        Unit(u.tensor, u.chunk, u.expert, u.cost, round(u.root * 4) / 4 if u.root < 9 else u.root)
+        for u in units
+    ]
+    assert take(table(exact), budget, cap=cap) == reference(exact, budget, cap)
+
+
+@given(UNITS, st.integers(0, 40))
+def test_what_is_left_out_does_not_fit(units: list[Unit], budget: int) -> None:
+    """Nothing that was left out could still be paid for."""
+    taken = take(table(units), budget)
+    left = budget - sum(units[u].cost for u in taken)
+    assert left >= 0
+    assert all(units[u].cost > left for u in set(range(len(units))) - set(taken))
+
+
+@given(UNITS, BUDGETS, BUDGETS, st.randoms(use_true_random=False))
+def test_order_of_the_arrays_does_not_matter(
+    units: list[Unit], budget: int | None, cap: int | None, shuffler: object
+) -> None:
+    """The same units in any order of the arrays are taken in the same order."""
+    mixed = list(units)
+    shuffler.shuffle(mixed)  # type: ignore[attr-defined]
+    one = [units[u] for u in take(table(units), budget, cap=cap)]
+    assert [mixed[u] for u in take(table(mixed), budget, cap=cap)] == one
+
+
+@given(UNITS, st.data())
+def test_scores_of_their_own(units: list[Unit], data: st.DataObject) -> None:
+    """With scores given, the highest first, ties by place; what does not fit is passed over."""
+    scores = data.draw(
+        st.lists(st.integers(0, 3), min_size=len(units), max_size=len(units)), label="scores"
+    )
+    budget = data.draw(BUDGETS, label="budget")
+    left, wanted = math.inf if budget is None else budget, []
+    for u in sorted(range(len(units)), key=lambda u: (-scores[u], units[u].place)):
+        if units[u].cost <= left:
+            wanted.append(u)
+            left -= units[u].cost
+    assert take(table(units), budget, score=np.array(scores, dtype=np.float64)) == wanted
+
+
+@pytest.mark.parametrize("score", [None, np.zeros(0)])
+def test_nothing(score: np.ndarray | None) -> None:
+    """No units: nothing to take."""
+    assert take(table([]), 5, score=score, cap=3) == []
+
+
+def test_one_ranking_serves_all_budgets() -> None:
+    """A ranking that was cut before cuts the same again."""
+    units = table([Unit(0, c, k, 1 + (c + k) % 3, 1.0 + c * k) for c in range(5) for k in range(4)])
+    ranking = Ranking(units)
+    first = [ranking.take(budget, 7).tolist() for budget in range(40)]
+    assert [ranking.take(budget, 7).tolist() for budget in range(40)] == first
+    assert [take(units, budget, cap=7) for budget in range(40)] == first

@@ -1,0 +1,293 @@
+"""The memo table and merges: what was made before is neither read nor written, and nothing else
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from cli_runs import Program
+from families import BLOCK, Family
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mstore.api import Store
+from mstore.errors import Corrupt
+from mstore.ids import BlockId
+from mstore.merge.running.memo_hits import memo_expert_bytes
+from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.task import Tasks
+from mstore.objects.plan import Plan
+from mstore.reports import MergeReport, PlanReport
+
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "task_arithmetic": {"lambda": 0.5},
+    "ties": {"density": 0.3},
+    "dare_linear": {"density": 0.5, "seed": 3},
+    "dare_ties": {"density": 0.5},
+}
+
+
+@dataclass
+class Place:
+    """A store with base, e0, e1, ..."""
+
+    store: Store
+    experts: int
+
+    def plan(self, method: str, experts: Sequence[Any], **options: Any) -> PlanReport:
+        """A plan with this module's parameters."""
+        return self.store.plan(
+            base="base", experts=experts, method=method, parameters=METHODS[method], **options
+        )
+
+    def merge(self, plan: PlanReport, name: str = "m", **options: Any) -> MergeReport:
+        """Run it; what was read is what the plan and the table say, to the byte."""
+        promised = memo_expert_bytes(
+            self.store._catalog, self.store._memo, self.store._catalog.record(Plan, plan.plan)
+        )
+        report = self.store.merge(plan, name=name, **options)
+        saved = promised if options.get("memo", True) else 0
+        assert report.memo_expert_bytes == saved
+        assert report.expert_bytes_read == plan.planned_expert_bytes - saved
+        return report
+
+
+def sparse(rng: np.random.Generator, base: families.Arrays, dtype: str) -> families.Arrays:
+    """An expert that differs from the base in some blocks of some tensors."""
+    expert = {}
+    for name, array in base.items():
+        values = array.astype(np.float32)
+        if rng.random() < 0.8:
+            start = int(rng.integers(0, max(1, len(values) // 2)))
+            # Coarse values: many deltas tie at any threshold.
+            values[start:] += (rng.integers(-3, 4, values[start:].shape) / 8).astype(np.float32)
+        expert[name] = families.cast(values, dtype)
+    return expert
+
+
+def family(seed: int, experts: int, dtype: str = "BF16") -> Family:
+    """A base of tensors of several blocks, and experts of it."""
+    rng = np.random.default_rng(seed)
+    size = BLOCK // np.dtype(families._DTYPES[dtype]).itemsize
+    base = {
+        name: families.cast(rng.standard_normal(elements), dtype)
+        for name, elements in (("a", 3 * size + 17), ("b", 2 * size), ("c", 40), ("d", size + 1))
+    }
+    return Family(base, tuple(sparse(rng, base, dtype) for _ in range(experts)))
+
+
+def make(root: Path, made: Family) -> Place:
+    """A store with the whole family."""
+    made.write(root)
+    store = Store.init(root / "store", block_size=BLOCK)
+    store.add(root / "base", name="base")
+    for name in made.names:
+        store.add(root / name, name=name, base="base")
+    return Place(store, len(made.experts))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """A small family of four."""
+    made = make(tmp_path, family(1, 4))
+    with made.store:
+        yield made
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_merge_of_the_same_reads_nothing(method: str, place: Place) -> None:
+    """The same plan under another name and message: no byte is read of experts or base, and only
+    records are written; `memo=False` reads all of it again and gives the same content.
+    """
+    plan = place.plan(method, ["e0", "e1"])
+    first = place.merge(plan, "one")
+    assert (first.memo_expert_bytes, first.expert_bytes_read) == (0, plan.planned_expert_bytes)
+    again = place.merge(plan, "two", message="for another reason")
+    assert (again.expert_bytes_read, again.base_bytes_read) == (0, 0)
+    assert again.memo_expert_bytes == plan.planned_expert_bytes > 0
+    assert again.bytes_written <= 3 * 4096
+    assert (again.manifest, again.blocks_total) == (first.manifest, first.blocks_total)
+    assert again.blocks_reused == again.blocks_total
+    assert place.plan(method, ["e0", "e1"]).memo_expert_bytes == plan.planned_expert_bytes
+    measured = place.merge(plan, "three", memo=False)
+    assert measured.expert_bytes_read == plan.planned_expert_bytes
+    assert measured.manifest == first.manifest
+    assert place.store.fsck(read_data=True).problems == ()
+
+
+def test_one_more_expert_costs_what_it_touches(tmp_path: Path) -> None:
+    """K + 1 experts after K: only chunks that the new expert changes are read, its own bytes and
+    those of the others there; for all methods in which its absence leaves no trace.
+    """
+    rng = np.random.default_rng(3)
+    size = BLOCK // 2
+    base = {"w": families.cast(rng.standard_normal(8 * size), "BF16")}
+    moved = [
+        {"w": families.cast(base["w"].astype("f4") + rng.standard_normal(8 * size) / 8, "BF16")}
+        for _ in range(2)
+    ]
+    new = {"w": base["w"].copy()}
+    new["w"][5 * size : 6 * size] += families.cast(np.ones(size), "BF16")
+    place = make(tmp_path, Family(base, (*moved, new)))
+    with place.store:
+        for method in ("task_arithmetic", "ties", "dare_linear", "dare_ties"):
+            place.merge(place.plan(method, ["e0", "e1"]), "two")
+            three = place.plan(method, ["e0", "e1", "e2"])
+            report = place.merge(three, "three")
+            assert report.expert_bytes_read == 3 * BLOCK
+            assert report.base_bytes_read == BLOCK
+            assert report.blocks_total - report.blocks_reused == 1
+            assert place.merge(three, "apart", memo=False).manifest == report.manifest
+        # Here the divisor is another one, so every block is.
+        place.merge(place.plan("linear", ["e0", "e1"]), "two")
+        assert place.merge(place.plan("linear", ["e0", "e1", "e2"]), "three").memo_expert_bytes == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_expert_that_changed_in_two_tensors(method: str, tmp_path: Path) -> None:
+    """After one expert changed in two tensors, a merge reads and writes those two alone."""
+    made = family(5, 2)
+    later = {name: array.copy() for name, array in made.experts[1].items()}
+    for name in ("b", "d"):
+        later[name][:40] += families.cast(np.ones(40), "BF16")
+    place = make(tmp_path, made)
+    with place.store as store:
+        place.merge(place.plan(method, ["e0", "e1"]))
+        families.write_checkpoint(tmp_path / "later", later)
+        store.add(tmp_path / "later", name="later", base="base")
+        plan = place.plan(method, ["e0", "later"])
+        report = place.merge(plan)
+        tensors = {t.name: t for t in store._catalog.record(Plan, plan.plan).tensors}
+        tasks = Tasks(store._catalog, store._catalog.record(Plan, plan.plan))
+        read = 0
+        for name in ("b", "d"):
+            task = tasks.tensor(name)
+            read += sum(
+                tasks.chunk(task, number).expert_bytes
+                for number in range(task.chunks)
+                if not tasks.reused(task)[number]
+            )
+        # Blocks of the two that did not change may be remembered, too; nothing else is read.
+        assert 0 < report.expert_bytes_read <= read < plan.planned_expert_bytes
+        assert tensors.keys() >= {"b", "d"}
+        assert place.merge(plan, "apart", memo=False).manifest == report.manifest
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), seed=st.integers(0, 1000), dtype=st.sampled_from(["BF16", "F32"]))
+def test_the_table_changes_no_result(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, dtype: str
+) -> None:
+    """For any sequence of merges, plans and manifests are those of a store without a table, and
+    what is read is the plan's figure less what the table saves.
+    """
+    place = make(tmp_path_factory.mktemp("family"), family(seed, 3, dtype))
+    with place.store as store:
+        for number in range(4):
+            method = data.draw(st.sampled_from(sorted(METHODS)))
+            names = data.draw(st.permutations(["e0", "e1", "e2"]))[: data.draw(st.integers(1, 3))]
+            weights = [data.draw(st.sampled_from([0.5, 1.0])) for _ in names]
+            budget = data.draw(st.sampled_from([None, 0.3, 0.7]))
+            plan = place.plan(method, list(zip(names, weights, strict=True)), budget=budget)
+            wanted = place.merge(plan, f"plain{number}", memo=False).manifest
+            assert place.merge(plan, f"memo{number}").manifest == wanted
+            assert place.merge(plan, f"again{number}").expert_bytes_read == 0
+            again = place.plan(method, list(zip(names, weights, strict=True)), budget=budget)
+            assert again.plan == plan.plan
+        assert store.fsck().problems == ()
+
+
+# -- what is gone, or is not what it was ---------------------------------------------------------
+
+
+def forget(store: Store, block: BlockId) -> None:
+    """Take a block out of the index, as a collection would."""
+    index = store._catalog.index
+    with index.env.write() as rows:
+        assert rows.delete(block, db=index.db("blocks"))
+
+
+def test_an_output_that_is_gone_is_made_again(place: Place) -> None:
+    """Where an output block is not stored any more, its chunk is computed and written anew."""
+    plan = place.plan("ties", ["e0", "e1"])
+    first = place.merge(plan, "one")
+    store = place.store
+    view, base = store.view("one"), store.view("base")
+    gone = next(
+        block
+        for block in view.record("a").block_ids()
+        if block not in set(base.record("a").block_ids())
+    )
+    forget(store, gone)
+    report = place.merge(plan, "two")
+    assert 0 < report.expert_bytes_read < plan.planned_expert_bytes
+    assert report.blocks_total - report.blocks_reused == 1
+    assert report.manifest == first.manifest
+    assert store.fsck(read_data=True).problems == ()
+
+
+def test_a_row_that_lies_is_found_out(place: Place) -> None:
+    """A chunk that is computed again must be what the table remembers, or the merge is Corrupt."""
+    plan = place.plan("ties", ["e0"])
+    record = place.store._catalog.record(Plan, plan.plan)
+    tasks = Tasks(place.store._catalog, record)
+    task = tasks.tensor("a")
+    number = int(np.flatnonzero(~tasks.reused(task))[0])
+    key = MemoKeys(tasks).chunks(task, [number])[0]
+    place.merge(plan, "one")
+    row = Remembered.decode(place.store._memo.outputs([key])[0] or b"")
+    assert row is not None
+    lie = Remembered((BlockId(bytes(32)),), row.taken)
+    place.store._memo.put_outputs([(key, lie.encode())])
+    with pytest.raises(Corrupt, match="remembers"):
+        place.store.merge(plan, name="two")
+    place.store._memo.put_outputs([(key, b"nothing of the kind")])
+    assert place.merge(plan, "two").manifest == place.store["one"].manifest
+
+
+def test_a_failed_merge_teaches_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are put only when the output is published."""
+    plan = place.plan("linear", ["e0", "e1"])
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mstore.store.transaction.Transaction.commit", refuse)
+        with pytest.raises(OSError, match="no"):
+            place.store.merge(plan, name="m")
+    assert place.merge(plan).memo_expert_bytes == 0
+
+
+def test_rows_read_as_they_were_written() -> None:
+    """A row decodes to what was encoded, and bytes that are no row decode to None."""
+    ids = tuple(BlockId(bytes([n]) * 32) for n in range(3))
+    for row in (Remembered(ids, ()), Remembered(ids, tuple(range(9))), Remembered(ids[:1], (5,))):
+        assert Remembered.decode(row.encode()) == row
+        assert Remembered.decode(row.encode()[:-1]) != row
+    for bad in (b"", b"\0", b"\0\0", b"\xff\xff", bytes(31) + b"\0\0", bytes(40)):
+        assert Remembered.decode(bad) is None
+
+
+def test_from_the_command_line(place: Place) -> None:
+    """`merge` says what it remembered; --no-memo computes all; --memory too small says how much."""
+    mstore = Program(place.store.path)
+    ask = ["--base", "base", "--expert", "e0", "--method", "linear", "--json"]
+    first = mstore.succeed("merge", "--name", "one", *ask).document
+    again = mstore.succeed("merge", "--name", "two", "--memory", "300MiB", *ask).document
+    plain = mstore.succeed("merge", "--name", "three", "--no-memo", *ask).document
+    planned = first["planned_expert_bytes"]
+    told = [(m["expert_bytes_read"], m["memo_expert_bytes"]) for m in (first, again, plain)]
+    assert told == [(planned, 0), (0, planned), (planned, 0)]
+    assert len({m["manifest"] for m in (first, again, plain)}) == 1
+    little = mstore("merge", "--name", "four", "--memory", "1MiB", *ask)
+    assert (little.status, "--memory" in little.err) == (1, True)
+    assert mstore.succeed("stats", "--json").document["memo_bytes"] > 0

@@ -1,0 +1,415 @@
+"""Slices: however a merge is cut up and whoever runs the pieces, the same content comes out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from checkpoints import write_safetensors
+from families import BLOCK, Family
+
+from mstore.api import Store
+from mstore.blocks.meter import Meter
+from mstore.blocks.packs import PAGE, PackFiles
+from mstore.errors import BadRequest, BudgetExceeded, Corrupt
+from mstore.ids import BlockId, ManifestId, PackId, PlanId
+from mstore.merge.running.commit import Merged, run_merge
+from mstore.merge.running.compute import Scratch, compute, load, tie_counts
+from mstore.merge.running.engine import Engine, Means
+from mstore.merge.running.memory import RESERVE, bounds
+from mstore.merge.running.slices import Slice, execute
+from mstore.merge.running.task import Tasks
+from mstore.objects.plan import READ, SHARED, Plan
+from mstore.stats.chunks import chunk_blocks
+from mstore.store.plans import sources_of
+
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "ties": {"density": 0.3},
+    "dare_ties": {"density": 0.5},
+}
+SMALL = 3 * BLOCK
+"""Bytes of output a slice, so that a small family has many."""
+
+
+def ties_family(dtype: str = "BF16") -> Family:
+    """Three experts with many equal magnitudes, shared blocks and constant blocks."""
+    rng = np.random.default_rng(7)
+    size = BLOCK // np.dtype(families._DTYPES[dtype]).itemsize
+    lengths = {"a": 9 * size + 5, "b": 4 * size, "c": 11, "d": 6 * size}
+    base = {n: families.cast(rng.standard_normal(k), dtype) for n, k in lengths.items()}
+    base["d"][size : 2 * size] = 1
+    experts = []
+    for _ in range(3):
+        steps = {n: rng.integers(-4, 5, array.shape) / 8 for n, array in base.items()}
+        experts.append({n: families.cast(base[n].astype("f4") + steps[n], dtype) for n in base})
+    experts[1]["b"] = experts[0]["b"].copy()
+    for expert in experts:
+        expert["d"][size : 2 * size] = 2
+    return Family(base, tuple(experts))
+
+
+@pytest.fixture(scope="module", params=["BF16", "mixed"])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
+    """The family; in `mixed` one expert has wider elements, so that chunks are of two blocks."""
+    root = tmp_path_factory.mktemp("family")
+    family = ties_family()
+    if request.param == "mixed":
+        wide = {name: array.astype(np.float32) for name, array in family.experts[2].items()}
+        family = Family(family.base, (*family.experts[:2], wide))
+    family.write(root)
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "base", name="base")
+        for name in family.names:
+            store.add(root / name, name=name, base="base")
+        yield store
+
+
+def plan_of(store: Store, method: str, **options: Any) -> Plan:
+    """A plan of all three experts."""
+    report = store.plan(
+        base="base",
+        experts=["e0", "e1", "e2"],
+        method=method,
+        parameters=METHODS[method],
+        **options,
+    )
+    return store._catalog.record(Plan, report.plan)
+
+
+def merge(store: Store, plan: Plan, **options: Any) -> Merged:
+    """Run it in small slices, without a memo table."""
+    given = {"threads": 2, "slice_bytes": SMALL, "name": "m", "message": ""} | options
+    return run_merge(store._catalog, plan, sources_of(store._catalog, plan.id(), plan), **given)
+
+
+_WANTED: dict[PlanId, ManifestId] = {}
+
+
+def wanted(store: Store, plan: Plan) -> ManifestId:
+    """What one thread in one slice makes."""
+    if plan.id() not in _WANTED:
+        outcome = Engine(store._catalog, plan, None, means=Means(1)).run()
+        _WANTED[plan.id()] = outcome.manifest.id()
+    return _WANTED[plan.id()]
+
+
+# -- any way of running --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_slices_and_threads_change_nothing(method: str, budget: float | None, store: Store) -> None:
+    """For slices of any size and any number of threads: the same content, bytes as planned."""
+    plan = plan_of(store, method, budget=budget)
+    for slice_bytes, threads in ((1, 1), (SMALL, 3), (1 << 30, 2)):
+        merged = merge(store, plan, slice_bytes=slice_bytes, threads=threads)
+        assert merged.manifest == wanted(store, plan)
+        assert merged.outcome.expert_bytes_read == plan.planned_expert_bytes
+    assert store.fsck(read_data=True).problems == ()
+
+
+class Elsewhere(Executor):
+    """A process pool whose workers find no index: it is moved away while they work."""
+
+    def __init__(self, store: Store) -> None:
+        self._index = store.path / "index"
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.slices: list[Slice] = []
+
+    def submit(self, run: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        self.slices.append(given[0])
+        hidden = self._index.with_name("hidden")
+        self._index.rename(hidden)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(self._pool.submit(run, *given, **named).result())
+        except BaseException as error:  # noqa: BLE001 -- as an executor does
+            done.set_exception(error)
+        finally:
+            hidden.rename(self._index)
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+def test_processes_without_an_index_give_the_same(store: Store) -> None:
+    """Slices run in another process that cannot open the index give the same ManifestId, read the
+    planned bytes to the byte, and what they wrote is sound.
+    """
+    with Elsewhere(store) as pool:
+        for method in METHODS:
+            plan = plan_of(store, method, budget=0.8)
+            pool.slices.clear()
+            merged = merge(store, plan, executor=pool)
+            assert merged.manifest == wanted(store, plan)
+            assert merged.outcome.expert_bytes_read == plan.planned_expert_bytes
+            assert sum(work.expert_bytes for work in pool.slices) == plan.planned_expert_bytes
+            assert len(pool.slices) > 2
+    assert store.fsck(read_data=True).problems == ()
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_an_executor_of_threads(store: Store) -> None:
+    """Any executor will do, also one that runs several slices at a time in any order."""
+    plan = plan_of(store, "ties")
+    with ThreadPoolExecutor(3) as pool:
+        assert merge(store, plan, executor=pool).manifest == wanted(store, plan)
+        report = store.merge(str(plan.id()), name="api", executor=pool, memo=False)
+        assert report.manifest == wanted(store, plan)
+
+
+def test_a_slice_reads_no_more_than_it_says(store: Store) -> None:
+    """A slice whose figure is too low refuses the read, and nothing is published or left."""
+    plan = plan_of(store, "linear")
+    before = store.refs()
+
+    class Cheating(ThreadPoolExecutor):
+        def submit(self, run: Any, /, *given: Any, **named: Any) -> Future[Any]:
+            return super().submit(_cheated, *given)
+
+    with Cheating(1) as pool, pytest.raises(BudgetExceeded):
+        merge(store, plan, executor=pool, name="never")
+    assert store.refs() == before
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def _cheated(work: Slice) -> Any:
+    class Cheap(Slice):
+        expert_bytes = 10  # type: ignore[assignment]
+
+    fields = {name: getattr(work, name) for name in Slice.__dataclass_fields__}
+    return execute(Cheap(**fields))
+
+
+def test_a_failing_slice_publishes_nothing(store: Store) -> None:
+    """Where one slice fails, those that ran are thrown away with it."""
+
+    class Failing(ThreadPoolExecutor):
+        calls = 0
+
+        def submit(self, run: Any, /, *given: Any, **named: Any) -> Future[Any]:
+            self.calls += 1
+            return super().submit(_fail if self.calls == 2 else run, *given)
+
+    before = store.refs()
+    with Failing(2) as pool, pytest.raises(Corrupt, match="broken on purpose"):
+        merge(store, plan_of(store, "linear"), executor=pool, name="never")
+    assert store.refs() == before
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def _fail(work: Slice) -> None:
+    raise Corrupt("broken on purpose")
+
+
+# -- what a plan lets a merge read ---------------------------------------------------------------
+
+
+def test_no_byte_outside_the_plan_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every range that is read lies in a planned block of an expert or in a block of the base."""
+    plan = plan_of(store, "ties", budget=0.4)
+    catalog = store._catalog
+    allowed: dict[tuple[PackId, int], int] = {}
+
+    def allow(block: BlockId) -> None:
+        (place,) = catalog.locate([block])
+        allowed[place.pack, place.offset] = place.stored_length
+
+    base = catalog.manifest(plan.base_id()).tensors()
+    experts = [catalog.manifest(e.manifest_id()).tensors() for e in plan.experts]
+    for tensor in plan.tensors:
+        for block in catalog.tensor(base[tensor.name]).block_ids():
+            allow(block)
+        for k, states in enumerate(tensor.states):
+            record = catalog.tensor(experts[k][tensor.name])
+            for number, state in enumerate(states):
+                if state in (READ, SHARED):
+                    for block in chunk_blocks(record, tensor.chunk_elements, number, BLOCK):
+                        allow(block)
+    read: list[tuple[PackId, int, int]] = []
+    scattered, plain = PackFiles.read_scattered, PackFiles.read
+
+    def spy(self: PackFiles, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        at = offset
+        for target in targets:
+            read.append((pack, at, len(target)))
+            at += len(target)
+        scattered(self, pack, offset, targets)
+
+    def spy_plain(self: PackFiles, pack: PackId, offset: int, length: int) -> bytes:
+        read.append((pack, offset, length))
+        return plain(self, pack, offset, length)
+
+    Engine(catalog, plan, None, means=Means(1)).run()  # records are in the cache
+    monkeypatch.setattr(PackFiles, "read_scattered", spy)
+    monkeypatch.setattr(PackFiles, "read", spy_plain)
+    outcome = Engine(catalog, plan, None, means=Means(2)).run()
+    assert [one for one in read if allowed.get(one[:2]) != one[2]] == []
+    assert sum(length for *_, length in read) == (
+        outcome.expert_bytes_read + outcome.base_bytes_read
+    )
+
+
+def test_neighbours_are_read_in_one_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small chunks are loaded together: far fewer reads than blocks."""
+    plan = plan_of(store, "linear")
+    calls = blocks = 0
+    scattered = PackFiles.read_scattered
+
+    def spy(self: PackFiles, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        nonlocal calls, blocks
+        calls += 1
+        blocks += len(targets)
+        scattered(self, pack, offset, targets)
+
+    monkeypatch.setattr(PackFiles, "read_scattered", spy)
+    Engine(store._catalog, plan, None, means=Means(2)).run()
+    assert blocks > 60
+    assert calls < blocks / 4
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+
+def test_tasks_say_it_all(store: Store, tmp_path: Path) -> None:
+    """A task that went through pickle is computed from packs alone, to the bytes of the merge."""
+    plan = plan_of(store, "linear")
+    merged = merge(store, plan, name="whole")
+    view = store.view(merged.snapshot)
+    tasks = Tasks(store._catalog, plan)
+    tensor = tasks.tensor("a")
+    assert not tensor.limited
+    packs = PackFiles(store._catalog.layout.packs)
+    out = b""
+    meter = Meter("expert")
+    for number in range(tensor.chunks):
+        task = pickle.loads(pickle.dumps(tasks.chunk(tensor, number)))
+        quotas = task.tensor.quotas
+        out += bytes(compute(task, packs, tasks.mix, quotas, Scratch(), meter, Meter("base")))
+    assert out == view.tensor("a").tobytes()
+    costs = sum(task.expert_bytes for task in tasks.chunks(tensor, range(tensor.chunks)))
+    assert meter.total == costs
+    packs.close()
+
+
+def test_ties_are_counted_per_expert(store: Store) -> None:
+    """`tie_counts` counts what equals the threshold, for the experts asked for and no other."""
+    plan = plan_of(store, "ties")
+    tasks = Tasks(store._catalog, plan)
+    tensor = tasks.tensor("a")
+    (one,) = load([tasks.chunk(tensor, 0)], store._catalog.packs, Scratch(), Meter("e"), Meter("b"))
+    base = store["base"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
+    wanted = []
+    for k in range(3):
+        expert = store[f"e{k}"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
+        wanted.append(int((np.abs(expert - base) == tensor.thresholds[k]).sum()))
+    assert min(wanted) > 0
+    assert tie_counts(one, [True] * 3) == wanted
+    assert tie_counts(one, [False, True, False]) == [0, wanted[1], 0]
+
+
+# -- packs ---------------------------------------------------------------------------------------
+
+
+def test_runs_lie_as_in_the_file(store: Store, tmp_path: Path) -> None:
+    """Raw blocks of a slice's pack lie congruent to their place in the file, modulo a page."""
+    catalog = store._catalog
+    merged = merge(store, plan_of(store, "ties"), name="congruent")
+    checked = 0
+    for file in catalog.manifest(merged.manifest).files:
+        offset = 0
+        for part in file.parts:
+            record = catalog.tensor(part.tensor_id())
+            for number, block in enumerate(record.block_ids()):
+                (place,) = catalog.locate([block])
+                if place.codec == 0 and part.name in ("a", "d") and "e" not in file.path[:1]:
+                    own = offset + number * catalog.block_size
+                    checked += 1
+                    assert (place.offset - own) % PAGE == 0
+            offset += part.nbytes
+    assert checked > 10
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_memory_bounds_threads(store: Store) -> None:
+    """More memory allows more threads; what does not hold one chunk is refused with a number that
+    does.
+    """
+    plan = plan_of(store, "linear")
+    tasks = Tasks(store._catalog, plan)
+    counts = [
+        bounds(tasks, memory=RESERVE + (megabytes << 20), threads=64).threads
+        for megabytes in (16, 64, 1024)
+    ]
+    assert counts == sorted(counts)
+    assert 1 <= counts[0] < counts[1] < counts[2] == 64
+    with pytest.raises(BadRequest) as refused:
+        merge(store, plan, memory=RESERVE)
+    hint = refused.value.hint or ""
+    enough = int(hint.removeprefix("--memory ").removesuffix("MiB")) << 20
+    assert merge(store, plan, memory=enough).manifest == wanted(store, plan)
+
+
+ANONYMOUS = """
+import sys, threading
+from mstore import Store
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return int(lines["RssAnon"].split()[0]) << 10
+
+peak = 0
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+
+with Store.open(sys.argv[1]) as store:
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    experts = [f"e{k}" for k in range(24)]
+    plan = store.plan(base="base", experts=experts, method="linear", threads=1)
+    store.merge(plan, name="m", threads=64, memory=int(sys.argv[2]))
+    done.set()
+    watcher.join()
+print(peak)
+"""
+
+
+def test_many_experts_take_no_more_memory(tmp_path: Path) -> None:
+    """With 24 experts, blocks of 1 MiB and 64 threads asked for, the bound is kept."""
+    rng = np.random.default_rng(0)
+    with Store.init(tmp_path / "store") as store:
+        for name in ("base", *(f"e{k}" for k in range(24))):
+            words = rng.integers(0, 1 << 16, 2 << 20, dtype=np.uint16) & np.uint16(0xBFFF)
+            tensor = ("w", "BF16", (2 << 20,), words.tobytes())
+            write_safetensors(tmp_path / name / "m.safetensors", [tensor])
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+    bound = 256 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", ANONYMOUS, str(tmp_path / "store"), str(bound)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) <= bound

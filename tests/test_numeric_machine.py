@@ -1,0 +1,93 @@
+"""Passes as machine code at rest: found again without the compiler, and never trusted blindly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mstore.numeric import machine
+from mstore.numeric.machine import Pass
+from mstore.stats import deltas
+
+MODULE = """
+import numpy as np
+from numba import carray
+from mstore.numeric.compiling import entry
+
+@entry("ip")
+def add(n, address):
+    values = carray(address, (n,), np.int64)
+    for i in range(n):
+        values[i] += FACTOR * i
+"""
+
+
+def _pass(folder: Path, name: str, factor: int = 3) -> Pass:
+    source = folder / f"{name}.py"
+    source.write_text(MODULE.replace("FACTOR", str(factor)))
+    return Pass(name, "add", "ip", (source,))
+
+
+def _run(made: Pass) -> list[int]:
+    values = np.full(4, 10, dtype=np.int64)
+    made(values.size, values.ctypes.data)
+    return list(values)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules can be imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def test_code_is_found_again(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process compiled, the next runs without asking the compiler."""
+    made = _pass(modules, "passes_found")
+    assert _run(made) == [10, 13, 16, 19]
+
+    def never(self: Pass) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(Pass, "_compiled", never)
+    assert _run(_pass(modules, "passes_found")) == [10, 13, 16, 19]
+
+
+def test_code_of_another_source_is_not_run(modules: Path) -> None:
+    """After the source changed, or the file was damaged, the compiler is asked again."""
+    made = _pass(modules, "passes_changed")
+    _run(made)
+    path = machine.code_path(modules / "passes_changed.py", "add")
+    good = path.read_bytes()
+    for damaged in (b"", good[:40], good[:-1], good[:200] + b"\xff" + good[201:], b"x" + good[1:]):
+        path.write_bytes(damaged)
+        assert _pass(modules, "passes_changed")._stored() is None
+    path.write_bytes(good)
+    assert _pass(modules, "passes_changed")._stored() is not None
+    assert _pass(modules, "passes_changed", factor=5)._stored() is None
+
+
+def test_statistics_need_no_compiler() -> None:
+    """Once its code lies beside the source, a process that measures does not import numba."""
+    bytes_ = np.zeros(2048, dtype=np.uint8)
+    hist = np.zeros((0x8000, 2), dtype=np.int64)
+    deltas.measure(bytes_, "BF16", bytes_, "BF16", 1024, 0, hist)
+    if not machine.code_path(Path(deltas.__file__).with_name("passes.py"), "measure").exists():
+        pytest.skip("nothing can be written beside the source here")
+    script = (
+        "import sys, numpy as np\n"
+        "from mstore.stats import deltas\n"
+        "b = np.zeros(2048, dtype=np.uint8); h = np.zeros((0x8000, 2), dtype=np.int64)\n"
+        "deltas.measure(b, 'BF16', b, 'BF16', 1024, 0, h)\n"
+        "print('numba' in sys.modules)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "False\n"

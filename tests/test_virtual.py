@@ -1,0 +1,296 @@
+"""Virtual merges: blocks that are computed when they are read are those of the real merge."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import families
+import msgspec
+import numpy as np
+import pytest
+from families import BLOCK
+
+from mstore import Store
+from mstore.errors import BadRequest, BudgetExceeded, Corrupt
+from mstore.merge.running.commit import store_plan
+from mstore.merge.running.memo_keys import MemoKeys, Remembered
+from mstore.merge.running.task import Tasks
+from mstore.objects.plan import Plan
+from mstore.objects.virtual import VirtualTensor
+from mstore.store.plans import sources_of
+from mstore.view import BlockCache, SnapshotView, VirtualBlock
+
+FAMILY = families.layered(rows=160)
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {"method": "linear"},
+    "task_arithmetic": {"method": "task_arithmetic", "parameters": {"lambda": 0.7}},
+    "ties": {"method": "ties", "parameters": {"density": 0.3}},
+    "dare_linear": {"method": "dare_linear", "parameters": {"density": 0.5, "seed": 4}},
+    "dare_ties": {"method": "dare_ties", "parameters": {"density": 0.5}},
+    "budget": {"method": "task_arithmetic", "budget": 0.4},
+    "ties on a budget": {"method": "ties", "parameters": {"density": 0.3}, "budget": 0.5},
+    "top p": {"method": "ties", "parameters": {"density": 0.5}, "top_p": 0.3},
+    "wider": {"method": "ties", "parameters": {"density": 0.4}, "dtype": "float32"},
+    "narrower": {"method": "linear", "dtype": "float16", "budget": 0.6},
+}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = FAMILY.write(tmp_path_factory.mktemp("family"))
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "base", name="base")
+        for name in FAMILY.names:
+            store.add(root / name, name=name, base="base")
+    shutil.copytree(root / "store", root / "clean")
+    return root
+
+
+@pytest.fixture(scope="module")
+def shared(family: Path) -> Iterator[Store]:
+    """A store that tests only add merges of their own name to."""
+    with Store.open(family / "store") as store:
+        yield store
+
+
+@pytest.fixture
+def store(family: Path, tmp_path: Path) -> Iterator[Store]:
+    """A store of one's own."""
+    shutil.copytree(family / "clean", tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        yield store
+
+
+def merged(store: Store, name: str, *, virtual: bool, **request: Any) -> Any:
+    """Merge all experts, under a ref."""
+    plan = store.plan(base="base", experts=[("e0", 1.0), ("e1", 0.5), ("e2", 0.75)], **request)
+    return store.merge(plan, name=name, virtual=virtual)
+
+
+def both(store: Store, name: str, **request: Any) -> tuple[Any, Any]:
+    """The reports of a virtual and of a real merge of one plan."""
+    return (
+        merged(store, f"{name}/virtual", virtual=True, **request),
+        merged(store, f"{name}/real", virtual=False, **request),
+    )
+
+
+def files_of(store: Store, revision: str) -> dict[str, bytes]:
+    """Every file, read from front to back."""
+    return {
+        file.path: b"".join(store.read_file(revision, file.path)) for file in store.files(revision)
+    }
+
+
+def fresh(store: Store, revision: str, *, limit: int = 64 << 20) -> SnapshotView:
+    """A view with a cache of its own."""
+    cache = BlockCache(store._catalog, limit=limit, computing=store._computing)
+    return SnapshotView(store._catalog, store[revision].id, cache)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str) -> None:
+    """Every file of a virtual merge, headers and configs too, is that of the real merge of the same
+    plan; committing reads and writes no block of a tensor, and full reads cost what the plan says.
+    """
+    name = kind.replace(" ", "-")
+    virtual, real = both(shared, name, **METHODS[kind])
+    assert (virtual.virtual, real.virtual) == (True, False)
+    assert virtual.plan == real.plan
+    assert virtual.expert_bytes_read == virtual.base_bytes_read == 0
+    assert virtual.bytes_written < 64 << 10
+    assert virtual.blocks_total == real.blocks_total
+    assert shared.show(f"{name}/virtual").virtual
+    assert not shared.show(f"{name}/real").virtual
+    assert shared.files(f"{name}/virtual") == shared.files(f"{name}/real")
+    assert shared.tensors(f"{name}/virtual") == shared.tensors(f"{name}/real")
+    before = shared._computing().first_expert_bytes
+    found = files_of(shared, f"{name}/virtual")
+    assert found == files_of(shared, f"{name}/real")
+    read = shared._computing().first_expert_bytes - before
+    assert read == real.planned_expert_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["ties", "wider", "budget"])
+def test_random_access(shared: Store, kind: str) -> None:
+    """Any range, in any order, from a cache too small for it, is that range of the real merge."""
+    name = f"random-{kind}"
+    both(shared, name, **METHODS[kind])
+    wanted = files_of(shared, f"{name}/real")
+    view = fresh(shared, f"{name}/virtual", limit=3 * BLOCK)
+    draw = random.Random(kind)
+    for _ in range(60):
+        path = draw.choice([path for path in wanted if path.endswith(".safetensors")])
+        start = draw.randrange(len(wanted[path]))
+        size = draw.choice([1, 1000, BLOCK, 3 * BLOCK + 7])
+        view.prefetch(path, start, size)
+        assert view.read(path, start, size) == wanted[path][start : start + size]
+
+
+@pytest.mark.parametrize("kind", ["ties", "narrower"])
+def test_many_threads(store: Store, kind: str) -> None:
+    """Threads that read one snapshot from everywhere at once get the real merge's bytes."""
+    both(store, "m", **METHODS[kind])
+    wanted = files_of(store, "m/real")
+    view = fresh(store, "m/virtual", limit=4 * BLOCK)
+    draw = random.Random(7)
+    jobs = []
+    for path, content in wanted.items():
+        jobs += [(path, start) for start in range(0, len(content), BLOCK // 2)]
+    draw.shuffle(jobs)
+
+    def same(job: tuple[str, int]) -> bool:
+        path, start = job
+        return view.read(path, start, BLOCK) == wanted[path][start : start + BLOCK]
+
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(files_of, store, "m/virtual") for _ in range(3)]
+        assert all(pool.map(same, jobs))
+        assert all(stream.result() == wanted for stream in streams)
+
+
+def test_backwards(store: Store) -> None:
+    """From the last block to the first: the ties of the gap are counted first, and once."""
+    both(store, "m", **METHODS["ties"])
+    wanted = files_of(store, "m/real")
+    view = fresh(store, "m/virtual")
+    for path, content in wanted.items():
+        for start in reversed(range(0, len(content), BLOCK)):
+            assert view.read(path, start, BLOCK) == content[start : start + BLOCK]
+
+
+def test_tensors_and_ties(store: Store) -> None:
+    """Tensors by name are the real merge's; tied names stay one virtual tensor."""
+    both(store, "m", **METHODS["ties"])
+    for name in store["m/real"].tensor_names():
+        ours, theirs = store["m/virtual"].tensor(name), store["m/real"].tensor(name)
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(families.bits(ours), families.bits(theirs))
+    ids = store.view("m/virtual").tensors
+    assert ids["model.tied.in"] == ids["model.tied.out"]
+    record = store.view("m/virtual").record("model.tied.out")
+    assert isinstance(record, VirtualTensor)
+    assert record.tensor == "model.tied.in"
+
+
+def test_what_no_expert_changes_is_the_base(store: Store) -> None:
+    """Blocks without an expert are the base's own, by id, and nothing is computed for them."""
+    merged(store, "m", virtual=True, **METHODS["task_arithmetic"])
+    view = store.view("m")
+    name = "model.parts.weight"
+    id = store._computing()
+    record = view.record(name)
+    base = store.view("base").record(name)
+    last = base.block_count() - 1
+    block = VirtualBlock(record.id(), last)
+    assert id.place(block) == base.block(last)
+    assert id.place(VirtualBlock(record.id(), 0)) is None
+    assert view.tensors["model.frozen.weight"] == store.view("base").tensors["model.frozen.weight"]
+
+
+def test_a_checkout_is_the_real_one(store: Store, tmp_path: Path) -> None:
+    """A checkout of a virtual merge equals one of the real merge, for any number of threads."""
+    both(store, "m", **METHODS["dare_ties"])
+    store.checkout("m/real", tmp_path / "real")
+    for threads in (1, 3):
+        store.checkout("m/virtual", tmp_path / str(threads), threads=threads)
+        assert families.contents(tmp_path / str(threads)) == families.contents(tmp_path / "real")
+
+
+def test_another_process_reads_the_same(store: Store) -> None:
+    """What was computed once is remembered: a later session compares, and finds it the same."""
+    merged(store, "m", virtual=True, **METHODS["ties"])
+    wanted = files_of(store, "m")
+    path = store.path
+    store.close()
+    with Store.open(path) as again:
+        assert files_of(again, "m") == wanted
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def rows_of(store: Store, revision: str, tensor: str) -> list[bytes]:
+    """The memo keys of a merged tensor's chunks."""
+    plan = store._catalog.record(Plan, store.show(revision).plan)
+    tasks = Tasks(store._catalog, plan)
+    task = tasks.tensor(tensor)
+    return MemoKeys(tasks).chunks(task, range(task.chunks))
+
+
+def test_a_memo_row_that_says_otherwise(store: Store) -> None:
+    """A block that does not come out as it is remembered is Corrupt, named by plan, tensor and
+    block; the other blocks are not hurt."""
+    both(store, "m", **METHODS["ties"])
+    keys = rows_of(store, "m/virtual", "model.embed.weight")
+    row = store._memo.outputs([keys[2]])[0]
+    if row is None:
+        files_of(store, "m/virtual")
+        row = store._memo.outputs([keys[2]])[0]
+    assert row is not None
+    assert Remembered.decode(row) is not None
+    store._memo.put_outputs([(keys[2], bytes([row[0] ^ 1]) + row[1:])])
+    view = fresh(store, "m/virtual")
+    for ask in (lambda: view.tensor("model.embed.weight"), lambda: files_of(store, "m/virtual")):
+        with pytest.raises(Corrupt) as found:
+            ask()
+        where = f"plan {store.show('m/virtual').plan}, tensor model.embed.weight, block 2"
+        assert found.value.where == where
+    assert np.array_equal(
+        families.bits(view.tensor("model.parts.weight")),
+        families.bits(store["m/real"].tensor("model.parts.weight")),
+    )
+
+
+def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
+    """A flipped bit in an expert's block is Corrupt with that block's name, wherever it is met; it
+    is met again, not remembered, and nothing is left of a checkout."""
+    merged(store, "m", virtual=True, **METHODS["ties"])
+    block = store.view("e1").record("model.embed.weight").block(3)
+    place = store._catalog.locate([block])[0]
+    pack = store._catalog.packs.path(place.pack)
+    pack.chmod(0o644)
+    with pack.open("r+b") as file:
+        file.seek(place.offset + 100)
+        byte = file.read(1)[0]
+        file.seek(place.offset + 100)
+        file.write(bytes([byte ^ 8]))
+    view = fresh(store, "m")
+    for ask in (
+        lambda: view.tensor("model.embed.weight"),
+        lambda: files_of(store, "m"),
+        lambda: store.checkout("m", tmp_path / "out"),
+        lambda: store.diff("base", "m"),
+        lambda: store.materialize("m"),
+    ):
+        with pytest.raises(Corrupt) as found:
+            ask()
+        assert found.value.where == f"block {block}"
+    assert not (tmp_path / "out").exists()
+    assert view.tensor("model.norm.weight").shape == (37,)
+    assert store.show("m").virtual
+
+
+def test_a_plan_that_reads_more_than_it_says(store: Store) -> None:
+    """A forged plan, which selects more than its own figure: the reads stop at the figure."""
+    made = store.plan(base="base", experts=["e0"], method="linear").plan
+    honest = store._catalog.record(Plan, made)
+    forged = msgspec.structs.replace(honest, planned_expert_bytes=BLOCK)
+    plan = store_plan(store._catalog, forged, sources_of(store._catalog, made, honest))
+    store.merge(plan, name="m", virtual=True)
+    with pytest.raises(BudgetExceeded):
+        files_of(store, "m")
+
+
+def test_without_anything_to_compute_with(store: Store) -> None:
+    """A view that was given nothing to compute with says so instead of making bytes up."""
+    merged(store, "m", virtual=True, **METHODS["linear"])
+    view = SnapshotView(store._catalog, store["m"].id)
+    with pytest.raises(BadRequest, match="virtual"):
+        view.tensor("model.embed.weight")
+    assert view.read("tokenizer.json", 0, 5) == b'{"ver'
