@@ -559,6 +559,31 @@ def test_in_the_foreground_caller_and_mount_end_together(
     wait_until(lambda: not runs(daemon))
 
 
+def test_in_the_foreground_an_interrupt_while_it_is_announced_is_served_too(
+    family: tuple[Path, dict[str, Path]], point: Path
+) -> None:
+    """Ctrl-C while `on_ready` still runs ends the mount as any other: open files are served."""
+    store, refs = family
+    opened: list[bytes] = []
+
+    def interrupted(info: MountInfo) -> None:
+        file = (point / BIG).open("rb")
+
+        def read() -> None:
+            with file:
+                wait_until(lambda: not is_mounted(point))
+                opened.append(file.read())
+
+        reader.append(threading.Thread(target=read))
+        reader[0].start()
+        raise KeyboardInterrupt
+
+    reader: list[threading.Thread] = []
+    mount(store, "b", point, foreground=True, on_ready=interrupted)
+    reader[0].join()
+    assert opened == [(refs["b"] / BIG).read_bytes()]
+
+
 def test_in_the_foreground_unmount_ends_the_call(
     family: tuple[Path, dict[str, Path]], point: Path
 ) -> None:

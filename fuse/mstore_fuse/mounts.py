@@ -76,18 +76,26 @@ def mount(
     if target.is_relative_to(store):
         raise Conflict("the mount point lies in the store itself", where=str(target))
     daemon = _Starting.start(store, revision, target, foreground)
+    answered = False
     try:
         daemon.wait(time.monotonic() + timeout)
         info = _info_at(target)
+        answered = True
         if on_ready is not None:
             on_ready(info)
+        if foreground:
+            daemon.wait_for_end()
+        else:
+            daemon.let_go()
+    except KeyboardInterrupt:
+        # As soon as it answers it may have readers, also while `on_ready` still runs.
+        if not (foreground and answered):
+            daemon.abandon()
+            raise
+        daemon.finish()
     except BaseException:
         daemon.abandon()
         raise
-    if foreground:
-        daemon.wait_for_end()
-    else:
-        daemon.let_go()
     return info
 
 
@@ -231,24 +239,22 @@ class _Starting:
 
     def wait_for_end(self) -> None:
         """Foreground: until the mount has ended, by whatever means."""
-        try:
-            status = self.process.wait()
-        except KeyboardInterrupt:
-            self.process.terminate()
-            try:
-                self.process.wait()
-            except KeyboardInterrupt:
-                self.process.kill()
-                self.process.wait()
-                self._clear()
-            return
-        if status:
-            self._clear()
+        if status := self.process.wait():
             raise Unavailable(
                 f"the process that served the mount ended with status {status}",
                 where=str(self.mountpoint),
                 hint="mount again",
             )
+
+    def finish(self) -> None:
+        """Foreground: end the mount and wait for open files; an interrupt waits no longer."""
+        self.process.terminate()
+        try:
+            self.process.wait()
+        except KeyboardInterrupt:
+            self.process.kill()
+            self.process.wait()
+            self._clear()
 
     def abandon(self) -> None:
         """The mount was not wanted or not made: leave no process and no mount behind."""
