@@ -1,90 +1,259 @@
-"""A generated family of Llama-shaped checkpoints in bfloat16, for timing (not for quality).
+"""Generated families of Llama-shaped checkpoints in bfloat16, for timing (not for quality).
 
-    python bench/generate.py OUT [--millions 300] [--experts 4] [--frozen 0.0]
+    python bench/generate.py OUT [--millions 300] [--experts 4] [--mix dense|mixed]
 
-Weights are normal with deviation 0.02; an expert adds normal noise of deviation 1e-3 to the share
-of layers that is not frozen.  The same arguments give the same bytes.
+A model is a base and a list of *trainings*: which tensors each one moved, and how far.  Weights are
+nearly normal with deviation 0.02 (a sum of four uniform draws); a training adds the same kind of
+noise with a deviation drawn for each layer between its bounds, and what it does not touch keeps
+its bytes.  Draws are a hash of (seed, index): the same arguments give the same bytes, for any
+number of threads.
+
+`dense`: every expert moved every tensor by 1e-3 (the worst case: nothing is free).  `mixed`: five
+kinds of expert in turn, with deviations from 1e-4 to 1e-3 (see `mixed`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
+import numba
 import numpy as np
-from safetensors.numpy import save_file
 
 HIDDEN = 1024
 FEED_FORWARD = 2816
 VOCABULARY = 32000
+HEADS = 16
 LAYER_PARAMETERS = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN
 SHARDS = 3
+BASE_DEVIATION = 0.02
+# Names the bytes that the same arguments give: one more whenever those change.
+VERSION = 2
 
 
-def shapes(millions: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a model of about this many million parameters."""
-    layers = max(1, round((millions * 1e6 - 2 * VOCABULARY * HIDDEN) / LAYER_PARAMETERS))
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            yield f"{prefix}.self_attn.{name}.weight", (HIDDEN, HIDDEN)
-        yield f"{prefix}.mlp.gate_proj.weight", (FEED_FORWARD, HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", (FEED_FORWARD, HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, FEED_FORWARD)
-        yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCABULARY, HIDDEN)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of the model.  part: embed, attention, mlp, norm or head; depth: 0 lowest, 1 top."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    part: str
+    layer: int
+    depth: float
 
 
-def write_model(directory: Path, millions: float, expert: int | None, frozen: float) -> None:
-    """One checkpoint: the base (expert None) or an expert of it, in three shards."""
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One fine-tuning: the tensors that it moved, and by which deviations (log-uniform a layer)."""
+
+    name: str
+    seed: int
+    low: float
+    high: float
+    touches: Callable[[Place], bool]
+
+    def deviation(self, place: Place) -> float:
+        """How far it moved this tensor; all tensors of a layer alike."""
+        draw = np.random.default_rng((self.seed, place.layer + 1)).random()
+        return float(self.low * (self.high / self.low) ** draw)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint: the base, or the base after some trainings, one upon the other."""
+
+    name: str
+    trainings: tuple[Training, ...] = ()
+
+
+BASE = Model("base")
+
+
+def layer_count(millions: float) -> int:
+    """Layers of a model of about this many million parameters."""
+    return max(1, round((millions * 1e6 - 2 * VOCABULARY * HIDDEN) / LAYER_PARAMETERS))
+
+
+def places(millions: float) -> list[Place]:
+    """The tensors of a model of about this many million parameters."""
+    layers = layer_count(millions)
+
+    def walk() -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+        yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN), "embed", -1
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                yield f"{prefix}.self_attn.{name}.weight", (HIDDEN, HIDDEN), "attention", layer
+            yield f"{prefix}.mlp.gate_proj.weight", (FEED_FORWARD, HIDDEN), "mlp", layer
+            yield f"{prefix}.mlp.up_proj.weight", (FEED_FORWARD, HIDDEN), "mlp", layer
+            yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, FEED_FORWARD), "mlp", layer
+            yield f"{prefix}.input_layernorm.weight", (HIDDEN,), "norm", layer
+            yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,), "norm", layer
+        yield "model.norm.weight", (HIDDEN,), "norm", layers
+        yield "lm_head.weight", (VOCABULARY, HIDDEN), "head", layers
+
+    return [
+        Place(number, name, shape, part, layer, min(1.0, max(0, layer) / max(1, layers - 1)))
+        for number, (name, shape, part, layer) in enumerate(walk())
+    ]
+
+
+# Families ----------------------------------------------------------------------------------------
+
+
+def dense(number: int) -> Model:
+    """Expert `number` of a family where all moved everything, equally far."""
+    training = Training("everything", 2000 + number, 1e-3, 1e-3, lambda place: True)
+    return Model(f"expert{number}", (training,))
+
+
+def mixed(number: int) -> Model:
+    """Expert `number` of a family as teams have them; five kinds in turn.
+
+    0 moved everything; 1 the upper third; 2 attention only; 3 the MLPs of the upper half; 4 went on
+    from the last of kind 0, in the upper third, so it shares what lies below with that one.
+    """
+
+    def training(name: str, touches: Callable[[Place], bool]) -> Training:
+        return Training(name, 3000 + number, 1e-4, 1e-3, touches)
+
+    kind = number % 5
+    upper = training("upper third", lambda place: place.depth >= 2 / 3)
+    trainings: tuple[Training, ...] = (
+        (training("everything", lambda place: True),),
+        (upper,),
+        (training("attention", lambda place: place.part == "attention"),),
+        (training("upper MLPs", lambda place: place.part == "mlp" and place.depth >= 1 / 2),),
+        (*(mixed(number - 4).trainings if kind == 4 else ()), upper),
+    )[kind]
+    return Model(f"expert{number}", trainings)
+
+
+MIXES: dict[str, Callable[[int], Model]] = {"dense": dense, "mixed": mixed}
+
+
+# Bytes -------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_noise(values: Any, deviation: Any, seed: Any) -> None:
+    """values: uint16 patterns of bfloat16, each moved by a draw and rounded to nearest even."""
+    single = np.empty(1, dtype=np.float32)
+    pattern = single.view(np.uint32)
+    scale = np.float32(deviation * np.sqrt(3.0) / 65536.0)
+    low = np.uint64(0xFFFF)
+    for i in range(values.size):
+        # splitmix64 of a counter: any element can be drawn alone.
+        x = seed + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+        total = (x & low) + ((x >> np.uint64(16)) & low) + ((x >> np.uint64(32)) & low)
+        total += x >> np.uint64(48)
+        pattern[0] = np.uint32(values[i]) << np.uint32(16)
+        single[0] += scale * (np.float32(total) - np.float32(131070.0))
+        bits = pattern[0]
+        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        values[i] = np.uint16(bits >> np.uint32(16))
+
+
+def _seed(*parts: int) -> Any:
+    return np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]
+
+
+def tensor(place: Place, model: Model) -> Any:
+    """The tensor as uint16 patterns of bfloat16, flat."""
+    values = np.zeros(int(np.prod(place.shape)), dtype=np.uint16)
+    _add_noise(values, BASE_DEVIATION, _seed(1, place.number))
+    for training in model.trainings:
+        if training.touches(place):
+            _add_noise(values, training.deviation(place), _seed(training.seed, place.number))
+    return values
+
+
+def write_model(directory: Path, millions: float, model: Model) -> None:
+    """One checkpoint in three shards, with an index and a configuration."""
+    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    names = list(shapes(millions))
-    chosen = np.random.default_rng(1000 if expert is None else 2000 + expert)
-    weight_map = {}
-    total = 0
-    for shard in range(SHARDS):
-        tensors = {}
-        for number, (name, shape) in list(enumerate(names))[shard::SHARDS]:
-            rng = np.random.default_rng(number)
-            values = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
-            values = values.astype(ml_dtypes.bfloat16)
-            if expert is not None and chosen.random() >= frozen:
-                noise = np.random.default_rng((number, expert + 1))
-                delta = noise.standard_normal(shape, dtype=np.float32) * np.float32(1e-3)
-                values = (values.astype(np.float32) + delta).astype(ml_dtypes.bfloat16)
-            tensors[name] = values
-            total += values.nbytes
-        file = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+    everything = places(millions)
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for shard in range(SHARDS):
+            mine = everything[shard::SHARDS]
+            file = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
+            made = pool.map(lambda place: tensor(place, model), mine)
+            _write_shard(directory / file, mine, made)
+            weight_map |= {place.name: file for place in mine}
+    total = sum(2 * int(np.prod(place.shape)) for place in everything)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "config.json").write_text(json.dumps(_config(millions), indent=2))
 
 
-def write_family(out: Path, millions: float, experts: int, frozen: float) -> None:
-    """base and expert0, expert1, ... below `out`; what is there already is kept."""
-    for expert in [None, *range(experts)]:
-        directory = out / ("base" if expert is None else f"expert{expert}")
-        if not (directory / "config.json").exists():
-            write_model(directory, millions, expert, frozen)
+def _write_shard(path: Path, mine: Sequence[Place], made: Iterator[Any]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for place in mine:
+        end = offset + 2 * int(np.prod(place.shape))
+        header[place.name] = {
+            "dtype": "BF16",
+            "shape": place.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for values in made:
+            file.write(values.data)
+
+
+def _config(millions: float) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": layer_count(millions),
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_family(out: Path, millions: float, models: Sequence[Model]) -> None:
+    """A directory for each model below `out`; what is there already, made alike, is kept."""
+    for model in models:
+        trained = [(t.name, t.seed, t.low, t.high) for t in model.trainings]
+        recipe = json.dumps({"version": VERSION, "millions": millions, "trainings": trained})
+        made = out / f"{model.name}.json"
+        if not made.exists() or made.read_text() != recipe:
+            write_model(out / model.name, millions, model)
+            made.write_text(recipe)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--millions", type=float, default=300.0)
     parser.add_argument("--experts", type=int, default=4)
-    parser.add_argument("--frozen", type=float, default=0.0, help="share of tensors not trained")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="dense")
     arguments = parser.parse_args()
-    write_family(arguments.out, arguments.millions, arguments.experts, arguments.frozen)
+    models = [BASE, *(MIXES[arguments.mix](number) for number in range(arguments.experts))]
+    write_family(arguments.out, arguments.millions, models)
 
 
 if __name__ == "__main__":

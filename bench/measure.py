@@ -6,6 +6,9 @@ memory is the largest RssAnon seen, sampled every 50 ms: page cache that is mapp
 
 from __future__ import annotations
 
+import argparse
+import json
+import mmap
 import os
 import platform
 import resource
@@ -16,6 +19,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,30 @@ def median(runs: Sequence[Run]) -> dict[str, float]:
     }
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def options(doc: str | None, *, rounds: int, millions: float) -> argparse.ArgumentParser:
+    """The options that every benchmark of generated models has."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("work", type=Path, help="directory on a local disk")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--millions", type=float, default=millions, help="parameters of a model")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
+    return parser
+
+
+def keep(folder: Path, name: str, results: dict[str, Any]) -> None:
+    """Write FOLDER/NAME.json, which `report.py` and `plots.py` read, and print it."""
+    path = folder / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps(results, indent=1) + "\n"
+    path.write_text(text)
+    print(text, end="")
+
+
 def drop_cache(*paths: Path) -> None:
     """Evict the files below these paths from the page cache (they are synced first)."""
     for path in paths:
@@ -96,9 +126,8 @@ def drop_cache(*paths: Path) -> None:
 def warm_memory(gigabytes: float) -> None:
     """Touch and free memory: in a virtual machine, pages that the host took back are slow to touch
     for the first time, and whoever writes first to the page cache would pay for it."""
-    block = bytearray(1 << 20)
-    held = [bytes(block) for _ in range(int(gigabytes * 1024))]
-    del held
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    mmap.mmap(-1, int(gigabytes * (1 << 30)), flags=flags).close()
 
 
 @dataclass(frozen=True, slots=True)

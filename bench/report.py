@@ -1,146 +1,62 @@
 """Write docs/benchmarks.md from the results that the scripts here left: no figure is typed by hand.
 
-python bench/report.py
+    python bench/report.py [--results DIR] [--page FILE]
+
+A script that has not been run has no section.  `plots.py` draws the figures that the page shows.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import page_incremental
+import page_mergekit
+import page_paper
+import page_planning
+import page_quality
+import page_spine
+import page_statistics
+from tables import Told
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-MIB = 1 << 20
 
 HEAD = """\
 # Benchmarks
 
-Written by `bench/report.py` from `bench/results/*.json` and `bench/notes.md`. Each figure is the
-median of the rounds, with the extremes in brackets. Compare ratios, not seconds: peers ran in the
-same round as what they are compared with, on the same machine.
+Written by `bench/report.py` from `bench/results/*.json` and `bench/notes.md`; how to run each
+script is in `bench/README.md`. Each figure is the median of the rounds, with the extremes in
+brackets. Compare ratios, not seconds: peers ran in the same round as what they are compared with,
+on the same machine, and a ratio is the median of the ratios of the rounds. MB and GB are 10^6 and
+10^9 bytes.
 """
 
-ADD = """\
-### Add
-
-`cp -r`, `sync -d` and `b3sum` of the copy, against `mstore add` of the base, and of an expert with
-`--base` (blocks compared, statistics taken). Whole processes, synced.
-"""
-
-MERGE = """\
-### Merge
-
-`mstore merge` of {experts} experts at full budget: planning, reading and checking {read:.0f} MB,
-writing {written:.0f} MB, synced; the whole process, imports included. TIES with density 0.2.
-"""
-
-MOUNT = """\
-### Mount
-
-One shard, read from end to end by a process that does nothing else (reads of 1 MiB; or every page
-of a mapping touched in order). Cold: the plain file, or the packs, evicted from the page cache, and
-the mount made anew; every block is checked against its hash on the way. Warm: the same again.
-The reader's start, about 0.02 s, is in it.
-"""
-
-
-def spine() -> str:
-    """The section of bench/spine.py."""
-    told = json.loads((HERE / "results" / "spine.json").read_text())
-    machine = told["machine"]
-    plain = told["plain_bytes"]
-    about = (
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"Linux {machine['kernel']}, Python {machine['python']}. A checkpoint is "
-        f"{plain / 1e6:.0f} MB in three shards; experts differ from the base in every tensor "
-        "(the worst case: nothing is free). Page cache warm unless said. "
-        f"`python bench/spine.py WORK --rounds {told['rounds']}`.\n"
-    )
-    parts = [
-        "## Add, merge and mount: 300 M parameters, bf16, four experts\n",
-        about,
-        _add(told["add"], plain),
-        _merge(told["merge"], plain, told["experts"]),
-        _mount(told["mount"]),
-    ]
-    return "\n".join(parts)
-
-
-def _wall(row: dict[str, Any]) -> str:
-    return f"{row['wall']:.2f} ({row['wall_min']:.2f} to {row['wall_max']:.2f})"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _add(told: dict[str, dict[str, Any]], plain: int) -> str:
-    peer = told["cp + b3sum"]["wall"]
-    rows = [
-        (
-            name,
-            _wall(row),
-            f"{row['cpu']:.2f}",
-            f"{plain / row['wall'] / 1e6:.0f}",
-            f"{row['anonymous'] / MIB:.0f}",
-            f"{row['wall'] / peer:.2f}",
-        )
-        for name, row in told.items()
-    ]
-    head = ("", "wall s", "CPU s", "MB/s", "peak anonymous MiB", "wall, times cp + b3sum")
-    return ADD + "\n" + _table(head, rows)
-
-
-def _merge(told: dict[str, dict[str, Any]], plain: int, experts: int) -> str:
-    rows = [
-        (
-            name,
-            _wall(row),
-            f"{row['cpu']:.2f}",
-            f"{row['anonymous'] / MIB:.0f}",
-            f"{row['expert_bytes'] / 1e6:.0f}",
-            f"{row['expert_bytes'] / row['cpu'] / 1e6:.0f}",
-        )
-        for name, row in told.items()
-    ]
-    ties = told["ties"]
-    met = ties["cpu"] < 4 and ties["anonymous"] < 512 * MIB
-    head = (
-        "",
-        "wall s",
-        "CPU s",
-        "peak anonymous MiB",
-        "expert MB read",
-        "expert MB a CPU second",
-    )
-    verdict = "met" if met else "missed (see below)"
-    words = MERGE.format(experts=experts, read=(experts + 1) * plain / 1e6, written=plain / 1e6)
-    aim = f"\nAim for TIES: under 4 s of CPU and under 512 MiB: {verdict}.\n"
-    return words + "\n" + _table(head, rows) + aim
-
-
-def _mount(told: dict[str, dict[str, float]]) -> str:
-    rows = []
-    for state in ("cold", "warm"):
-        for way in ("read", "mmap"):
-            plain, mount = told[f"plain {state} {way}"], told[f"mount {state} {way}"]
-            rows.append(
-                (
-                    f"{state} {way}",
-                    f"{plain['mb_s']:.0f} ({plain['min']:.0f} to {plain['max']:.0f})",
-                    f"{mount['mb_s']:.0f} ({mount['min']:.0f} to {mount['max']:.0f})",
-                    f"{mount['mb_s'] / plain['mb_s']:.2f}",
-                )
-            )
-    return MOUNT + "\n" + _table(("", "plain file MB/s", "mount MB/s", "ratio"), rows)
+SECTIONS: dict[str, Callable[[Told], str]] = {
+    "spine": page_spine.section,
+    "statistics": page_statistics.section,
+    "mergekit": page_mergekit.section,
+    "paper": page_paper.section,
+    "planning": page_planning.section,
+    "quality": page_quality.section,
+    "incremental": page_incremental.section,
+}
 
 
 def main() -> None:
-    notes = HERE / "notes.md"
-    PAGE.write_text(HEAD + "\n" + spine() + "\n" + notes.read_text())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    arguments = parser.parse_args()
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        file = arguments.results / f"{name}.json"
+        if file.exists():
+            parts.append(section(json.loads(file.read_text())))
+    parts.append((HERE / "notes.md").read_text())
+    arguments.page.write_text("\n".join(parts))
 
 
 if __name__ == "__main__":

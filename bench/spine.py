@@ -2,14 +2,13 @@
 
     python bench/spine.py WORK [--rounds 5] [--millions 300]
 
-Writes bench/results/spine.json and prints it as tables.  WORK is a directory on a local disk with
+Writes and prints bench/results/spine.json.  WORK is a directory on a local disk with
 about 8 GB free; the family in it is kept for the next run.  Peers run in the same round as what
 they are compared with, in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generate import write_family
-from measure import Run, drop_cache, machine, median, run, warm_memory
+from generate import BASE, dense, write_family
+from measure import Run, drop_cache, keep, machine, median, options, run, warm_memory
+from store import Store
 
 EXPERTS = 4
-RESULTS = Path(__file__).parent / "results" / "spine.json"
 METHODS = (("ties", ("density=0.2",)), ("linear", ()))
 SHARD = "model-00001-of-00003.safetensors"
 READ = 1 << 20
@@ -39,18 +38,9 @@ class Bench:
     def __init__(self, work: Path, millions: float) -> None:
         self.work = work
         self.family = work / f"family{millions:g}"
-        self.store = work / "store"
-        write_family(self.family, millions, EXPERTS, frozen=0.0)
+        self.store = Store(work / "store")
+        write_family(self.family, millions, [BASE, *(dense(k) for k in range(EXPERTS))])
         self.plain_bytes = sum(f.stat().st_size for f in (self.family / "base").iterdir())
-
-    def mstore(self, *words: str) -> Run:
-        """Run the installed command line on the store of this bench."""
-        command = [sys.executable, "-m", "mstore_cli", "--store", str(self.store)]
-        return run([*command, "--no-progress", *words])
-
-    def fresh_store(self) -> None:
-        shutil.rmtree(self.store, ignore_errors=True)
-        self.mstore("init", str(self.store))
 
     # -- add ---------------------------------------------------------------------------------
 
@@ -64,45 +54,33 @@ class Bench:
         return done
 
     def add(self) -> Run:
-        self.fresh_store()
-        return self.mstore("add", str(self.family / "base"), "--name", "base")
+        self.store.make()
+        return self.store.add(self.family / "base", "base")
 
     def add_expert(self) -> Run:
         """An expert with its base: blocks compared and statistics taken in the same pass."""
         self.add()
-        expert = str(self.family / "expert0")
-        return self.mstore("add", expert, "--name", "expert0", "--base", "base")
+        return self.store.add(self.family / "expert0", "expert0")
 
     # -- merge -------------------------------------------------------------------------------
 
     def full_store(self) -> None:
         """Base and all experts."""
-        self.fresh_store()
-        self.mstore("add", str(self.family / "base"), "--name", "base")
+        self.add()
         for number in range(EXPERTS):
-            expert = str(self.family / f"expert{number}")
-            self.mstore("add", expert, "--name", f"expert{number}", "--base", "base")
+            self.store.add(self.family / f"expert{number}", f"expert{number}")
 
-    def merge(self, method: str, parameters: tuple[str, ...], number: int) -> tuple[Run, int]:
+    def merge(self, method: str, parameters: tuple[str, ...]) -> tuple[Run, int]:
         """Plan and merge all experts at full budget, from the page cache, into a fresh copy."""
-        # A merge whose output is stored already would write nothing: each round gets a copy of
-        # the store as it was before any merge.
-        saved, self.store = self.store, self.work / f"round{number}"
-        try:
-            shutil.rmtree(self.store, ignore_errors=True)
-            shutil.copytree(saved, self.store)
+        words = [f"--expert=expert{k}" for k in range(EXPERTS)]
+        words += [word for p in parameters for word in ("--param", p)]
+        words += ["--method", method, "--name", method]
+        with self.store.copy(self.work / "round") as store:
             os.sync()
             warm_memory(WARM_GIGABYTES)
-            words = [f"--expert=expert{k}" for k in range(EXPERTS)]
-            words += [word for p in parameters for word in ("--param", p)]
-            done = self.mstore(
-                "--json", "merge", "--base", "base", *words, "--method", method, "--name", method
-            )
-            told = json.loads(done.output)
-            return done, told["expert_bytes_read"] + told["analyze_bytes_read"]
-        finally:
-            shutil.rmtree(self.store, ignore_errors=True)
-            self.store = saved
+            done = store.mstore("--json", "merge", "--base", "base", *words)
+        told = json.loads(done.output)
+        return done, told["expert_bytes_read"] + told["analyze_bytes_read"]
 
     # -- mount -------------------------------------------------------------------------------
 
@@ -113,18 +91,18 @@ class Bench:
         plain = self.family / "base" / SHARD
         rates: dict[str, list[float]] = {}
         for _ in range(rounds):
-            for name, evicted in (("plain", plain), ("mount", self.store / "packs")):
+            for name, evicted in (("plain", plain), ("mount", self.store.path / "packs")):
                 for way, reader in (("read", read_through), ("mmap", map_through)):
                     drop_cache(evicted)
                     if name == "mount":
-                        self.mstore("mount", "base", str(point))
+                        self.store.mstore("mount", "base", str(point))
                     path = plain if name == "plain" else point / SHARD
                     try:
                         rates.setdefault(f"{name} cold {way}", []).append(reader(path))
                         rates.setdefault(f"{name} warm {way}", []).append(reader(path))
                     finally:
                         if name == "mount":
-                            self.mstore("unmount", str(point))
+                            self.store.mstore("unmount", str(point))
         return {
             key: {"mb_s": statistics.median(found), "min": min(found), "max": max(found)}
             for key, found in rates.items()
@@ -172,11 +150,7 @@ def in_turn(rounds: int, *what: Callable[[], Run]) -> list[list[Run]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--millions", type=float, default=300.0)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, rounds=5, millions=300.0).parse_args()
     bench = Bench(arguments.work.absolute(), arguments.millions)
     results: dict[str, object] = {
         "machine": machine(),
@@ -193,17 +167,15 @@ def main() -> None:
     bench.full_store()
     results["merge"] = merges(bench, arguments.rounds)
     results["mount"] = bench.mount_rates(arguments.rounds)
-    shutil.rmtree(bench.store)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+    shutil.rmtree(bench.store.path)
+    keep(arguments.results, "spine", results)
 
 
-def merges(bench: Bench, rounds: int) -> dict[str, object]:
+def merges(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
     """Each method: medians, and the expert bytes that it read."""
     found = {}
     for method, parameters in METHODS:
-        runs = [bench.merge(method, parameters, number) for number in range(rounds + 1)][1:]
+        runs = [bench.merge(method, parameters) for _ in range(rounds + 1)][1:]
         found[method] = {**median([r for r, _ in runs]), "expert_bytes": runs[0][1]}
     return found
 

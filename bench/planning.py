@@ -1,0 +1,242 @@
+"""Planning a merge of 20 experts of an 8 B-parameter model, in a catalog without the data.
+
+    python bench/planning.py WORK [--rounds 5] [--experts 20]
+
+Writes and prints bench/results/planning.json.  What is real: the index rows of all blocks, tensor
+records, manifests, snapshots and refs, and the statistics, each written and read by the library's
+own code; the shapes are those of Llama 3 8B in bf16.  What is not: the blocks themselves (their
+ids and lengths at rest are drawn at random) and the numbers in the statistics.  Planning reads no
+block, so it does not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import keep, machine, median, options, run
+
+BLOCK = 1 << 20
+HIDDEN, INNER, KEYS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
+BINS = 2000
+REQUESTS: dict[str, dict[str, Any]] = {
+    "task_arithmetic, 30 %": {"method": "task_arithmetic", "budget": 0.3},
+    "ties, 30 %": {"method": "ties", "parameters": {"density": 0.2}, "budget": 0.3},
+    "dare_ties by conflict, 30 %": {"method": "dare_ties", "budget": 0.3, "score": "conflict"},
+    "linear, error <= half": {"method": "linear", "max_error": 0.5},
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of Llama 3 8B."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        found |= {
+            f"{at}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (KEYS, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (KEYS, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{at}.mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{at}.mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{at}.mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{at}.input_layernorm.weight": (HIDDEN,),
+            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def make(path: Path, experts: int) -> None:
+    """A store whose index, records and statistics are those of such a family."""
+    from mstore.blocks.packs import Entry, Kind, SealedPack
+    from mstore.ids import PackId
+    from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
+    from mstore.objects.snapshot import SnapshotRecord
+    from mstore.objects.tensor import Tensor
+    from mstore.stats.store import StatsStore
+    from mstore.stats.table import MeasuredPair
+    from mstore.store import refs
+    from mstore.store.catalog import Catalog
+    from mstore.store.transaction import RefMove, Transaction
+
+    rng = np.random.default_rng(0)
+    catalog = Catalog.create(path, BLOCK)
+    statistics = StatsStore(catalog.layout.stats)
+    tables = {shape: _table(rng, math.prod(shape)) for shape in set(shapes().values())}
+    base_ids = {}
+    for number, name in enumerate(["base", *(f"expert{k}" for k in range(experts))]):
+        records = {}
+        entries = []
+        for tensor, shape in shapes().items():
+            size = 2 * math.prod(shape)
+            ids = rng.bytes(32 * -(-size // BLOCK))
+            records[tensor] = Tensor("BF16", shape, size, ids)
+            for at in range(0, len(ids), 32):
+                plain = min(BLOCK, size - BLOCK * (at // 32))
+                # As lengths would be if blocks were stored packed.
+                stored = int(plain * rng.uniform(0.5, 1.0))
+                entries.append(Entry(ids[at : at + 32], Kind.BLOCK, 1, 2, 4096, stored, plain))
+        parts = [Part(tensor, record.id(), record.nbytes) for tensor, record in records.items()]
+        size = sum(part.nbytes for part in parts)
+        manifest = Manifest((File("model.safetensors", SAFETENSORS, size, tuple(parts)),))
+        pack = SealedPack(PackId.of(name.encode()), path, 4096, tuple(entries))
+        snapshot = SnapshotRecord(manifest.id(), (), "add", None, None, "", number, "bench")
+        with Transaction(catalog, "bench") as transaction:
+            for record in records.values():
+                transaction.put_record(record)
+            transaction.put_record(manifest)
+            transaction.commit(
+                snapshots=[snapshot],
+                moves=[RefMove(name, None, refs.Ref(refs.BRANCH, snapshot.id()), "bench")],
+                also=lambda rows, pack=pack: catalog.index.insert_pack(rows, pack),
+            )
+        for tensor, record in records.items():
+            id = record.id()
+            if not number:
+                base_ids[tensor] = id
+            else:
+                table = _scaled(rng, tables[record.shape])
+                statistics.put_pair(MeasuredPair(base_ids[tensor], id, table.encode(), 1.0))
+    statistics.flush()
+    statistics.close()
+    catalog.close()
+
+
+def _table(rng: np.random.Generator, elements: int) -> Any:
+    """Statistics with as many occupied bins as a fine-tune's deltas have."""
+    from mstore.stats.chunk import CHUNK
+    from mstore.stats.histogram import Histogram
+    from mstore.stats.table import DeltaTable
+
+    length = BLOCK // 2
+    chunks = -(-elements // length)
+    rows = np.zeros(chunks, dtype=CHUNK)
+    rows["nonzeros"] = [min(length, elements - length * c) * 4 // 5 for c in range(chunks)]
+    total = int(rows["nonzeros"].sum(dtype=np.int64))
+    bins = np.arange(0x3500, 0x3500 + BINS, dtype=np.uint16)
+    shares = np.exp(-(((np.arange(BINS) - 1300) / 300.0) ** 2))
+    counts = np.floor(shares / shares.sum() * total).astype(np.int64)
+    counts[1300] += total - counts.sum()
+    bins, counts = bins[counts > 0], counts[counts > 0]
+    histogram = Histogram(bins, counts.astype(np.uint64), np.zeros(len(bins), dtype=np.uint64))
+    return DeltaTable(rows, histogram, elements, length)
+
+
+def _scaled(rng: np.random.Generator, table: Any) -> Any:
+    """The same with sums, maxima and directions drawn anew."""
+    from mstore.stats.table import DeltaTable
+
+    rows = table.rows.copy()
+    size = rng.lognormal(0, 1, len(rows)) * 1e-3
+    rows["sum_abs"] = size * rows["nonzeros"]
+    rows["sum_squares"] = 2 * size**2 * rows["nonzeros"]
+    rows["max_abs"] = 12 * size
+    rows["base_squares"] = 1e-3 * rows["nonzeros"]
+    rows["sketch"] = rng.normal(0, 20, (len(rows), 32))
+    rows["sketch_exponent"] = -21
+    return DeltaTable(rows, table.histogram, table.elements, table.chunk_elements)
+
+
+def plan_once(path: Path, what: str) -> None:
+    """Plan in this process, after everything is imported; prints seconds as JSON."""
+    from mstore.merge.planning import planning
+    from mstore.merge.planning.request import Input, request
+    from mstore.objects.plan import OMITTED, READ
+    from mstore.stats.store import StatsStore
+    from mstore.store.catalog import Catalog
+
+    catalog = Catalog.open(path)
+    statistics = StatsStore(catalog.layout.stats)
+    names = sorted(name for name in catalog.refs() if name != "base")
+    given: dict[str, Any] = {"parameters": {}, "budget": None, "max_error": None}
+    asked = request(
+        base=Input(catalog.resolve("base"), "base"),
+        experts=[(Input(catalog.resolve(name), name), 1 / len(names)) for name in names],
+        dtype=None,
+        analyze=False,
+        **(given | REQUESTS[what]),
+    )
+    marks = [(time.perf_counter(), time.process_time())]
+
+    def mark() -> None:
+        marks.append((time.perf_counter(), time.process_time()))
+
+    surveyor = planning.Surveyor(catalog, statistics, asked, threads=1)
+    survey = surveyor.survey()
+    mark()
+    planner = planning.Planner(survey, asked)
+    mark()
+    planner.select()
+    mark()
+    whole = planning.Planning(catalog, statistics, asked, threads=1).plan()
+    mark()
+    encoded = whole.encode()
+    whole.id()
+    mark()
+    steps = ("survey", "rank", "select", "all again", "encode")
+    print(
+        json.dumps(
+            {
+                "seconds": {
+                    step: [after[0] - before[0], after[1] - before[1]]
+                    for step, before, after in zip(steps, marks, marks[1:], strict=False)
+                },
+                "tensors": len(survey.tensors),
+                "chunks": sum(tensor.chunks for tensor in survey.tensors),
+                "units": sum(
+                    states.count(READ) + states.count(OMITTED)
+                    for tensor in whole.tensors
+                    for states in tensor.states
+                ),
+                "plan_bytes": len(encoded),
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=5, millions=8030)
+    parser.add_argument("--experts", type=int, default=20)
+    parser.add_argument("--once", help=argparse_suppressed())
+    arguments = parser.parse_args()
+    path = arguments.work / f"planning-{arguments.experts}"
+    if arguments.once:
+        plan_once(path, arguments.once)
+        return
+    if not path.exists():
+        make(path, arguments.experts)
+    results: dict[str, Any] = {"machine": machine(), "experts": arguments.experts}
+    command = [sys.executable, __file__, str(arguments.work), "--experts", str(arguments.experts)]
+    for what in REQUESTS:
+        runs = [run([*command, "--once", what]) for _ in range(arguments.rounds)]
+        found = [json.loads(one.output) for one in runs]
+        steps = found[0]["seconds"]
+        results[what] = {
+            "process": median(runs),
+            "cpu_seconds": {
+                step: float(np.median([one["seconds"][step][1] for one in found])) for step in steps
+            },
+            "wall_seconds": {
+                step: float(np.median([one["seconds"][step][0] for one in found])) for step in steps
+            },
+        } | {name: found[0][name] for name in ("tensors", "chunks", "units", "plan_bytes")}
+    keep(arguments.results, "planning", results)
+
+
+def argparse_suppressed() -> str:
+    """Not an option for people."""
+    import argparse
+
+    return argparse.SUPPRESS
+
+
+if __name__ == "__main__":
+    main()
