@@ -40,6 +40,10 @@ DATABASES = (
     "reflog",
     "leases",
     "plans",
+    "condemned",
+    "counters",
+    "pruned",
+    "signatures",
 )
 _LOCATION = struct.Struct(">IQIIBB")
 _STORED_LENGTH = slice(12, 16)
