@@ -68,7 +68,7 @@ TALES = [
     ("blame", "half"),
     ("blame", "half", "--by", "layer"),
     ("blame", "full", "--by", "expert"),
-    ("blame", "full", "--tensor", "lm_head.weight"),
+    ("blame", "full", "lm_head.weight"),
 ]
 
 

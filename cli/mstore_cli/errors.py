@@ -34,6 +34,14 @@ class UsageError(typer.TyperException):
         self.hint = hint
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of work of which something is kept; `hint` says how to go on."""
+
+    def __init__(self, hint: str) -> None:
+        super().__init__()
+        self.hint = hint
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What happens for one class of exception: exit status, and the hint where it has none."""
@@ -80,6 +88,8 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
         return rule.status
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
+        if isinstance(error, Interrupted):
+            _say(stream, "hint", "36", error.hint)
         return rule.status
     if rule.kind is Exception:
         traceback.print_exception(error, file=stream)

@@ -28,7 +28,7 @@ def blame(
     revision: Revision,
     tensor: Annotated[
         str | None,
-        typer.Option("--tensor", metavar="NAME", help="Only this tensor.", show_default=False),
+        typer.Argument(metavar="TENSOR", help="Only this tensor.", show_default=False),
     ] = None,
     by: Annotated[
         By, typer.Option("--by", help="Shares of each tensor, of each layer, or of the whole.")
@@ -60,6 +60,8 @@ def blame(
 
     def human(screen: Screen) -> None:
         _draw(screen, report, by)
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
 

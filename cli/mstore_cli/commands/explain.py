@@ -74,6 +74,8 @@ def explain(
 
     def human(screen: Screen) -> None:
         _draw(screen, report, by, detailed=tensor is not None)
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
 

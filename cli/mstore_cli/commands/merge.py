@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.errors import UsageError
+from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.merging import (
     Budget,
     Dtype,
@@ -132,10 +132,10 @@ def merge(
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store, session.progress() as tick:
-        if request is None:
-            chosen = _known_plan(store, plan or "")
+        planned = None if request is None else request.plan(store, threads=threads, progress=tick)
+        try:
             report = store.merge(
-                chosen,
+                planned or _known_plan(store, plan or ""),
                 name=name,
                 message=message,
                 virtual=virtual,
@@ -144,19 +144,12 @@ def merge(
                 memory=bound,
                 progress=tick,
             )
-        else:
-            planned = request.plan(store, threads=threads, progress=tick)
-            merged = store.merge(
-                planned,
-                name=name,
-                message=message,
-                virtual=virtual,
-                threads=threads,
-                memo=not no_memo,
-                memory=bound,
-                progress=tick,
-            )
-            report = replace(merged, seconds=planned.seconds + merged.seconds)
+        except KeyboardInterrupt as stop:
+            raise Interrupted("the same command goes on from what is finished") from stop
+        if planned is not None:
+            report = replace(report, seconds=planned.seconds + report.seconds)
+        parents = store.show(str(report.snapshot)).parents
+    replaced = next((parent.snapshot for parent in parents if parent.role == "previous"), None)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -164,10 +157,13 @@ def merge(
             screen.line(f"merged {report.name} {short(report.snapshot)}{what}", style="green")
         else:
             screen.line(f"nothing new: {report.name} holds this merge already")
+            if message:
+                screen.line("note: the message was not kept, as there is no new snapshot")
         share = format_share(report.expert_bytes_read, report.full_expert_bytes)
         full = format_size(report.full_expert_bytes)
         screen.fields(
             [
+                ("was", short(replaced) if replaced and report.new_snapshot else None),
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),

@@ -34,6 +34,8 @@ from mstore_cli.options import Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 
+HELP = "mstore plan --help"
+
 
 @command(
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
@@ -83,9 +85,11 @@ def plan(
     kept: each line is what the plan with that budget would be.
     """
     if sweep and (budget is not None or max_error is not None or output is not None):
-        raise UsageError("--sweep goes over budgets itself; leave out --budget, --max-error and -o")
+        raise UsageError(
+            "--sweep goes over budgets itself; leave out --budget, --max-error and -o", hint=HELP
+        )
     if not sweep and (measure or svg is not None):
-        raise UsageError("--measure and --svg belong to --sweep")
+        raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
     request = make_request(
