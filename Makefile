@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-slow check conformance format clean
+.PHONY: setup demo test test-slow fuzz soak check conformance format clean
 
 setup:
 	@scripts/setup
@@ -16,6 +16,15 @@ test: setup
 
 test-slow: setup
 	@$(PYTHON) -m pytest -q -m slow
+
+# Changed inputs for every parser, for SECONDS; guided by coverage where atheris is installed.
+SECONDS ?= 600
+fuzz: setup
+	@$(PYTHON) tests/fuzz/run.py $(SECONDS)
+
+# Eight processes at work in one store at once, for SECONDS: is anything ever lost?
+soak: setup
+	@$(PYTHON) tests/soak.py --seconds $(SECONDS)
 
 check: setup
 	@$(PYTHON) -m ruff check .

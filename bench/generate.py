@@ -1,6 +1,6 @@
 """Generated families of Llama-shaped checkpoints in bfloat16, for timing (not for quality).
 
-    python bench/generate.py OUT [--millions 300] [--experts 4] [--mix dense|mixed]
+    python bench/generate.py OUT [--millions 300] [--experts 4] [--mix dense|mixed|near]
 
 A model is a base and a list of *trainings*: which tensors each one moved, and how far.  Weights are
 nearly normal with deviation 0.02 (a sum of four uniform draws); a training adds the same kind of
@@ -9,7 +9,8 @@ its bytes.  Draws are a hash of (seed, index): the same arguments give the same 
 number of threads.
 
 `dense`: every expert moved every tensor by 1e-3 (the worst case: nothing is free).  `mixed`: five
-kinds of expert in turn, with deviations from 1e-4 to 1e-3 (see `mixed`).
+kinds of expert in turn, with deviations from 1e-4 to 1e-3 (see `mixed`).  `near`: experts as
+close to the base as fine-tunes are, two with frozen layers (see `near`).
 """
 
 from __future__ import annotations
@@ -137,7 +138,23 @@ def mixed(number: int) -> Model:
     return Model(f"expert{number}", trainings)
 
 
-MIXES: dict[str, Callable[[int], Model]] = {"dense": dense, "mixed": mixed}
+def near(number: int) -> Model:
+    """Expert `number` of a family as close as fine-tunes are: noise against the weights' deviation.
+
+    1e-2, 3e-3 and 1e-3 in turn; 6 and 7 kept their lower half frozen.
+    """
+    deviation = (1e-2, 3e-3, 1e-3)[number % 3] * BASE_DEVIATION
+    frozen = number % 8 >= 6
+
+    def touches(place: Place) -> bool:
+        return not frozen or (place.depth >= 1 / 2 and place.part != "embed")
+
+    return Model(
+        f"expert{number}", (Training("near", 4000 + number, deviation, deviation, touches),)
+    )
+
+
+MIXES: dict[str, Callable[[int], Model]] = {"dense": dense, "mixed": mixed, "near": near}
 
 
 # Bytes -------------------------------------------------------------------------------------------

@@ -248,7 +248,46 @@ def incremental(told: Told) -> Drawing:
     return {"incremental": figure}
 
 
+def density(told: Told) -> Drawing:
+    """Stored bytes of each way, a panel a family."""
+    families = told["families"]
+    figure, places = panels(len(families))
+    for place, (name, family) in zip(places, families.items(), strict=True):
+        ways = sorted(family["ways"].items(), key=lambda item: item[1]["stored_bytes"])
+        shares = [100 * way["stored_bytes"] / family["plain_bytes"] for _, way in ways]
+        bars(place, [way for way, _ in ways], {"stored": shares}, "stored, % of plain bytes")
+        for patch, (way, _) in zip(place.patches, ways, strict=True):
+            patch.set_facecolor(COLOURS[2 if way.startswith("mstore") else 1])
+        place.set_title(f"the {name} family", fontsize=9)
+    figure.set_size_inches(4.6 * len(families), 4.0)
+    return {"density": figure}
+
+
+def growth(told: Told) -> Drawing:
+    """Seconds of tasks, and memory of marking, against blocks."""
+    sizes = sorted(told["sizes"].values(), key=lambda one: one["blocks"])
+    blocks = [one["blocks"] for one in sizes]
+    figure, (seconds, memory) = panels(2)
+    for number, task in enumerate(sizes[0]["tasks"]):
+        banded(seconds, number, task, blocks, [one["tasks"][task]["seconds"] for one in sizes])
+    seconds.set_yscale("log")
+    seconds.set_ylabel("seconds (logarithmic)")
+    for number, task in ((4, "gc mark"), (5, "du")):
+        found = [one["tasks"][task]["anonymous"]["median"] / one["blocks"] for one in sizes]
+        line(memory, number, task, blocks, found)
+    memory.axhline(100, color="#7F7F7F", linestyle=":", label="aim for gc mark")
+    memory.set_ylabel("bytes of memory a block (logarithmic)")
+    memory.set_yscale("log")
+    for axes in (seconds, memory):
+        axes.set_xscale("log")
+        axes.set_xlabel("blocks (logarithmic)")
+        axes.legend(fontsize=7)
+    return {"growth": figure}
+
+
 DRAWINGS: dict[str, Callable[[Told], Drawing]] = {
+    "density": density,
+    "growth": growth,
     "mergekit": mergekit,
     "paper": paper,
     "quality": quality,

@@ -12,11 +12,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import page_density
+import page_growth
 import page_incremental
 import page_mergekit
 import page_paper
 import page_planning
 import page_quality
+import page_rates
 import page_spine
 import page_statistics
 from tables import Told
@@ -35,6 +38,9 @@ on the same machine, and a ratio is the median of the ratios of the rounds. MB a
 """
 
 SECTIONS: dict[str, Callable[[Told], str]] = {
+    "density": page_density.section,
+    "rates": page_rates.section,
+    "growth": page_growth.section,
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,

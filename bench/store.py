@@ -29,12 +29,12 @@ class Store:
         command = [sys.executable, "-m", "mstore_cli", "--store", str(self.path)]
         return run([*command, "--no-progress", *words])
 
-    def make(self, block_size: int | None = None) -> None:
+    def make(self, block_size: int | None = None, codec: str = "raw") -> None:
         """An empty store, in place of any that is there."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = [] if block_size is None else ["--block-size", str(block_size)]
-        self.mstore("init", str(self.path), *size)
+        self.mstore("init", str(self.path), "--codec", codec, *size)
 
     def add(self, directory: Path, name: str) -> Run:
         """Add a checkpoint; all but `base` with their statistics against it."""

@@ -1,9 +1,10 @@
 """Add: a checkpoint on disk becomes a snapshot.
 
 Each file is cut into its parts (header, tensors) and those into blocks.  Threads read and hash
-groups of neighbouring blocks; the calling thread takes the groups in file order, asks the
-catalog which blocks are new and writes those.  With a base, the same pass compares each block
-with the base's block at the same place and takes the statistics of their difference.
+groups of neighbouring blocks, ask the catalog which of them are new, and encode those; the calling
+thread takes the groups in file order and writes.  With a base, the same pass compares each block
+with the base's block at the same place: it takes the statistics of their difference, and may store
+the block as that difference.
 
 Memory: a few groups a thread, whatever the model's size.  Nothing is visible before the
 transaction commits; a file that changes while it is read stops the add.
@@ -14,16 +15,15 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mstore import fs
+from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.index import Location
-from mstore.checkpoint.directory import SourceFile, scan, unchanged
-from mstore.checkpoint.dtypes import DTYPES
+from mstore.checkpoint.directory import Checkpoint, SourceFile, unchanged
 from mstore.checkpoint.partition import partition
 from mstore.errors import BadCheckpoint
 from mstore.ids import BlockId, SnapshotId, TensorId
@@ -31,7 +31,7 @@ from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import require_same_shapes
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
-from mstore.reports import AddReport, Progress
+from mstore.reports import AddReport, ParentReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
@@ -42,6 +42,21 @@ if TYPE_CHECKING:
     from mstore.stats.streaming import PairMeasure
 
 GROUP_BYTES = 4 << 20
+
+
+class Base(NamedTuple):
+    """What a checkpoint is compared with, if anything, and why this.
+
+    `given` where its user named it.  One that was only found never makes a second snapshot of
+    bytes that the branch holds already, nor stands as the base of its own copy.
+    """
+
+    snapshot: SnapshotId | None
+    reason: str | None
+    given: bool
+
+
+NO_BASE = Base(None, None, given=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,18 @@ class _PartPlan:
     base: Tensor | None
     base_id: TensorId | None
 
+    @property
+    def elements(self) -> Elements:
+        """How its blocks are seen by codecs."""
+        return elements_of(self.dtype)
+
+    def base_block(self, number: int) -> BlockId | None:
+        """The block of an equally shaped base tensor of the same dtype at this place, if any."""
+        base = self.base
+        if base is None or base.dtype != self.dtype or base.shape != self.shape:
+            return None
+        return base.block(number)
+
 
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -69,28 +96,35 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring blocks read with one `pread`, and their ids; `data` is a part of `buffer`."""
+    """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
+
+    encoded: as they are stored, perhaps in `buffer`; None for a block that is stored already.
+    """
 
     spans: list[_Span]
     buffer: bytearray
-    data: memoryview
     ids: list[BlockId]
+    encoded: list[Encoded | None]
 
 
 class _FileReader:
-    """Reads and hashes one file on a pool of threads; yields groups in file order."""
+    """Reads, hashes and encodes one file on a pool of threads; yields groups in file order."""
 
     def __init__(
         self,
         source: SourceFile,
         parts: list[_PartPlan],
         block_size: int,
+        known: Callable[[Sequence[BlockId]], list[bool]],
+        policy: Policy,
         comparison: _Comparison | None,
         spare: deque[bytearray],
     ) -> None:
         self._source = source
         self._parts = parts
         self._block_size = block_size
+        self._known = known
+        self._policy = policy
         self._comparison = comparison
         self._spare = spare
         with fs.translated(source.absolute):
@@ -124,16 +158,21 @@ class _FileReader:
             got = os.preadv(self._fd, [view], begin)
         if got != length:
             raise _changed(self._source)
-        bases = None if self._comparison is None else self._comparison.locate(spans)
-        ids = []
-        for number, span in enumerate(spans):
-            block = view[span.offset - begin : span.offset - begin + span.length]
-            id = BlockId.of(block)
-            if self._comparison is not None and bases is not None:
-                # At once, while the block is in the processor's cache.
-                self._comparison.take(span, block, id, bases[number])
-            ids.append(id)
-        return _Group(spans, buffer, view, ids)
+        blocks = [view[span.offset - begin : span.offset - begin + span.length] for span in spans]
+        ids = [BlockId.of(block) for block in blocks]
+        known = self._known(ids)
+        places: list[Location | None] = [None] * len(spans)
+        if self._comparison is not None:
+            places = self._comparison.locate(spans)
+        encoded: list[Encoded | None] = []
+        for span, block, id, is_known, at in zip(spans, blocks, ids, known, places, strict=True):
+            base = None
+            if self._comparison is not None:
+                base = self._comparison.take(span, block, id, at, is_known=is_known)
+            # One that occurs twice among the groups under way is encoded twice, and stored once.
+            elements = self._parts[span.part].elements
+            encoded.append(None if is_known else encode(block, elements, self._policy, base))
+        return _Group(spans, buffer, ids, encoded)
 
     def release(self, group: _Group) -> None:
         """Use a group's memory again; the caller is done with it."""
@@ -161,29 +200,52 @@ class _Comparison:
     """One file's tensors against the base's, block by block, in the threads that read."""
 
     def __init__(
-        self, catalog: Catalog, parts: list[_PartPlan], measures: list[PairMeasure | None]
+        self,
+        catalog: Catalog,
+        parts: list[_PartPlan],
+        measures: list[PairMeasure | None],
+        policy: Policy,
     ) -> None:
         from mstore.stats.streaming import BaseBlocks
 
         self._parts = parts
         self._measures = measures
+        self._encodes = policy is not Policy.RAW
         self._bases = BaseBlocks(catalog)
 
     def _base(self, span: _Span) -> BlockId | None:
-        base = self._parts[span.part].base
-        if base is None or self._measures[span.part] is None:
+        if self._measures[span.part] is None and not self._encodes:
             return None
-        return base.block(span.number)
+        return self._parts[span.part].base_block(span.number)
 
     def locate(self, spans: list[_Span]) -> list[Location | None]:
-        """Where the base's blocks lie; None where nothing is measured."""
+        """Where the base's blocks lie; None where they are of no use."""
         return self._bases.locate([self._base(span) for span in spans])
 
-    def take(self, span: _Span, data: memoryview, id: BlockId, at: Location | None) -> None:
-        """Measure one block that was read."""
+    def take(
+        self, span: _Span, data: memoryview, id: BlockId, at: Location | None, *, is_known: bool
+    ) -> tuple[BlockId, memoryview] | None:
+        """Measure one block that was read; gives what it may be stored as a difference to.
+
+        That lasts until the thread's next call.
+        """
         measure, base = self._measures[span.part], self._base(span)
-        if measure is not None and base is not None and at is not None:
-            measure.take(span.number, data, id, base, at, self._bases)
+        if base is None or at is None:
+            return None
+        import numpy as np  # late: without a base, adding needs none
+
+        expert = np.frombuffer(data, dtype=np.uint8)
+        if id == base:
+            if measure is not None:
+                measure.take_equal(span.number, expert)
+            return None
+        is_encoded = self._encodes and not is_known
+        if measure is None and not is_encoded:
+            return None
+        plain = self._bases.read(base, at)
+        if measure is not None:
+            measure.take_chunk(span.number, plain, expert)
+        return self._bases.delta_base(base, at, plain) if is_encoded else None
 
 
 def _changed(source: SourceFile) -> BadCheckpoint:
@@ -203,8 +265,10 @@ class _Adder:
         statistics: StatsStore,
         transaction: Transaction,
         base: Manifest | None,
+        policy: Policy,
     ) -> None:
         self.catalog = catalog
+        self.policy = policy
         self.statistics = statistics
         self.transaction = transaction
         self.base = {} if base is None else base.tensors()
@@ -250,16 +314,23 @@ class _Adder:
             raise _changed(source)
 
         comparison = None
-        if any(measure is not None for measure in measures):
-            comparison = _Comparison(self.catalog, parts, measures)
+        if any(part.base is not None for part in parts):
+            comparison = _Comparison(self.catalog, parts, measures, self.policy)
         ids: list[list[BlockId]] = [[] for _ in parts]
-        reader = _FileReader(source, parts, self.catalog.block_size, comparison, self.spare)
+        reader = _FileReader(
+            source,
+            parts,
+            self.catalog.block_size,
+            self.transaction.has_blocks,
+            self.policy,
+            comparison,
+            self.spare,
+        )
         try:
             for group in reader.run(pool, ahead):
-                length = len(group.data)
                 self._store(source, parts, group, ids)
                 reader.release(group)
-                tick(length)
+                tick(sum(span.length for span in group.spans))
         finally:
             reader.close()
         if not unchanged(source):
@@ -293,29 +364,22 @@ class _Adder:
         group: _Group,
         ids: list[list[BlockId]],
     ) -> None:
-        begin = group.spans[0].offset
-        for span, id in zip(group.spans, group.ids, strict=True):
+        for span, id, encoded in zip(group.spans, group.ids, group.encoded, strict=True):
             part = parts[span.part]
             ids[span.part].append(id)
             self.blocks_total += 1
             if part.base is not None and part.base.dtype == part.dtype:
                 self.blocks_equal_base += id == part.base.block(span.number)
-            data = group.data[span.offset - begin : span.offset - begin + span.length]
-            self.transaction.put_block(
-                id, data, element_width(part.dtype), source.path, span.offset
-            )
+            if encoded is None:
+                self.transaction.rely_on_block(id)
+            else:
+                self.transaction.put_block(id, encoded, source.path, span.offset)
 
 
 def _head(source: SourceFile) -> bytes:
     assert source.header is not None
     with fs.translated(source.absolute), source.absolute.open("rb") as file:
         return file.read(source.header.data_start)
-
-
-def element_width(dtype: str) -> int:
-    """Bytes of an element, for codecs; 1 for plain bytes and sub-byte dtypes."""
-    found = DTYPES.get(dtype)
-    return found.bits // 8 if found is not None and found.bits % 8 == 0 else 1
 
 
 def _require_fine_tune(
@@ -334,25 +398,25 @@ def _require_fine_tune(
 def add(
     catalog: Catalog,
     statistics: StatsStore,
-    path: Path,
+    checkpoint: Checkpoint,
     *,
     name: str,
-    base: SnapshotId | None,
+    base: Base = NO_BASE,
+    policy: Policy,
     message: str,
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> AddReport:
-    """Store a checkpoint directory, or a single .safetensors file, under a ref.
+    """Store a checkpoint that was scanned under a ref, its new blocks coded by `policy`.
 
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
     tensors), StorageFailed.  On any error nothing is published.
     """
     began = time.monotonic()
     current = branch_to_move(catalog, name)
-    checkpoint = scan(path)
     base_manifest = None
-    if base is not None:
-        base_manifest = catalog.manifest(catalog.snapshot(base).manifest_id())
+    if base.snapshot is not None:
+        base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
         _require_fine_tune(base_manifest, checkpoint.files, catalog, name)
     total = sum(file.size for file in checkpoint.files)
     done = 0
@@ -364,19 +428,26 @@ def add(
             progress(Progress("add", done, total))
 
     with Transaction(catalog, f"add {name}") as transaction:
-        adder = _Adder(catalog, statistics, transaction, base_manifest)
+        adder = _Adder(catalog, statistics, transaction, base_manifest, policy)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
         # Before the commit: what fails after it would be an error of something that was done.
+        told = _told_base(catalog, snapshot)
         statistics.flush()
+        transaction.put_record(manifest)
         if is_new:
-            transaction.put_record(manifest)
             new = refs.Ref(refs.BRANCH, snapshot.id())
             action = f"add: {message}" if message else "add"
             transaction.commit(snapshots=[snapshot], moves=[RefMove(name, current, new, action)])
+        elif transaction.has_news:
+            # A repair had to drop some of it: it is whole again.
+            transaction.commit()
+    notes: tuple[str, ...] = ()
+    if message and not is_new:
+        notes = ("the message was not kept: a snapshot is not made again for its words",)
     return AddReport(
         name=name,
         snapshot=snapshot.id(),
@@ -388,7 +459,10 @@ def add(
         bytes_written=transaction.bytes_written,
         blocks_total=adder.blocks_total,
         blocks_new=transaction.blocks_new,
-        blocks_equal_base=adder.blocks_equal_base if base is not None else None,
+        blocks_equal_base=adder.blocks_equal_base if base_manifest is not None else None,
+        base=told,
+        base_reason=_reason(base, told, is_new=is_new),
+        notes=notes,
         seconds=time.monotonic() - began,
     )
 
@@ -397,7 +471,7 @@ def _snapshot(
     catalog: Catalog,
     current: refs.Ref | None,
     manifest: Manifest,
-    base: SnapshotId | None,
+    base: Base,
     message: str,
 ) -> tuple[SnapshotRecord, bool]:
     """The snapshot to publish; or the ref's own and False, where it says the same already."""
@@ -405,11 +479,14 @@ def _snapshot(
     if current is not None:
         tip = catalog.snapshot(current.snapshot_id())
         told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
-        if tip.manifest == manifest.id() and (base is None or base in told):
+        as_told = not base.given or base.snapshot is None or base.snapshot in told
+        if tip.manifest == manifest.id() and as_told:
             return tip, False
         parents.append(Parent(PREVIOUS, current.snapshot))
-    if base is not None:
-        parents.append(Parent(BASE, base))
+    if base.snapshot is not None:
+        is_copy = catalog.snapshot(base.snapshot).manifest == manifest.id()
+        if base.given or not is_copy:
+            parents.append(Parent(BASE, base.snapshot))
     record = SnapshotRecord(
         manifest=manifest.id(),
         parents=tuple(parents),
@@ -421,3 +498,21 @@ def _snapshot(
         tool=TOOL,
     )
     return record, True
+
+
+def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
+    """The base that a snapshot records, with the refs that point at it."""
+    for parent in snapshot.parents:
+        if parent.role == BASE:
+            id = parent.snapshot_id()
+            names = (name for name, ref in catalog.refs().items() if ref.snapshot == id)
+            return ParentReport(BASE, id, tuple(names))
+    return None
+
+
+def _reason(base: Base, told: ParentReport | None, *, is_new: bool) -> str | None:
+    if not is_new:
+        return None if told is None else "it was added with this base"
+    if base.snapshot is not None and told is None:
+        return "the store holds these very bytes already"
+    return base.reason

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -25,6 +26,7 @@ from mstore.errors import BadRequest, Conflict, NotFound
 from mstore.ids import Buffer, ManifestId, PlanId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import (
+    GOOD_SIGNATURE,
     AddReport,
     AnalyzeReport,
     BlameReport,
@@ -33,24 +35,34 @@ from mstore.reports import (
     DiffReport,
     Explanation,
     FileReport,
+    GcReport,
     MaterializeReport,
     MergeReport,
+    MigrateReport,
     ParentReport,
     PlanReport,
     Progress,
+    PruneReport,
     ReflogReport,
     RefReport,
+    ReindexReport,
+    RemoveReport,
+    RepairReport,
     ReplayReport,
+    SignatureReport,
     SnapshotReport,
     StoreReport,
     SweepReport,
     TensorReport,
+    UsageReport,
+    VerifyReport,
 )
-from mstore.store import refs
+from mstore.store import contents, leases, refs
 from mstore.store.catalog import Catalog
-from mstore.store.layout import DEFAULT_BLOCK_SIZE, FORMAT_VERSION
+from mstore.store.config import Config, typed
+from mstore.store.layout import DEFAULT_BLOCK_SIZE, FORMAT_VERSION, locate
 from mstore.store.memo import Memo
-from mstore.store.transaction import RefMove, move_refs
+from mstore.store.transaction import RefMove, branch_to_move, move_refs
 
 # numpy, numba and the merge engine are imported by the calls that need them: `log` must not
 # wait for a compiler.
@@ -59,10 +71,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from mstore.add import Base
+    from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
+    from mstore.convert.conversion import ConversionLimits
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.merge.virtual.deferred import Deferred
     from mstore.objects.plan import Plan
+    from mstore.signing import SigningKey
     from mstore.stats.store import StatsStore
     from mstore.store.plans import Sources
     from mstore.view import BlockCache, SnapshotView
@@ -140,18 +156,37 @@ class Store:
         self._virtual_lock = Lock()
 
     @classmethod
-    def init(cls, path: str | Path, *, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
+    def init(
+        cls,
+        path: str | Path,
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        codec: str | None = None,
+    ) -> Self:
         """Make a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        Raises Conflict if something is there, Incompatible on a network filesystem.
+        codec: which codecs new blocks may take, as `configure` sets it.  Raises Conflict if
+        something is there, BadRequest, Incompatible on a network filesystem.
         """
-        return cls(Catalog.create(Path(path), block_size))
+        config = Config() if codec is None else Config().changed({"codec": codec})
+        return cls(Catalog.create(Path(path), block_size, config))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Open a store.  Raises NotFound, Incompatible (newer format, network filesystem)."""
         return cls(Catalog.open(Path(path)))
+
+    @classmethod
+    def open_checked(cls, path: str | Path) -> Self:
+        """Open a store whose index may be damaged: it is looked at before LMDB is given it.
+
+        Raises as `open` does, and Corrupt where the index cannot be trusted.
+        """
+        from mstore.check.index_file import require_sound
+
+        require_sound(locate(Path(path)))
+        return cls.open(path)
 
     def close(self) -> None:
         """Let go of files and index."""
@@ -226,6 +261,7 @@ class Store:
         from mstore.view import BlockCache, SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
+        contents.require(self._catalog, id, str(revision))
         with self._views_lock:
             view = self._views.pop(id, None)
             if view is None:
@@ -242,15 +278,39 @@ class Store:
         """Every snapshot of the store."""
         return self._catalog.snapshot_ids()
 
-    def log(self, revision: str | None = None, limit: int | None = None) -> list[SnapshotReport]:
-        """The lineage of a revision, or of all refs: children before parents, newest first."""
-        starts = None if revision is None else [self._catalog.resolve(revision)]
-        return lineage.log(self._catalog, starts, limit)
+    def log(
+        self,
+        revision: str | None = None,
+        limit: int | None = None,
+        *,
+        signers: Mapping[bytes, str] | None = None,
+    ) -> list[SnapshotReport]:
+        """The lineage of a revision, or of all refs: children before parents, newest first.
 
-    def show(self, revision: str) -> SnapshotReport:
-        """One snapshot."""
+        signers: trusted keys and their names (`read_signers`), to tell whose signatures there are.
+        """
+        starts = None if revision is None else [self._catalog.resolve(revision)]
+        return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
+
+    def show(self, revision: str, *, signers: Mapping[bytes, str] | None = None) -> SnapshotReport:
+        """One snapshot.  signers: as for `log`."""
         id = self._catalog.resolve(revision)
-        return lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
+        report = lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
+        return self._signed([report], signers or {})[0]
+
+    def _signed(
+        self, snapshots: list[SnapshotReport], signers: Mapping[bytes, str]
+    ) -> list[SnapshotReport]:
+        """The same with the state of their signatures; free in a store without any."""
+        with self._catalog.index.env.read() as transaction:
+            if self._catalog.index.count(transaction, "signatures") == 0:
+                return snapshots
+        from mstore.signing import states
+
+        return [
+            replace(one, signatures=states(self._catalog, one.snapshot, signers))
+            for one in snapshots
+        ]
 
     def files(self, revision: str) -> list[FileReport]:
         """The files of a snapshot."""
@@ -258,7 +318,7 @@ class Store:
 
     def tensors(self, revision: str) -> list[TensorReport]:
         """The tensors of a snapshot, in file and data order."""
-        return lineage.tensors(self._catalog, self._catalog.resolve(revision))
+        return lineage.tensors(self._catalog, self._whole(revision))
 
     def read_file(self, revision: str, path: str) -> Iterator[Buffer]:
         """The bytes of one file, block by block.  Raises NotFound before the first piece."""
@@ -272,14 +332,16 @@ class Store:
         """How snapshot b differs from snapshot a."""
         from mstore.diff import diff
 
-        return diff(
-            self._catalog,
-            self._catalog.resolve(a),
-            self._catalog.resolve(b),
-            blocks=blocks,
-            threads=thread_count(threads),
-            computing=self._computing,
-        )
+        older, newer = self._whole(a), self._whole(b)
+        with leases.pinned(self._catalog.layout, [older, newer]):
+            return diff(
+                self._catalog,
+                older,
+                newer,
+                blocks=blocks,
+                threads=thread_count(threads),
+                computing=self._computing,
+            )
 
     def checkout(
         self,
@@ -294,12 +356,27 @@ class Store:
 
         return checkout(
             self._catalog,
-            self._catalog.resolve(revision),
+            self._whole(revision),
             Path(directory),
             threads=thread_count(threads),
             progress=progress,
             computing=self._computing,
         )
+
+    # -- settings ----------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Mapping[str, str | int]:
+        """Every setting of the store and what it is."""
+        return self._catalog.config.values()
+
+    def configure(self, key: str, value: str | int) -> None:
+        """Change a setting, for this store and whoever opens it later.
+
+        codec: which codecs new blocks may take (auto, raw, dense).  reflog_days: for how many days
+        the reflog keeps what refs pointed at.  Raises BadRequest for another key or value.
+        """
+        self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -309,27 +386,87 @@ class Store:
         *,
         name: str,
         base: str | None = None,
+        detect_base: bool = False,
+        codec: str | None = None,
         message: str = "",
         threads: int | None = None,
+        convert: ConversionLimits | None = None,
+        limits: CheckpointLimits | None = None,
         progress: Report | None = None,
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        With `base`, statistics of the differences are kept for planning merges.  Raises
-        BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed; then nothing is published.
+        With `base`, statistics of the differences are kept for planning merges.  detect_base:
+        where none is named, find the nearest of the stored snapshots; the report says which and
+        why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
+        pickled weights in a child process with these limits, and store them as safetensors.
+        limits: what the checkpoint may cost, for who trusts one that is refused.
+
+        Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
+        (conversion without torch); then nothing is published.
         """
         from mstore.add import add
+        from mstore.store.leases import pinned
 
-        return add(
-            self._catalog,
-            self._statistics,
-            Path(path),
-            name=name,
-            base=None if base is None else self._real(base),
-            message=message,
-            threads=thread_count(threads),
-            progress=progress,
-        )
+        config = self._catalog.config
+        policy = (config if codec is None else config.changed({"codec": codec})).codec
+        branch_to_move(self._catalog, name)
+        with self._scanned(Path(path), convert, limits) as (checkpoint, notes):
+            chosen = self._base(checkpoint, base, detect=detect_base)
+            held = [] if chosen.snapshot is None else [chosen.snapshot]
+            with pinned(self._catalog.layout, held):
+                report = add(
+                    self._catalog,
+                    self._statistics,
+                    checkpoint,
+                    name=name,
+                    base=chosen,
+                    policy=policy,
+                    message=message,
+                    threads=thread_count(threads),
+                    progress=progress,
+                )
+        return replace(report, notes=notes + report.notes)
+
+    @contextmanager
+    def _scanned(
+        self, path: Path, convert: ConversionLimits | None, limits: CheckpointLimits | None
+    ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
+        """A checkpoint, converted if asked for, and what there is to say of that.
+
+        What was converted lies in the store's tmp/ until the block ends, and under a lease: after a
+        kill the next writer removes it.
+        """
+        from mstore.checkpoint.directory import DEFAULT_LIMITS, scan
+
+        allowed = limits or DEFAULT_LIMITS
+        if convert is None:
+            yield scan(path, limits=allowed), ()
+            return
+        from mstore.convert import conversion
+        from mstore.store.leases import Lease
+
+        lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
+        try:
+            made = conversion.convert(
+                path, lease.directory, limits=convert, checkpoint_limits=allowed
+            )
+            yield scan(path, limits=allowed, replacement=made.replacement), made.notes
+        finally:
+            lease.release()
+
+    def _base(self, checkpoint: Checkpoint, base: str | None, *, detect: bool) -> Base:
+        """What a checkpoint is to be compared with: as named, as found, or nothing."""
+        from mstore.add import NO_BASE, Base
+
+        if base is not None:
+            return Base(self._real(base), None, given=True)
+        if not detect:
+            return NO_BASE
+        from mstore.nearest import nearest
+
+        found = nearest(self._catalog, checkpoint)
+        return Base(found.snapshot, found.reason, given=False)
 
     def analyze(
         self,
@@ -529,9 +666,23 @@ class Store:
 
     def _real(self, revision: str) -> SnapshotId:
         """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
-        id = self._catalog.resolve(revision)
+        id = self._whole(revision)
         self._catalog.require_real(id, revision)
         return id
+
+    def _whole(self, revision: str) -> SnapshotId:
+        """A snapshot whose contents were not let go.  Raises NotFound, BadName."""
+        id = self._catalog.resolve(revision)
+        contents.require(self._catalog, id, revision)
+        return id
+
+    def pin(self, snapshot: SnapshotId) -> leases.Pin:
+        """Keep a snapshot's contents from garbage collection until the pin is released.
+
+        The pin ends with the process.  Where it cannot be made (a store that may only be read), it
+        keeps nothing, and that is no error.
+        """
+        return leases.Pin(self._catalog.layout, snapshot)
 
     def export_plan(self, plan: str) -> str:
         """A stored plan (id or prefix) as JSON text."""
@@ -703,6 +854,48 @@ class Store:
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
 
+    # -- signatures --------------------------------------------------------------------------
+
+    def sign(self, revision: str, key: SigningKey, *, signer: str | None = None) -> SignatureReport:
+        """Sign a snapshot: every byte, its lineage and its plan.  `signing.load_key` reads keys.
+
+        signer: a name for people; whom a key belongs to is what its verifier says.  Raises
+        NotFound, BadRequest, Conflict, StorageFailed.
+        """
+        from mstore.signing import sign
+
+        return sign(self._catalog, self._catalog.resolve(revision), key, signer=signer)
+
+    def verify(
+        self,
+        revision: str,
+        signers: Mapping[bytes, str],
+        *,
+        read_data: bool = False,
+        progress: Report | None = None,
+    ) -> VerifyReport:
+        """Check the signatures of a snapshot against trusted keys (`mstore.signing.read_signers`).
+
+        read_data: also read and check every byte.  A missing or unknown signature is no error, and
+        `verified` is False then.  Raises Corrupt (bytes that are not what was signed), NotFound,
+        Unavailable (no library to check with), StorageFailed.
+        """
+        from mstore.signing import read_everything, require_library, states
+
+        began = time.monotonic()
+        require_library()
+        id = self._catalog.resolve(revision)
+        found = states(self._catalog, id, signers)
+        with leases.pinned(self._catalog.layout, [id]):
+            read = read_everything(self._catalog, id, progress) if read_data else 0
+        return VerifyReport(
+            snapshot=id,
+            verified=any(one.state == GOOD_SIGNATURE for one in found),
+            signatures=found,
+            bytes_read=read,
+            seconds=time.monotonic() - began,
+        )
+
     # -- refs --------------------------------------------------------------------------------
 
     def refs(self) -> list[RefReport]:
@@ -733,40 +926,155 @@ class Store:
             move_refs(self._catalog, [RefMove(name, current, new, f"reset: {revision}")])
         return self._ref(name)
 
-    def reflog(self, name: str) -> list[ReflogReport]:
-        """Every move of a ref, newest first; position N is NAME@{N}.  Also of removed ones."""
-        with self._catalog.index.env.read() as transaction:
-            moves = refs.reflog(self._catalog.index, transaction, name)
-            if not moves:
-                refs.require(self._catalog.index, transaction, name)
-        return [
-            ReflogReport(
-                position=position,
-                old=None if move.old is None else SnapshotId(move.old),
-                new=None if move.new is None else SnapshotId(move.new),
-                action=move.action,
-                time_ns=move.time_ns,
-            )
-            for position, move in enumerate(reversed(moves))
-        ]
+    def reflog(self, name: str | None = None) -> list[ReflogReport]:
+        """Every move of a ref, or of all that ever were, newest first.
 
-    def remove(self, name: str) -> None:
-        """Remove a ref.  Its snapshots stay, and its reflog can bring it back."""
+        Position N of a name is NAME@{N}, also of one that was removed.
+        """
+        return lineage.reflog(self._catalog, name)
+
+    def remove(self, *names: str) -> RemoveReport:
+        """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
+
+        Raises NotFound, Conflict (one moved meanwhile).
+        """
         with self._catalog.index.env.read() as transaction:
-            current = refs.require(self._catalog.index, transaction, name)
-        move_refs(self._catalog, [RefMove(name, current, None, "rm")])
+            moves = [
+                RefMove(name, refs.require(self._catalog.index, transaction, name), None, "rm")
+                for name in dict.fromkeys(names)
+            ]
+        told = lineage.unnamed_without(self._catalog, set(names))
+        move_refs(self._catalog, moves)
+        return RemoveReport(
+            removed=tuple(move.name for move in moves),
+            kinds=tuple(m.expect.kind for m in moves if m.expect is not None),
+            snapshots=tuple(SnapshotId(m.expect.snapshot) for m in moves if m.expect is not None),
+            unnamed_snapshots=told,
+            reflog_days=self._catalog.config.reflog_days,
+        )
+
+    # -- letting go --------------------------------------------------------------------------
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        wait: float = 0.0,
+        reflog_days: int | None = None,
+        progress: Report | None = None,
+    ) -> GcReport:
+        """Drop all that no ref, reflog or pin reaches, and give its space back.
+
+        Safe beside everything else; a second one waits for the first.  dry_run: only say what would
+        go.  wait: seconds to wait for running operations, so that packs they may be reading can go
+        too; else the next writer removes them.  reflog_days: as the store is set (30 days) where
+        None.  Raises Corrupt where a needed record is damaged, StorageFailed; nothing is lost then.
+        """
+        from mstore.gc.collect import Collector, Limits
+
+        collector = Collector(
+            self._catalog,
+            reflog_days=self._reflog_days(reflog_days),
+            limits=Limits(wait=wait),
+            progress=progress,
+        )
+        return collector.dry_run() if dry_run else collector.run(self._memo, self._statistics)
+
+    def _reflog_days(self, days: int | None) -> int:
+        if days is None:
+            return self._catalog.config.reflog_days
+        return self._catalog.config.changed({"reflog_days": days}).reflog_days
+
+    def prune(
+        self,
+        branches: Sequence[str] = (),
+        *,
+        keep_last: int,
+        keep_tagged: bool = True,
+        unnamed_inputs: bool = False,
+        dry_run: bool = False,
+    ) -> PruneReport:
+        """Let the contents of old snapshots go: of a branch, those beyond the newest `keep_last`.
+
+        branches: all of them where none is named.  keep_tagged: but for those that a tag names;
+        else these tags are removed.  unnamed_inputs: also what was merged in and no ref names.
+        They stay in the lineage.  Space comes back with `gc`.  Raises BadRequest, NotFound.
+        """
+        from mstore.gc.prune import Wish, prune
+
+        wish = Wish(keep_last, tuple(branches), keep_tagged, unnamed_inputs)
+        return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
 
     # -- the whole store ---------------------------------------------------------------------
 
-    def fsck(self, *, read_data: bool = False, progress: Report | None = None) -> CheckReport:
-        """Check the store's structure, and with `read_data` every byte."""
-        from mstore.check import Checker
+    def fsck(
+        self,
+        *,
+        read_data: bool = False,
+        sample: float | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> CheckReport:
+        """Check the store's structure, and with `read_data` every byte.  Changes nothing.
 
-        return Checker(self._catalog, read_data=read_data, progress=progress).run()
+        sample: reads this share of the blocks instead, drawn by `seed`.
+        Raises Corrupt where the index is too damaged to be walked.
+        """
+        from mstore.check.fsck import Checker, Scope
+
+        scope = Scope.chosen(read_data=read_data, sample=sample, seed=seed)
+        threads = thread_count(threads)
+        return Checker(self._catalog.layout, scope, threads=threads, progress=progress).run()
+
+    def repair(
+        self,
+        *,
+        sources: Sequence[str | Path] = (),
+        read_data: bool = False,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> RepairReport:
+        """Check the store, put good copies in the place of what is broken, and drop the rest.
+
+        sources: other stores, or checkpoints, that may have copies.  read_data: look for broken
+        payloads everywhere, and not only where the structure is damaged.
+        """
+        from mstore.check.fsck import Scope
+        from mstore.check.repair import Repair
+
+        scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
+        paths = [Path(source) for source in sources]
+        threads = thread_count(threads)
+        return Repair(self._catalog.layout, scope, paths, threads=threads, progress=progress).run()
+
+    @staticmethod
+    def reindex(
+        path: str | Path, *, use_old_index: bool = True, progress: Report | None = None
+    ) -> ReindexReport:
+        """Make the index of a store anew, from its packs and its ref mirror.
+
+        use_old_index: take refs, reflogs, plans and prunings over from the index that is there, as
+        far as it can be read and agrees with the packs.  Raises Conflict while anybody uses the
+        store.
+        """
+        from mstore.check.reindex import reindex
+
+        return reindex(Path(path), use_old_index=use_old_index, progress=progress)
+
+    @staticmethod
+    def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
+        """Bring a store of an older format to this one.  Raises Conflict while it is in use."""
+        from mstore.store.migrations import migrate
+
+        return migrate(Path(path), dry_run=dry_run)
 
     def stats(self) -> StoreReport:
         """Sizes and counts."""
+        from mstore.usage import store_usage
+
         catalog = self._catalog
+        used = store_usage(catalog, reflog_days=catalog.config.reflog_days)
         with catalog.index.env.read() as transaction:
             packs = list(catalog.index.packs(transaction))
             unique = sum(location.raw_length for _, location in catalog.index.blocks(transaction))
@@ -793,7 +1101,20 @@ class Store:
             index_bytes=catalog.index.env.file_bytes(),
             statistics_bytes=self._statistics.file_bytes(),
             memo_bytes=self._memo.file_bytes(),
+            codecs=used.codecs,
+            unreachable_bytes=used.unreachable_bytes,
+            dead_bytes=used.dead_bytes,
+            condemned_bytes=used.condemned_bytes,
         )
+
+    def usage(self, names: Sequence[str] = ()) -> UsageReport:
+        """What refs take and share, and what gc would free without them; all refs for no names.
+
+        Raises NotFound, and Corrupt where something that is needed is missing.
+        """
+        from mstore.usage import usage
+
+        return usage(self._catalog, names, reflog_days=self._catalog.config.reflog_days)
 
 
 def deferred_report(

@@ -1,25 +1,37 @@
 """Checkout: a byte-exact copy of a snapshot in a new directory.
 
 The copy is made beside its final name and renamed into place, so a directory of that name is
-always whole.  Blocks are checked against their ids on the way; those of a virtual snapshot are
-computed, a few ahead of the thread that writes their file.
+always whole.  Paths come from a manifest, and a manifest may come from a stranger: they are
+checked, and then walked directory by directory without following a link (`fs.NewTree`).
+
+Files are cut into pieces of a few blocks.  The threads of a pool each read, decode, check and
+write one piece at a time, of one large file as well as of many small ones.  A few pieces are
+waiting and no more, so memory is bounded by the number of threads.  A file of a virtual snapshot
+is one piece: its blocks are computed, a few ahead of the thread that writes them.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import Lock, local
 
 from mstore import fs
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest
-from mstore.ids import SnapshotId
+from mstore.ids import BlockId, SnapshotId
 from mstore.reports import CheckoutReport, Progress
+from mstore.store import leases
 from mstore.store.catalog import Catalog
-from mstore.view import BlockCache, Computing, SnapshotView
+from mstore.view import BlockCache, Computing, Extent, SnapshotView
+
+PIECE_BYTES = 2 << 20
+"""Enough to make handing it to a thread worth while, little enough for every thread to have one."""
 
 
 def checkout(
@@ -33,16 +45,15 @@ def checkout(
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
-    `computing` gives what computes the blocks of a virtual snapshot.
+    The snapshot is pinned until that is done.  `computing` gives what computes the blocks of a
+    virtual snapshot.
 
-    Raises Conflict, Corrupt, StorageFailed; then nothing is left behind.
+    Raises BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; then nothing is left
+    behind.
     """
     began = time.monotonic()
     view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
-    # A manifest may come from a stranger: its paths are checked again before they touch a disk.
-    for path in view.files:
-        check_relative(path, f"snapshot {snapshot.short}")
-    check_case_twins(list(view.files))
+    _check_paths(view)
     directory = directory.absolute()
     fs.require_empty(directory)
     if not directory.parent.is_dir():
@@ -51,46 +62,148 @@ def checkout(
             where=str(directory),
             hint=f"mkdir -p {directory.parent}",
         )
-    staging = directory.parent / f".{directory.name}.{secrets.token_hex(4)}"
     total = sum(view.files.values())
+    tree = fs.NewTree(directory)
     try:
-        fs.make_directory(staging)
-        done = 0
-        with ThreadPoolExecutor(threads, "checkout") as pool:
-            try:
-                for path, size in zip(
-                    view.files,
-                    pool.map(lambda p: _write(view, p, staging), view.files),
-                    strict=True,
-                ):
-                    del path
-                    done += size
-                    if progress is not None:
-                        progress(Progress("checkout", done, total))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        for folder in sorted({p for p in staging.rglob("*") if p.is_dir()}, reverse=True):
-            fs.sync_directory(folder)
-        fs.sync_directory(staging)
-        fs.rename(staging, directory)
-        fs.sync_directory(directory.parent)
+        with leases.pinned(catalog.layout, [snapshot]):
+            _Checkout(catalog, view, tree).run(threads, total, progress)
+        tree.publish()
     except BaseException:
-        fs.remove_tree(staging)
+        tree.abandon()
         raise
     return CheckoutReport(
         snapshot, str(directory), len(view.files), total, time.monotonic() - began
     )
 
 
-def _write(view: SnapshotView, path: str, root: Path) -> int:
-    target = root / path
-    fs.make_directories(target.parent)
-    file = fs.NewFile(target, mode=0o644)
-    try:
-        for piece in view.stream(path):
-            file.append(piece)
-        file.sync()
-        return file.size
-    finally:
-        file.close()
+def _check_paths(view: SnapshotView) -> None:
+    """Raise BadCheckpoint unless every path stays below the directory and apart from the others.
+
+    A manifest is checked when it is decoded, but for twins: those can be read and mounted.
+    """
+    where = f"snapshot {view.id.short}"
+    for path in view.files:
+        check_relative(path, where)
+    check_case_twins(view.files, where)
+
+
+class _File:
+    """A file that several threads write; synced and closed when the last of them is done."""
+
+    def __init__(self, file: fs.NewFile) -> None:
+        self.file = file
+        self._lock = Lock()
+        self._users = 1
+
+    def use(self) -> None:
+        """One more piece of it is on its way."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> bool:
+        """A piece is written, or the last one was handed out; True if that ends the file."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self.file.sync()
+            self.file.close()
+        return is_last
+
+
+class _Checkout:
+    """The work of one checkout, cut into jobs that return how many bytes they wrote."""
+
+    def __init__(self, catalog: Catalog, view: SnapshotView, tree: fs.NewTree) -> None:
+        self._catalog = catalog
+        self._view = view
+        self._tree = tree
+        self._open: set[_File] = set()
+        self._lock = Lock()
+        self._threads = local()
+
+    def run(self, threads: int, total: int, progress: Callable[[Progress], None] | None) -> None:
+        """Write all files and sync each.  After an error none of them is open any more."""
+        done = 0
+        pool = ThreadPoolExecutor(threads, "checkout")
+        try:
+            for written in _in_turn(pool, self._jobs(), ahead=2 * threads):
+                done += written
+                if progress is not None:
+                    progress(Progress("checkout", done, total))
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for file in self._open:
+                file.file.close()
+
+    def _jobs(self) -> Iterator[Callable[[], int]]:
+        for path, size in self._view.files.items():
+            if self._view.is_virtual:
+                yield partial(self._stream, path)
+                continue
+            file = _File(self._tree.create(path))
+            with self._lock:
+                self._open.add(file)
+            for offset, piece in self._pieces(path, size):
+                file.use()
+                yield partial(self._write, file, offset, piece)
+            yield partial(self._release, file)
+
+    def _pieces(self, path: str, size: int) -> Iterator[tuple[int, list[Extent]]]:
+        """(offset in the file, extents) of each piece."""
+        extents = self._view.extents(path, 0, size)
+        offset = 0
+        blocks = max(1, PIECE_BYTES // self._catalog.block_size)
+        while piece := list(islice(extents, blocks)):
+            yield offset, piece
+            offset += sum(extent.length for extent in piece)
+
+    def _write(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+        blocks = [extent.block for extent in piece if isinstance(extent.block, BlockId)]
+        begin = offset
+        for extent, block, location in zip(
+            piece, blocks, self._catalog.locate(blocks), strict=True
+        ):
+            target = self._buffer()[: extent.length]
+            self._catalog.read_block_into(block, location, target)
+            file.file.write_at(offset, target)
+            offset += extent.length
+        file.file.begin_writing_back(begin, offset - begin)
+        self._release(file)
+        return offset - begin
+
+    def _buffer(self) -> memoryview:
+        """A block's room for this thread: taken once, it stays in the processor's cache."""
+        if not hasattr(self._threads, "buffer"):
+            self._threads.buffer = memoryview(bytearray(self._catalog.block_size))
+        buffer: memoryview = self._threads.buffer
+        return buffer
+
+    def _release(self, file: _File) -> int:
+        if file.release():
+            with self._lock:
+                self._open.discard(file)
+        return 0
+
+    def _stream(self, path: str) -> int:
+        file = self._tree.create(path)
+        try:
+            for block in self._view.stream(path):
+                file.append(block)
+            file.sync()
+            return file.size
+        finally:
+            file.close()
+
+
+def _in_turn(
+    pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], int]], *, ahead: int
+) -> Iterator[int]:
+    """What each job returns, in their order; at most `ahead` are waiting or under way."""
+    waiting: deque[Future[int]] = deque()
+    for job in jobs:
+        waiting.append(pool.submit(job))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

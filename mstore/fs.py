@@ -19,10 +19,12 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
@@ -31,11 +33,12 @@ from mstore.ids import Buffer
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One change of the disk: create, write, fsync, rename, link, unlink, mkdir, rmtree, syncdir,
-    commit.
+    commit; or map.
 
     `path` is what it acts on; `target` the new name of a rename or link; `offset` and `data`
     belong to a write (the buffer is only valid during the call).  `commit` is announced before
-    an index transaction is committed and `committed` right after.
+    an index transaction is committed and `committed` right after.  `map` changes nothing: it is
+    announced before an index is opened and mapped, so that a test can have that fail.
     """
 
     kind: str
@@ -97,29 +100,46 @@ class NewFile:
     """A file being written, under a name that nobody reads yet.
 
     Invariants: created exclusively; `size` is the end of what was written; after `abandon` or
-    `close` no method may be called.  Not for use from two threads.
+    `close` no method may be called.  Not for use from two threads, but for `write_at`.
+
+    `beside` is a descriptor of the file's directory: then that is where it is made, whatever the
+    path may lead to by now.
     """
 
-    def __init__(self, path: Path, *, mode: int = 0o600) -> None:
+    def __init__(self, path: Path, *, mode: int = 0o600, beside: int | None = None) -> None:
         self.path = path
         self.size = 0
         with translated(path):
             _announce("create", path)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, flags, mode)
+            name = path if beside is None else path.name
+            self._fd = os.open(name, flags, mode, dir_fd=beside)
 
     def append(self, data: Buffer) -> int:
         """Write at the end; returns the offset at which the data begins."""
         start = self.size
+        self.write_at(start, data)
+        self.size = start + len(data)
+        return start
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write at any place, from any thread; `size` does not see it."""
         view = memoryview(data)
         with translated(self.path):
             if _observer is not None:
-                _observer(Operation("write", str(self.path), offset=start, data=data))
+                _observer(Operation("write", str(self.path), offset=offset, data=data))
             done = 0
             while done < len(view):
-                done += os.pwrite(self._fd, view[done:], start + done)
-        self.size = start + len(view)
-        return start
+                done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def begin_writing_back(self, offset: int, length: int) -> None:
+        """Ask the kernel to begin with bringing these bytes to the disk; advice, never an error.
+
+        Then `sync` at the end has little left to wait for.  On Linux that is what this advice does
+        to dirty pages; they stay in the cache.
+        """
+        with suppress(OSError):
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Read back what was written (for hashing a footer, or checking a copy)."""
@@ -147,6 +167,118 @@ class NewFile:
         """Close and remove; never raises for a file that is gone."""
         self.close()
         unlink(self.path, missing_ok=True)
+
+
+class NewTree:
+    """A directory of files that is being filled, under a name that nobody reads yet.
+
+    Every step on the way to a file is taken from the descriptor of the directory above it and
+    follows no symbolic link, so nobody who plants one can lead a write out of the tree.  Until
+    `publish` all of it lies in a directory beside `target` that only its owner may enter.  Files
+    and directories are made exclusively, with the modes that the umask leaves of 0644 and 0755.
+
+    `create` may be called from any thread.  `publish` or `abandon` ends it.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._staging = _temporary(target, None)
+        self._path = self._staging / "tree"
+        self._made: set[Path] = set()
+        self._lock = Lock()
+        self._open: list[int] = []
+        try:
+            with translated(self._staging):
+                self._above = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._open.append(self._above)
+                self._outer = self._make(self._staging, 0o700, self._above)
+                self._open.append(self._outer)
+                _require_private(self._outer, self._staging)
+                self._root = self._make(self._path, 0o755, self._outer)
+                self._open.append(self._root)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _make(self, path: Path, mode: int, above: int) -> int:
+        _announce("mkdir", path)
+        os.mkdir(path.name, mode, dir_fd=above)
+        return _open_directory(path.name, above)
+
+    def create(self, relative: str) -> NewFile:
+        """A new file below the tree, and the directories on its way.
+
+        `relative` is a path without empty, `.` and `..` parts: that is for the caller to see to.
+        """
+        path = self._path / relative
+        with self._within(path.parent) as descriptor:
+            return NewFile(path, mode=0o644, beside=descriptor)
+
+    @contextmanager
+    def _within(self, directory: Path) -> Iterator[int]:
+        """A descriptor of a directory of the tree, made if it is new."""
+        at, here = self._path, self._root
+        passed: list[int] = []
+        try:
+            for name in directory.relative_to(self._path).parts:
+                at /= name
+                with translated(at), self._lock:
+                    if at in self._made:
+                        here = _open_directory(name, here)
+                    else:
+                        here = self._make(at, 0o755, here)
+                        self._made.add(at)
+                    passed.append(here)
+            yield here
+        finally:
+            for descriptor in passed:
+                os.close(descriptor)
+
+    def publish(self) -> None:
+        """Give the tree its final name, durably; the files in it were synced before.
+
+        Replaces an empty directory.  Raises Conflict if something else was put in its place.
+        """
+        for directory in sorted(self._made, reverse=True):
+            with self._within(directory) as descriptor:
+                self._sync(directory, descriptor)
+        self._sync(self._path, self._root)
+        name = self.target.name
+        with translated(self.target):
+            _announce("rename", self._path, self.target)
+            os.rename(self._path.name, name, src_dir_fd=self._outer, dst_dir_fd=self._above)
+            named = os.stat(name, dir_fd=self._above, follow_symlinks=False)
+            if not os.path.samestat(named, os.fstat(self._root)):
+                raise _displaced(self.target)
+        self._sync(self.target.parent, self._above)
+        self.abandon()
+
+    def _sync(self, path: Path, descriptor: int) -> None:
+        with translated(path):
+            _announce("syncdir", path)
+            os.fsync(descriptor)
+
+    def abandon(self) -> None:
+        """Close, and remove what was not published."""
+        while self._open:
+            os.close(self._open.pop())
+        remove_tree(self._staging)
+
+
+def _open_directory(name: str, above: int) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, dir_fd=above)
+
+
+def _require_private(descriptor: int, path: Path) -> None:
+    """Raise Conflict unless this is the directory that was just made, which nobody else enters."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise _displaced(path)
+
+
+def _displaced(path: Path) -> Conflict:
+    return Conflict("something else was put in its place", where=str(path))
 
 
 def rename(source: Path, target: Path) -> None:
@@ -245,6 +377,12 @@ def create_whole(path: Path, data: Buffer) -> bool:
 
 def _temporary(path: Path, staging: Path | None) -> Path:
     return (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
+
+
+def about_to_map(path: Path) -> None:
+    """Tell that an index is about to be opened and mapped, which may fail like any other step."""
+    with translated(path):
+        _announce("map", path)
 
 
 @contextmanager

@@ -102,6 +102,13 @@ class CoverageId(Id):
     context = "mstore 1 coverage"
 
 
+class SignatureId(Id):
+    """Names one signature of a snapshot."""
+
+    __slots__ = ()
+    context = "mstore 1 signature"
+
+
 class PackId(Id):
     """Names a pack file by its header and footer table."""
 

@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from mstore.ids import SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.reports import FileReport, ParentReport, RefReport, SnapshotReport, TensorReport
+from mstore.reports import (
+    FileReport,
+    ParentReport,
+    ReflogReport,
+    RefReport,
+    SnapshotReport,
+    TensorReport,
+)
+from mstore.store import contents
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 
@@ -26,6 +34,21 @@ def describe(
     catalog: Catalog, id: SnapshotId, names: dict[SnapshotId, list[str]]
 ) -> SnapshotReport:
     """One snapshot."""
+    return _described(catalog, id, names, _pruned(catalog, names))
+
+
+def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
+    """The snapshots whose contents were let go; a ref keeps those of the one that it names."""
+    with catalog.index.env.read() as transaction:
+        return contents.pruned(catalog.index, transaction) - names.keys()
+
+
+def _described(
+    catalog: Catalog,
+    id: SnapshotId,
+    names: dict[SnapshotId, list[str]],
+    pruned: set[SnapshotId],
+) -> SnapshotReport:
     record = catalog.snapshot(id)
     manifest = catalog.manifest(record.manifest_id())
     plan_id = record.plan_id()
@@ -43,6 +66,7 @@ def describe(
         plain_bytes=manifest.plain_bytes(),
         files=len(manifest.files),
         tensors=len(manifest.tensors()),
+        pruned=id in pruned,
     )
 
 
@@ -96,7 +120,41 @@ def log(
     """The lineage of some snapshots, or of all refs."""
     names = names_of(catalog)
     reached = ancestry(catalog, names if starts is None else starts, limit)
-    return [describe(catalog, id, names) for id in reached]
+    pruned = _pruned(catalog, names)
+    return [_described(catalog, id, names, pruned) for id in reached]
+
+
+def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
+    """How many snapshots no ref leads to once these are removed, of those that refs lead to now."""
+    kept = (ref.snapshot_id() for name, ref in catalog.refs().items() if name not in removed)
+    return len(ancestry(catalog, names_of(catalog))) - len(ancestry(catalog, kept))
+
+
+def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
+    """The moves of a name, or of all names that ever were, newest first.  Raises NotFound."""
+    with catalog.index.env.read() as transaction:
+        if name is None:
+            every: dict[str, list[ref_rows.Move]] = defaultdict(list)
+            for one, move in ref_rows.walk_reflogs(catalog.index, transaction):
+                every[one].append(move)
+        else:
+            every = {name: ref_rows.reflog(catalog.index, transaction, name)}
+            if not every[name]:
+                ref_rows.require(catalog.index, transaction, name)
+    found = [
+        ReflogReport(
+            name=one,
+            position=position,
+            old=None if move.old is None else SnapshotId(move.old),
+            new=None if move.new is None else SnapshotId(move.new),
+            action=move.action,
+            time_ns=move.time_ns,
+        )
+        for one, moves in every.items()
+        for position, move in enumerate(reversed(moves))
+    ]
+    # Within a name the positions decide, whatever a clock said.
+    return found if name is not None else sorted(found, key=lambda move: -move.time_ns)
 
 
 def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:

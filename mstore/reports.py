@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.ids import ManifestId, PackId, PlanId, SignatureId, SnapshotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class AddReport:
-    """What `add` stored.  `new_snapshot` is False where the ref already held these bytes."""
+    """What `add` stored.  `new_snapshot` is False where the ref already held these bytes.
+
+    `base` is the base that the snapshot records, `base_reason` why it has this one or none: None
+    where it was named, or none was looked for.
+    """
 
     name: str
     snapshot: SnapshotId
@@ -36,6 +40,9 @@ class AddReport:
     blocks_total: int
     blocks_new: int
     blocks_equal_base: int | None
+    base: ParentReport | None
+    base_reason: str | None
+    notes: tuple[str, ...]
     seconds: float
 
 
@@ -211,9 +218,46 @@ class ParentReport:
     refs: tuple[str, ...] = ()
 
 
+GOOD_SIGNATURE = "good"
+UNKNOWN_KEY = "unknown key"
+BAD_SIGNATURE = "bad"
+UNCHECKED = "unchecked"
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureReport:
+    """One signature of a snapshot.
+
+    state: GOOD_SIGNATURE by a trusted key, good by an UNKNOWN_KEY, BAD_SIGNATURE (the key did not
+    make it), or UNCHECKED where the library that checks is missing.  signer is the name that the
+    key is trusted under; claimed_signer is what the signature says of itself and proves nothing,
+    and so does its time.
+    """
+
+    signature: SignatureId
+    snapshot: SnapshotId
+    state: str
+    key: str
+    signer: str | None
+    claimed_signer: str | None
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Whether a trusted key vouches for a snapshot, and what was read of its blocks."""
+
+    snapshot: SnapshotId
+    verified: bool
+    signatures: tuple[SignatureReport, ...]
+    bytes_read: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """One snapshot as `log` and `show` print it; `virtual` where its bytes are not computed yet."""
+    """One snapshot as `log` and `show` print it; `virtual` where its bytes are not computed yet,
+    `pruned` where its contents were let go."""
 
     snapshot: SnapshotId
     manifest: ManifestId
@@ -228,6 +272,23 @@ class SnapshotReport:
     plain_bytes: int
     files: int
     tensors: int
+    signatures: tuple[SignatureReport, ...] = ()
+    pruned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveReport:
+    """Refs that were removed, and what they pointed at.
+
+    unnamed_snapshots: how many snapshots no ref leads to any more; their contents stay while the
+    reflog keeps them, for `reflog_days`.
+    """
+
+    removed: tuple[str, ...]
+    kinds: tuple[str, ...]
+    snapshots: tuple[SnapshotId, ...]
+    unnamed_snapshots: int
+    reflog_days: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +306,7 @@ class RefReport:
 class ReflogReport:
     """One move of a ref.  `old` is None where it was created, `new` where it was removed."""
 
+    name: str
     position: int
     old: SnapshotId | None
     new: SnapshotId | None
@@ -460,18 +522,151 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurt:
+    """A tensor (None: a file's plain bytes) of a snapshot that cannot be read as it is.
+
+    `blocks` of it are lost, 0 where its record is; without a path the whole snapshot is hurt.
+    """
+
+    snapshot: SnapshotId
+    refs: tuple[str, ...]
+    path: str | None
+    tensor: str | None
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The result of `fsck`; sound where `problems` is empty."""
+    """The result of `fsck`; sound where `problems` is empty.
+
+    `bytes_read` of the `bytes_total` stored bytes of blocks were read; of a sample, `sample` is
+    the share that was drawn by `seed`.  `hint` is the next command where something is wrong.
+    """
 
     read_data: bool
+    sample: float | None
+    seed: int | None
     packs: int
     blocks: int
     records: int
     snapshots: int
     refs: int
     bytes_read: int
+    bytes_total: int
     garbage: tuple[str, ...]
     problems: tuple[Problem, ...]
+    hurt: tuple[Hurt, ...]
+    hint: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """The result of `fsck --repair`; `after` is the check of what it left.
+
+    healed: what was had again from a good copy; dropped: what was not, and is out of the index
+    until good files are added again; both as `kind id`.  condemned: damaged packs, all that is
+    good in them saved.  kept: damaged packs that stay, because the disk could not be read.
+    `after.hurt` is what the dropped things take with them.
+    """
+
+    before: CheckReport
+    healed: tuple[str, ...]
+    dropped: tuple[str, ...]
+    bytes_written: int
+    condemned: tuple[PackId, ...]
+    kept: tuple[PackId, ...]
+    after: CheckReport
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReindexReport:
+    """The result of `reindex`.
+
+    `old_index`: whether refs, reflogs, plans and prunings were taken over from the index that was
+    there.  `notes` says what could not be, in words.
+    """
+
+    packs: int
+    blocks: int
+    records: int
+    snapshots: int
+    refs: int
+    pruned: int
+    old_index: bool
+    reflog_moves: int
+    index_bytes: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateReport:
+    """The result of `migrate`: the steps from one format version to another, done or to be done."""
+
+    path: str
+    found: int
+    target: int
+    steps: tuple[str, ...]
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CodecUsage:
+    """Blocks that are stored in one way: how many, and their bytes."""
+
+    codec: str
+    blocks: int
+    plain_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Stored bytes that another ref's snapshot takes as well."""
+
+    name: str
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefUsage:
+    """What one ref takes: the blocks of its snapshot, and the bases of those that are deltas.
+
+    stored_bytes = unique_bytes + shared_bytes.  `portion_bytes` counts a block that n refs share
+    as an n-th.  `freed_bytes` is what gc frees once this ref and its reflog are gone.
+    """
+
+    name: str
+    snapshot: SnapshotId
+    plain_bytes: int
+    stored_bytes: int
+    unique_bytes: int
+    shared_bytes: int
+    portion_bytes: int
+    freed_bytes: int
+    shared_with: tuple[SharedBytes, ...]
+    unique: tuple[CodecUsage, ...]
+    shared: tuple[CodecUsage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """What refs take and share, in stored bytes of blocks, and what would be freed without them.
+
+    `stored_bytes` counts what several of them share once; `freed_bytes` is for all of them gone
+    together.  `live_bytes` are kept for any reason (refs, their history, reflogs not older than
+    `reflog_days`), `unreachable_bytes` for none: the next gc frees them.
+    """
+
+    refs: tuple[RefUsage, ...]
+    stored_bytes: int
+    freed_bytes: int
+    codecs: tuple[CodecUsage, ...]
+    live_bytes: int
+    unreachable_bytes: int
+    reflog_days: int
     seconds: float
 
 
@@ -480,7 +675,9 @@ class StoreReport:
     """Sizes and counts of a whole store.
 
     `plain_bytes` is the sum over all snapshots that refs reach, as checked-out copies would take;
-    `stored_bytes` is what the packs take.
+    `stored_bytes` is what the packs take; of these `unreachable_bytes` are of blocks that nothing
+    keeps, and `dead_bytes` are named by no index row: dead payloads, headers, footers, padding.
+    `condemned_bytes` more are of packs that go once their last readers are gone.
     """
 
     path: str
@@ -498,3 +695,50 @@ class StoreReport:
     index_bytes: int
     statistics_bytes: int
     memo_bytes: int
+    codecs: tuple[CodecUsage, ...]
+    unreachable_bytes: int
+    dead_bytes: int
+    condemned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What garbage collection dropped, or with `dry_run` would drop.
+
+    snapshots, blocks, records: that nothing reaches any more (`records` counts snapshots and plans
+    too), and `dropped_bytes`, what they take in packs.  packs_removed: without anything that is
+    needed, or that no row names.  packs_rewritten: what is needed was copied out of them,
+    `copied_bytes` in all.  `freed_bytes` is what the packs took that go, less the copies;
+    `waiting_bytes` of it comes free when the operations in `waiting_for` have ended.  `left` says
+    what was not done and why.
+    """
+
+    dry_run: bool
+    snapshots_dropped: tuple[SnapshotId, ...]
+    blocks_dropped: int
+    records_dropped: int
+    plans_dropped: int
+    dropped_bytes: int
+    packs_removed: tuple[str, ...]
+    packs_rewritten: tuple[str, ...]
+    copied_bytes: int
+    freed_bytes: int
+    waiting_bytes: int
+    waiting_for: tuple[str, ...]
+    left: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """The snapshots whose contents were let go, or with `dry_run` would be; newest first.
+
+    tags_removed: tags that named some of them.  held: those of them whose contents a reflog or a
+    running operation still keeps.  The space comes free with garbage collection.
+    """
+
+    dry_run: bool
+    snapshots: tuple[SnapshotId, ...]
+    tags_removed: tuple[str, ...]
+    held: tuple[SnapshotId, ...]
+    seconds: float

@@ -23,6 +23,7 @@ import numpy as np
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import File, Manifest
@@ -128,9 +129,13 @@ class BlockCache:
             if data is not None:
                 self._blocks.move_to_end(block)
             checked = None if isinstance(block, VirtualBlock) else self._checked.get(block)
-        if data is None and checked is not None:
+        if data is None and checked is not None and not isinstance(block, VirtualBlock):
             offset = checked.offset + extent.start
-            return self._catalog.packs.read(checked.pack, offset, extent.length)
+            try:
+                return self._catalog.packs.read(checked.pack, offset, extent.length)
+            except PackGone:
+                with self._lock:
+                    self._checked.pop(block, None)
         if data is None and isinstance(block, VirtualBlock):
             begun = self.begin(block)
             data = begun.block(block) if isinstance(begun, _Group) else begun
@@ -139,7 +144,7 @@ class BlockCache:
             data = self._fill(block)
         return piece_of(data, extent)
 
-    def _fill(self, block: BlockId) -> bytes:
+    def _fill(self, block: BlockId) -> Buffer:
         location = self._catalog.locate([block])[0]
         data = self._catalog.read_block(block, location)
         with self._lock:
@@ -360,10 +365,21 @@ class SnapshotView:
             else:
                 self._cache.begin(extent.block)
         locations = self._catalog.locate(block for block, _ in stored)
+        bases = []
         for (_, extent), location in zip(stored, locations, strict=True):
             if location.codec == Codec.RAW:
                 start = location.offset + extent.start
                 self._catalog.packs.will_need(location.pack, start, extent.length)
+            else:
+                self._will_need(location)
+            if location.base != NO_BASE:
+                bases.append(BlockId(location.base))
+        for location in self._catalog.locate(bases):
+            self._will_need(location)
+
+    def _will_need(self, location: Location) -> None:
+        packs = self._catalog.packs
+        packs.will_need(location.pack, location.offset, location.stored_length)
 
     def record(self, name: str) -> Tensor | VirtualTensor:
         """The record of a tensor.  Raises NotFound."""

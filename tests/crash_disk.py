@@ -186,7 +186,7 @@ class Disk:
             case "syncdir":
                 directory = self._directory(event.path)
                 directory.synced, directory.pending = directory.names(), []
-            case "commit":
+            case "commit" | "map":
                 pass
             case "committed":
                 self._commit(f"{event.path}/{DATABASE}", event.data)

@@ -8,6 +8,7 @@ page forbids raises FormatError.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,12 +21,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import lmdb
+import zstandard
 from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 PAGE = 4096
-KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual")
-BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL = range(7)
-RAW, CONSTANT = 0, 1
+KINDS = ("block", "tensor", "manifest", "snapshot", "plan", "coverage", "virtual", "signature")
+BLOCK, TENSOR, MANIFEST, SNAPSHOT, PLAN, COVERAGE, VIRTUAL, SIGNATURE = range(8)
+RAW, CONSTANT, PLANES, DELTA_FLOATS, DELTA_INTEGERS = range(5)
 CONTEXTS = {
     TENSOR: "mstore 1 tensor record",
     MANIFEST: "mstore 1 manifest",
@@ -33,6 +37,7 @@ CONTEXTS = {
     PLAN: "mstore 1 plan",
     COVERAGE: "mstore 1 coverage",
     VIRTUAL: "mstore 1 virtual tensor",
+    SIGNATURE: "mstore 1 signature",
 }
 PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert")
@@ -192,6 +197,12 @@ class Virtual:
 
 
 @dataclass(frozen=True)
+class Signature:
+    snapshot: str
+    signer: str | None
+
+
+@dataclass(frozen=True)
 class Part:
     name: str | None
     tensor: str
@@ -331,6 +342,22 @@ def _read_virtual(data: bytes) -> Virtual:
     return Virtual(dtype, shape, size, _hex(plan, "PlanId"), _text(tensor, "tensor"))
 
 
+def _read_signature(data: bytes) -> Signature:
+    snapshot, algorithm, key, value, signer, time_ns = _fields(data, "signature/1", 7)
+    require(algorithm == "ed25519", "an unknown algorithm")
+    require(len(_bin(key, "key")) == 32 and len(_bin(value, "signature")) == 64, "key lengths")
+    require(signer is None or _text(signer, "signer"), "a signer without a name")
+    _count(time_ns, "time_ns")
+    line = f"mstore 1 snapshot {_hex(snapshot, 'SnapshotId')}\n".encode()
+    strings = [b"mstore", b"", b"sha512", hashlib.sha512(line).digest()]
+    message = b"SSHSIG" + b"".join(len(s).to_bytes(4, "big") + s for s in strings)
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(value, message)
+    except InvalidSignature as error:
+        raise FormatError("a signature that its key did not make") from error
+    return Signature(snapshot.hex(), signer)
+
+
 def _read_manifest(data: bytes) -> list[File]:
     (rows,) = _fields(data, "manifest/1", 2)
     files = [_read_file(_items(row, "file", 4)) for row in _items(rows, "files")]
@@ -461,6 +488,7 @@ READERS: dict[int, Callable[[bytes], Any]] = {
     PLAN: _read_plan,
     COVERAGE: _read_coverage,
     VIRTUAL: _read_virtual,
+    SIGNATURE: _read_signature,
 }
 
 
@@ -476,6 +504,11 @@ class Entry:
     plain: int
     codec: int
     width: int
+    base: str | None = None
+
+    @property
+    def is_delta(self) -> bool:
+        return self.codec in (DELTA_FLOATS, DELTA_INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -491,6 +524,7 @@ def verify_pack(path: Path) -> Pack:
 
     Header, tail, table hash, PackId against name and directory, order and bounds of the entries,
     every payload against its id, records' canonical form, and zero wherever nothing is said to be.
+    Of a delta whose base is in another pack only the frame is looked at.
 
     Page congruence can be checked for a raw block if a tensor record of this pack lists it and a
     manifest of this pack names that tensor: block sizes are multiples of 4096, so each block of a
@@ -506,7 +540,15 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
     pack = _read_pack(data)
     require(path.name == f"{pack.id}.pack", "the file has another pack's name")
     require(path.parent.name == pack.id[:2], "the directory is another pack's")
-    payloads = {(e.kind, e.id): read_payload(e, _slice(data, e)) for e in pack.entries}
+    payloads = {
+        (e.kind, e.id): read_payload(e, _slice(data, e)) for e in pack.entries if not e.is_delta
+    }
+    for entry in pack.entries:
+        require((BLOCK, entry.base) != (BLOCK, entry.id), "a block that is its own base")
+        if entry.is_delta and (BLOCK, entry.base) in payloads:
+            read_payload(entry, _slice(data, entry), payloads[BLOCK, str(entry.base)])
+        elif entry.is_delta:
+            read_frame(entry, _slice(data, entry))
     records = {
         key: READERS[key[0]](payload) for key, payload in payloads.items() if key[0] in READERS
     }
@@ -546,36 +588,91 @@ def _read_pack(data: bytes) -> Pack:
 
 def _read_entry(row: tuple[Any, ...]) -> Entry:
     name, base, offset, stored, plain, kind, codec, width, zero = row
-    require(_blank(zero) and _blank(base), "entry with more than zeros")
+    require(_blank(zero), "entry with more than zeros")
     require(kind < len(KINDS), f"kind {kind}")
-    entry = Entry(kind, name.hex(), offset, stored, plain, codec, width)
+    base = None if _blank(base) else base.hex()
+    entry = Entry(kind, name.hex(), offset, stored, plain, codec, width, base)
     _check_lengths(entry)
     return entry
 
 
 def _check_lengths(entry: Entry) -> None:
-    """Codecs 2 and 3 are reserved, so nothing can hold them yet."""
+    """What an entry or a row of the index can say without a payload."""
     require(entry.width in (1, 2, 4, 8), f"element width {entry.width}")
     require(entry.plain > 0, "an empty payload")
     if entry.kind == BLOCK and entry.codec == CONSTANT:
         require(entry.stored == entry.width, "a constant of another width")
         require(entry.plain % entry.width == 0, "half an element")
+    elif entry.kind == BLOCK and entry.codec in (PLANES, DELTA_FLOATS, DELTA_INTEGERS):
+        require(entry.stored < entry.plain, "a frame that saves nothing")
+        require(entry.plain % entry.width == 0, "half an element")
     else:
         require(entry.codec == RAW, f"codec {entry.codec} for a {KINDS[entry.kind]}")
         require(entry.stored == entry.plain, "raw bytes of another length")
     require(entry.kind == BLOCK or entry.width == 1, "a record with an element width")
+    require(entry.is_delta == (entry.base is not None), "a base without a delta, or the reverse")
 
 
-def read_payload(entry: Entry, stored: bytes) -> bytes:
-    """The plain bytes of an entry, checked against its id in the domain of its kind."""
+def read_payload(entry: Entry, stored: bytes, base: bytes | None = None) -> bytes:
+    """The plain bytes of an entry, checked against its id in the domain of its kind.
+
+    base: the plain bytes of a delta's base block.
+    """
     require(len(stored) == entry.stored, "the pack ends in a payload")
-    plain = stored * (entry.plain // entry.width) if entry.codec == CONSTANT else stored
+    plain = stored
+    if entry.codec == CONSTANT:
+        plain = stored * (entry.plain // entry.width)
+    elif entry.codec != RAW:
+        plain = _from_planes(entry, read_frame(entry, stored), base)
     if entry.kind == BLOCK:
         digest = blake3(plain).hexdigest()
     else:
         digest = blake3(plain, derive_key_context=CONTEXTS[entry.kind]).hexdigest()
     require(digest == entry.id, f"{KINDS[entry.kind]} {entry.id} has other bytes")
     return plain
+
+
+def read_frame(entry: Entry, stored: bytes) -> bytes:
+    """The planes in the one frame of a payload."""
+    try:
+        told = zstandard.get_frame_parameters(stored)
+        require(told.content_size == entry.plain, "a frame of another length")
+        require(told.window_size <= 1 << 20, "a frame with a wide window")
+        require(told.has_checksum and told.dict_id == 0, "no checksum, or a dictionary")
+        return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"the frame of block {entry.id}: {error}") from error
+
+
+def _from_planes(entry: Entry, planes: bytes, base: bytes | None) -> bytes:
+    """The elements again, one by one."""
+    width, count = entry.width, entry.plain // entry.width
+    numbers = [int.from_bytes(planes[i::count], "little") for i in range(count)]
+    if entry.codec == PLANES:
+        return b"".join(number.to_bytes(width, "little") for number in numbers)
+    require(base is not None and len(base) == entry.plain, "the base has another length")
+    assert base is not None
+    bits = 8 * width
+    bases = [int.from_bytes(base[i : i + width], "little") for i in range(0, len(base), width)]
+    places = list(range(count))
+    if entry.codec == DELTA_FLOATS:
+        places.sort(key=lambda i: (bases[i] << 1) % (1 << bits) >> (bits - 8))
+    found = [b""] * count
+    for number, i in zip(numbers, places, strict=True):
+        difference = -(number // 2) - 1 if number % 2 else number // 2
+        if entry.codec == DELTA_FLOATS:
+            element = _ordered(_ordered(bases[i], bits) + difference, bits, back=True)
+        else:
+            element = bases[i] + difference
+        found[i] = (element % (1 << bits)).to_bytes(width, "little")
+    return b"".join(found)
+
+
+def _ordered(value: int, bits: int, *, back: bool = False) -> int:
+    """m of the page, or its inverse."""
+    value %= 1 << bits
+    negative = (value >> (bits - 1) == 0) if back else (value >> (bits - 1) == 1)
+    return value ^ ((1 << bits) - 1) if negative else value ^ (1 << (bits - 1))
 
 
 def _offsets_in_files(records: dict[tuple[int, str], Any]) -> dict[str, set[int]]:
@@ -647,6 +744,9 @@ class IndependentStore:
     def virtual(self, name: str) -> Virtual:
         return _read_virtual(self._read(VIRTUAL, name))
 
+    def signature(self, name: str) -> Signature:
+        return _read_signature(self._read(SIGNATURE, name))
+
     def tensor_bytes(self, name: str) -> bytes:
         tensor = self.tensor(name)
         blocks = [self.block(block) for block in tensor.blocks]
@@ -671,9 +771,13 @@ class IndependentStore:
 
     def _read(self, kind: int, name: str) -> bytes:
         path, entry = self.place(kind, name)
+        base = None
+        if entry.base is not None:
+            require(not self.place(BLOCK, entry.base)[1].is_delta, "the base of a delta is one")
+            base = self._read(BLOCK, entry.base)
         with path.open("rb") as file:
             file.seek(entry.offset)
-            return read_payload(entry, file.read(entry.stored))
+            return read_payload(entry, file.read(entry.stored), base)
 
     def _from_packs(self) -> dict[tuple[int, str], tuple[Path, Entry]]:
         places = {}
@@ -693,9 +797,10 @@ class IndependentStore:
         rows += [(key[0], key[1:], value) for key, value in self.index["records"].items()]
         places = {}
         for kind, key, value in rows:
-            require(len(key) == 32 and len(value) == LOCATION.size, "a location's length")
-            number, *numbers = LOCATION.unpack(value)
-            entry = Entry(kind, key.hex(), *numbers)
+            require(len(key) == 32, "a key's length")
+            require(len(value) in (LOCATION.size, LOCATION.size + 32), "a location's length")
+            number, *numbers = LOCATION.unpack_from(value)
+            entry = Entry(kind, key.hex(), *numbers, value[LOCATION.size :].hex() or None)
             _check_lengths(entry)
             places[kind, key.hex()] = packs[number.to_bytes(4, "big")], entry
         return places

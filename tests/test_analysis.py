@@ -27,7 +27,7 @@ MIXED = families.layered(rows=70, expert_dtypes=("F32", "F16", "BF16"))
 def store(tmp_path: Path) -> Iterator[Store]:
     """A store with the family in it, whose statistics were not taken."""
     root = FAMILY.write(tmp_path / "family")
-    with Store.init(tmp_path / "store", block_size=BLOCK) as opened:
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as opened:
         for name in ("base", *FAMILY.names):
             opened.add(root / name, name=name)
         yield opened
@@ -63,7 +63,7 @@ def _ids(store: Store, revision: str) -> dict[str, TensorId]:
 
 def test_the_same_as_add_takes(store: Store, tmp_path: Path) -> None:
     """Statistics of a stored pair are, bit for bit, those of `add --base`; bytes and counts fit."""
-    with Store.init(tmp_path / "other", block_size=BLOCK) as other:
+    with Store.init(tmp_path / "other", block_size=BLOCK, codec="raw") as other:
         other.add(tmp_path / "family" / "base", name="base")
         for name in FAMILY.names:
             other.add(tmp_path / "family" / name, name=name, base="base")
@@ -196,7 +196,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     mstore = Program(tmp_path / "store")
     mstore.succeed("init", "--block-size", "64KiB")
     for name in ("base", "e0", "e1"):
-        mstore.succeed("add", root / name, "--name", name)
+        mstore.succeed("add", root / name, "--name", name, "--base", "none")
     assert mstore.succeed("analyze", "e0", "--base", "e1").out.startswith(
         "analyzed e0 against e1\n"
     )

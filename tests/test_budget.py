@@ -79,7 +79,7 @@ class Place:
 
 
 def make(root: Path, family: Family, *, with_base: bool = True) -> Place:
-    store = Store.init(root / "store", block_size=BLOCK)
+    store = Store.init(root / "store", block_size=BLOCK, codec="raw")
     if not (root / "base").exists():
         family.write(root)
     store.add(root / "base", name="base")
@@ -210,7 +210,7 @@ def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
     """Planning and merging tensors of 48 MiB takes less memory than one of them."""
     elements = 24 << 20
     rng = np.random.default_rng(0)
-    with Store.init(tmp_path / "store") as store:
+    with Store.init(tmp_path / "store", codec="raw") as store:
         for name in ("base", "e0", "e1"):
             # An exponent of 1 and below: sums stay finite, and nothing is constant.
             words = rng.integers(0, 1 << 16, elements, dtype=np.uint16) & np.uint16(0xBFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from typing import Any
 
 import msgspec
@@ -20,14 +21,17 @@ from mstore.ids import (
     ManifestId,
     PackId,
     PlanId,
+    SignatureId,
     SnapshotId,
     TensorId,
     VirtualId,
 )
 from mstore.objects.canonical import Record, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
+from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
@@ -46,23 +50,24 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
     "manifest": (
         Manifest(
             (
+                File("z", OPAQUE, 0, (Part(None, C, 0),)),
                 File("ü.safetensors", SAFETENSORS, 70_000, PARTS),
-                File("z", OPAQUE, 0, ()),
             )
         ),
         "92aa6d616e69666573742f31" + "92"
+        + "94a17a000091" + "93c0c420" + "cc" * 32 + "00"
         + "94aec3bc2e73616665" + "74656e736f7273" + "01ce00011170" + "92"
         + "93c0c420" + "aa" * 32 + "64"
-        + "93a177c420" + "bb" * 32 + "ce0001110c"
-        + "94a17a000090",
+        + "93a177c420" + "bb" * 32 + "ce0001110c",
         "mstore 1 manifest",
     ),
     "snapshot": (
-        SnapshotRecord(A, PARENTS, "add", None, A, "", 1 << 60, "t/1"),
+        SnapshotRecord(A, PARENTS, "merge", B, A, "", 1 << 60, "t/1"),
         "99aa736e617073686f742f31" + "c420" + "aa" * 32 + "92"
         + "92a870726576696f7573c420" + "bb" * 32
         + "92a462617365c420" + "cc" * 32
-        + "a3616464" + "c0" + "c420" + "aa" * 32 + "a0" + "cf1000000000000000" + "a3742f31",
+        + "a56d65726765" + "c420" + "bb" * 32 + "c420" + "aa" * 32
+        + "a0" + "cf1000000000000000" + "a3742f31",
         "mstore 1 snapshot",
     ),
     "plan": (
@@ -94,15 +99,21 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         "mstore 1 plan",
     ),
     "coverage": (
-        Coverage(A, (TensorCoverage("w", 9, b"\x01\x00", (b"\xfe\x01", b"")),)),
+        Coverage(A, (TensorCoverage("w", 9, b"\x01\x00", (b"\xfe\x01", b"\x00\x00")),)),
         "93aa636f7665726167652f31" + "c420" + "aa" * 32 + "91"
-        + "94a17709c4020100" + "92c402fe01c400",
+        + "94a17709c4020100" + "92c402fe01c4020000",
         "mstore 1 coverage",
     ),
     "virtual": (
         VirtualTensor("BF16", (2, 3), 12, A, "w"),
         "96a97669727475616c2f31" + "a442463136" + "920203" + "0c" + "c420" + "aa" * 32 + "a177",
         "mstore 1 virtual tensor",
+    ),
+    "signature": (
+        Signature(A, "ed25519", B, C * 2, None, 5),
+        "97ab7369676e61747572652f31" + "c420" + "aa" * 32 + "a765643235353139"
+        + "c420" + "bb" * 32 + "c440" + "cc" * 64 + "c0" + "05",
+        "mstore 1 signature",
     ),
 }  # fmt: skip
 
@@ -123,7 +134,7 @@ def test_kinds_and_codes() -> None:
     """The kind byte of each record in packs and index is part of the format."""
     assert {kind.name: int(kind) for kind in Kind} == {
         "BLOCK": 0, "TENSOR": 1, "MANIFEST": 2, "SNAPSHOT": 3, "PLAN": 4, "COVERAGE": 5,
-        "VIRTUAL": 6,
+        "VIRTUAL": 6, "SIGNATURE": 7,
     }  # fmt: skip
     assert {type(record).kind for record, *_ in GOLDEN.values()} == set(Kind) - {Kind.BLOCK}
 
@@ -132,6 +143,7 @@ def test_each_kind_has_its_own_hash_domain() -> None:
     """The same bytes have another id as each kind; a BlockId is the plain BLAKE3."""
     kinds: list[type[Id]] = [
         BlockId, TensorId, ManifestId, SnapshotId, PlanId, CoverageId, PackId, VirtualId,
+        SignatureId,
     ]  # fmt: skip
     assert len({bytes(kind.of(b"data")) for kind in kinds}) == len(kinds)
     assert BlockId.of(b"data") == blake3(b"data").digest()
@@ -140,7 +152,7 @@ def test_each_kind_has_its_own_hash_domain() -> None:
 # -- any record --------------------------------------------------------------------------------
 
 IDS = st.binary(min_size=32, max_size=32)
-COUNTS = st.integers(0, (1 << 64) - 1)
+COUNTS = st.integers(0, (1 << 63) - 1)
 TEXT = st.text(max_size=12)
 FLOATS = st.floats(allow_nan=False)
 RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
@@ -212,6 +224,15 @@ RECORDS: dict[type[Record], st.SearchStrategy[Record]] = {
     VirtualTensor: st.builds(
         VirtualTensor, TEXT, st.lists(COUNTS, max_size=3).map(tuple), COUNTS, IDS, TEXT
     ),
+    Signature: st.builds(
+        Signature,
+        IDS,
+        st.just("ed25519") | TEXT,
+        IDS | st.binary(max_size=33),
+        st.binary(min_size=64, max_size=64) | st.binary(max_size=65),
+        st.none() | TEXT,
+        COUNTS,
+    ),
     Coverage: st.builds(
         Coverage,
         IDS,
@@ -232,8 +253,13 @@ ANY_RECORD = st.one_of(*RECORDS.values())
 
 @given(ANY_RECORD)
 def test_records_come_back(record: Record) -> None:
-    """Decoding gives the record that was encoded, and encodes to the same bytes again."""
+    """Decoding gives the record that was encoded, and encodes to the same bytes again; it is
+    Corrupt exactly if the record is unsound."""
     data = record.encode()
+    if record.problem(DEFAULT_LIMITS) is not None:
+        with pytest.raises(Corrupt):
+            decode(type(record), data, "here")
+        return
     again = decode(type(record), data, "here")
     assert again == record
     assert again.encode() == data
@@ -351,6 +377,119 @@ def test_floats_keep_every_bit() -> None:
         )
         seen.add(data)
     assert len(seen) == len(values)
+
+
+# -- sound records -----------------------------------------------------------------------------
+
+
+def _file(path: str, form: int = OPAQUE, size: int = 1, *parts: Part) -> Manifest:
+    return Manifest((File(path, form, size, parts or (Part(None, A, size),)),))
+
+
+def _files(*paths: str) -> Manifest:
+    return Manifest(tuple(File(path, OPAQUE, 0, (Part(None, A, 0),)) for path in paths))
+
+
+def _snapshot(*roles: str, **fields: Any) -> SnapshotRecord:
+    plain = SnapshotRecord(A, tuple(Parent(r, B) for r in roles), "add", None, None, "", 1, "t")
+    return msgspec.structs.replace(plain, **fields)
+
+
+def _plan(tensor: PlanTensor | None = None, **fields: Any) -> Plan:
+    plan = GOLDEN["plan"][0]
+    assert isinstance(plan, Plan)
+    return msgspec.structs.replace(plan, **({"tensors": (tensor,)} if tensor else {}), **fields)
+
+
+LONG = "x" * 4097
+CUT = (Threshold(0.5, -1),)
+UNSOUND: dict[str, Record] = {
+    "half an id": Tensor("U8", (1,), 1, A[:31]),
+    "an unknown dtype": Tensor("I3", (1,), 1, A),
+    "a length that is not its shape's": Tensor("F32", (2,), 4, A),
+    "plain bytes of another length": Tensor("BYTES", (2,), 1, A),
+    "plain bytes of two dimensions": Tensor("BYTES", (1, 1), 1, A),
+    "a shape beyond 63 bits": Tensor("U8", (1 << 62, 1 << 62, 0), 0, b""),
+    "65 dimensions": Tensor("U8", (1,) * 65, 1, A),
+    "plain bytes that are virtual": VirtualTensor("BYTES", (1,), 1, A, "w"),
+    "a virtual tensor of another length": VirtualTensor("F32", (2,), 4, A, "w"),
+    "a long virtual name": VirtualTensor("U8", (1,), 1, A, LONG),
+    "files out of order": _files("b", "a"),
+    "a file twice": _files("a", "a"),
+    "a file that is a directory": _files("a", "a.b", "a/b/c"),
+    "a path upward": _file("a/../b"),
+    "an absolute path": _file("/a"),
+    "a NUL in a path": _file("a\0b"),
+    "an empty part of a path": _file("a//b"),
+    "a long part of a path": _file("x" * 256),
+    "a deep path": _file("a/" * 64 + "b"),
+    "an unknown form": _file("a", 2),
+    "a file without parts": Manifest((File("a", OPAQUE, 0, ()),)),
+    "a file longer than its parts": Manifest((File("a", OPAQUE, 2, (Part(None, A, 1),)),)),
+    "a tensor in a plain file": _file("a", OPAQUE, 1, Part(None, A, 0), Part("w", A, 1)),
+    "two headers": _file("a", SAFETENSORS, 1, Part(None, A, 0), Part(None, A, 1)),
+    "no header": _file("a", SAFETENSORS, 1, Part("w", A, 1)),
+    "a long tensor name": _file("a", SAFETENSORS, 1, Part(None, A, 1), Part(LONG, A, 0)),
+    "an unknown role": _snapshot("mother"),
+    "parents out of order": _snapshot("expert", "base"),
+    "two bases": _snapshot("base", "base"),
+    "many parents": _snapshot(*["expert"] * 4097),
+    "an unknown origin": _snapshot(origin="found"),
+    "a plan of what was added": _snapshot(plan=A),
+    "coverage without a plan": _snapshot(origin="merge", coverage=A),
+    "a long message": _snapshot(message="x" * ((1 << 20) + 1)),
+    "states of two experts for one": _plan(PlanTensor("w", 1, (b"", b""), (), (0.0, 0.0))),
+    "norms of two experts for one": _plan(PlanTensor("w", 1, (b"",), (), (0.0, 0.0))),
+    "thresholds of two experts for one": _plan(PlanTensor("w", 1, (b"",), CUT * 2, (0.0,))),
+    "an unknown state": _plan(PlanTensor("w", 1, (b"\x06",), CUT, (0.0,))),
+    "a negative quota": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, -2),), (0.0,))),
+    "a quota beyond 63 bits": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, 1 << 63),), (0.0,))),
+    "a long note": _plan(notes=("x" * ((1 << 20) + 1),)),
+    "many notes": _plan(notes=("",) * 10_001),
+    "many patterns": _plan(criteria=Criteria("norm", skip=("",) * 10_001)),
+    "many parameters": _plan(parameters=tuple((f"p{n}", n) for n in range(257))),
+    "a short bitmap": Coverage(A, (TensorCoverage("w", 9, b"\0", ()),)),
+    "a long bitmap": Coverage(A, (TensorCoverage("w", 9, b"\0\0", (bytes(3),)),)),
+    "a spare bit": Coverage(A, (TensorCoverage("w", 9, b"\0\2", ()),)),
+    "an unknown algorithm": Signature(A, "rsa", B, C * 2, None, 5),
+    "a short key": Signature(A, "ed25519", B[:31], C * 2, None, 5),
+    "a short signature": Signature(A, "ed25519", B, C, None, 5),
+    "a long signer": Signature(A, "ed25519", B, C * 2, LONG, 5),
+}
+
+
+@pytest.mark.parametrize("what", UNSOUND)
+def test_an_unsound_record_is_corrupt(what: str) -> None:
+    """Canonical bytes are not enough: what contradicts itself or breaks a limit is refused."""
+    record = UNSOUND[what]
+    with pytest.raises(Corrupt, match="not a sound") as refusal:
+        decode(type(record), record.encode(), "here")
+    assert refusal.value.where == "here"
+
+
+def test_numbers_are_counts() -> None:
+    """A negative number or one beyond 63 bits is no length."""
+    head = bytes.fromhex(TENSOR_HEAD) + b"\xa2U8\x91"
+    for number in (b"\xff", b"\xcf\x80" + bytes(7), b"\xcf" + b"\xff" * 8):
+        with pytest.raises(Corrupt):
+            decode(Tensor, head + number + b"\x00\xc4\x00", "here")
+
+
+def test_limits_can_be_raised() -> None:
+    """Who trusts a record passes larger limits; the bytes are bounded before they are read."""
+    record = _plan(notes=("",) * 10_001)
+    assert decode(Plan, record.encode(), "here", RecordLimits(notes=20_000)) == record
+    with pytest.raises(Corrupt, match="the limit is 10"):
+        decode(Plan, record.encode(), "here", RecordLimits(record_bytes=10))
+
+
+def test_a_lying_length_costs_nothing() -> None:
+    """Four billion elements that are not there are refused without room being made for them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for head in (TENSOR_HEAD + "a25538dd", "92aa6d616e69666573742f31dd", TENSOR_HEAD + "dbff"):
+        with pytest.raises(Corrupt):
+            decode(Tensor, bytes.fromhex(head) + b"\xff" * 4, "here")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000
 
 
 # -- what records say --------------------------------------------------------------------------

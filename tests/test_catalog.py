@@ -17,6 +17,7 @@ from small_models import BLOCK, small_model
 
 from mstore import fs
 from mstore.api import Store
+from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
 from mstore.blocks.index import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind
@@ -41,7 +42,7 @@ from mstore.store.transaction import Transaction
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one small model under `model`, closed."""
     root = tmp_path_factory.mktemp("template")
-    with Store.init(root / "store", block_size=BLOCK) as store:
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
         store.add(small_model(root / "model", "seed"), name="model", threads=1)
     return root / "store"
 
@@ -80,7 +81,7 @@ def test_a_new_store(tmp_path: Path) -> None:
     root = tmp_path / "a" / "store"
     assert (root / "format").read_text() == f"mstore 1 {uuid} 65536\n"
     assert sorted(path.name for path in root.iterdir()) == [
-        "format", "index", "lock", "packs", "refs", "stats", "tmp",
+        "config", "format", "index", "lock", "packs", "refs", "stats", "tmp",
     ]  # fmt: skip
     assert (root / "refs" / "mirror").read_text() == "mstore refs 1\n"
     with Store.open(root) as store:
@@ -228,11 +229,17 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     shutil.copytree(template, root)
     line = (root / "format").read_text()
-    for other in (line.replace("mstore 1", "mstore 2"), "mstore 10 something new\n", "mstore 0\n"):
+    newer, older = "pip install -U mstore", "mstore migrate"
+    others = {
+        line.replace("mstore 1", "mstore 2"): newer,
+        "mstore 10 something new\n": newer,
+        "mstore 0\n": older,
+    }
+    for other, hint in others.items():
         (root / "format").write_text(other)
         with pytest.raises(Incompatible, match="format") as refusal:
             Catalog.open(root)
-        assert (refusal.value.where, refusal.value.hint) == (str(root), "pip install -U mstore")
+        assert (refusal.value.where, refusal.value.hint) == (str(root), hint)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +460,7 @@ def test_snapshots_of_equal_content_come_newest_first(catalog: Catalog, tmp_path
 def test_many_tensors_at_once(tmp_path: Path) -> None:
     """Many records come in the order asked for, repeated ones too; a missing one is NotFound."""
     catalog = Catalog.create(tmp_path / "store", BLOCK)
-    made = [Tensor("F32", (n,), 0, b"") for n in range(3)]
+    made = [Tensor("F32", (n, 0), 0, b"") for n in range(3)]
     with Transaction(catalog, "test") as transaction:
         ids = [TensorId(transaction.put_record(record)) for record in made]
         transaction.commit()
@@ -472,7 +479,7 @@ def test_lengths_at_rest(tmp_path: Path) -> None:
     ids = [BlockId.of(one) for one in data]
     with Transaction(catalog, "test") as transaction:
         for number, (id, one) in enumerate(zip(ids, data, strict=True)):
-            transaction.put_block(id, one, 1, "file", number * BLOCK)
+            transaction.put_block(id, encode(one, PLAIN_BYTES, Policy.RAW), "file", number * BLOCK)
         transaction.commit()
     asked = [ids[1], ids[0], ids[1], ids[2]]
     wanted = [place.stored_length for place in catalog.locate(asked)]

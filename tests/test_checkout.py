@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import families
@@ -19,11 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore import BlockId, Store, fs
+from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
 from mstore.errors import BadCheckpoint, BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
+from mstore.ids import SnapshotId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import Progress
+from mstore.store import leases
 from mstore.store.transaction import Transaction
 
 FAMILY = families.layered(rows=60)
@@ -171,6 +175,107 @@ def test_the_parent_must_be_there(store: Store, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+# -- who plants links ------------------------------------------------------------------------------
+
+
+def _staging(operation: fs.Operation, above: Path) -> Path | None:
+    """Where the files lie while the checkout runs, as an onlooker finds it."""
+    path = Path(operation.path)
+    return above / path.relative_to(above).parts[0] if above in path.parents else None
+
+
+@pytest.mark.parametrize("kind", ["create", "mkdir"])
+def test_a_planted_link_leads_nowhere(kind: str, store: Store, odd: Path, tmp_path: Path) -> None:
+    """A link put where a file or directory is about to be made: nothing is written through it."""
+    above, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    steps = 0
+    while True:
+        above.mkdir()
+        elsewhere.mkdir()
+        (elsewhere / "precious").write_text("precious")
+        seen, planted = 0, False
+
+        def plant(operation: fs.Operation, at: int = steps) -> None:
+            nonlocal seen, planted
+            if operation.kind == kind and _staging(operation, above):
+                seen += 1
+                if seen == at + 1:
+                    target = elsewhere if kind == "mkdir" else elsewhere / "new"
+                    Path(operation.path).symlink_to(target)
+                    planted = True
+
+        with fs.observed(plant), suppress(MstoreError):
+            store.checkout("odd", above / "out", threads=2)
+        assert [path.name for path in elsewhere.iterdir()] == ["precious"]
+        if not planted:
+            break
+        assert not (above / "out").exists()
+        shutil.rmtree(above)
+        shutil.rmtree(elsewhere)
+        steps += 1
+    assert steps >= 3
+    assert families.contents(above / "out") == families.contents(odd)
+
+
+def test_a_directory_swapped_for_a_link_leads_nowhere(store: Store, tmp_path: Path) -> None:
+    """A directory of the copy that is replaced by a link half way is not walked through."""
+    (tmp_path / "elsewhere").mkdir()
+    swapped = False
+
+    def swap(operation: fs.Operation) -> None:
+        nonlocal swapped
+        nested = Path(operation.path)
+        if operation.kind == "create" and nested.parent.name == "deeper" and not swapped:
+            swapped = True
+            nested.parent.rename(tmp_path / "moved")
+            nested.parent.symlink_to(tmp_path / "elsewhere")
+
+    with fs.observed(swap), pytest.raises(StorageFailed):
+        store.checkout("odd", tmp_path / "out", threads=1)
+    assert swapped
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_staging_directory_that_others_may_enter_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever puts an open directory where the private one was just made stops the checkout."""
+    make = os.mkdir
+
+    def replaced(path: str | Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        make(path, mode, dir_fd=dir_fd)
+        os.chmod(path, 0o777, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", replaced)
+    with pytest.raises(Conflict):
+        store.checkout("odd", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_modes(umask: int, file: int, folder: int, store: Store, tmp_path: Path) -> None:
+    """Files are 0644 and directories 0755 less the umask; until the end nobody else gets in."""
+    seen: set[int] = set()
+
+    def look(operation: fs.Operation) -> None:
+        staging = _staging(operation, tmp_path)
+        if operation.kind in ("create", "write", "fsync", "rename") and staging:
+            seen.add(stat.S_IMODE(staging.stat().st_mode))
+
+    before = os.umask(umask)
+    try:
+        with fs.observed(look):
+            store.checkout("odd", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert seen == {0o700}
+    for path in (tmp_path / "out", *(tmp_path / "out").rglob("*")):
+        assert stat.S_IMODE(path.lstat().st_mode) == (folder if path.is_dir() else file)
+
+
 # -- all or nothing ------------------------------------------------------------------------------
 
 
@@ -186,7 +291,7 @@ def test_a_full_disk_leaves_nothing(there: bool, store: Store, tmp_path: Path) -
 
             def refuse(operation: fs.Operation, kind: str = kind, step: int = step) -> None:
                 nonlocal seen
-                if operation.kind == kind:
+                if operation.kind == kind and not operation.path.startswith(f"{store.path}/"):
                     seen += 1
                     if seen == step + 1:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -237,20 +342,31 @@ def test_a_damaged_block_leaves_nothing(odd: Path, tmp_path: Path) -> None:
         ["a\0b"],
         [""],
         ["config.json", "CONFIG.json"],
+        ["A/x", "a/y"],
         ["a", "a/b"],
+        ["a", "a.b", "a/b/c"],
+        ["a//b"],
+        ["./a"],
+        ["a/"],
+        ["x" * 256],
+        ["a/" * 64 + "b"],
+        ["a\nb"],
     ],
-    ids=json.dumps,
+    ids=lambda paths: json.dumps(paths)[:30],
 )
-def test_a_strangers_manifest_stays_in_its_directory(paths: list[str], tmp_path: Path) -> None:
+def test_a_strangers_manifest_stays_in_its_directory(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Paths of a manifest that `add` would not have written are refused before a file is made."""
     content = b"x"
     (tmp_path / "here").mkdir()
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         block = BlockId.of(content)
-        with Transaction(store._catalog, "test") as transaction:
-            transaction.put_block(block, content, 1, "f", 0)
+        with monkeypatch.context() as careless, Transaction(store._catalog, "test") as transaction:
+            careless.setattr(Manifest, "problem", lambda manifest, limits: None)
+            transaction.put_block(block, encode(content, PLAIN_BYTES, Policy.RAW), "f", 0)
             part = Part(None, transaction.put_record(Tensor(BYTES, (1,), 1, block)), 1)
-            manifest = Manifest(tuple(File(path, OPAQUE, 1, (part,)) for path in paths))
+            manifest = Manifest(tuple(File(path, OPAQUE, 1, (part,)) for path in sorted(paths)))
             record = SnapshotRecord(
                 manifest=transaction.put_record(manifest),
                 parents=(),
@@ -282,3 +398,15 @@ def test_a_merge_can_be_checked_out_after_its_inputs_have_gone(tmp_path: Path) -
     wanted = FAMILY.experts[0]["model.norm.weight"]
     found = families.read_checkpoint(tmp_path / "out")["model.norm.weight"]
     assert families.bits(found).tolist() == families.bits(wanted).tolist()
+
+
+def test_the_snapshot_is_pinned_while_it_is_copied(store: Store, tmp_path: Path) -> None:
+    """Garbage collection leaves a snapshot alone that is being checked out, and only so long."""
+    held: list[set[SnapshotId]] = []
+
+    def look(tick: Progress) -> None:
+        held.append(leases.pins(store._catalog.layout))
+
+    store.checkout("odd", tmp_path / "out", progress=look)
+    assert {frozenset(one) for one in held} == {frozenset([store["odd"].id])}
+    assert leases.pins(store._catalog.layout) == set()

@@ -54,6 +54,7 @@ def test_plain_paths_are_accepted(path: str) -> None:
         ("x" * 256, "component of more than 255 bytes"),
         ("ü" * 128, "component of more than 255 bytes"),
         ("/".join(["d" * 200] * 21), "longer than 4096 bytes"),
+        ("/".join(["d"] * 65), "deeper than 64 components"),
     ],
 )
 def test_bad_paths_are_refused(path: str, problem: str) -> None:

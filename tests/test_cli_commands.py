@@ -13,6 +13,13 @@ from typing import Any
 import pytest
 from checkpoints import Tensor, write_safetensors
 from cli_runs import Program
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 
 from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
 from mstore_cli.main import VERBS
@@ -44,7 +51,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(root / "base", seed=0)
     write_model(root / "math", seed=1, moved=("layer",))
     write_model(root / "code", seed=2, moved=("layer", "norm"))
+    write_keys(root)
     return root
+
+
+def write_keys(directory: Path) -> None:
+    """A private key `key`, and the list `signers` that trusts it."""
+    made = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    pem = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (directory / "key").write_bytes(made.private_bytes(*pem))
+    public = made.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    (directory / "signers").write_bytes(b"me " + public + b"\n")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +73,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     for name in ("math", "code"):
         mstore.succeed("add", models / name, "--name", f"tiny/{name}", "--base", "tiny/base")
     mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
+    mstore.succeed("sign", "tiny/code", "--key", models / "key")
     return mstore
 
 
@@ -80,6 +98,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
     """A command line that goes well for each verb that has JSON and needs no FUSE."""
     return {
         "init": ["init", str(out / "new")],
+        "config": ["config"],
         "add": ["add", str(models / "math"), "--name", "tiny/again"],
         "analyze": ["analyze", "tiny/code", "--base", "tiny/math"],
         "plan": ["plan", *SHAREABLE],
@@ -100,8 +119,15 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "reset": ["reset", "tiny/merged", "tiny/base"],
         "reflog": ["reflog", "tiny/merged"],
         "rm": ["rm", "tiny/code"],
+        "sign": ["sign", "tiny/merged", "--key", str(models / "key"), "--as", "me"],
+        "verify": ["verify", "tiny/code", "--signers", str(models / "signers"), "--read-data"],
+        "prune": ["prune", "--keep-last", "1"],
+        "gc": ["gc", "--dry-run"],
         "fsck": ["fsck", "--read-data"],
+        "reindex": ["reindex"],
+        "migrate": ["migrate"],
         "stats": ["stats"],
+        "du": ["du"],
     }
 
 

@@ -176,3 +176,18 @@ def test_progress_on_a_terminal_only(tmp_path: Path) -> None:
     out, seen = on_terminal([*line, "--json"], environment)
     assert out.startswith("{")
     assert "MiB" in seen
+
+
+def test_an_interrupt_while_the_program_loads() -> None:
+    """Ctrl-C before the commands are there ends with a word and 130, and no traceback."""
+    code = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'mstore_cli.main': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from mstore_cli.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -21,10 +21,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from independent_reader import FormatError, IndependentStore
 from safetensors.numpy import save_file
 
 import mstore
+from mstore.signing import SigningKey
 
 BLOCK_SIZE = 65536
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "format.md").read_text()
@@ -47,6 +49,7 @@ class Made:
     refs: dict[str, tuple[str, str]] = field(default_factory=dict)
     merged: Files = field(default_factory=dict)
     plan: Any = None
+    signature: Any = None
     times: tuple[int, int] = (0, 0)
 
 
@@ -102,7 +105,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     two["ids"] = base["ids"] + 1
     start = time.time_ns()
     names = {"base": "m/base", "old": "m/one", "one": "m/one", "two": "m/two"}
-    store = mstore.Store.init(found.path, block_size=BLOCK_SIZE)
+    store = mstore.Store.init(found.path, block_size=BLOCK_SIZE, codec="raw")
     for key, tensors in {"base": base, "old": old, "one": one, "two": two}.items():
         files = write_checkpoint(root / key, tensors, draw)
         of = None if key == "base" else "m/base"
@@ -118,6 +121,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         store.merge(found.plan, name="m/virtual", virtual=True).snapshot
     )
     store.tag("v1", "m/merged")
+    key = SigningKey(Ed25519PrivateKey.generate())
+    found.signature = store.sign("v1", key, signer="me").signature
     found.refs = {ref.name: (ref.kind, str(ref.snapshot)) for ref in store.refs()}
     files = [file.path for file in store.files("m/merged")]
     found.merged = {path: b"".join(store.read_file("m/merged", path)) for path in files}
@@ -333,7 +338,7 @@ def test_coverage(made: Made, read: IndependentStore) -> None:
 def test_every_pack_verifies(made: Made, indexed: IndependentStore) -> None:
     """Every pack is sound by itself, belongs to this store, and can be read only."""
     packs = [reader.verify_pack(path) for path in pack_paths(made)]
-    assert len(packs) == 8  # four checkpoints, two plans, two merges
+    assert len(packs) == 9  # four checkpoints, two plans, two merges, a signature
     assert {pack.uuid for pack in packs} == {indexed.uuid}
     assert {path.stat().st_mode & 0o777 for path in pack_paths(made)} == {0o444}
 
@@ -354,6 +359,43 @@ def test_runs(made: Made, read: IndependentStore) -> None:
                 pages += entry.plain // reader.PAGE if raw else 0
                 at += entry.plain
     assert pages > 100
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "packs"])
+def test_codecs(tmp_path: Path, index: bool) -> None:
+    """Planes and differences of every width decode as the page says, to the very bytes."""
+    draw = np.random.default_rng(21)
+    floats = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+    floats += [np.float16, np.float32, np.float64]
+    base, expert = {}, {}
+    for kind in (np.dtype(one) for one in floats):
+        count = 100_000 // kind.itemsize
+        values = 0.02 * draw.standard_normal(count)
+        base[kind.name] = values.astype(kind)
+        expert[kind.name] = (values + 1e-4 * draw.standard_normal(count)).astype(kind)
+        # Infinities and NaN, in one of the two or in both.
+        base[kind.name].view(np.uint8)[5:900] = draw.integers(0, 256, 895)
+        expert[kind.name].view(np.uint8)[400:1400] = draw.integers(0, 256, 1000)
+    for kind in map(np.dtype, "b?hilBHIL"):
+        values = draw.integers(0, 2 if kind.kind == "b" else 100, 100_000 // kind.itemsize)
+        base[f"int {kind.name}"] = values.astype(kind)
+        expert[f"int {kind.name}"] = (values + (draw.random(values.size) < 0.02)).astype(kind)
+    for name, tensors in (("base", base), ("expert", expert)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    with mstore.Store.init(tmp_path / "store", block_size=BLOCK_SIZE, codec="dense") as store:
+        added = [
+            store.add(tmp_path / "base", name="base"),
+            store.add(tmp_path / "expert", name="expert", base="base"),
+        ]
+    read = IndependentStore(tmp_path / "store", index=index)
+    for name, report in zip(("base", "expert"), added, strict=True):
+        plain = (tmp_path / name / "model.safetensors").read_bytes()
+        assert read.file_bytes(str(report.snapshot), "model.safetensors") == plain
+    entries = [read.place(reader.BLOCK, id)[1] for id in read.ids(reader.BLOCK)]
+    found = {(entry.codec, entry.width) for entry in entries}
+    for codec in (reader.PLANES, reader.DELTA_FLOATS, reader.DELTA_INTEGERS):
+        assert {width for one, width in found if one == codec} == {1, 2, 4, 8}
 
 
 def test_directory(made: Made, indexed: IndependentStore) -> None:
@@ -487,6 +529,14 @@ def test_index_table(made: Made, indexed: IndependentStore) -> None:
     assert index["snapshots"].keys() == {bytes.fromhex(s) for s in made.snapshots.values()}
     assert index["edges"] == edges
     assert index["leases"] == {}
+    signed = bytes.fromhex(made.snapshots["merged"]) + made.signature
+    assert index["signatures"] == {signed: b""}
+
+
+def test_signatures(made: Made, read: IndependentStore) -> None:
+    """A signature names its snapshot and signer, and its key has made it."""
+    found = read.signature(str(made.signature))
+    assert (found.snapshot, found.signer) == (made.snapshots["merged"], "me")
 
 
 def test_reflog(made: Made, indexed: IndependentStore) -> None:
@@ -731,16 +781,19 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
         (spoil("weight", stored=13), "raw bytes of another length"),
         (spoil("weight", stored=0, plain=0), "an empty payload"),
         (spoil("weight", width=3), "element width 3"),
-        (spoil("weight", codec=2), "codec 2"),
-        (spoil("weight", codec=3), "codec 3"),
-        (spoil("weight", codec=4), "codec 4"),
-        (spoil("weight", base=b"\1" * 32), "entry with more than zeros"),
+        (spoil("weight", codec=2), "a frame that saves nothing"),
+        (spoil("weight", codec=2, plain=14), "the frame of block"),
+        (spoil("weight", codec=3, plain=14), "a base without a delta"),
+        (spoil("weight", codec=3, plain=14, base=b"\1" * 32), "the frame of block"),
+        (spoil("weight", codec=2, plain=13), "half an element"),
+        (spoil("weight", codec=5), "codec 5"),
+        (spoil("weight", base=b"\1" * 32), "a base without a delta"),
         (spoil("weight", zero=b"\0\0\0\0\1"), "entry with more than zeros"),
         (spoil("weight", id=bytes(32)), "has other bytes"),
         (spoil("zeros", width=2), "a constant of another width"),
         (spoil("zeros", plain=4999), "has other bytes"),
         (spoil("weight", codec=1, width=8, stored=8), "half an element"),
-        (spoil("snapshot", kind=7), "kind 7"),
+        (spoil("snapshot", kind=8), "kind 8"),
         (spoil("snapshot", kind=4), "has other bytes"),
         (spoil("snapshot", codec=1, stored=1), "codec 1 for a snapshot"),
         (spoil("snapshot", width=2), "a record with an element width"),

@@ -1,21 +1,25 @@
 """kill -9 at random moments, with real processes on a real store.
 
 A nursery process imports everything once and forks a worker for each line that it is told, so
-that a round costs milliseconds.  Workers add and merge in a loop and write a line after each call
-that returned.  Two work at a time: one is killed, the other must go on, and is killed as well.
+that a round costs milliseconds.  Workers add, merge and remove in a loop and write a line after
+each call that returned; others collect garbage, and read through a mount.  All are at work at a
+time: one writer is killed, then the collector, the other must go on, and is killed as well.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,7 +28,9 @@ import pytest
 from small_models import BLOCK, files_of, small_model
 
 from mstore.api import Store
+from mstore.errors import Unavailable
 from mstore.ids import SnapshotId
+from mstore_fuse import mounts
 
 # A fresh store now and then: each check reads all that is in it.
 ROUNDS_A_STORE = 10
@@ -35,36 +41,37 @@ PATIENCE = 60.0
 
 
 def nursery(scratch: str) -> None:
-    """Obey `work STORE NAME` and `bury PID` on stdin; answer `born PID` and `buried PID`."""
+    """Obey `TASK WHERE NAME` and `bury PID` on stdin; answer `born PID` and `buried PID`."""
     # What workers import and compile is here before the first of them is born.
     warm = Path(scratch) / "warm"
     Store.init(warm, block_size=BLOCK).close()
-    work(warm, "warm", "0", Path(scratch))
+    for task in (work, collect):
+        task(warm, "warm", "0", Path(scratch))
     tell("ready")
     for line in sys.stdin:
         order, *what = line.split()
-        if order == "work":
+        if order in TASKS:
             child = os.fork()
             if child == 0:
-                work_for_ever(Path(what[0]), what[1], Path(scratch))
+                for_ever(order, Path(what[0]), what[1], Path(scratch))
             tell(f"born {child}")
         else:
             os.waitpid(int(what[0]), 0)
             tell(f"buried {what[0]}")
 
 
-def work_for_ever(root: Path, name: str, scratch: Path) -> None:
+def for_ever(task: str, root: Path, name: str, scratch: Path) -> None:
     """A worker's life; ends with a stack on stderr or, as it should, from outside."""
     try:
         for number in count():
-            work(root, name, f"{os.getpid()}-{number}", scratch)
+            TASKS[task](root, name, f"{os.getpid()}-{number}", scratch)
     finally:
         traceback.print_exc()
         os._exit(1)
 
 
 def work(root: Path, name: str, seed: str, scratch: Path) -> None:
-    """Add a base and an expert and merge them; tell of each call that returned."""
+    """Add a base and an expert, merge them, remove that; tell of each call that returned."""
     with Store.open(root) as store:
         for part in ("base", "expert"):
             model = small_model(scratch / f"{name}-{part}", seed, changed=part)
@@ -76,6 +83,44 @@ def work(root: Path, name: str, seed: str, scratch: Path) -> None:
         )
         merged = store.merge(plan, name=f"{name}/merged", threads=1)
         tell(f"done {name}/merged {merged.snapshot} {seed}")
+        store.remove(f"{name}/merged")
+        tell(f"done {name}/merged - {seed}")
+
+
+def collect(root: Path, name: str, seed: str, scratch: Path) -> None:
+    """Collect garbage."""
+    with Store.open(root) as store:
+        store.gc()
+
+
+def watch(root: Path, name: str, seed: str, scratch: Path) -> None:
+    """Read each snapshot of a mount whole; files that were added must be as they were."""
+    for snapshot in sorted((root / "snapshots").iterdir()):
+        try:
+            found = files_of(snapshot)
+        except OSError as error:
+            # It was collected meanwhile, or the mount is being killed.
+            if error.errno in {errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.EIO}:
+                continue
+            raise
+        if found.keys() != {"config.json", "model.safetensors"}:
+            continue
+        maker = found["config.json"].split(b'"')[3].decode()
+        wanted = [
+            files_of(small_model(scratch / f"{name}-{part}", maker, changed=part))
+            for part in ("base", "expert")
+        ]
+        if found not in wanted and not _is_merged(found, *wanted):
+            raise AssertionError(f"{snapshot} has other contents")
+
+
+def _is_merged(found: dict[str, bytes], base: dict[str, bytes], expert: dict[str, bytes]) -> bool:
+    """Whether these may be the files of a merge: the large tensor is that of both."""
+    one, other = found["model.safetensors"], base["model.safetensors"]
+    return len(one) == len(other) and one[: 60 << 10] == other[: 60 << 10]
+
+
+TASKS = {task.__name__: task for task in (work, collect, watch)}
 
 
 def tell(line: str) -> None:
@@ -88,10 +133,10 @@ def tell(line: str) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """An acknowledged call."""
+    """An acknowledged call; a removal has no snapshot."""
 
     ref: str
-    snapshot: SnapshotId
+    snapshot: SnapshotId | None
     seed: str
 
 
@@ -137,7 +182,8 @@ class Nursery:
                 words = line.decode().split()
                 if words[0] == "done":
                     ref, snapshot, seed = words[1:]
-                    self.done.append(Done(ref, SnapshotId.parse(snapshot), seed))
+                    made = None if snapshot == "-" else SnapshotId.parse(snapshot)
+                    self.done.append(Done(ref, made, seed))
                 yield words
             if not self._selector.select(give_up - time.monotonic()):
                 raise TimeoutError(f"no answer; errors: {self.errors()}")
@@ -148,9 +194,9 @@ class Nursery:
     def _until(self, *words: str) -> list[str]:
         return next(line for line in self._lines() if tuple(line[: len(words)]) == words)
 
-    def start(self, store: Path, name: str) -> int:
+    def start(self, where: Path, name: str, task: str = "work") -> int:
         """The process id of a new worker."""
-        self._order(f"work {store} {name}")
+        self._order(f"{task} {where} {name}")
         return int(self._until("born")[1])
 
     def kill(self, worker: int) -> None:
@@ -185,20 +231,25 @@ def children(tmp_path: Path) -> Iterator[Nursery]:
     nursery.close()
 
 
-def inspect(root: Path, done: list[Done], scratch: Path) -> bool:
-    """Assert all that must hold in a store after a kill; whether the kill left garbage."""
+def inspect(root: Path, done: list[Done], scratch: Path, *, forgets: bool) -> bool:
+    """Assert all that must hold in a store after a kill; whether the kill left garbage.
+
+    forgets: gc takes what only the reflog names.
+    """
     last = {told.ref: told for told in done}
     with Store.open(root) as store:
         report = store.fsck(read_data=True)
         assert report.problems == ()
-        assert {told.snapshot for told in done} <= set(store.snapshot_ids())
+        told_of = {told.snapshot for told in done} - {None}
+        assert forgets or told_of <= set(store.snapshot_ids())
+        refs = {ref.name: ref.snapshot for ref in store.refs()}
         for ref, told in last.items():
             # Calls that were killed may have published without having said so.
             moves = [move.new for move in store.reflog(ref)]
             assert told.snapshot in moves
-            assert store[ref].id == moves[0]
+            assert refs.get(ref) == moves[0]
             part = ref.split("/")[1]
-            if part != "merged":
+            if part != "merged" and (not forgets or told.snapshot == moves[0]):
                 model = small_model(scratch / f"expected-{part}", told.seed, changed=part)
                 view = store.view(told.snapshot)
                 found = {path: b"".join(view.stream(path)) for path in view.files}
@@ -206,32 +257,75 @@ def inspect(root: Path, done: list[Done], scratch: Path) -> bool:
     return bool(report.garbage)
 
 
+@contextmanager
+def mounted(root: Path, point: Path) -> Iterator[Path | None]:
+    """The whole store under a mount whose server is killed in the end; None where none can be."""
+    try:
+        mounts.require_fuse()
+    except Unavailable:
+        yield None
+        return
+    point.mkdir()
+    info = mounts.mount(root, None, point)
+    yield point
+    assert info.pid is not None
+    os.kill(info.pid, signal.SIGKILL)
+    mounts.unmount(point, lazy=True)
+
+
 def kill_at_random(children: Nursery, rounds: int, scratch: Path) -> int:
     """That many rounds; how many kills left garbage, which is to say: hit something running."""
     littered = 0
-    root = scratch / "none"
-    for number in range(rounds):
-        if number % ROUNDS_A_STORE == 0:
-            root = scratch / f"store{number}"
-            Store.init(root, block_size=BLOCK).close()
-            children.done.clear()
-        first, second = children.start(root, "a"), children.start(root, "b")
-        time.sleep(random.uniform(0, 0.2))
-        children.kill(first)
-        children.wait_for("b")
-        time.sleep(random.uniform(0, 0.05))
-        children.kill(second)
-        littered += inspect(root, children.done, scratch)
-        assert children.errors() == ""
-    with Store.open(root) as store:
-        store.add(small_model(scratch / "end", "end"), name="end", threads=1)
-        assert list((root / "tmp").iterdir()) == []
-        assert store.fsck().problems == ()
+    for first in range(0, rounds, ROUNDS_A_STORE):
+        root = scratch / f"store{first}"
+        forgets = first // ROUNDS_A_STORE % 2 == 1
+        with Store.init(root, block_size=BLOCK) as store:
+            store.configure("reflog_days", 0 if forgets else 30)
+        children.done.clear()
+        with mounted(root, scratch / f"mount{first}") as point:
+            for _ in range(min(ROUNDS_A_STORE, rounds - first)):
+                littered += _round(children, root, point, scratch, forgets=forgets)
+        with Store.open(root) as store:
+            store.add(small_model(scratch / "end", "end"), name="end", threads=1)
+            assert list((root / "tmp").iterdir()) == []
+            store.gc()
+            report = store.fsck(read_data=True)
+            assert report.problems == ()
+            assert report.garbage == ()
+        shutil.rmtree(root)
     return littered
 
 
+def _round(
+    children: Nursery, root: Path, point: Path | None, scratch: Path, *, forgets: bool
+) -> bool:
+    """Four at work; one after the other is killed."""
+    one, other = children.start(root, "a"), children.start(root, "b")
+    collector = children.start(root, "c", "collect")
+    reader = None if point is None else children.start(point, "d", "watch")
+    time.sleep(random.uniform(0, 0.2))
+    children.kill(one)
+    time.sleep(random.uniform(0, 0.05))
+    children.kill(collector)
+    children.wait_for("b")
+    time.sleep(random.uniform(0, 0.05))
+    children.kill(other)
+    if reader is not None:
+        children.kill(reader)
+    found = inspect(root, children.done, scratch, forgets=forgets)
+    assert children.errors() == ""
+    return found
+
+
 def test_killed_at_random_moments(children: Nursery, tmp_path: Path) -> None:
-    """After kill -9 at 100 random moments of add and merge: fsck is clean each time, nothing that
-    was acknowledged is lost, a second process goes on, and the next add clears up."""
-    littered = kill_at_random(children, 50, tmp_path)
+    """After kill -9 at 120 random moments of add, merge, rm, gc and reads of a mount: fsck is clean
+    each time, nothing acknowledged is lost, another process goes on, the next add clears up."""
+    littered = kill_at_random(children, 40, tmp_path)
     assert littered >= 10
+
+
+@pytest.mark.slow
+def test_killed_at_a_thousand_random_moments(children: Nursery, tmp_path: Path) -> None:
+    """The same for 1,000 rounds."""
+    littered = kill_at_random(children, 1000, tmp_path)
+    assert littered >= 250

@@ -16,6 +16,7 @@ import pytest
 
 from mstore import fs
 from mstore.errors import StorageFailed
+from mstore.ids import SnapshotId
 from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease, LeaseRow
@@ -224,3 +225,70 @@ def test_claiming_passes_over_what_goes_meanwhile(
     assert list(mine.directory.iterdir()) == []
     other.release()
     mine.release()
+
+
+def test_a_pin_lives_as_long_as_its_owner(catalog: Catalog) -> None:
+    """A pinned snapshot is listed while it is pinned, by whatever process; after a kill it is not,
+    and the next writer removes what is left of it."""
+    snapshot = SnapshotId(bytes(range(32)))
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from mstore.store import layout, leases; from mstore.ids import SnapshotId\n"
+        "pin = leases.Pin(layout.locate(Path(sys.argv[1])), SnapshotId(bytes(range(32))))\n"
+        "print('pinned', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(catalog.layout.root)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "pinned\n"
+        assert leases.pins(catalog.layout) == {snapshot}
+        sweep(catalog)
+        assert leases.pins(catalog.layout) == {snapshot}
+        holder.kill()
+    assert leases.pins(catalog.layout) == set()
+    assert len(leases.garbage(catalog.layout)) == 1
+    sweep(catalog)
+    assert in_tmp(catalog) == []
+
+
+def test_pins_are_for_each_of_several(catalog: Catalog) -> None:
+    """Pins of one snapshot do not end each other; leases are not pins, and pins no leases."""
+    one, other = SnapshotId(bytes(32)), SnapshotId(bytes(range(32)))
+    lease = Lease(catalog.layout, catalog.index, "test")
+    with leases.pinned(catalog.layout, [one, other, one]):
+        again = leases.Pin(catalog.layout, one)
+        assert leases.live(catalog.layout) == {lease.name}
+        assert leases.pins(catalog.layout) == {one, other}
+    assert leases.pins(catalog.layout) == {one}
+    again.release()
+    again.release()
+    assert leases.pins(catalog.layout) == set()
+    lease.release()
+    assert leases.live(catalog.layout) == set()
+    assert not leases.is_live(catalog.layout, lease.name)
+
+
+def test_where_nothing_can_be_written_a_pin_is_none(catalog: Catalog) -> None:
+    """In a store that may only be read a pin keeps nothing, and reading goes on."""
+
+    def refuse(operation: fs.Operation) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with fs.observed(refuse), leases.pinned(catalog.layout, [SnapshotId(bytes(32))]):
+        assert leases.pins(catalog.layout) == set()
+
+
+def test_one_collects_at_a_time(catalog: Catalog) -> None:
+    """The lock of garbage collection is held by one; it is no file of its own."""
+    with leases.collecting(catalog.layout):
+        second = fs.LockFile(catalog.layout.packs, create=False)
+        assert not second.acquire(blocking=False)
+        second.release()
+    second = fs.LockFile(catalog.layout.packs, create=False)
+    assert second.acquire(blocking=False)
+    second.release()
+    assert in_tmp(catalog) == []

@@ -78,7 +78,9 @@ class Workplace:
         `again`: another one, where no statistics were kept.  `common`: an empty one.
         """
         if (block_size, kind) not in self.stores:
-            store = Store.init(self.root / f"{kind}-{block_size}", block_size=block_size)
+            store = Store.init(
+                self.root / f"{kind}-{block_size}", block_size=block_size, codec="raw"
+            )
             members = ["base", *self.family.names] if kind != "common" else []
             for name in members if kind == "first" else reversed(members):
                 base = "base" if kind == "first" and name != "base" else None

@@ -87,7 +87,7 @@ def family(seed: int, experts: int, dtype: str = "BF16") -> Family:
 def make(root: Path, made: Family) -> Place:
     """A store with the whole family."""
     made.write(root)
-    store = Store.init(root / "store", block_size=BLOCK)
+    store = Store.init(root / "store", block_size=BLOCK, codec="raw")
     store.add(root / "base", name="base")
     for name in made.names:
         store.add(root / name, name=name, base="base")

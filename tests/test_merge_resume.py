@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         for _ in range(2)
     ]
     Family(base, tuple(experts)).write(tmp_path)
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
         store.add(tmp_path / "base", name="base")
         for name in ("e0", "e1"):
             store.add(tmp_path / name, name=name, base="base")

@@ -19,13 +19,15 @@ from checkpoints import write_safetensors
 from families import BLOCK, Family
 
 from mstore.api import Store
+from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PAGE, PackFiles
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
-from mstore.merge.running.compute import Scratch, compute, load, tie_counts
+from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.engine import Engine, Means
+from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.slices import Slice, execute
 from mstore.merge.running.task import Tasks
@@ -70,7 +72,7 @@ def store(
         wide = {name: array.astype(np.float32) for name, array in family.experts[2].items()}
         family = Family(family.base, (*family.experts[:2], wide))
     family.write(root)
-    with Store.init(root / "store", block_size=BLOCK) as store:
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
         store.add(root / "base", name="base")
         for name in family.names:
             store.add(root / name, name=name, base="base")
@@ -91,7 +93,8 @@ def plan_of(store: Store, method: str, **options: Any) -> Plan:
 
 def merge(store: Store, plan: Plan, **options: Any) -> Merged:
     """Run it in small slices, without a memo table."""
-    given = {"threads": 2, "slice_bytes": SMALL, "name": "m", "message": ""} | options
+    given = {"threads": 2, "slice_bytes": SMALL, "name": "m", "message": ""}
+    given |= {"policy": Policy.RAW} | options
     return run_merge(store._catalog, plan, sources_of(store._catalog, plan.id(), plan), **given)
 
 
@@ -299,7 +302,10 @@ def test_tasks_say_it_all(store: Store, tmp_path: Path) -> None:
     for number in range(tensor.chunks):
         task = pickle.loads(pickle.dumps(tasks.chunk(tensor, number)))
         quotas = task.tensor.quotas
-        out += bytes(compute(task, packs, tasks.mix, quotas, Scratch(), meter, Meter("base")))
+        (loaded,) = load([task], packs, Scratch(), meter, Meter("base"))
+        made = np.empty(task.out_bytes, dtype=np.uint8)
+        blend(loaded, tasks.mix, quotas, made)
+        out += bytes(made)
     assert out == view.tensor("a").tobytes()
     costs = sum(task.expert_bytes for task in tasks.chunks(tensor, range(tensor.chunks)))
     assert meter.total == costs
@@ -398,7 +404,7 @@ print(peak)
 def test_many_experts_take_no_more_memory(tmp_path: Path) -> None:
     """With 24 experts, blocks of 1 MiB and 64 threads asked for, the bound is kept."""
     rng = np.random.default_rng(0)
-    with Store.init(tmp_path / "store") as store:
+    with Store.init(tmp_path / "store", codec="raw") as store:
         for name in ("base", *(f"e{k}" for k in range(24))):
             words = rng.integers(0, 1 << 16, 2 << 20, dtype=np.uint16) & np.uint16(0xBFFF)
             tensor = ("w", "BF16", (2 << 20,), words.tobytes())

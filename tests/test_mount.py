@@ -233,7 +233,7 @@ def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: 
     """A damaged block gives EIO to whoever reads it, and nobody else notices."""
     _, refs = family
     store = point.parent / "store"
-    with Store.init(store, block_size=BLOCK_SIZE) as made:
+    with Store.init(store, block_size=BLOCK_SIZE, codec="raw") as made:
         made.add(refs["b"], name="b")
     expected = (refs["b"] / BIG).read_bytes()
     at = len(expected) // 2
@@ -731,3 +731,46 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for text in said:
         assert "mstore checkout REF DIR" in text
         assert "store[REF].tensor(NAME)" in text
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gc_takes_nothing_from_under_a_mount(tmp_path: Path, point: Path, whole: bool) -> None:
+    """What is mounted, or open in a mount of the whole store, can be read to the end though its ref
+    is gone; unmounted, it goes."""
+    with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as store:
+        store.configure("reflog_days", 0)
+        original = write_checkpoint(tmp_path / "a", 1)
+        snapshot = store.add(original, name="a").snapshot
+        shutil.copytree(original, tmp_path / "b")
+        (tmp_path / "b" / BIG).unlink()
+        mount(store.path, None if whole else "a", point)
+        inside = point / "refs" / "a" if whole else point
+        with (inside / BIG).open("rb") as file:
+            start = file.read(70_000)
+            store.add(tmp_path / "b", name="b")
+            store.remove("a")
+            assert store.gc().snapshots_dropped == ()
+            assert start + file.read() == (original / BIG).read_bytes()
+        if not whole:
+            assert (inside / "config.json").read_bytes() == (original / "config.json").read_bytes()
+        unmount(point)
+        assert store.gc().snapshots_dropped == (snapshot,)
+
+
+def test_a_mount_goes_on_after_its_packs_were_rewritten(tmp_path: Path, point: Path) -> None:
+    """gc moves what a mount shows into other packs; the mount finds it there."""
+    with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as store:
+        store.configure("reflog_days", 0)
+        original = write_checkpoint(tmp_path / "a", 1)
+        half = tmp_path / "half"
+        shutil.copytree(original, half)
+        (half / BIG).unlink()
+        store.add(original, name="a")
+        store.add(half, name="half")
+        mount(store.path, "half", point)
+        name = "model-00002-of-00002.safetensors"
+        with (point / name).open("rb") as file:
+            start = file.read(70_000)
+            store.remove("a")
+            assert len(store.gc().packs_rewritten) == 1
+            assert start + file.read() == (half / name).read_bytes()

@@ -43,16 +43,32 @@ class Named:
 
 
 @dataclass
+class Pin:
+    """A pin of a store in memory."""
+
+    pinned: list[str]
+    snapshot: str
+
+    def release(self) -> None:
+        self.pinned.remove(self.snapshot)
+
+
+@dataclass
 class Store:
     """A store in memory; counts how often a snapshot was read."""
 
     views: dict[str, View]
     pointers: dict[str, str]
     viewed: list[str] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
 
     def view(self, revision: str) -> View:
         self.viewed.append(revision)
         return self.views[revision]
+
+    def pin(self, snapshot: str) -> Pin:
+        self.pinned.append(snapshot)
+        return Pin(self.pinned, snapshot)
 
     def refs(self) -> Iterable[Named]:
         return [Named(name, snapshot) for name, snapshot in self.pointers.items()]
@@ -245,3 +261,19 @@ def test_depth_costs_no_stack() -> None:
     tree = SnapshotTree(View(A, {path: b"deep"}))
     assert tree.entry(path).size == 4
     assert names(tree, path[: -len("/d")]) == ["d"]
+
+
+def test_what_is_open_is_pinned(store: Store) -> None:
+    """A snapshot is pinned once, from the first open of any of its files to the last release."""
+    tree = StoreTree(store)
+    walk(tree)
+    assert store.pinned == []
+    first = tree.open("refs/main/config.json")
+    second = tree.open(f"snapshots/{A}/sub/x.bin")
+    other = tree.open(f"snapshots/{B}/config.json")
+    assert sorted(store.pinned) == [A, B]
+    tree.release(first)
+    tree.release(other)
+    assert store.pinned == [A]
+    tree.release(second)
+    assert store.pinned == []

@@ -15,7 +15,6 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import (
     ENTRY,
@@ -383,49 +382,6 @@ def test_a_pack_in_use_is_not_closed(tmp_path: Path) -> None:
 def descriptors() -> int:
     """How many files this process has open."""
     return len(os.listdir("/proc/self/fd"))
-
-
-# -- codecs ------------------------------------------------------------------------------------
-
-
-@given(
-    element=st.binary(min_size=1, max_size=8).filter(lambda e: len(e) in (1, 2, 4, 8)),
-    count=st.integers(2, 3000),
-    at=st.integers(0, 1 << 20),
-)
-def test_constant_blocks(element: bytes, count: int, at: int) -> None:
-    """A repeated element is stored once; one deviating byte anywhere makes the block raw."""
-    width = len(element)
-    data = bytearray(element * count)
-    codec, payload = codecs.encode(bytes(data), width)
-    assert (codec, payload) == (Codec.CONSTANT, element)
-    assert codecs.decode(codec, bytes(payload), width, len(data)) == data
-    data[at % len(data)] ^= 1
-    codec, payload = codecs.encode(bytes(data), width)
-    assert (codec, bytes(payload)) == (Codec.RAW, bytes(data))
-    assert codecs.decode(codec, bytes(payload), width, len(data)) == data
-
-
-@given(
-    codec=st.integers(0, 255), payload=st.binary(max_size=9), width=st.integers(0, 9),
-    raw=st.integers(0, 70_000),
-)  # fmt: skip
-def test_decoding_gives_the_length_it_was_told(
-    codec: int, payload: bytes, width: int, raw: int
-) -> None:
-    """Whatever an entry says: the plain length, or an error of ours."""
-    try:
-        plain = codecs.decode(codec, payload, width, raw)
-    except (Corrupt, Incompatible):
-        return
-    assert len(plain) == raw
-
-
-def test_reserved_codecs_need_a_newer_version() -> None:
-    """Planes and deltas are refused as what they are."""
-    for codec in (Codec.PLANES, Codec.DELTA, 77):
-        with pytest.raises(Incompatible, match="newer"):
-            codecs.decode(codec, b"x", 1, 1)
 
 
 def test_an_entry_of_no_base_has_none() -> None:

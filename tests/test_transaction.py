@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mstore import fs
+from mstore.blocks.codecs import PLAIN_BYTES, Encoded, Policy, encode
 from mstore.blocks.packs import PAGE, Kind
-from mstore.check import Checker
+from mstore.check.fsck import Checker, Scope
 from mstore.errors import Conflict, NotFound
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
@@ -36,10 +37,15 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
     catalog.close()
 
 
+def raw(data: bytes) -> Encoded:
+    """A block as it is stored raw."""
+    return encode(data, PLAIN_BYTES, Policy.RAW)
+
+
 def put_file(transaction: Transaction, contents: bytes, path: str = "file") -> Manifest:
     """Store one file of at most one block; returns the manifest that holds it."""
     block = BlockId.of(contents)
-    transaction.put_block(block, contents, 1, path, 0)
+    transaction.put_block(block, raw(contents), path, 0)
     tensor = Tensor(BYTES, (len(contents),), len(contents), bytes(block))
     transaction.put_record(tensor)
     part = Part(None, tensor.id(), len(contents))
@@ -66,7 +72,9 @@ def publish(
 
 def left_over(catalog: Catalog) -> list[str]:
     """Whatever lies in packs/ and tmp/ without being part of the store."""
-    report = Checker(catalog, read_data=True).run()
+    report = Checker(
+        catalog.layout, Scope.chosen(read_data=True, sample=None, seed=0), threads=1
+    ).run()
     assert report.problems == ()
     return list(report.garbage)
 
@@ -153,12 +161,12 @@ def test_a_block_is_stored_once(catalog: Catalog) -> None:
     data = os.urandom(100)
     id = BlockId.of(data)
     with Transaction(catalog, "test") as transaction:
-        assert transaction.put_block(id, data, 1, "f", 0)
-        assert not transaction.put_block(id, data, 1, "g", 0)
+        assert transaction.put_block(id, raw(data), "f", 0)
+        assert not transaction.put_block(id, raw(data), "g", 0)
         transaction.commit()
         assert transaction.blocks_new == 1
     with Transaction(catalog, "test") as transaction:
-        assert not transaction.put_block(id, data, 1, "f", 0)
+        assert not transaction.put_block(id, raw(data), "f", 0)
         transaction.commit()
         assert (transaction.blocks_new, transaction.bytes_written) == (0, 0)
     assert len(list(catalog.layout.packs.glob("*/*"))) == 1
@@ -169,7 +177,7 @@ def test_packs_have_a_size(catalog: Catalog) -> None:
     blocks = [os.urandom(PAGE) for _ in range(12)]
     with Transaction(catalog, "test", max_pack=4 * PAGE) as transaction:
         for number, data in enumerate(blocks):
-            transaction.put_block(BlockId.of(data), data, 1, "f", number * PAGE)
+            transaction.put_block(BlockId.of(data), raw(data), "f", number * PAGE)
         transaction.commit()
         packs = list(catalog.layout.packs.glob("*/*"))
         assert transaction.bytes_written == sum(pack.stat().st_size for pack in packs)

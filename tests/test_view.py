@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import BlockId, SnapshotId, Store
-from mstore.blocks.codecs import Codec
+from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import Buffer, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
@@ -43,7 +43,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("odd")
     path = every_dtype_checkpoint(root / "odd")
-    with Store.init(root / "store", block_size=BLOCK) as store:
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
         report = store.add(path, name="odd")
         cache = BlockCache(store._catalog, limit=2 * BLOCK + 100)
         yield Place(
@@ -119,7 +119,7 @@ def test_what_is_not_there(place: Place) -> None:
 def test_tensors_are_the_arrays(tmp_path: Path) -> None:
     """Tensors come back as read-only arrays of their dtype and shape, bit for bit."""
     path = families.write_checkpoint(tmp_path / "a", FAMILY.base, shards=3)
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
         store.add(path, name="a")
         snapshot = store["a"]
         found = {name: snapshot.tensor(name) for name in snapshot.tensor_names()}
@@ -161,7 +161,7 @@ def damaged(tmp_path: Path) -> Iterator[tuple[Store, BlockId]]:
     other = array + np.float32(1)
     families.write_checkpoint(tmp_path / "a", {"w": array})
     families.write_checkpoint(tmp_path / "b", {"w": other})
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
         store.add(tmp_path / "b", name="b")
         store.add(tmp_path / "a", name="a")
         block = store.view("a").record("w").block(1)
@@ -221,7 +221,7 @@ def test_a_flipped_bit_stops_a_merge(
     plan = store.plan(base="b", experts=["a"], method="dare_linear", analyze=False)
     if method == "ties":
         # Statistics from another store of the same content: this one cannot take them.
-        with Store.init(store.path.parent / "sound", block_size=BLOCK) as sound:
+        with Store.init(store.path.parent / "sound", block_size=BLOCK, codec="raw") as sound:
             for name in ("b", "a"):
                 base = "b" if name == "a" else None
                 sound.add(store.path.parent / name, name=name, base=base)
@@ -261,7 +261,7 @@ def test_a_block_in_the_wrong_place(nbytes: int, tmp_path: Path) -> None:
         tensor = Tensor("U8", (nbytes,), nbytes, block)
         head = Tensor(BYTES, (0,), 0, b"")
         with Transaction(catalog, "test") as transaction:
-            transaction.put_block(block, content, 1, "f", 0)
+            transaction.put_block(block, encode(content, PLAIN_BYTES, Policy.RAW), "f", 0)
             parts = (
                 Part(None, transaction.put_record(head), 0),
                 Part("w", transaction.put_record(tensor), nbytes),
@@ -320,7 +320,7 @@ def virtual(tmp_path: Path) -> Iterator[Store]:
     """A store with a virtual merge `m` of one tensor of 12 whole blocks, and the real one."""
     draw = np.random.default_rng(3)
     arrays = [draw.standard_normal(12 * BLOCK // 4).astype(np.float32) for _ in range(3)]
-    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
         for name, array in zip(("base", "a", "b"), arrays, strict=True):
             families.write_checkpoint(tmp_path / name, {"w": array})
             base = None if name == "base" else "base"

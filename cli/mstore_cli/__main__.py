@@ -1,5 +1,21 @@
-"""`python -m mstore_cli` is the program `mstore`."""
+"""The installed program, and `python -m mstore_cli`.
 
-from mstore_cli.main import main
+Imports the rest late, so that Ctrl-C while Python still loads it ends the program like any other
+Ctrl-C.
+"""
 
-main()
+import sys
+
+
+def main() -> None:
+    """Load the program and run it."""
+    try:
+        from mstore_cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

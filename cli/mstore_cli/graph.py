@@ -125,7 +125,9 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
 def how(snapshot: SnapshotReport) -> str:
     """How a snapshot was made, in a word or three."""
     made = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
-    return f"{made}, virtual" if snapshot.virtual else made
+    if snapshot.virtual:
+        made = f"{made}, virtual"
+    return f"{made} (pruned)" if snapshot.pruned else made
 
 
 def _title(snapshot: SnapshotReport) -> str:

@@ -29,13 +29,15 @@ from mstore_cli.output import Output
 from mstore_cli.session import Choices, Session
 
 PROGRAM = "mstore"
-# In the order of the help: make and fill, merge, look, take out, name, keep sound.
+# In the order of the help: make and fill, merge, look, take out, name, vouch, keep sound.
 VERBS = (
-    *("init", "add", "analyze", "plan", "plans", "merge", "materialize"),
+    *("init", "config", "add", "analyze", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "reflog", "rm"),
-    *("fsck", "stats"),
+    *("sign", "verify"),
+    *("prune", "gc"),
+    *("fsck", "reindex", "migrate", "stats", "du"),
 )
 EPILOG = (
     "Global options stand before or after the command. A snapshot is named by branch, tag, id or "

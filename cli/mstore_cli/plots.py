@@ -1,4 +1,4 @@
-"""Plots as SVG files: the cost curve of a sweep, and a heat map of layers and experts.
+"""Plots as SVG files: the cost curve of a sweep, a heat map of layers and experts, a treemap.
 
 The one module that imports matplotlib, an optional extra, and only when something is drawn:
 `require` says early, before the work, that it is missing.  The same values give the same bytes
@@ -10,14 +10,15 @@ and dash.  Files are written whole, through mstore.fs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mstore_cli.output import elided
+from mstore_cli.treemap import Box, Node, Placed, place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 HINT = "pip install 'mstore[plot]'"
 SALT = "mstore"
 BLACK, ORANGE, SKY, GREEN = "#000000", "#D55E00", "#0072B2", "#009E73"
+FILLS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2")
 STYLE: dict[str, Any] = {
     "svg.hashsalt": SALT,
     "svg.fonttype": "none",
@@ -44,6 +46,8 @@ STYLE: dict[str, Any] = {
 }
 LONGEST_LABEL = 28
 INCHES_A_LETTER = 0.085
+SHORTEST_NAME = 5
+TREE_INCHES = (9.0, 5.6)
 DECADES = 1e-4
 """An error less than this part of the largest is next to zero in a plot."""
 CELL_NUMBERS = 400
@@ -192,7 +196,88 @@ def heat_map(table: HeatMap, path: Path) -> None:
     _write(draw, path)
 
 
-def _write(draw: Any, path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class TreeMap:
+    """Sizes in parts of parts.  The leaves whose name is in `hatched` are drawn so.
+
+    measure: what the areas are; hatching: what it means.
+    """
+
+    title: str
+    root: Node
+    measure: str
+    describe: Callable[[float], str]
+    hatched: frozenset[str] = frozenset()
+    hatching: str = ""
+
+
+def tree_map(tree: TreeMap, path: Path) -> None:
+    """Draw a treemap as SVG: the parts of the root have a colour each.
+
+    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    """
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.patches import Patch, Rectangle
+
+        width, height = TREE_INCHES
+        figure.set_size_inches(width, height + 0.8)
+        axes = figure.add_axes((0.01, 0.01, 0.98, height / (height + 0.8)))
+        axes.set(xlim=(0, width), ylim=(0, height))
+        axes.set_axis_off()
+        placed = place(tree.root, Box(0, 0, width, height), margin=0.03)
+        colours = {id(part): FILLS[n % len(FILLS)] for n, part in enumerate(tree.root.parts)}
+        for one in placed[1:]:
+            top = (*one.path, one.node)[1]
+            is_hatched = any(node.name in tree.hatched for node in (*one.path, one.node))
+            box = one.box
+            axes.add_patch(
+                Rectangle(
+                    (box.x, box.y),
+                    box.width,
+                    box.height,
+                    facecolor=colours[id(top)] if not one.node.parts else "none",
+                    edgecolor="white" if not one.node.parts else BLACK,
+                    hatch="///" if is_hatched and not one.node.parts else None,
+                    linewidth=0.8 if len(one.path) > 1 else 1.6,
+                )
+            )
+        for one in placed[1:]:
+            _name_box(axes, one, tree)
+        figure.suptitle(f"{_label(tree.title, 80)}\n{tree.measure}", fontsize=10)
+        if tree.hatched:
+            figure.legend(
+                handles=[Patch(facecolor="white", edgecolor="#8C8C8C", hatch="///")],
+                labels=[tree.hatching],
+                loc="upper right",
+                fontsize=8,
+            )
+
+    _write(draw, path, layout=None)
+
+
+def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
+    """Write the name into a leaf, name and size into a part of the root, if there is room."""
+    is_top = len(one.path) == 1
+    if one.node.parts and not is_top:
+        return
+    name = one.node.name if not is_top else f"{one.node.name}  {tree.describe(one.node.size)}"
+    room = int(one.box.width / INCHES_A_LETTER)
+    if room < SHORTEST_NAME or one.box.height < 0.4:
+        return
+    text = axes.text(
+        one.box.x + 0.06,
+        one.box.y + (one.box.height - 0.06 if is_top else 0.06),
+        elided(name, room),
+        fontsize=8,
+        fontweight="bold" if is_top else "normal",
+        va="top" if is_top else "bottom",
+    )
+    # Text must be read on hatching, too.
+    text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
+
+
+def _write(draw: Any, path: Path, *, layout: Literal["constrained"] | None = "constrained") -> None:
     require()
     import matplotlib.style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -203,7 +288,7 @@ def _write(draw: Any, path: Path) -> None:
     text = StringIO()
     # "default" first: a matplotlibrc of the user's must not change what is drawn.
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(layout="constrained")
+        figure = Figure(layout=layout)
         FigureCanvasSVG(figure)
         draw(figure)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -93,6 +93,12 @@ class Session:
 
         return Store.open(self.store_path())
 
+    def open_checked(self) -> Store:
+        """The same for a store whose index may be damaged: it is looked at first."""
+        from mstore import Store
+
+        return Store.open_checked(self.store_path())
+
     def progress(self) -> AbstractContextManager[Callable[[Progress], None] | None]:
         """The callback for a long call: a bar on a terminal, else None."""
         wanted = not (self._choices.no_progress or self._choices.quiet)

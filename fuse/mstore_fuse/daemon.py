@@ -33,7 +33,7 @@ from mstore.errors import MstoreError, Unavailable
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.mount_table import Source
 from mstore_fuse.operations import Operations
-from mstore_fuse.tree import MountSource, SnapshotTree, StoreTree, Tree
+from mstore_fuse.tree import MountSource, Pin, SnapshotTree, StoreTree, Tree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -60,6 +60,7 @@ class Daemon:
     mountpoint: Path
     ready: Callable[[BaseException | None], None]
     _source: MountSource | None = field(default=None, init=False)
+    _pin: Pin | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
 
@@ -94,6 +95,8 @@ class Daemon:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             self._failure = self._failure or error
         finally:
+            if self._pin is not None:
+                self._pin.release()
             if self._source is not None:
                 self._source.close()
             os.write(wake, _ENDED)
@@ -105,7 +108,9 @@ class Daemon:
             if self.revision is None:
                 tree = StoreTree(self._source)
             else:
-                tree = SnapshotTree(self._source.view(self.revision))
+                view = self._source.view(self.revision)
+                self._pin = self._source.pin(view.id)
+                tree = SnapshotTree(view)
             if self._stop:
                 raise Unavailable("stopped before it was mounted", where=str(self.mountpoint))
         except BaseException as error:

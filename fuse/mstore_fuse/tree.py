@@ -26,7 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -78,11 +78,21 @@ class NamedRef(Protocol):
     def snapshot(self) -> object: ...
 
 
+class Pin(Protocol):
+    """Keeps a snapshot's contents from garbage collection."""
+
+    def release(self) -> None: ...
+
+
 class MountSource(Protocol):
     """An opened store.  Thread-safe."""
 
     def view(self, revision: str, /) -> SnapshotView:
         """The snapshot that this revision names.  Raises NotFound or BadName."""
+        ...
+
+    def pin(self, snapshot: Any, /) -> Pin:
+        """Keep this snapshot's contents until the pin is released, or the process ends."""
         ...
 
     def refs(self) -> Iterable[NamedRef]: ...
@@ -234,10 +244,18 @@ def _no_directory_holds(path: str) -> Corrupt:
 
 
 @dataclass(slots=True)
-class _Pin:
+class _RefPin:
     """A ref held at a snapshot by `count` open files."""
 
     snapshot: str
+    count: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """A snapshot of which `count` files are open."""
+
+    pin: Pin
     count: int
 
 
@@ -252,6 +270,8 @@ class _Below:
 
 class StoreTree:
     """The tree of a whole store.  New refs and snapshots appear in it at once.
+
+    What is open is pinned, and nothing else: a mount that nobody reads keeps no garbage.
 
     A lookup that misses reads the store again; one that hits may use a list of refs up to
     `max_age` seconds old.
@@ -268,7 +288,8 @@ class StoreTree:
         self._refs: dict[str, str] = {}
         self._snapshots: set[str] = set()
         self._fresh_until = float("-inf")
-        self._pins: dict[str, _Pin] = {}
+        self._ref_pins: dict[str, _RefPin] = {}
+        self._held: dict[str, _Held] = {}
         self._page_owner: dict[str, str] = {}
 
     def entry(self, path: str) -> Entry:
@@ -300,8 +321,22 @@ class StoreTree:
                 place.tail, mounted=path, keep_cache=keep_cache, ref=place.ref
             )
             if place.ref is not None:
-                self._pins.setdefault(place.ref, _Pin(place.snapshot, 0)).count += 1
+                self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
+            self._hold(file)
             return file
+
+    def _hold(self, file: OpenFile) -> None:
+        held = self._held.get(file.snapshot)
+        if held is None:
+            held = self._held[file.snapshot] = _Held(self._source.pin(file.view.id), 0)
+        held.count += 1
+
+    def _let_go(self, file: OpenFile) -> None:
+        held = self._held[file.snapshot]
+        held.count -= 1
+        if not held.count:
+            held.pin.release()
+            del self._held[file.snapshot]
 
     def settled(self, file: OpenFile) -> None:
         if file.ref is not None:
@@ -309,13 +344,14 @@ class StoreTree:
                 self._page_owner[file.mounted] = file.snapshot
 
     def release(self, file: OpenFile) -> None:
-        if file.ref is not None:
-            with self._lock:
+        with self._lock:
+            self._let_go(file)
+            if file.ref is not None:
                 self._page_owner[file.mounted] = file.snapshot
-                pin = self._pins[file.ref]
+                pin = self._ref_pins[file.ref]
                 pin.count -= 1
                 if not pin.count:
-                    del self._pins[file.ref]
+                    del self._ref_pins[file.ref]
 
     def totals(self) -> Totals:
         with self._lock:
@@ -346,8 +382,8 @@ class StoreTree:
             parts = rest.split("/")
             for length in range(1, len(parts) + 1):
                 ref = "/".join(parts[:length])
-                if ref in self._pins or ref in self._refs:
-                    pin = self._pins.get(ref)
+                if ref in self._ref_pins or ref in self._refs:
+                    pin = self._ref_pins.get(ref)
                     snapshot = pin.snapshot if pin is not None else self._refs[ref]
                     return _Below(snapshot, ref, "/".join(parts[length:]))
             if any(ref.startswith(f"{rest}/") for ref in self._refs):

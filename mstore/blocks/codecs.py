@@ -2,20 +2,54 @@
 
 A codec is a property of the stored entry, never of the BlockId.  Codes are part of the format:
 
-    0  raw        the plain bytes
-    1  constant   one element of `width` bytes; the block is that element repeated
-    2  planes     byte planes, one zstd frame               (reserved: this version refuses it)
-    3  delta      difference to a base block, planes, zstd  (reserved: this version refuses it)
+    0  raw                the plain bytes
+    1  constant           one element of `width` bytes; the block is that element repeated
+    2  planes             byte planes of the block, one zstd frame
+    3  delta of floats    order-preserving difference to a base block, planes, one zstd frame
+    4  delta of integers  the same without the mapping that orders floats
 
-Pure functions; nothing here reads or writes files.
+What planes and differences are is said in `planes`.  A base block has the same plain length and
+is never stored as a delta itself, so that a block costs two reads at most.
+
+Pure functions; nothing here reads or writes files.  Any thread may call.  `encode` decodes what it
+made and compares it with the plain bytes before it returns it.  `decode` holds each frame
+to the length and the window that its entry allows before anything is allocated for it.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+import threading
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mstore.checkpoint.dtypes import DTYPES
 from mstore.errors import Corrupt, Incompatible
-from mstore.ids import Buffer
+from mstore.ids import BlockId, Buffer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import zstandard
+
+    from mstore.blocks.planes import Mode
+
+LEVEL: Final = 1
+MAX_WINDOW: Final = 1 << 20
+
+DELTA_GAIN: Final = 0.85
+"""What a delta's payload is of the best without a base, at most, where the policy is auto."""
+
+PLANES_GAIN: Final = 0.95
+"""What a payload without a base is of the plain bytes, at most, where the policy is auto."""
+
+SAMPLE_STRIPS: Final = 4
+SAMPLE_BYTES: Final = 8 << 10
+"""Bytes a strip: of a block that is longer than two samples, strips say what codec will do."""
+
+SAMPLE_SLACK: Final = 1.1
+"""A sample knows fewer repeats than its block: what it says is a little too much."""
+
+_SHORTEST: Final = 64
+"""Below so many bytes a frame and its checksum save nothing worth another read."""
 
 
 class Codec(IntEnum):
@@ -24,7 +58,54 @@ class Codec(IntEnum):
     RAW = 0
     CONSTANT = 1
     PLANES = 2
-    DELTA = 3
+    DELTA_FLOATS = 3
+    DELTA_INTEGERS = 4
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether a block stored so needs its base block to be read."""
+        return self in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
+
+
+class Policy(StrEnum):
+    """Which codecs new blocks may be stored under.
+
+    auto: what saves much; dense: what is smallest; raw: none but raw and constant.
+    """
+
+    AUTO = "auto"
+    RAW = "raw"
+    DENSE = "dense"
+
+
+class Elements(NamedTuple):
+    """How a block's bytes are seen: elements of 1, 2, 4 or 8 bytes, floats or not."""
+
+    width: int
+    floating: bool
+
+
+PLAIN_BYTES: Final = Elements(1, False)
+
+
+class Encoded(NamedTuple):
+    """A block as it will be stored.  base: the block that it is the difference to."""
+
+    codec: Codec
+    width: int
+    payload: Buffer
+    raw_length: int
+    base: BlockId | None
+
+
+def elements_of(dtype: str) -> Elements:
+    """How blocks of a tensor of this dtype are seen; bytes for what is no tensor or sub-byte."""
+    found = DTYPES.get(dtype)
+    if found is None or found.bits % 8:
+        return PLAIN_BYTES
+    if dtype == "C64":
+        return Elements(4, True)  # Two floats an element.
+    return Elements(found.bits // 8, found.floating)
 
 
 _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
@@ -51,15 +132,168 @@ def constant_element(data: Buffer, width: int) -> bytes | None:
     return first if bool((elements == elements[0]).all()) else None
 
 
-def encode(data: Buffer, width: int) -> tuple[Codec, Buffer]:
-    """The codec and payload under which a block is stored."""
+# -- encoding ----------------------------------------------------------------------------------
+
+
+def encode(
+    data: Buffer,
+    elements: Elements,
+    policy: Policy,
+    base: tuple[BlockId, Buffer] | None = None,
+) -> Encoded:
+    """A block as it is stored under a policy; its payload may be `data` itself.
+
+    base: a stored block of which the caller knows that it is no delta, and its plain bytes; one of
+    another length is not used.  The result depends on the arguments alone.
+    """
+    width, length = elements.width, len(data)
     element = constant_element(data, width)
     if element is not None:
-        return Codec.CONSTANT, element
-    return Codec.RAW, data
+        return Encoded(Codec.CONSTANT, width, element, length, None)
+    raw = Encoded(Codec.RAW, width, data, length, None)
+    if policy is Policy.RAW or length < _SHORTEST or length % width:
+        return raw
+    if base is not None and len(base[1]) != length:
+        base = None
+    for codec, limit in _candidates(data, elements, policy, base):
+        found = _packed(data, width, codec, base, limit)
+        if found is not None:
+            return found
+    return raw
 
 
-def decode(codec: int, payload: bytes, width: int, raw_length: int) -> bytes:
+def _candidates(
+    data: Buffer, elements: Elements, policy: Policy, base: tuple[BlockId, Buffer] | None
+) -> list[tuple[Codec, int]]:
+    """Codecs to try in order, each with the most bytes that its payload may have."""
+    length = len(data)
+    is_auto = policy is Policy.AUTO
+    alone_limit = int(PLANES_GAIN * length) if is_auto else length - 1
+    alone = min(length, _estimate(data, elements.width, Codec.PLANES, None))
+    found = []
+    if base is not None:
+        codec = Codec.DELTA_FLOATS if elements.floating else Codec.DELTA_INTEGERS
+        limit = int(DELTA_GAIN * alone) if is_auto else alone
+        if _estimate(data, elements.width, codec, base[1]) <= SAMPLE_SLACK * limit:
+            found.append((codec, min(limit, length - 1)))
+    if alone <= SAMPLE_SLACK * alone_limit:
+        found.append((Codec.PLANES, alone_limit))
+    return found
+
+
+def _estimate(data: Buffer, width: int, codec: Codec, base: Buffer | None) -> int:
+    """Bytes that a payload will have, from strips of the block."""
+    length = len(data)
+    room = SAMPLE_STRIPS * SAMPLE_BYTES
+    if length > 2 * room:
+        data = _strips(data)
+        base = None if base is None else _strips(base)
+    planes = memoryview(_own.split(data, width, codec, base))
+    # Each plane by itself: in a sample they would share a table of codes, in a block they do not.
+    step = max(len(planes) // width, _SHORTEST)
+    size = sum(
+        len(_own.compressor.compress(planes[at : at + step])) for at in range(0, len(planes), step)
+    )
+    return size * length // len(data)
+
+
+def _strips(data: Buffer) -> bytes:
+    view = memoryview(data)
+    # Whole elements of any width, evenly over the block.
+    step = (len(view) - SAMPLE_BYTES) // (SAMPLE_STRIPS - 1) // 8 * 8
+    return b"".join(view[at : at + SAMPLE_BYTES] for at in range(0, SAMPLE_STRIPS * step, step))
+
+
+def _packed(
+    data: Buffer, width: int, codec: Codec, base: tuple[BlockId, Buffer] | None, limit: int
+) -> Encoded | None:
+    """The block under a codec; None where its payload would have more bytes than `limit`."""
+    plain_base = base[1] if base is not None and codec.is_delta else None
+    payload = _own.compressor.compress(_own.split(data, width, codec, plain_base))
+    if len(payload) > limit:
+        return None
+    room = _own.room(len(data))
+    decode_into(codec, payload, width, room.data, plain_base)
+    if not _same(room, data):
+        raise Corrupt("a block that was just encoded does not decode: is the memory faulty?")
+    id = base[0] if base is not None and codec.is_delta else None
+    return Encoded(codec, width, payload, len(data), id)
+
+
+def _same(room: np.ndarray[Any, np.dtype[np.uint8]], data: Buffer) -> bool:
+    import numpy as np
+
+    return bool(np.array_equal(room, np.frombuffer(data, dtype=np.uint8)))
+
+
+class _Own(threading.local):
+    """What one thread compresses with, and works in: memory that is fresh each time costs time."""
+
+    def __init__(self) -> None:
+        self._planes: Any = None
+        self._room: Any = None
+        self._compressor: zstandard.ZstdCompressor | None = None
+        self._decompressor: zstandard.ZstdDecompressor | None = None
+
+    @property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        if self._compressor is None:
+            import zstandard
+
+            self._compressor = zstandard.ZstdCompressor(
+                level=LEVEL, write_checksum=True, write_content_size=True, write_dict_id=False
+            )
+        return self._compressor
+
+    @property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        if self._decompressor is None:
+            import zstandard
+
+            self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        return self._decompressor
+
+    def split(self, data: Buffer, width: int, codec: Codec, base: Buffer | None) -> Buffer:
+        """What of a block goes into its frame; valid until the next call."""
+        from mstore.blocks import planes
+
+        if width == 1 and base is None:
+            return data
+        self._planes = room = _grown(self._planes, len(data))
+        planes.split(_mode(codec), width, data, base, room[: len(data)])
+        found: memoryview = room[: len(data)].data
+        return found
+
+    def room(self, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Memory for a block; valid until the next call."""
+        self._room = room = _grown(self._room, length)
+        found: np.ndarray[Any, np.dtype[np.uint8]] = room[:length]
+        return found
+
+
+def _grown(room: Any, length: int) -> Any:
+    import numpy as np
+
+    return room if room is not None and room.size >= length else np.empty(length, dtype=np.uint8)
+
+
+def _mode(codec: Codec) -> Mode:
+    from mstore.blocks.planes import Mode
+
+    if codec is Codec.DELTA_FLOATS:
+        return Mode.FLOATS
+    return Mode.INTEGERS if codec is Codec.DELTA_INTEGERS else Mode.PLAIN
+
+
+_own: Final = _Own()
+
+
+# -- decoding ----------------------------------------------------------------------------------
+
+
+def decode(
+    codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None = None
+) -> Buffer:
     """The plain bytes of a payload; `raw_length` was checked against the block size by the caller.
 
     Raises Corrupt where the payload does not fit its entry, Incompatible for a codec of a newer
@@ -70,7 +304,80 @@ def decode(codec: int, payload: bytes, width: int, raw_length: int) -> bytes:
             raise Corrupt(f"raw payload of {len(payload)} bytes for a block of {raw_length}")
         return payload
     if codec == Codec.CONSTANT:
-        if width < 1 or len(payload) != width or raw_length % width:
-            raise Corrupt(f"constant payload of {len(payload)} bytes, element width {width}")
-        return payload * (raw_length // width)
-    raise Incompatible(f"codec {codec} needs a newer mstore", hint="pip install -U mstore")
+        return _repeated(payload, width, raw_length)
+    known = _checked(codec, payload, width, raw_length, base)
+    if width == 1 and not known.is_delta:
+        return _decompressed(payload, raw_length)
+    import numpy as np
+
+    target: memoryview = np.empty(raw_length, dtype=np.uint8).data
+    _joined(known, payload, width, target, base)
+    return target
+
+
+def decode_into(
+    codec: int, payload: Buffer, width: int, target: memoryview, base: Buffer | None = None
+) -> None:
+    """The same into `target`, which is as long as the block."""
+    if codec in (Codec.RAW, Codec.CONSTANT):
+        target[:] = decode(codec, payload, width, len(target))
+        return
+    known = _checked(codec, payload, width, len(target), base)
+    _joined(known, payload, width, target, base)
+
+
+def _repeated(payload: Buffer, width: int, raw_length: int) -> bytes:
+    if width < 1 or len(payload) != width or raw_length % width:
+        raise Corrupt(f"constant payload of {len(payload)} bytes, element width {width}")
+    return bytes(payload) * (raw_length // width)
+
+
+def _checked(
+    codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None
+) -> Codec:
+    """The codec of a frame that may be decompressed.  Raises Corrupt, Incompatible."""
+    if codec not in (Codec.PLANES, Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS):
+        raise Incompatible(f"codec {codec} needs a newer mstore", hint="pip install -U mstore")
+    known = Codec(codec)
+    if width not in _UNSIGNED or raw_length % width:
+        raise Corrupt(f"a block of {raw_length} bytes of element width {width}")
+    if known.is_delta != (base is not None):
+        raise Corrupt("a delta without its base" if known.is_delta else "a base for what is none")
+    if base is not None and len(base) != raw_length:
+        raise Corrupt(f"a delta of {raw_length} bytes to a base of {len(base)}")
+    import zstandard
+
+    try:
+        frame = zstandard.get_frame_parameters(payload)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"not a zstd frame: {error}") from error
+    # Before anything is allocated: a frame can claim any length.
+    if frame.content_size != raw_length:
+        raise Corrupt(f"a frame of another length than the {raw_length} bytes of its block")
+    if frame.window_size > MAX_WINDOW or frame.dict_id or not frame.has_checksum:
+        raise Corrupt("a frame with a window, a dictionary or without a checksum that is not ours")
+    return known
+
+
+def _decompressed(payload: Buffer, raw_length: int) -> bytes:
+    import zstandard
+
+    try:
+        plain = _own.decompressor.decompress(payload, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"the frame does not decompress: {error}") from error
+    if len(plain) != raw_length:
+        raise Corrupt(f"a frame of {len(plain)} bytes for a block of {raw_length}")
+    return plain
+
+
+def _joined(
+    codec: Codec, payload: Buffer, width: int, target: memoryview, base: Buffer | None
+) -> None:
+    plain = _decompressed(payload, len(target))
+    if width == 1 and base is None:
+        target[:] = plain
+        return
+    from mstore.blocks import planes
+
+    planes.join(_mode(codec), width, plain, base, target)

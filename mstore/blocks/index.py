@@ -6,8 +6,14 @@ Named databases of one LMDB environment, keys fixed-width and big-endian:
     records     kind u8 + id               -> location
     packs       pack number u32            -> PackId + size u64
     pack_ids    PackId                     -> pack number u32
+    condemned   pack number u32            -> PackId + size u64 + lease names, 16 bytes each
+    counters    "packs"                    -> the next pack number, u32
     location =  pack number u32, offset u64, stored length u32, raw length u32, codec u8, width u8
                 [, base BlockId]
+
+A pack number is never used twice, so that whoever remembers one is right for ever.  A condemned
+pack is named by no row any more; its file goes once the leases that were there have ended
+(`mstore.store.condemned`).
 
 Everything here can be rebuilt from packs and the ref mirror.  Functions take an open
 transaction, so that the caller decides what is one atomic step.
@@ -16,7 +22,7 @@ transaction, so that the caller decides what is one atomic step.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +54,9 @@ DATABASES = (
 _LOCATION = struct.Struct(">IQIIBB")
 _STORED_LENGTH = slice(12, 16)
 _NUMBER = struct.Struct(">I")
+_SIZE = struct.Struct(">Q")
+_NEXT_PACK = b"packs"
+_LEASE_NAME_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,16 @@ class Location:
     codec: int
     width: int
     base: bytes = NO_BASE
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """A pack that no row names any more, and the leases that were there when it was condemned."""
+
+    number: int
+    pack: PackId
+    size: int
+    leases: tuple[str, ...]
 
 
 def stored_lengths(rows: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -127,7 +146,11 @@ class Index:
         if pack is None:
             row = transaction.get(_NUMBER.pack(number), db=self.db("packs"))
             if row is None:
-                raise Corrupt(f"the index names an unknown pack {number}", hint="mstore fsck")
+                raise Corrupt(
+                    "the index names an unknown pack",
+                    where=f"pack number {number}",
+                    hint="mstore fsck",
+                )
             # Numbers are never given twice, so remembering them is safe.
             pack = self._pack_ids[number] = PackId(row[:32])
         return Location(pack, offset, stored, raw, codec, width, value[_LOCATION.size :] or NO_BASE)
@@ -140,18 +163,87 @@ class Index:
         A block that another writer stored meanwhile keeps its row; this pack's copy is dead
         weight that gc collects.
         """
-        with transaction.cursor(db=self.db("packs")) as cursor:
-            number = _NUMBER.unpack(cursor.key())[0] + 1 if cursor.last() else 0
-        key = _NUMBER.pack(number)
-        transaction.put(key, pack.id + struct.pack(">Q", pack.size), db=self.db("packs"))
-        transaction.put(pack.id, key, db=self.db("pack_ids"))
+        number = self._number_pack(transaction, pack)
         for entry in pack.entries:
+            database, key = _entry_key(entry)
             value = _encode(number, entry)
-            if entry.kind == Kind.BLOCK:
-                transaction.put(entry.id, value, db=self.db("blocks"), overwrite=False)
-            else:
-                name = bytes([entry.kind]) + entry.id
-                transaction.put(name, value, db=self.db("records"), overwrite=False)
+            transaction.put(key, value, db=self.db(database), overwrite=False)
+
+    def _number_pack(self, transaction: Any, pack: SealedPack) -> int:
+        """Rows for the pack itself; returns its number, which no pack had before."""
+        counter = transaction.get(_NEXT_PACK, db=self.db("counters"))
+        number = 0 if counter is None else _NUMBER.unpack(counter)[0]
+        for database in ("packs", "condemned"):
+            with transaction.cursor(db=self.db(database)) as cursor:
+                if cursor.last():
+                    number = max(number, _NUMBER.unpack(cursor.key())[0] + 1)
+        key = _NUMBER.pack(number)
+        transaction.put(_NEXT_PACK, _NUMBER.pack(number + 1), db=self.db("counters"))
+        transaction.put(key, pack.id + _SIZE.pack(pack.size), db=self.db("packs"))
+        transaction.put(pack.id, key, db=self.db("pack_ids"))
+        return number
+
+    def move_into(
+        self, transaction: Any, pack: SealedPack, rows: Mapping[tuple[str, bytes], bytes]
+    ) -> list[bytes]:
+        """Rows for a pack of copies: each entry whose row still is the one given now lies there.
+
+        rows: by database and key, what the row was when the payload was copied.  Returns those
+        that were replaced; where none was, the pack is not named at all.
+        """
+        moved = [
+            entry
+            for entry in pack.entries
+            if (row := rows.get(_entry_key(entry))) is not None
+            and self.row(transaction, *_entry_key(entry)) == row
+        ]
+        if moved:
+            number = self._number_pack(transaction, pack)
+            for entry in moved:
+                database, key = _entry_key(entry)
+                transaction.put(key, _encode(number, entry), db=self.db(database))
+        return [rows[_entry_key(entry)] for entry in moved]
+
+    def row(self, transaction: Any, database: str, key: bytes) -> bytes | None:
+        """A row as it is."""
+        found: bytes | None = transaction.get(key, db=self.db(database))
+        return found
+
+    def condemn(self, transaction: Any, pack: PackId) -> None:
+        """Take a pack out of the index; no row may name it any more.
+
+        Its file may still be read by whoever holds a lease that is in the index now.
+        """
+        number = transaction.get(pack, db=self.db("pack_ids"))
+        if number is None:
+            return
+        with transaction.cursor(db=self.db("leases")) as cursor:
+            names = b"".join(bytes(key) for key, _ in cursor if len(key) == _LEASE_NAME_BYTES)
+        row = transaction.get(number, db=self.db("packs"))
+        transaction.put(number, row[:40] + names, db=self.db("condemned"))
+        transaction.delete(number, db=self.db("packs"))
+        transaction.delete(pack, db=self.db("pack_ids"))
+
+    def condemned(self, transaction: Any) -> list[Condemned]:
+        """Every condemned pack whose file may still be there."""
+        found = []
+        with transaction.cursor(db=self.db("condemned")) as cursor:
+            for key, value in cursor:
+                names = value[40:].decode("ascii", "replace")
+                found.append(
+                    Condemned(
+                        _NUMBER.unpack(key)[0],
+                        PackId(value[:32]),
+                        _SIZE.unpack_from(value, 32)[0],
+                        tuple(names[at : at + 16] for at in range(0, len(names), 16)),
+                    )
+                )
+        return found
+
+    def forget_condemned(self, transaction: Any, packs: Iterable[Condemned]) -> None:
+        """The files of these are gone."""
+        for pack in packs:
+            transaction.delete(_NUMBER.pack(pack.number), db=self.db("condemned"))
 
     # -- walking -----------------------------------------------------------------------------
 
@@ -180,6 +272,13 @@ class Index:
     def count(self, transaction: Any, name: str) -> int:
         """Rows of a named database."""
         return int(transaction.stat(self.db(name))["entries"])
+
+
+def _entry_key(entry: Entry) -> tuple[str, bytes]:
+    """Database and key of an entry's row."""
+    if entry.kind == Kind.BLOCK:
+        return "blocks", entry.id
+    return "records", bytes([entry.kind]) + entry.id
 
 
 def _record_key(kind: Kind, id: Id) -> bytes:

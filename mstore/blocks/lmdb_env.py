@@ -6,6 +6,10 @@ Always full sync, never `writemap`: a full disk is then an error and not a SIGBU
 An environment that is there already is opened for reading first, and again for writing when a
 write transaction is asked for: LMDB opens named databases of a writable environment in a write
 transaction, and a reader would wait there for whoever is writing.
+
+LMDB trusts its file: some damage ends the process.  So a file from elsewhere is never opened, and
+one that may be damaged is looked at by `lmdb_pages` first.  A commit that fails leaves what was
+committed before; the environment is then opened anew before the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock, get_ident
 from typing import Any
@@ -21,7 +25,7 @@ from typing import Any
 import lmdb
 
 from mstore import fs
-from mstore.errors import Corrupt, StorageFailed, Unavailable
+from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 
 MAP_SIZE = 1 << 38
 MAX_READERS = 1024
@@ -44,10 +48,12 @@ class Environment:
         self._names = databases
         self._pid = os.getpid()
         self._users = 0
-        # Guards the change from reading to writing: who has a read transaction open just now.
+        # Guards the change from reading to writing: who has a transaction open just now.
         self._gate = Condition()
         self._readers: dict[int, int] = {}
+        self._writers: set[int] = set()
         self._changing = False
+        self._is_open = False
         if not _is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
@@ -78,9 +84,11 @@ class Environment:
         except lmdb.Error as error:
             raise _translated(error, self.path) from error
         self._writable = writable
+        self._is_open = True
         self._file_id = _file_id(self.path)
 
     def _lmdb(self, *, writable: bool) -> Any:
+        fs.about_to_map(self.path)
         return lmdb.open(
             str(self.path),
             map_size=MAP_SIZE,
@@ -121,13 +129,12 @@ class Environment:
                 raise
         except lmdb.Error as error:
             raise _translated(error, self.path) from error
-        self._writable = True
+        self._writable = self._is_open = True
         self._file_id = _file_id(self.path)
 
     def _damaged(self, what: str) -> Corrupt:
-        # Nothing in this version rebuilds an index, so no command is promised here.
-        hint = "the packs hold the data; restore this directory from a backup"
-        return Corrupt(what, where=str(self.path), hint=hint)
+        # Of the index; who owns another environment says what to do about it.
+        return Corrupt(what, where=str(self.path), hint="mstore reindex")
 
     @classmethod
     def acquire(cls, path: Path, databases: tuple[str, ...], *, create: bool = True) -> Environment:
@@ -189,8 +196,10 @@ class Environment:
         thread = get_ident()
         with self._gate:
             # New readers let a change to writing pass; one inside another is part of that.
-            while self._changing and thread not in self._readers:
+            while self._changing and thread not in self._readers and thread not in self._writers:
                 self._gate.wait()
+            if not self._is_open:
+                self._open(writable=False)
             self._readers[thread] = self._readers.get(thread, 0) + 1
         try:
             with self._errors_translated():
@@ -211,17 +220,33 @@ class Environment:
         """The one write transaction; committed and synced on leaving, dropped on an exception."""
         self._guard()
         self._make_writable()
-        with self._errors_translated():
-            # Killed readers would hold on to old pages for ever.
-            self._env.reader_check()
-            transaction = self._begin(write=True)
-            try:
-                yield transaction
-                with fs.index_commit(self.path):
-                    transaction.commit()
-            finally:
-                # Does nothing after a commit.
-                self._drop(transaction)
+        try:
+            with self._errors_translated():
+                # Killed readers would hold on to old pages for ever.
+                self._env.reader_check()
+                transaction = self._begin(write=True)
+                try:
+                    # What goes into the file of an index that was made anew meanwhile is lost.
+                    self._require_in_place()
+                    yield transaction
+                    self._commit(transaction)
+                finally:
+                    # Does nothing after a commit.
+                    self._drop(transaction)
+        finally:
+            with self._gate:
+                self._writers.discard(get_ident())
+                self._gate.notify_all()
+
+    def _commit(self, transaction: Any) -> None:
+        try:
+            with fs.index_commit(self.path):
+                transaction.commit()
+        except lmdb.Error:
+            # LMDB gives up on an environment whose head it could not write: the next writer
+            # opens it anew.
+            self._writable = False
+            raise
 
     def _drop(self, transaction: Any) -> None:
         # Not in a child that was forked meanwhile: what it would give up is the parent's.
@@ -229,18 +254,28 @@ class Environment:
             transaction.abort()
 
     def _make_writable(self) -> None:
+        """Open for writing, if need be, and count this thread among the writers."""
         with self._gate:
             if self._writable:
+                self._writers.add(get_ident())
                 return
             if get_ident() in self._readers:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
             self._changing = True
             try:
-                while self._readers:
+                while self._readers or self._writers:
                     self._gate.wait()
                 if not self._writable:
                     self._env.close()
-                    self._open(writable=True)
+                    self._is_open = False
+                    try:
+                        self._open(writable=True)
+                    except BaseException:
+                        # What cannot be written may still be read, now or when all is well again.
+                        with suppress(MstoreError):
+                            self._open(writable=False)
+                        raise
+                self._writers.add(get_ident())
             finally:
                 self._changing = False
                 self._gate.notify_all()
@@ -256,6 +291,12 @@ class Environment:
         """Size of the data file on disk."""
         with fs.translated(self.path):
             return (self.path / "data.mdb").stat().st_size
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the environment of this path open."""
+    with _environments_lock:
+        return os.path.realpath(path) in _environments
 
 
 def _file_id(path: Path) -> tuple[int, int]:
@@ -276,12 +317,33 @@ def _is_born(data: Path) -> bool:
 
 def _translated(error: Any, path: Path) -> StorageFailed | Corrupt:
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
-        return Corrupt(f"damaged index: {error}", where=str(path), hint="mstore fsck")
+        return Corrupt(f"damaged index: {error}", where=str(path), hint="mstore reindex")
+    if isinstance(error, lmdb.MapFullError):
+        return StorageFailed(
+            f"the index has grown to the {MAP_SIZE >> 30} GiB that it may have",
+            where=str(path),
+            hint="mstore gc",
+            errno=errno.ENOSPC,
+        )
+    if isinstance(error, lmdb.ReadersFullError):
+        return StorageFailed(
+            f"{MAX_READERS} readers have the index open",
+            where=str(path),
+            hint="let some of them end and run the command again",
+            errno=errno.EAGAIN,
+        )
     # Positive codes are the system's, negative ones LMDB's own.
     code = max(0, int(getattr(error, "code", 0)))
     if code == errno.EIO and _is_full(path):
         # LMDB takes a short write for an I/O error.
         code = errno.ENOSPC
+    if code == errno.ENOMEM:
+        return StorageFailed(
+            "the index could not be mapped: not enough address space",
+            where=str(path),
+            hint="ulimit -v unlimited",
+            errno=code,
+        )
     return fs.refusal(code, path, f"the index could not be used: {error}")
 
 

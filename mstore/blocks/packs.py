@@ -36,7 +36,7 @@ from threading import Lock
 from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks.codecs import Codec
+from mstore.blocks.codecs import Codec, Encoded
 from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
 from mstore.ids import Buffer, PackId
 
@@ -54,6 +54,14 @@ _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
 
+class PackGone(Corrupt):
+    """The pack that a location names is not there.
+
+    To whoever looked the location up a while ago it may mean only that its payload was moved: he
+    looks again.  To everybody else it is what it says.
+    """
+
+
 class Kind(IntEnum):
     """What an entry's payload is; part of the sort key and of the record key."""
 
@@ -64,6 +72,7 @@ class Kind(IntEnum):
     PLAN = 4
     COVERAGE = 5
     VIRTUAL = 6
+    SIGNATURE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,39 @@ class PackWriter:
         offset = self._file.append(data)
         self._run = (file, file_offset + len(data))
         self._entries.append(Entry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data)))
+
+    def append_encoded(self, id: bytes, encoded: Encoded, file: str, file_offset: int) -> None:
+        """Append a block that lies at `file_offset` of `file`, however it is encoded.
+
+        But for constants, payloads lie in the order in which they come.
+        """
+        if encoded.codec is Codec.RAW:
+            self.append_raw(id, encoded.payload, encoded.width, file, file_offset)
+            return
+        if encoded.codec is Codec.CONSTANT:
+            self.append_small(
+                id,
+                Kind.BLOCK,
+                encoded.codec,
+                encoded.width,
+                bytes(encoded.payload),
+                encoded.raw_length,
+            )
+            return
+        self._run = None
+        offset = self._file.append(encoded.payload)
+        self._entries.append(
+            Entry(
+                id,
+                Kind.BLOCK,
+                encoded.codec,
+                encoded.width,
+                offset,
+                len(encoded.payload),
+                encoded.raw_length,
+                NO_BASE if encoded.base is None else encoded.base,
+            )
+        )
 
     def append_small(
         self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
@@ -245,12 +287,16 @@ class PackFiles:
     def _acquire(self, pack: PackId) -> _OpenPack:
         with self._lock:
             opened = self._open.get(pack)
+            if opened is not None and os.fstat(opened.fd).st_nlink == 0:
+                # Collected meanwhile: kept open, its space would never come back.
+                self._drop_unlinked()
+                opened = None
             if opened is None:
                 path = pack_path(self.directory, pack)
                 try:
                     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 except FileNotFoundError as error:
-                    raise Corrupt(
+                    raise PackGone(
                         "a pack that the index names is missing",
                         where=str(path),
                         hint="mstore fsck",
@@ -276,9 +322,24 @@ class PackFiles:
                 os.close(opened.fd)
                 del self._open[pack]
 
+    def forget_removed(self) -> None:
+        """Let go of packs whose files were removed, so that their space comes back."""
+        with self._lock:
+            self._drop_unlinked()
+
+    def _drop_unlinked(self) -> None:
+        for pack, opened in list(self._open.items()):
+            if os.fstat(opened.fd).st_nlink == 0:
+                del self._open[pack]
+                opened.dropped = True
+                if opened.users == 0:
+                    os.close(opened.fd)
+
     def _release(self, opened: _OpenPack) -> None:
         with self._lock:
             opened.users -= 1
+            if opened.dropped and opened.users == 0:
+                os.close(opened.fd)
 
     @contextmanager
     def _reading(self, pack: PackId) -> Iterator[int]:
@@ -357,8 +418,10 @@ def _is_cached(fd: int, offset: int) -> bool:
 
 
 class _OpenPack:
-    __slots__ = ("fd", "users")
+    __slots__ = ("dropped", "fd", "users")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.users = 0
+        # No longer among the open ones: whoever reads last closes it.
+        self.dropped = False

@@ -2,7 +2,9 @@
 
     dtypes       the dtypes that safetensors knows, and how many bytes a shape takes
     header       one safetensors file: length, JSON, tensors in data order
-    directory    a directory (or a single file): every file, every header, the shard indexes
+    tree         the files of a directory, the rules for links, the Hugging Face cache
+    directory    a checkpoint: those files, every header, the shard indexes
+    declared     what a checkpoint says that it was made from
     paths        which relative paths may become files
     partition    a tensor's bytes as blocks
     strict_json  JSON objects from strangers, as header and directory read them

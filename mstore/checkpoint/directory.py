@@ -1,8 +1,8 @@
-"""A checkpoint as it lies on disk: every file below a directory, every safetensors header.
+"""A checkpoint as it lies on disk: every file of it, every safetensors header.
 
-Owns the walk, the rules for links and special files, and the check of shard indexes.  Opens no
-tensor data and never a pickle.  A checkpoint is a set of regular files: empty directories,
-permissions and the difference between a file and a link to it are not part of it.
+Owns what makes a set of files a checkpoint: sound headers, shard indexes that tell the truth, at
+least one safetensors file.  Which files there are is `tree`'s affair.  Opens no tensor data and
+never a pickle.
 
 `scan` sees one moment of each file; whoever reads the data afterwards asks `unchanged` when
 done, because nothing stops another program from writing meanwhile.
@@ -12,25 +12,40 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import shlex
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore.checkpoint.header import DEFAULT_LIMITS, Header, HeaderLimits, read_header
+from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
 from mstore.checkpoint.reading import open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.errors import BadCheckpoint, NotFound
+from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.errors import BadCheckpoint
 
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-STORE_MARK = b"mstore "
 
 # An error that lists file names stays one readable line.
 _NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLimits(HeaderLimits):
+    """What a checkpoint may cost before it is refused.  A caller who trusts one raises them.
+
+    The header's limits hold for each file, these for all together.
+    """
+
+    max_files: int = 100_000
+    max_all_tensors: int = 1_000_000
+    max_all_header_bytes: int = 512 * MIB
+
+
+DEFAULT_LIMITS = CheckpointLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +72,83 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    path: str
-    absolute: Path
-    status: os.stat_result
+class Replacement:
+    """Files made elsewhere that stand in for some of a checkpoint's own, by path.
+
+    Those of `gone` are left out, those of `made` are put in.
+    """
+
+    gone: frozenset[str]
+    made: Mapping[str, Path]
 
 
-def scan(path: Path, *, limits: HeaderLimits = DEFAULT_LIMITS) -> Checkpoint:
+NOTHING_REPLACED = Replacement(frozenset(), {})
+
+
+def scan(
+    path: Path,
+    *,
+    limits: CheckpointLimits = DEFAULT_LIMITS,
+    replacement: Replacement = NOTHING_REPLACED,
+) -> Checkpoint:
     """Read a checkpoint directory, or a single .safetensors file, without its tensor data.
 
-    Walks every regular file, hidden ones too.  A link to a regular file inside the directory
-    counts as that file.  `path` itself may be a link: whoever named it meant it.
+    A link to a regular file inside the directory counts as that file, in a snapshot of a Hub cache
+    also one into its `blobs`.
 
     Raises NotFound where `path` does not exist, StorageFailed where the disk refuses, and
-    BadCheckpoint for: a header that `read_header` refuses, an index that names a missing
-    shard or tensor or has one name in two shards, a link to a directory or out of the
-    checkpoint, a special file, a path that is not portable or has a twin in another
-    case, an mstore store inside, and a checkpoint without any .safetensors file.
+    BadCheckpoint for what `tree.walk` refuses, a header that `read_header` refuses, an index that
+    names a missing shard or tensor or has one name in two shards, more tensors than the
+    limits allow, and a checkpoint without any .safetensors file.
     """
-    status = _stat_root(path)
-    if stat.S_ISDIR(status.st_mode):
-        root = path.resolve()
-        found = _walk(root, path)
-    elif stat.S_ISREG(status.st_mode):
-        check_relative(path.name, str(path.parent))
-        root = path.parent.resolve()
-        found = [_Found(path.name, path.resolve(), status)]
-    else:
-        raise BadCheckpoint("is neither a directory nor a regular file", where=str(path))
-    found.sort(key=lambda each: each.path)
-    check_case_twins((each.path for each in found), str(path))
-    # A file is named in errors as the user reaches it, not by where links lead.
-    shown = path if stat.S_ISDIR(status.st_mode) else path.parent
-    _require_safetensors(found, path, shown)
-    files = tuple(_source(each, shown, limits) for each in found)
+    tree = _replaced(walk(path, max_files=limits.max_files), replacement)
+    _require_safetensors(tree, path)
+    files = _sources(tree, replacement, limits)
     by_path = {file.path: file for file in files}
     for file in files:
         if file.path.endswith(INDEX_SUFFIX):
-            _check_index(file, by_path, str(shown / file.path), limits)
-    return Checkpoint(root=root, files=files)
+            _check_index(file, by_path, str(tree.shown / file.path), limits)
+    return Checkpoint(root=tree.root, files=files)
+
+
+def _replaced(tree: Tree, replacement: Replacement) -> Tree:
+    if not replacement.gone and not replacement.made:
+        return tree
+    files = [found for found in tree.files if found.path not in replacement.gone]
+    for path, absolute in replacement.made.items():
+        try:
+            files.append(Found(path, absolute, os.stat(absolute)))
+        except OSError as error:
+            raise storage_error(error, str(absolute)) from error
+    check_case_twins((each.path for each in files), str(tree.shown))
+    return Tree(tree.root, tree.shown, tuple(sorted(files, key=lambda each: each.path)))
+
+
+def _sources(
+    tree: Tree, replacement: Replacement, limits: CheckpointLimits
+) -> tuple[SourceFile, ...]:
+    files: list[SourceFile] = []
+    tensors = header_bytes = 0
+    for found in tree.files:
+        # A file is named in errors as the user reaches it, not by where links lead.
+        made = replacement.made.get(found.path)
+        file = _source(found, str(made or tree.shown / found.path), limits)
+        files.append(file)
+        if file.header is not None:
+            tensors += len(file.header.tensors)
+            header_bytes += len(file.header.raw)
+        if tensors > limits.max_all_tensors:
+            raise BadCheckpoint(
+                f"its files name more tensors than the limit of {limits.max_all_tensors}",
+                where=str(tree.shown),
+            )
+        if header_bytes > limits.max_all_header_bytes:
+            raise BadCheckpoint(
+                "the headers of its files take more bytes than the limit of "
+                f"{limits.max_all_header_bytes}",
+                where=str(tree.shown),
+            )
+    return tuple(files)
 
 
 def unchanged(file: SourceFile) -> bool:
@@ -111,90 +164,10 @@ def unchanged(file: SourceFile) -> bool:
     )
 
 
-def _stat_root(path: Path) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except OSError as error:
-        raise storage_error(error, str(path)) from error
-    except ValueError:
-        raise NotFound(
-            "no such file or directory", where=repr(str(path)), hint="check the path"
-        ) from None
-
-
-def _walk(root: Path, shown: Path) -> list[_Found]:
-    """Every regular file below `root`; iterative, so that depth costs no stack."""
-    found: list[_Found] = []
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        try:
-            with os.scandir(root / prefix) as listing:
-                entries = sorted(listing, key=lambda entry: entry.name)
-            for entry in entries:
-                relative = f"{prefix}{entry.name}"
-                check_relative(relative, str(shown))
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(f"{relative}/")
-                    continue
-                file = _file(entry, relative, root, shown)
-                if entry.name == "format":
-                    _refuse_store(file, prefix, shown)
-                found.append(file)
-        except OSError as error:
-            raise storage_error(error, str(shown / prefix)) from error
-    return found
-
-
-def _file(entry: os.DirEntry[str], relative: str, root: Path, shown: Path) -> _Found:
-    where = str(shown / relative)
-    if entry.is_symlink():
-        return _linked_file(entry, relative, root, shown)
-    status = entry.stat(follow_symlinks=False)
-    if not stat.S_ISREG(status.st_mode):
-        raise BadCheckpoint("is a fifo, socket or device, not a regular file", where=where)
-    return _Found(relative, root / relative, status)
-
-
-def _linked_file(entry: os.DirEntry[str], relative: str, root: Path, shown: Path) -> _Found:
-    where = str(shown / relative)
-    target = Path(os.path.realpath(entry.path))
-    if not target.is_relative_to(root):
-        raise BadCheckpoint(
-            f"is a symlink out of the checkpoint, to {quoted(str(target))}",
-            where=where,
-            hint=f"cp -rL {shlex.quote(str(shown))} COPY && mstore add COPY --name NAME",
-        )
-    try:
-        status = os.stat(target)
-    except OSError:
-        raise BadCheckpoint("is a symlink that leads nowhere", where=where) from None
-    if stat.S_ISDIR(status.st_mode):
-        raise BadCheckpoint("is a symlink to a directory", where=where)
-    if not stat.S_ISREG(status.st_mode):
-        raise BadCheckpoint("is a symlink to a fifo, socket or device", where=where)
-    return _Found(relative, target, status)
-
-
-def _refuse_store(file: _Found, prefix: str, shown: Path) -> None:
-    """`file` is the one called `format` in the directory `prefix` of the checkpoint."""
-    with open_regular(file.absolute) as (descriptor, _):
-        if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
-            return
-    store = str(shown / prefix)
-    raise BadCheckpoint(
-        "is an mstore store, not a checkpoint or a part of one",
-        where=store,
-        hint=f"mv {shlex.quote(store)} ELSEWHERE"
-        if prefix
-        else "mstore refs --store " + shlex.quote(store),
-    )
-
-
-def _source(found: _Found, shown: Path, limits: HeaderLimits) -> SourceFile:
+def _source(found: Found, where: str, limits: HeaderLimits) -> SourceFile:
     header: Header | None = None
     if found.path.endswith(SAFETENSORS_SUFFIX):
-        header = read_header(found.absolute, limits=limits, where=str(shown / found.path))
+        header = read_header(found.absolute, limits=limits, where=where)
     return SourceFile(
         path=found.path,
         absolute=found.absolute,
@@ -204,53 +177,28 @@ def _source(found: _Found, shown: Path, limits: HeaderLimits) -> SourceFile:
     )
 
 
-def _require_safetensors(found: list[_Found], path: Path, shown: Path) -> None:
-    names = [each.path for each in found]
+def _require_safetensors(tree: Tree, path: Path) -> None:
+    names = [each.path for each in tree.files]
     if any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
         # An index alone goes on: its check names the shards that are missing.
         return
-    pickles = [each for each in found if each.path.endswith(PICKLE_SUFFIXES)]
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         raise BadCheckpoint(
-            f"has only pickled weights ({_listed([each.path for each in pickles])}), which can "
-            "run code when loaded; mstore reads safetensors",
+            f"has only pickled weights ({_listed(pickles)}), which can run code when loaded; "
+            "mstore reads safetensors",
             where=str(path),
-            hint=_conversion(pickles, shown),
+            hint=f"mstore add {shlex.quote(str(path))} --name NAME --convert",
         )
     raise BadCheckpoint(
         "holds no .safetensors file", where=str(path), hint="mstore add MODEL_DIRECTORY --name NAME"
     )
 
 
-def _conversion(pickles: list[_Found], shown: Path) -> str:
-    """One shell line that writes the weights as safetensors next to the pickles.
-
-    weights_only keeps a pickle from running code; clone() parts tensors that share memory,
-    which save_file refuses.
-    """
-    # The largest pickle holds weights, and so do the shards named like it; an
-    # optimizer state or training_args.bin would only make the conversion fail.
-    largest = max(pickles, key=lambda each: each.status.st_size)
-    kind = _numberless(largest.path)
-    weights = [str(shown / each.path) for each in pickles if _numberless(each.path) == kind]
-    program = (
-        "import sys, torch; from safetensors.torch import save_file; "
-        "[save_file({name: tensor.clone().contiguous() for name, tensor in "
-        'torch.load(path, weights_only=True, map_location="cpu").items()}, '
-        'path.rpartition(".")[0] + ".safetensors", metadata={"format": "pt"}) '
-        "for path in sys.argv[1:]]"
-    )
-    return shlex.join(["python3", "-c", program, *weights])
-
-
-def _numberless(path: str) -> str:
-    return re.sub(r"[0-9]+", "#", path)
-
-
 def _check_index(
     index: SourceFile, by_path: dict[str, SourceFile], where: str, limits: HeaderLimits
 ) -> None:
-    weight_map = _weight_map(index, where, limits)
+    weight_map = read_weight_map(index.absolute, where=where, limits=limits)
     shards = _shards(index, weight_map, by_path, where)
     names = {shard: {slot.name for slot in header.tensors} for shard, header in shards.items()}
     for name, shard in weight_map.items():
@@ -269,8 +217,9 @@ def _check_index(
                 )
 
 
-def _weight_map(index: SourceFile, where: str, limits: HeaderLimits) -> dict[str, str]:
-    with open_regular(index.absolute) as (descriptor, _):
+def read_weight_map(path: Path, *, where: str, limits: HeaderLimits) -> dict[str, str]:
+    """Tensor -> shard, as a shard index gives it.  Raises BadCheckpoint at `where`."""
+    with open_regular(path) as (descriptor, _):
         raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
     if len(raw) > limits.max_index_bytes:
         raise BadCheckpoint(

@@ -14,6 +14,8 @@ from mstore.errors import BadCheckpoint
 
 MAX_PATH_BYTES = 4096
 MAX_COMPONENT_BYTES = 255
+MAX_DEPTH = 64
+"""Components of a path: work on every directory of every path stays linear in the paths."""
 
 # C0, DEL and C1: unprintable, and on a terminal they are commands.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -29,7 +31,7 @@ def check_relative(path: str, where: str) -> None:
 
     Raises BadCheckpoint (at `where`, naming the path) for one that is empty or absolute, has an
     empty, `.` or `..` component, a control character (NUL among them) or text that is not
-    valid UTF-8, or is longer than 4096 bytes or 255 bytes a component.
+    valid UTF-8, or is longer than 4096 bytes, 255 bytes a component or 64 components.
     """
     problem = _problem(path)
     if problem is not None:
@@ -49,7 +51,10 @@ def _problem(path: str) -> str | None:
         return "holds a control character"
     if len(encoded) > MAX_PATH_BYTES:
         return f"is longer than {MAX_PATH_BYTES} bytes"
-    for component in encoded.split(b"/"):
+    components = encoded.split(b"/")
+    if len(components) > MAX_DEPTH:
+        return f"is deeper than {MAX_DEPTH} components"
+    for component in components:
         if component in (b".", b".."):
             return f"has a {component.decode()!r} component"
         if not component:

@@ -46,24 +46,6 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, pasted(function))
 
 
-def cached(*modules: ModuleType) -> Callable[[Callable[..., Any]], Any]:
-    """A kernel, a numba dispatcher whose machine code is kept on disk between processes.
-
-    `modules` are all others that its steps come from.  Where nothing can be written (neither
-    beside the source nor in the user's cache folder) each process compiles for itself.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
-        try:
-            dispatcher._cache = _StampedCache(function, modules)
-        except (OSError, RuntimeError):
-            return dispatcher
-        return dispatcher
-
-    return decorate
-
-
 class _StampedCache(FunctionCache):
     """numba's cache, keyed by all sources and never a reason to fail.
 
@@ -135,7 +117,9 @@ class Entry:
 def entry(takes: str, *modules: ModuleType) -> Callable[[Callable[..., Any]], Entry]:
     """A kernel that is run through `machine.Pass`, and returns nothing.
 
-    `takes` is as there; `modules` as for `cached`.
+    `takes` is as there.  `modules` are all others that its steps come from.  Where nothing can be
+    written (neither beside the source nor in the user's cache folder) each process compiles for
+    itself.
     """
     return lambda function: Entry(function, takes, modules)
 

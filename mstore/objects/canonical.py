@@ -3,7 +3,8 @@
 Records are MessagePack arrays whose first element names kind and version ("tensor/1").
 Integers take their shortest form, floats are 64-bit, strings UTF-8, maps do not occur.  A record
 that decodes but does not encode back to the same bytes is refused, so two different byte
-strings never mean the same record.
+strings never mean the same record.  So is one that contradicts itself or breaks a limit
+(`Record.problem`): records may come from strangers.
 
 Each record class names its `kind` (where it is stored) and its `id_type` (its hash domain).
 """
@@ -17,6 +18,7 @@ import msgspec
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, Buffer, Id
+from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT, RecordLimits
 
 
 def plain_id(value: object) -> bytes:
@@ -27,9 +29,9 @@ def plain_id(value: object) -> bytes:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain_id)
-# What a field may hold is checked when it is decoded: records may come from strangers.
+# What a field may hold is checked when it is decoded.
 IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {}
 
@@ -48,12 +50,25 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         """The hash of the canonical bytes in this kind's domain."""
         return self.id_type.of(self.encode())
 
+    def problem(self, limits: RecordLimits) -> str | None:
+        """What is unsound about it: a limit that it breaks, or fields that contradict each other.
+
+        Takes time linear in the record; follows no id to another one.
+        """
+        raise NotImplementedError
+
 
 R = TypeVar("R", bound=Record)
 
 
-def decode(kind: type[R], data: Buffer, where: str) -> R:
-    """Decode and check canonical form.  Raises Corrupt naming `where`."""
+def decode(kind: type[R], data: Buffer, where: str, limits: RecordLimits = DEFAULT_LIMITS) -> R:
+    """Decode, check canonical form and that the record is sound.  Raises Corrupt naming `where`."""
+    if len(data) > limits.bytes_of(kind.kind):
+        raise Corrupt(
+            f"a {kind.__name__} record of {len(data)} bytes; the limit is "
+            f"{limits.bytes_of(kind.kind)}",
+            where=where,
+        )
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
@@ -63,4 +78,7 @@ def decode(kind: type[R], data: Buffer, where: str) -> R:
         raise Corrupt(f"not a {kind.__name__} record: {error}", where=where) from error
     if record.encode() != bytes(data):
         raise Corrupt(f"a {kind.__name__} record not in canonical form", where=where)
+    problem = record.problem(limits)
+    if problem is not None:
+        raise Corrupt(f"not a sound {kind.__name__} record: {problem}", where=where)
     return record

@@ -9,6 +9,7 @@ import msgspec
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId
 from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.limits import RecordLimits, too_long, too_many
 
 
 class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -21,6 +22,14 @@ class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     blocks: Count
     reused: bytes
     contributed: tuple[bytes, ...]
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        """What is wrong with its bitmaps, or None."""
+        if any(not _is_bitmap(bits, self.blocks) for bits in (self.reused, *self.contributed)):
+            return "a bitmap that does not fit the blocks"
+        return too_many("experts", len(self.contributed), limits.experts) or too_long(
+            "a tensor name", self.name, limits.name_bytes
+        )
 
 
 class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
@@ -35,6 +44,14 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
     def id(self) -> CoverageId:
         return CoverageId.of(self.encode())
 
+    def problem(self, limits: RecordLimits) -> str | None:
+        if len({len(tensor.contributed) for tensor in self.tensors}) > 1:
+            return "tensors with different numbers of experts"
+        problems = (tensor.problem(limits) for tensor in self.tensors)
+        return too_many("tensors", len(self.tensors), limits.tensors) or next(
+            filter(None, problems), None
+        )
+
 
 def bitmap(flags: list[bool]) -> bytes:
     """Flags as bits, least significant first."""
@@ -48,3 +65,8 @@ def bitmap(flags: list[bool]) -> bytes:
 def bit(data: bytes, number: int) -> bool:
     """Bit `number` of a bitmap."""
     return bool(data[number >> 3] >> (number & 7) & 1)
+
+
+def _is_bitmap(data: bytes, count: int) -> bool:
+    """Whether these are `count` flags, the spare bits zero."""
+    return len(data) == -(-count // 8) and not (count & 7 and data[-1] >> (count & 7))

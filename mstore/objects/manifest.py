@@ -8,14 +8,18 @@ contents have equal ManifestIds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import msgspec
 
 from mstore.blocks.packs import Kind
+from mstore.checkpoint.paths import check_relative, quoted
+from mstore.errors import BadCheckpoint
 from mstore.ids import ManifestId, TensorId
 from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.limits import RecordLimits, too_long, too_many
 
 OPAQUE = 0
 SAFETENSORS = 1
@@ -49,6 +53,22 @@ class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         """The named parts."""
         return (part for part in self.parts if part.name is not None)
 
+    def problem(self, limits: RecordLimits) -> str | None:
+        """What is wrong with this file, or None."""
+        try:
+            check_relative(self.path, "")
+        except BadCheckpoint as error:
+            return error.what
+        first, *rest = [part.name for part in self.parts] or [""]
+        if self.form not in (OPAQUE, SAFETENSORS):
+            return f"{quoted(self.path)} has an unknown form"
+        if first is not None or None in rest or (rest and self.form == OPAQUE):
+            return f"{quoted(self.path)} does not have the parts of its form"
+        if self.size != sum(part.nbytes for part in self.parts):
+            return f"{quoted(self.path)} is not as long as its parts"
+        too = (too_long("a tensor name", name, limits.name_bytes) for name in rest if name)
+        return next(filter(None, too), None)
+
 
 class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
     """Files sorted by path (by code point)."""
@@ -60,6 +80,18 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
 
     def id(self) -> ManifestId:
         return ManifestId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        paths = [file.path for file in self.files]
+        if any(before >= after for before, after in pairwise(paths)):
+            return "its files are not sorted by path"
+        tensors = sum(len(file.parts) - 1 for file in self.files)
+        return (
+            too_many("files", len(paths), limits.files)
+            or too_many("tensors", tensors, limits.tensors)
+            or next(filter(None, (file.problem(limits) for file in self.files)), None)
+            or _clash(paths)
+        )
 
     def file(self, path: str) -> File | None:
         """The file of this path, or None."""
@@ -81,3 +113,15 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
     def plain_bytes(self) -> int:
         """Bytes that a checkout takes."""
         return sum(file.size for file in self.files)
+
+
+def _clash(paths: Sequence[str]) -> str | None:
+    """A path that is a file and a directory at once, or None."""
+    files = set(paths)
+    for path in paths:
+        at = path.find("/")
+        while at >= 0:
+            if path[:at] in files:
+                return f"{quoted(path[:at])} is a file and a directory"
+            at = path.find("/", at + 1)
+    return None

@@ -11,6 +11,7 @@ it is a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from mstore.blocks.packs import Kind
 from mstore.ids import ManifestId, PlanId
 from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.limits import MAX_COUNT, RecordLimits, too_long, too_many
 
 READ = 0
 """The expert's blocks are read."""
@@ -53,6 +55,20 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     states: tuple[bytes, ...]
     thresholds: tuple[Threshold, ...]
     omitted: tuple[float, ...]
+
+    def problem(self, experts: int, limits: RecordLimits) -> str | None:
+        """What is wrong with it in a plan of so many experts, or None."""
+        if len(self.states) != experts or len(self.omitted) != experts:
+            return "a tensor with another number of experts"
+        if len(self.thresholds) not in (0, experts):
+            return "a tensor with another number of thresholds"
+        if len({len(states) for states in self.states}) > 1:
+            return "a tensor with different numbers of chunks"
+        if any(max(states, default=0) > DROPPED for states in self.states):
+            return "an unknown state"
+        if any(not -1 <= threshold.quota <= MAX_COUNT for threshold in self.thresholds):
+            return "a quota out of range"
+        return too_long("a tensor name", self.name, limits.name_bytes)
 
 
 class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,6 +130,28 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        return next(filter(None, self._problems(limits)), None)
+
+    def _problems(self, limits: RecordLimits) -> Iterator[str | None]:
+        experts = len(self.experts)
+        asked = self.criteria
+        yield too_many("experts", experts, limits.experts)
+        yield too_many("parameters", len(self.parameters), limits.parameters)
+        yield too_many("patterns", len(asked.only) + len(asked.skip), limits.patterns)
+        yield too_many("notes", len(self.notes), limits.notes)
+        yield too_many("tensors", len(self.tensors) + len(self.copied), limits.tensors)
+        named = (self.method, asked.score, self.dtype or "", *asked.only, *asked.skip)
+        for name in (*named, *dict(self.parameters)):
+            yield too_long("a name", name, limits.name_bytes)
+        for note in self.notes:
+            yield too_long("a note", note, limits.text_bytes)
+        for name, why in self.copied:
+            yield too_long("a tensor name", name, limits.name_bytes)
+            yield too_long("a reason", why, limits.text_bytes)
+        for tensor in self.tensors:
+            yield tensor.problem(experts, limits)
 
     def base_id(self) -> ManifestId:
         """The content merged into."""

@@ -9,10 +9,14 @@ import msgspec
 from mstore.blocks.packs import Kind
 from mstore.ids import CoverageId, ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.limits import RecordLimits, too_long, too_many
 
 PREVIOUS = "previous"
 BASE = "base"
 EXPERT = "expert"
+ROLES = (PREVIOUS, BASE, EXPERT)
+ADD = "add"
+MERGE = "merge"
 
 
 class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,6 +52,26 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
 
     def id(self) -> SnapshotId:
         return SnapshotId.of(self.encode())
+
+    def problem(self, limits: RecordLimits) -> str | None:
+        roles = [parent.role for parent in self.parents]
+        if not set(roles) <= set(ROLES):
+            return "a parent without a known role"
+        if roles != sorted(roles, key=ROLES.index):
+            return "its parents are out of order"
+        if roles.count(PREVIOUS) > 1 or roles.count(BASE) > 1:
+            return "two parents of a role that has one"
+        if self.origin not in (ADD, MERGE):
+            return "an unknown origin"
+        if self.origin == ADD and self.plan is not None:
+            return "a plan of what was not merged"
+        if self.coverage is not None and self.plan is None:
+            return "coverage without a plan"
+        return (
+            too_many("parents", len(roles), limits.parents)
+            or too_long("a message", self.message, limits.text_bytes)
+            or too_long("a tool", self.tool, limits.name_bytes)
+        )
 
     def manifest_id(self) -> ManifestId:
         """What it contains."""

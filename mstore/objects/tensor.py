@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from mstore.blocks.packs import Kind
-from mstore.errors import Corrupt
+from mstore.checkpoint.dtypes import nbytes
+from mstore.errors import BadCheckpoint, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.objects.canonical import Count, Record
+from mstore.objects.limits import RecordLimits, too_many
 
 # The dtype of headers and of files that are not safetensors: a plain run of bytes.
 BYTES = "BYTES"
@@ -31,6 +33,11 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
     def id(self) -> TensorId:
         return TensorId.of(self.encode())
 
+    def problem(self, limits: RecordLimits) -> str | None:
+        if len(self.blocks) % ID_BYTES:
+            return "its block list does not end on a whole id"
+        return shape_problem(self.dtype, self.shape, self.nbytes, limits)
+
     def block_count(self) -> int:
         """Number of blocks; 0 for an empty tensor."""
         return len(self.blocks) // ID_BYTES
@@ -52,3 +59,17 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
         """Raise Corrupt unless the block list fits the length."""
         if len(self.blocks) != ID_BYTES * -(-self.nbytes // block_size):
             raise Corrupt("block list and length do not agree", where=where)
+
+
+def shape_problem(
+    dtype: str, shape: tuple[int, ...], length: int, limits: RecordLimits
+) -> str | None:
+    """Why dtype and shape do not give a tensor of `length` bytes, or None."""
+    problem = too_many("dimensions", len(shape), limits.rank)
+    if problem is not None:
+        return problem
+    try:
+        expected = shape[0] if dtype == BYTES and len(shape) == 1 else nbytes(dtype, shape)
+    except BadCheckpoint as error:
+        return error.what
+    return None if expected == length else "dtype, shape and length do not agree"

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mstore.blocks.packs import Kind
-from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.errors import Corrupt
 from mstore.ids import PlanId, VirtualId
 from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits, too_long
+from mstore.objects.tensor import BYTES, shape_problem
 
 
 class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
@@ -35,6 +36,13 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
     def id(self) -> VirtualId:
         return VirtualId.of(self.encode())
 
+    def problem(self, limits: RecordLimits) -> str | None:
+        if self.dtype == BYTES:
+            return "plain bytes are no tensor of a plan"
+        return too_long("a tensor name", self.tensor, limits.name_bytes) or shape_problem(
+            self.dtype, self.shape, self.nbytes, limits
+        )
+
     def plan_id(self) -> PlanId:
         """The plan that it is computed by."""
         return PlanId(self.plan)
@@ -49,5 +57,6 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
 
     def check(self, where: str) -> None:
         """Raise Corrupt unless dtype and shape give the length."""
-        if self.dtype not in DTYPES or nbytes(self.dtype, self.shape) != self.nbytes:
-            raise Corrupt("dtype, shape and length do not agree", where=where)
+        problem = self.problem(DEFAULT_LIMITS)
+        if problem is not None:
+            raise Corrupt(problem, where=where)

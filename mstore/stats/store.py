@@ -14,14 +14,16 @@ whole pages, and most tables are about that large.  Integers are big-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from mstore import fs
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
-from mstore.ids import TensorId
+from mstore.ids import ID_BYTES, TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
 
 DATABASES = ("pairs", "tables", "squares", "thresholds")
@@ -41,6 +43,9 @@ class StatsStore:
     """
 
     def __init__(self, path: Path) -> None:
+        # Somebody may have deleted it, which costs nothing but time.
+        if fs.make_directory(path, exist_ok=True):
+            fs.sync_directory(path.parent)
         self._env = Environment.acquire(path, DATABASES)
         self._lock = Lock()
         self._pending: dict[tuple[str, bytes], bytes] = {}
@@ -145,9 +150,45 @@ class StatsStore:
         key = base + expert + keep.to_bytes(8, "big")
         self._put("thresholds", key, _THRESHOLD.pack(value, quota))
 
+    def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
+        """Drop what is known of tensors that are not stored, and batches that nothing is in."""
+        with self._env.write() as transaction:
+            for database in ("pairs", "squares", "thresholds"):
+                for key in self._gone(transaction, database, stored):
+                    transaction.delete(key, db=self._env.databases[database])
+            with transaction.cursor(db=self._env.databases["pairs"]) as cursor:
+                used = {bytes(place[: _NUMBER.size]) for _, place in cursor}
+            tables = self._env.databases["tables"]
+            with transaction.cursor(db=tables) as cursor:
+                unused = [key for key in cursor.iternext(values=False) if key not in used]
+            for key in unused:
+                transaction.delete(key, db=tables)
+
+    def _gone(
+        self, transaction: Any, database: str, stored: Callable[[Sequence[bytes]], list[bool]]
+    ) -> list[bytes]:
+        gone = []
+        with transaction.cursor(db=self._env.databases[database]) as cursor:
+            keys = iter(cursor.iternext(values=False))
+            while batch := list(islice(keys, PENDING_ROWS)):
+                named = [_tensors(key) for key in batch]
+                wanted = sorted({id for ids in named for id in ids})
+                there = dict(zip(wanted, stored(wanted), strict=True))
+                gone += [
+                    key
+                    for key, ids in zip(batch, named, strict=True)
+                    if not all(there[id] for id in ids)
+                ]
+        return gone
+
     def file_bytes(self) -> int:
         """Size on disk."""
         return self._env.file_bytes()
+
+
+def _tensors(key: bytes) -> list[bytes]:
+    """The one or two tensors that a key begins with."""
+    return [key[at : at + ID_BYTES] for at in range(0, len(key) // ID_BYTES * ID_BYTES, ID_BYTES)]
 
 
 def _table(value: bytes | None) -> DeltaTable | None:

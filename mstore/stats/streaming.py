@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE
 from mstore.ids import BlockId, TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.tensor import Tensor
@@ -42,10 +43,28 @@ class BaseBlocks:
 
     def read(self, block: BlockId, location: Location) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Its plain bytes, checked; they last until this thread's next call."""
-        buffer = getattr(self._own, "buffer", None)
-        if buffer is None:
-            buffer = self._own.buffer = np.empty(self._catalog.block_size, dtype=np.uint8)
-        data: np.ndarray[Any, np.dtype[np.uint8]] = buffer[: location.raw_length]
+        return self._read(0, block, location)
+
+    def delta_base(
+        self, block: BlockId, location: Location, data: np.ndarray[Any, np.dtype[np.uint8]]
+    ) -> tuple[BlockId, memoryview]:
+        """What may be stored as a difference to this block, which `data` was read from, refers to.
+
+        It is this block, or, where this is itself a difference to another, that one.  The bytes
+        last until this thread's next call.
+        """
+        if location.base == NO_BASE:
+            return block, data.data
+        base = BlockId(location.base)
+        return base, self._read(1, base, self._catalog.locate([base])[0]).data
+
+    def _read(
+        self, room: int, block: BlockId, location: Location
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        rooms = getattr(self._own, "rooms", None)
+        if rooms is None:
+            rooms = self._own.rooms = np.empty((2, self._catalog.block_size), dtype=np.uint8)
+        data: np.ndarray[Any, np.dtype[np.uint8]] = rooms[room, : location.raw_length]
         self._catalog.read_block_into(block, location, data.data)
         return data
 
@@ -77,22 +96,6 @@ class PairMeasure:
         if dtype not in ITEMSIZES:
             return None
         return cls(dtype, dtype, math.prod(shape), chunk_elements(block_size, dtype))
-
-    def take(
-        self,
-        number: int,
-        data: memoryview,
-        id: BlockId,
-        base: BlockId,
-        at: Location,
-        of: BaseBlocks,
-    ) -> None:
-        """Measure block `number`, whose plain bytes are `data`, against the base's block."""
-        expert = np.frombuffer(data, dtype=np.uint8)
-        if id == base:
-            self.take_equal(number, expert)
-        else:
-            self.take_chunk(number, of.read(base, at), expert)
 
     def _length(self, number: int) -> int:
         return min(self.chunk, self.elements - number * self.chunk)

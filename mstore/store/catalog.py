@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -23,10 +23,11 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackFiles
+from mstore.blocks.packs import PackFiles, PackGone
 from mstore.errors import BadRequest, Corrupt, NotFound
-from mstore.ids import BlockId, Id, ManifestId, SnapshotId, TensorId, VirtualId
+from mstore.ids import BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
+from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
@@ -34,13 +35,15 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store import revisions
+from mstore.store.config import Config
 from mstore.store.layout import Layout
 
 if TYPE_CHECKING:
     import numpy as np
 
 R = TypeVar("R", bound=Record)
-RECORD_LIMIT = 1 << 30
+T = TypeVar("T")
+RECORD_LIMIT = DEFAULT_LIMITS.tensor_record_bytes
 FSCK = "mstore fsck --read-data"
 
 
@@ -49,15 +52,17 @@ class Catalog:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.config = Config.load(layout)
         self.index = Index(layout.index)
         self.packs = PackFiles(layout.packs)
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._records_lock = Lock()
 
     @classmethod
-    def create(cls, root: Path, block_size: int) -> Catalog:
+    def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
         """A new, empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
         with layouts.creating(root, block_size) as layout:
+            (config or Config()).save(layout)
             index = Index(layout.index, create=True)
             try:
                 ref_rows.write_mirror(layout, index)
@@ -79,6 +84,13 @@ class Catalog:
     def block_size(self) -> int:
         """Bytes of a full block in this store."""
         return self.layout.block_size
+
+    def configure(self, changes: Mapping[str, object]) -> None:
+        """Change settings of the store, now and for those who open it later.  Raises BadRequest."""
+        with self.publishing():
+            config = Config.load(self.layout).changed(changes)
+            config.save(self.layout)
+        self.config = config
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -115,43 +127,107 @@ class Catalog:
 
     def read_block(
         self, block: BlockId, location: Location | None = None, meter: Meter | None = None
-    ) -> bytes:
-        """The plain bytes of a block, checked against its id.  Raises Corrupt naming it."""
+    ) -> Buffer:
+        """The plain bytes of a block, checked against its id.  Raises Corrupt naming it.
+
+        A location may be old: where its pack is gone meanwhile, the block is looked up again.  The
+        meter counts the block's own bytes at rest, not those of the base of a delta.
+        """
         if location is None:
             location = self.locate([block])[0]
-        self._check_length(block, location)
         if meter is not None:
             meter.charge(location.stored_length)
-        payload = self.packs.read(location.pack, location.offset, location.stored_length)
-        data = codecs.decode(location.codec, payload, location.width, location.raw_length)
-        self._verify(block, data, location)
+        return self._relocating(block, location, lambda place: self._checked(block, place))
+
+    def _relocating(self, block: BlockId, location: Location, read: Callable[[Location], T]) -> T:
+        try:
+            return read(location)
+        except PackGone:
+            fresh = self.locate([block])[0]
+            if fresh == location:
+                raise
+            return read(fresh)
+
+    def _checked(self, block: BlockId, location: Location) -> Buffer:
+        self._check_length(block, location)
+        data, base = self._plain(block, location)
+        self._verify(block, data, location, base)
         return data
+
+    def _plain(self, block: BlockId, location: Location) -> tuple[Buffer, Buffer | None]:
+        """What a block decodes to, and the base that it took: neither is checked against an id."""
+        base = self._base(block, location)
+        payload = self.packs.read(location.pack, location.offset, location.stored_length)
+        with _naming(block):
+            found = codecs.decode(
+                location.codec, payload, location.width, location.raw_length, base
+            )
+        return found, base
+
+    def _base(self, block: BlockId, location: Location) -> Buffer | None:
+        """The bytes that a delta is a difference to, not checked: the block itself is."""
+        if not _is_delta(location):
+            return None
+        base = BlockId(location.base)
+        with self.index.env.read() as transaction:
+            place = self.index.block(transaction, base)
+        if place is None:
+            raise Corrupt(f"its base {base} is not stored", where=f"block {block}", hint=FSCK)
+        if _is_delta(place) or place.raw_length != location.raw_length:
+            raise Corrupt(f"block {base} cannot be its base", where=f"block {block}", hint=FSCK)
+        self._check_length(base, place)
+        return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
+
+    def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
+        # Looked up again, it may be anything.
+        if _is_delta(location):
+            raise Corrupt("a delta cannot be a base", where=f"block {block}", hint=FSCK)
+        self._check_length(block, location)
+        return self._plain(block, location)[0]
 
     def read_block_into(
         self, block: BlockId, location: Location, target: memoryview, meter: Meter | None = None
     ) -> None:
         """Fill `target` (exactly the block's plain length) with checked bytes."""
+        if meter is not None:
+            meter.charge(location.stored_length)
+        self._relocating(block, location, lambda place: self._fill(block, place, target))
+
+    def _fill(self, block: BlockId, location: Location, target: memoryview) -> None:
         self._check_length(block, location)
         if len(target) != location.raw_length:
             raise Corrupt(
                 f"a block of {location.raw_length} bytes where {len(target)} were expected",
                 where=f"block {block}",
             )
-        if location.codec != Codec.RAW:
-            target[:] = self.read_block(block, location, meter)
-            return
-        if meter is not None:
-            meter.charge(location.stored_length)
-        self.packs.read_into(location.pack, location.offset, target)
-        self._verify(block, target, location)
+        base = None
+        if location.codec == Codec.RAW:
+            # A raw payload is as long as its block, or the entry is not one.
+            if location.stored_length != location.raw_length:
+                raise Corrupt("a raw block of two lengths", where=f"block {block}", hint=FSCK)
+            self.packs.read_into(location.pack, location.offset, target)
+        else:
+            base = self._base(block, location)
+            payload = self.packs.read(location.pack, location.offset, location.stored_length)
+            with _naming(block):
+                codecs.decode_into(location.codec, payload, location.width, target, base)
+        self._verify(block, target, location, base)
 
     def _check_length(self, block: BlockId, location: Location) -> None:
         # Before anything is allocated: an index row is not proof that a length is sane.
         if max(location.raw_length, location.stored_length) > self.block_size:
             raise Corrupt("longer than the block size", where=f"block {block}", hint=FSCK)
 
-    def _verify(self, block: BlockId, data: bytes | memoryview, location: Location) -> None:
+    def _verify(
+        self, block: BlockId, data: Buffer, location: Location, base: Buffer | None
+    ) -> None:
         if BlockId.of(data) != block:
+            if base is not None and BlockId.of(base) != location.base:
+                raise Corrupt(
+                    f"its base {BlockId(location.base)} is not what its id says",
+                    where=f"block {block}",
+                    hint=FSCK,
+                )
             raise Corrupt(
                 f"the stored bytes do not match the id (pack {location.pack.short}, "
                 f"offset {location.offset})",
@@ -178,7 +254,15 @@ class Catalog:
         key = bytes([kind.kind]) + id
         if location is None:
             raise NotFound(f"no such {kind.kind.name.lower()}", where=str(id))
-        record = decode(kind, self.record_bytes(kind.id_type(id), location), f"{id}")
+        try:
+            data = self.record_bytes(kind.id_type(id), location)
+        except PackGone:
+            with self.index.env.read() as transaction:
+                fresh = self.index.record(transaction, kind.kind, id)
+            if fresh is None or fresh == location:
+                raise
+            data = self.record_bytes(kind.id_type(id), fresh)
+        record = decode(kind, data, f"{id}")
         with self._records_lock:
             self._records[key] = record
             while len(self._records) > 4096:
@@ -309,6 +393,20 @@ class Catalog:
                 found.append(SnapshotId(cursor.key()[len(prefix) :]))
                 more = cursor.next()
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
+
+
+def _is_delta(location: Location) -> bool:
+    # A code of a newer version is the decoder's to refuse.
+    return location.codec in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
+
+
+@contextmanager
+def _naming(block: BlockId) -> Iterator[None]:
+    """What a codec finds wrong, said of this block."""
+    try:
+        yield
+    except Corrupt as error:
+        raise Corrupt(error.what, where=f"block {block}", hint=FSCK) from error
 
 
 def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[bytes]:

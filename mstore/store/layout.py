@@ -2,6 +2,7 @@
 
 STORE/
   format      "mstore 1 <uuid> <block size>"
+  config      settings in TOML; missing means defaults (`mstore.store.config`)
   lock        held (flock) by the one writer that is publishing
   packs/      sealed packs
   index/      LMDB: where things are, refs, reflog, leases
@@ -28,6 +29,10 @@ FORMAT_VERSION = 1
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
+FORMAT_LIMIT = 4096
+"""Bytes of a format file that are looked at."""
+
+_VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class Layout:
         return self.root / "tmp"
 
     @property
+    def config(self) -> Path:
+        """The store's settings."""
+        return self.root / "config"
+
+    @property
     def lock(self) -> Path:
         """The writer lock."""
         return self.root / "lock"
@@ -84,7 +94,7 @@ def _format_line(layout: Layout) -> str:
 
 # All that a `creating` which was killed can leave behind.  Anything else is somebody's.
 _UNFINISHED = re.compile(
-    r"lock|packs|refs(/mirror)?|tmp(/\.(mirror|format)\.[0-9a-f]{8})?"
+    r"lock|config|packs|refs(/mirror)?|tmp(/\.(mirror|format|config)\.[0-9a-f]{8})?"
     r"|(index|stats)(/(data\.mdb|lock\.mdb|\.lock\.mdb\.[0-9a-f]{8}))?"
 )
 
@@ -161,36 +171,59 @@ def _clear(layout: Layout) -> None:
         layout.tmp,
     ):
         fs.remove_tree(directory)
+    fs.unlink(layout.config, missing_ok=True)
 
 
-def locate(root: Path) -> Layout:
-    """Read the format file.  Raises NotFound, Incompatible (newer version, network), Corrupt."""
+def _format_fields(root: Path) -> tuple[str, list[str]]:
+    """The line of the format file and its fields.  Raises NotFound, Corrupt, StorageFailed."""
     path = root / "format"
     try:
         with fs.translated(path), path.open("rb") as file:
-            line = file.read(4096)
+            line = file.read(FORMAT_LIMIT).decode("ascii", "replace")
     except StorageFailed as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFound(
                 "no store here", where=str(root), hint=f"mstore --store {root} init"
             ) from error
         raise
-    fields = line.decode("ascii", "replace").split()
-    if len(fields) < 2 or fields[0] != "mstore" or not fields[1].isdigit():
+    fields = line.split()
+    if len(fields) < 2 or fields[0] != "mstore" or not _VERSION.fullmatch(fields[1]):
         raise Corrupt("not a format file", where=str(path))
-    if int(fields[1]) != FORMAT_VERSION:
+    return line, fields
+
+
+def version_of(root: Path) -> int:
+    """The format version of the store at `root`, whatever it is.  Raises NotFound, Corrupt."""
+    return int(_format_fields(root)[1][1])
+
+
+def too_new(root: Path, version: int) -> Incompatible:
+    """The error for a store of a newer format."""
+    return Incompatible(
+        f"store format {version}; this mstore reads format {FORMAT_VERSION}",
+        where=str(root),
+        hint="pip install -U mstore",
+    )
+
+
+def locate(root: Path) -> Layout:
+    """Read the format file.  Raises NotFound, Incompatible (another version, network), Corrupt."""
+    path = root / "format"
+    line, fields = _format_fields(root)
+    version = int(fields[1])
+    if version > FORMAT_VERSION:
+        raise too_new(root, version)
+    if version < FORMAT_VERSION:
         raise Incompatible(
-            f"store format {fields[1]}; this mstore reads format {FORMAT_VERSION}",
+            f"store format {version} is older than format {FORMAT_VERSION}, which is read here",
             where=str(root),
-            hint="pip install -U mstore",
+            hint="mstore migrate",
         )
     try:
         layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]))
     except (IndexError, ValueError) as error:
         raise Corrupt("not a format file", where=str(path)) from error
-    if line.decode("ascii", "replace") != _format_line(layout) or not _is_block_size(
-        layout.block_size
-    ):
+    if line != _format_line(layout) or not _is_block_size(layout.block_size):
         raise Corrupt("not a format file", where=str(path))
     fs.require_local(root)
     return layout

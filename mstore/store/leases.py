@@ -4,13 +4,22 @@ An operation that writes takes a lease first: a directory tmp/<lease>/ with a lo
 process holds, and a row in the index.  The kernel drops the lock when the process ends in any
 way, so a lease is live exactly as long as its owner: no clock decides.  What lies in the
 directory of a dead lease is garbage and may be removed by anyone.
+
+An operation that reads a snapshot *pins* it: tmp/<random>.<SnapshotId>.pin, locked in the same
+way.  A pin keeps the snapshot's contents from garbage collection and needs no row and no
+transaction; where it cannot be made (a store that may only be read), reading goes on without.
+One that is made while gc publishes may come too late: its reader then finds blocks missing, as he
+would have a moment later.
+
+`collecting` is the lock of garbage collection: flock(2) on the directory of packs.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +27,12 @@ import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
-from mstore.errors import StorageFailed
+from mstore.errors import BadName, StorageFailed
+from mstore.ids import SnapshotId
 from mstore.store.layout import Layout
 
+LOCK = ".lock"
+PIN = ".pin"
 PACK = ".pack"
 RECEIPT = ".receipt"
 
@@ -76,8 +88,79 @@ class Lease:
             self._lock.remove()
 
 
+@contextmanager
+def collecting(layout: Layout) -> Iterator[None]:
+    """Hold the lock of garbage collection: one at a time, over all processes; a second waits.
+
+    Whoever holds it may remove rows and packs.  Nobody takes it who holds the writer lock.
+    """
+    lock = fs.LockFile(layout.packs, create=False)
+    try:
+        lock.acquire()
+        yield
+    finally:
+        lock.release()
+
+
+class Pin:
+    """A snapshot whose contents nobody collects until `release`."""
+
+    def __init__(self, layout: Layout, snapshot: SnapshotId) -> None:
+        self._lock: fs.LockFile | None = None
+        with suppress(StorageFailed):
+            while True:
+                path = layout.tmp / f"{secrets.token_hex(8)}.{snapshot}{PIN}"
+                lock = fs.LockFile(path)
+                lock.acquire()
+                if lock.is_current():
+                    break
+                # A sweeper saw the file in the instant before it was locked, and removed it.
+                lock.release()
+            self._lock = lock
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            with suppress(StorageFailed):
+                lock.remove()
+
+
+@contextmanager
+def pinned(layout: Layout, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
+    """Keep the contents of these snapshots while the block runs."""
+    with ExitStack() as pins:
+        for snapshot in sorted(set(snapshots)):
+            pins.callback(Pin(layout, snapshot).release)
+        yield
+
+
+def pins(layout: Layout) -> set[SnapshotId]:
+    """The snapshots that live processes have pinned."""
+    found = set()
+    for path in _listed(layout):
+        if path.name.endswith(PIN) and _is_live(layout, path):
+            with suppress(BadName):
+                found.add(SnapshotId.parse(path.name.removesuffix(PIN).rpartition(".")[2]))
+    return found
+
+
+def live(layout: Layout) -> set[str]:
+    """The names of the leases whose owners live.  Pins are none."""
+    return {
+        path.name.removesuffix(LOCK)
+        for path in _listed(layout)
+        if path.name.endswith(LOCK) and _is_live(layout, path)
+    }
+
+
+def is_live(layout: Layout, name: str) -> bool:
+    """Whether the owner of the lease of this name lives."""
+    return _is_live(layout, _lock_path(layout, name))
+
+
 def _lock_path(layout: Layout, name: str) -> Path:
-    return layout.tmp / f"{name}.lock"
+    return layout.tmp / f"{name}{LOCK}"
 
 
 def garbage(layout: Layout) -> list[Path]:
@@ -91,7 +174,8 @@ def _listed(layout: Layout) -> list[Path]:
 
 
 def _owner_lock(layout: Layout, path: Path) -> Path:
-    return _lock_path(layout, path.name.removesuffix(".lock"))
+    # A pin is its own lock.
+    return path if path.name.endswith(PIN) else _lock_path(layout, path.name.removesuffix(LOCK))
 
 
 def _is_live(layout: Layout, path: Path) -> bool:

@@ -10,9 +10,12 @@ a computation and changes no result.  What goes into a key and what a row's valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from mstore import fs
 from mstore.blocks.lmdb_env import Environment
@@ -20,6 +23,8 @@ from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, PlanId
 
 DATABASES = ("outputs", "requests")
+_BATCH = 4096
+_TIES = struct.Struct("<H")
 OUTPUTS, REQUESTS = DATABASES
 
 
@@ -72,6 +77,29 @@ class Memo:
             for (database, key), value in sorted(waiting.items()):
                 transaction.put(key, value, db=env.databases[database])
 
+    def tidy(
+        self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
+    ) -> None:
+        """Drop rows whose blocks are not stored; all requests, if a plan of theirs is not.
+
+        What a plan costs may have changed with what is stored, so none is kept half-heartedly.
+        """
+        env = self._open(create=False)
+        if env is None:
+            return
+        with env.read() as transaction:
+            with transaction.cursor(db=env.databases[OUTPUTS]) as cursor:
+                gone = list(_dead_outputs(cursor, stored))
+            with transaction.cursor(db=env.databases[REQUESTS]) as cursor:
+                stale = any(len(v) != ID_BYTES or not planned(PlanId(v)) for _, v in cursor)
+        if not gone and not stale:
+            return
+        with env.write() as transaction:
+            for key in gone:
+                transaction.delete(key, db=env.databases[OUTPUTS])
+            if stale:
+                transaction.drop(env.databases[REQUESTS], delete=False)
+
     def file_bytes(self) -> int:
         """Size on disk; 0 where there is no table yet."""
         env = self._open(create=False)
@@ -111,3 +139,27 @@ class Memo:
                         hint=f"rm -r {self._path}",
                     ) from error
             return self._env
+
+
+def _dead_outputs(
+    rows: Iterable[tuple[bytes, bytes]], stored: Callable[[Sequence[bytes]], list[bool]]
+) -> Iterator[bytes]:
+    """The keys of rows that name a block which is not stored."""
+    every: Iterator[Any] = iter(rows)
+    while batch := list(islice(every, _BATCH)):
+        named = [_blocks(value) for _, value in batch]
+        wanted = sorted({block for blocks in named for block in blocks})
+        there = dict(zip(wanted, stored(wanted), strict=True))
+        for (key, _), blocks in zip(batch, named, strict=True):
+            if not blocks or not all(there[block] for block in blocks):
+                yield key
+
+
+def _blocks(value: bytes) -> list[bytes]:
+    """The blocks that a row of `outputs` names; none where it is no such row."""
+    if len(value) < _TIES.size:
+        return []
+    end = len(value) - _TIES.size - 4 * _TIES.unpack_from(value, len(value) - _TIES.size)[0]
+    if end <= 0 or end % ID_BYTES:
+        return []
+    return [value[at : at + ID_BYTES] for at in range(0, end, ID_BYTES)]

@@ -93,3 +93,9 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
         for kind, id, _ in catalog.index.records(transaction):
             if kind == Kind.PLAN:
                 yield PlanId(id)
+
+
+def all_sources(catalog: Catalog, transaction: Any) -> list[tuple[PlanId, Sources]]:
+    """The inputs of every plan that has them kept."""
+    with transaction.cursor(db=catalog.index.db("plans")) as cursor:
+        return [(PlanId(key), _decode(value)) for key, value in cursor]

@@ -174,6 +174,13 @@ def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
     return moves
 
 
+def walk_reflogs(index: Index, transaction: Any) -> Iterator[tuple[str, Move]]:
+    """All moves of all names, removed ones too: by name, oldest first."""
+    with transaction.cursor(db=index.db("reflog")) as cursor:
+        for key, value in cursor:
+            yield bytes(key[: -_POSITION.size - 1]).decode(), _decode_move(value)
+
+
 def next_position(index: Index, transaction: Any, name: str) -> int:
     """How many moves the reflog of `name` has: the position of its next line."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
@@ -223,6 +230,8 @@ def read_mirror(layout: Layout) -> dict[str, Ref]:
         id, _, name = rest.partition(" ")
         try:
             check_name(name)
+            if kind not in (BRANCH, TAG):
+                raise BadName(f"{kind!r} is no kind of ref")
             found[name] = Ref(kind, SnapshotId.parse(id))
         except BadName as error:
             raise Corrupt(

@@ -21,17 +21,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from mstore import fs
-from mstore.blocks import codecs
-from mstore.blocks.codecs import Codec
-from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
-from mstore.errors import Conflict, StorageFailed
-from mstore.ids import BlockId, Buffer, Id, TensorId
+from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack, pack_path
+from mstore.errors import BadRequest, Conflict, StorageFailed
+from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
+from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.store import leases, refs
+from mstore.store import condemned, contents, leases, refs
 from mstore.store.catalog import Catalog, insert_snapshot, now_ns
 
 MAX_PACK_BYTES = 512 << 20
@@ -79,6 +79,7 @@ class Transaction:
         # Before anything is written: what a killed writer left may be the space that is missing.
         with catalog.publishing():
             leases.sweep(catalog.layout, catalog.index)
+            condemned.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
         self._resumes = resumes
         if resumes:
@@ -111,29 +112,32 @@ class Transaction:
 
     # -- filling -----------------------------------------------------------------------------
 
-    def put_block(
-        self, block: BlockId, data: Buffer, width: int, file: str, file_offset: int
-    ) -> bool:
+    def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
         """Store a block unless it is there; True if it is new.
 
-        `data` must hash to `block` (the caller has just hashed it).  `file` and `file_offset`
-        say where it lies in the file that is written or copied, so that neighbours stay
-        neighbours.
+        `encoded` must decode to what hashes to `block` (`codecs.encode` has seen to the one, the
+        caller to the other).  `file` and `file_offset` say where it lies in the file that is
+        written or copied, so that neighbours stay neighbours.
         """
         if block in self._own:
             return False
         if block in self._relied_blocks or self._catalog.has_blocks([block])[0]:
             self._relied_blocks.add(block)
             return False
-        writer = self._pack()
-        codec, payload = codecs.encode(data, width)
-        if codec == Codec.RAW:
-            writer.append_raw(block, payload, width, file, file_offset)
-        else:
-            writer.append_small(block, Kind.BLOCK, codec, width, bytes(payload), len(data))
+        self._pack().append_encoded(block, encoded, file, file_offset)
         self._own.add(block)
         self.blocks_new += 1
         return True
+
+    def rely_on_block(self, block: BlockId) -> None:
+        """A block that was found stored, or was put here, must be there when this is published."""
+        if block not in self._own:
+            self._relied_blocks.add(block)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was put here that the store did not have."""
+        return bool(self._own)
 
     @property
     def directory(self) -> Path:
@@ -199,7 +203,10 @@ class Transaction:
         self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
 
     def put_record(self, record: Record) -> Id:
-        """Store a record unless it is there; returns its id."""
+        """Store a record unless it is there; returns its id.
+
+        Raises BadRequest for one that no reader would take (`objects.limits`).
+        """
         id = record.id()
         kind = type(record).kind
         key = bytes([kind]) + id
@@ -211,6 +218,9 @@ class Transaction:
         if present:
             self._relied_records.add((kind, id))
             return id
+        problem = record.problem(DEFAULT_LIMITS)
+        if problem is not None:
+            raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
         data = record.encode()
         self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
         self._own.add(key)
@@ -254,8 +264,10 @@ class Transaction:
         with catalog.publishing():
             with catalog.index.env.write() as transaction:
                 self._check_relied(transaction)
+                self._check_parents(transaction, snapshots)
                 for pack in self._sealed:
                     catalog.index.insert_pack(transaction, pack)
+                self._check_bases(transaction)
                 for snapshot in snapshots:
                     insert_snapshot(catalog.index, transaction, snapshot)
                 apply_moves(catalog, transaction, moves)
@@ -263,7 +275,7 @@ class Transaction:
                     also(transaction)
                 self._lease.drop_row(transaction)
                 self._committing = True
-            _refresh_mirror(catalog)
+            refresh_mirror(catalog)
 
     def _publish_packs(self) -> None:
         packs = self._catalog.layout.packs
@@ -284,12 +296,43 @@ class Transaction:
         gone += [
             id for kind, id in self._relied_records if index.record(transaction, kind, id) is None
         ]
-        if gone:
-            raise Conflict(
-                f"{len(gone)} blocks or records were collected while this command was running",
-                where=str(min(gone)),
-                hint="run the command again",
-            )
+        _require_unmoved(gone)
+
+    def _check_parents(self, transaction: Any, snapshots: Sequence[SnapshotRecord]) -> None:
+        """A snapshot is published with its parents, or with none of them collected."""
+        index = self._catalog.index
+        own = {snapshot.id() for snapshot in snapshots}
+        parents = {p.snapshot_id() for snapshot in snapshots for p in snapshot.parents} - own
+        _require_unmoved(
+            [p for p in parents if index.record(transaction, Kind.SNAPSHOT, p) is None]
+        )
+
+    def _check_bases(self, transaction: Any) -> None:
+        """What a delta is a difference to is stored, and is no delta itself.
+
+        After the rows are in: of a block that another writer stored meanwhile, his row counts.
+        """
+        bases = {
+            BlockId(entry.base)
+            for pack in self._sealed
+            for entry in pack.entries
+            if entry.base != NO_BASE
+        }
+        gone: list[Id] = []
+        for base in bases:
+            place = self._catalog.index.block(transaction, base)
+            if place is None or Codec(place.codec).is_delta:
+                gone.append(base)
+        _require_unmoved(gone)
+
+
+def _require_unmoved(gone: Sequence[Id]) -> None:
+    if gone:
+        raise Conflict(
+            f"{len(gone)} blocks or records were collected while this command was running",
+            where=str(min(gone)),
+            hint="run the command again",
+        )
 
 
 def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
@@ -304,6 +347,8 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
 def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) -> None:
     """Move refs within an open index transaction."""
     for move in moves:
+        if move.new is not None:
+            contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)
         refs.move(
             catalog.index,
             transaction,
@@ -320,10 +365,11 @@ def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
     with catalog.publishing():
         with catalog.index.env.write() as transaction:
             apply_moves(catalog, transaction, moves)
-        _refresh_mirror(catalog)
+        refresh_mirror(catalog)
 
 
-def _refresh_mirror(catalog: Catalog) -> None:
+def refresh_mirror(catalog: Catalog) -> None:
+    """Write the text mirror anew.  Call with the writer lock held, after refs have moved."""
     # The commit stands whatever happens here, and the next one writes the mirror anew.
     with suppress(StorageFailed):
         refs.write_mirror(catalog.layout, catalog.index)

@@ -1,77 +1,207 @@
-"""`mstore add`: store a checkpoint under a name."""
+"""`mstore add`: store checkpoints under names."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mstore_cli.command import command
+from mstore_cli.errors import UsageError
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size
 
+if TYPE_CHECKING:
+    from mstore.convert.conversion import ConversionLimits
+    from mstore.reports import AddReport, ParentReport
+
+NO_BASE = "none"
+
 
 @command(
-    example="mstore add ./llama-math --name llama/math --base llama/base",
-    failure="an error; nothing was stored under the name",
+    example="mstore add ./llama-base ./llama-math --name-prefix llama/",
+    failure="an error; of several checkpoints those before it were stored, as it says",
 )
 def add(
     session: Session,
-    path: Annotated[
-        Path,
+    paths: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="PATH",
-            help="A checkpoint directory, or one .safetensors file.",
+            metavar="PATH...",
+            help="Checkpoint directories, .safetensors files, or models of a Hugging Face cache.",
             show_default=False,
         ),
     ],
     name: Annotated[
-        str, typer.Option("--name", metavar="REF", help="The branch that will point at it.")
-    ],
+        list[str] | None,
+        typer.Option(
+            "--name",
+            metavar="REF",
+            help="The branch that will point at it; once for each PATH, in their order.",
+            show_default=False,
+        ),
+    ] = None,
+    name_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--name-prefix",
+            metavar="TEXT",
+            help="Name each branch by this text and the name of its PATH.",
+            show_default=False,
+        ),
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(
             "--base",
             metavar="REF",
-            help="What it was fine-tuned from: compare block by block, keep delta statistics.",
+            help="What it was fine-tuned from: compare block by block, keep delta statistics. "
+            f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
+            show_default=False,
         ),
     ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            "--codec",
+            metavar="auto|raw|dense",
+            help="How new blocks are stored [default: as `mstore config codec` says].",
+            show_default=False,
+        ),
+    ] = None,
+    convert: Annotated[
+        bool,
+        typer.Option(
+            "--convert",
+            help="Store pickled weights (.bin, .pt, .pth, .ckpt) as safetensors; needs torch.",
+        ),
+    ] = False,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Store a checkpoint, byte for byte, and name it.
+    """Store checkpoints, byte for byte, and name them.
 
     Blocks that the store has already cost nothing. Adding the same bytes again changes nothing.
+    Each of several checkpoints is stored whole or not at all; those that others declare as their
+    base come first.
     """
+    named = _named(paths, name or [], name_prefix)
+    from mstore.errors import MstoreError
+    from mstore.nearest import bases_first
+
+    reports: list[AddReport] = []
     with session.open() as store, session.progress() as tick:
-        report = store.add(
-            path, name=name, base=base, message=message, threads=threads, progress=tick
-        )
+        for path, ref in bases_first(named) if len(named) > 1 else named:
+            try:
+                reports.append(
+                    store.add(
+                        path,
+                        name=ref,
+                        base=None if base == NO_BASE else base,
+                        detect_base=base is None,
+                        codec=codec,
+                        convert=_conversion() if convert else None,
+                        message=message,
+                        threads=threads,
+                        progress=tick,
+                    )
+                )
+            except MstoreError as error:
+                error.hint = _with_stored(error.hint, path, reports, len(named))
+                raise
 
-    def human(screen: Screen) -> None:
-        if report.new_snapshot:
-            screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
-        else:
-            screen.line(f"nothing new: {report.name} holds these bytes already")
-        known = report.blocks_total - report.blocks_new
-        equal = report.blocks_equal_base
-        share = format_share(report.bytes_written, report.plain_bytes)
-        screen.fields(
-            [
-                ("manifest", short(report.manifest)),
-                ("checkpoint", f"{report.files} files, {report.tensors} tensors"),
-                ("size", format_size(report.plain_bytes)),
-                ("written", f"{format_size(report.bytes_written)} ({share})"),
-                ("blocks", f"{report.blocks_total}: {report.blocks_new} new, {known} known"),
-                (
-                    "equal to base",
-                    None if equal is None else f"{equal} of {report.blocks_total} blocks",
-                ),
-                ("time", format_seconds(report.seconds)),
-            ]
-        )
+    document = reports[0] if len(named) == 1 else {"added": reports}
+    session.output.emit(
+        document,
+        ids=[report.snapshot for report in reports],
+        human=lambda screen: _show(screen, reports),
+    )
 
-    session.output.emit(report, ids=[report.snapshot], human=human)
+
+def _conversion() -> ConversionLimits:
+    from mstore.convert.conversion import ConversionLimits
+
+    return ConversionLimits()
+
+
+def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tuple[Path, str]]:
+    """Each path with the branch that is to hold it.  Raises UsageError, BadName."""
+    first = shlex.quote(str(paths[0]))
+    if names and prefix is not None:
+        raise UsageError("--name and --name-prefix exclude each other")
+    if prefix is not None:
+        from mstore.checkpoint.tree import given_name
+
+        names = [f"{prefix}{given_name(path)}" for path in paths]
+    elif not names:
+        hint = f"mstore add {first} --name REF"
+        if len(paths) > 1:
+            hint = f"mstore add {shlex.join(str(path) for path in paths)} --name-prefix TEXT"
+        raise UsageError("no --name was given", hint=hint)
+    if len(names) != len(paths):
+        raise UsageError(
+            f"{len(paths)} paths and {len(names)} names: each path needs its own",
+            hint="one --name REF for each PATH, or --name-prefix TEXT for all",
+        )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two checkpoints would be called {twice}", hint="--name for each PATH")
+    from mstore.store.refs import check_name
+
+    for name in names:
+        check_name(name)
+    return list(zip(paths, names, strict=True))
+
+
+def _with_stored(hint: str | None, path: Path, stored: list[AddReport], asked: int) -> str | None:
+    """The hint of an error at `path`, and what of several checkpoints is in the store by now."""
+    if asked == 1:
+        return hint
+    names = ", ".join(report.name for report in stored)
+    told = f"stored before {path}: {names}" if names else f"nothing was stored before {path}"
+    return f"{hint}\n{told}" if hint else told
+
+
+def _show(screen: Screen, reports: list[AddReport]) -> None:
+    for number, report in enumerate(reports):
+        if number:
+            screen.line()
+        _show_one(screen, report)
+
+
+def _show_one(screen: Screen, report: AddReport) -> None:
+    if report.new_snapshot:
+        screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
+    else:
+        screen.line(f"nothing new: {report.name} holds these bytes already")
+    known = report.blocks_total - report.blocks_new
+    equal = report.blocks_equal_base
+    share = format_share(report.bytes_written, report.plain_bytes)
+    screen.fields(
+        [
+            ("manifest", short(report.manifest)),
+            ("checkpoint", f"{report.files} files, {report.tensors} tensors"),
+            ("size", format_size(report.plain_bytes)),
+            ("written", f"{format_size(report.bytes_written)} ({share})"),
+            ("blocks", f"{report.blocks_total}: {report.blocks_new} new, {known} known"),
+            ("base", _base(report.base, report.base_reason)),
+            (
+                "equal to base",
+                None if equal is None else f"{equal} of {report.blocks_total} blocks",
+            ),
+            ("time", format_seconds(report.seconds)),
+        ]
+    )
+    for note in report.notes:
+        screen.line(f"note: {note}")
+
+
+def _base(base: ParentReport | None, reason: str | None) -> str | None:
+    if base is None:
+        return None if reason is None else f"none: {reason}"
+    name = base.refs[0] if base.refs else short(base.snapshot)
+    return name if reason is None else f"{name}: {reason}"

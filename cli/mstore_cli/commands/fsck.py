@@ -1,59 +1,172 @@
-"""`mstore fsck`: check a store."""
+"""`mstore fsck`: check a store, and repair it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.errors import FAILURE
-from mstore_cli.output import Column, Screen
+from mstore_cli.errors import FAILURE, UsageError
+from mstore_cli.merging import parse_share
+from mstore_cli.options import Threads
+from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import format_seconds, format_share, format_size
 
-COLUMNS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT"))
+if TYPE_CHECKING:
+    from mstore.reports import CheckReport, Hurt, RepairReport
+
+PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT"))
+HURT = (Column("HURT", style="red"), Column("FILE"), Column("TENSOR"), Column("BLOCKS LOST"))
 
 
 @command(
-    example="mstore fsck --read-data",
-    failure="problems were found, or another error",
+    example="mstore fsck --read-data --repair --from /backup/store",
+    failure="problems were found (with --repair: remain), or another error",
 )
 def fsck(
     session: Session,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Also read and verify every block.")
     ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample",
+            metavar="SHARE",
+            help="Read and verify a random share of the blocks, as 5%.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Draw the sample by this number, to read the same blocks again.",
+            show_default=False,
+        ),
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Put good copies in the place of what is broken."),
+    ] = False,
+    places: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="PLACE",
+            help="Another store or a checkpoint that may have good copies; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Threads = None,
 ) -> None:
     """Check the store: packs, index, records, refs; with --read-data every byte.
 
-    Changes nothing. Garbage is what interrupted work left behind; it does no harm.
+    Changes nothing but with --repair. Garbage is what interrupted work left behind; it does no
+    harm. --repair takes good copies from the store's own packs and from each --from, checked byte
+    by byte, and drops what has none; what that hurts is listed, and comes back when good
+    files are added again.
     """
-    with session.open() as store, session.progress() as tick:
-        report = store.fsck(read_data=read_data, progress=tick)
-
-    def human(screen: Screen) -> None:
-        count = len(report.problems)
-        if count:
-            screen.line(f"{count} problem{'s' if count > 1 else ''} found", style="red")
-        else:
-            screen.line("no problems found", style="green")
-        read = format_size(report.bytes_read)
-        screen.fields(
-            [
-                ("packs", report.packs),
-                ("blocks", report.blocks),
-                ("records", report.records),
-                ("snapshots", report.snapshots),
-                ("refs", report.refs),
-                ("read", f"{read} in {format_seconds(report.seconds)}"),
-                ("garbage", ", ".join(report.garbage) or None),
-            ]
+    if places and not repair:
+        raise UsageError("--from goes with --repair", hint="mstore fsck --repair --from PLACE")
+    if seed is not None and sample is None:
+        raise UsageError("--seed goes with --sample", hint="mstore fsck --sample 5% --seed N")
+    if sample is not None and (repair or read_data):
+        raise UsageError("--sample stands alone", hint="mstore fsck --sample 5%")
+    if repair:
+        _repair(session, places or [], read_data=read_data, threads=threads)
+        return
+    share = None if sample is None else parse_share(sample)
+    seed = secrets.randbelow(1 << 32) if seed is None else seed
+    with session.open_checked() as store, session.progress() as tick:
+        report = store.fsck(
+            read_data=read_data, sample=share, seed=seed, threads=threads, progress=tick
         )
-        if report.problems:
-            screen.line()
-        screen.table(COLUMNS, ((one.kind, one.where, one.what) for one in report.problems))
-
-    session.output.emit(report, ids=[one.where for one in report.problems], human=human)
+    session.output.emit(
+        report,
+        ids=[one.where for one in report.problems],
+        human=lambda screen: _show(screen, report),
+    )
     if report.problems:
         raise typer.Exit(FAILURE)
+
+
+def _repair(session: Session, places: list[Path], *, read_data: bool, threads: int | None) -> None:
+    with session.open_checked() as store, session.progress() as tick:
+        report = store.repair(sources=places, read_data=read_data, threads=threads, progress=tick)
+    session.output.emit(
+        report,
+        ids=[one.where for one in report.after.problems],
+        human=lambda screen: _show_repair(screen, report),
+    )
+    if report.after.problems:
+        raise typer.Exit(FAILURE)
+
+
+def _show(screen: Screen, report: CheckReport) -> None:
+    _headline(screen, len(report.problems), "found")
+    read = format_size(report.bytes_read)
+    if report.bytes_read:
+        read += f" ({format_share(report.bytes_read, report.bytes_total)} of the blocks)"
+    screen.fields(
+        [
+            ("packs", report.packs),
+            ("blocks", report.blocks),
+            ("records", report.records),
+            ("snapshots", report.snapshots),
+            ("refs", report.refs),
+            ("read", f"{read} in {format_seconds(report.seconds)}"),
+            ("seed", report.seed),
+            ("garbage", ", ".join(report.garbage) or None),
+        ]
+    )
+    _damage(screen, report)
+
+
+def _show_repair(screen: Screen, report: RepairReport) -> None:
+    _headline(screen, len(report.before.problems), "found")
+    screen.fields(
+        [
+            ("healed", len(report.healed)),
+            ("dropped", len(report.dropped)),
+            ("written", format_size(report.bytes_written)),
+            ("condemned", ", ".join(short(pack) for pack in report.condemned) or None),
+            ("kept", ", ".join(short(pack) for pack in report.kept) or None),
+            ("time", format_seconds(report.seconds)),
+        ]
+    )
+    if report.before.problems:
+        screen.line()
+        _headline(screen, len(report.after.problems), "left")
+        _damage(screen, report.after)
+
+
+def _headline(screen: Screen, count: int, word: str) -> None:
+    if count:
+        screen.line(f"{count} problem{'s' if count > 1 else ''} {word}", style="red")
+    else:
+        screen.line(f"no problems {word}", style="green")
+
+
+def _damage(screen: Screen, report: CheckReport) -> None:
+    if report.problems:
+        screen.line()
+    screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in report.problems))
+    if report.hurt:
+        screen.line()
+    screen.table(HURT, map(_hurt, report.hurt))
+    if report.hint:
+        screen.line()
+        screen.line(f"next: {report.hint}")
+
+
+def _hurt(one: Hurt) -> tuple[str, str, str, str]:
+    lost = "" if one.path is None else str(one.blocks or "its record")
+    names = ", ".join(one.refs) or short(one.snapshot)
+    return names, one.path or "", one.tensor or "", lost

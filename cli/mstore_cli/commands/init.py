@@ -36,6 +36,15 @@ def init(
             show_default=True,
         ),
     ] = "1MiB",
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            "--codec",
+            metavar="POLICY",
+            help="auto, raw or dense; see mstore config.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make an empty store.
 
@@ -48,11 +57,12 @@ def init(
     size = parse_size(block_size, option="--block-size")
     from mstore import Store
 
-    with Store.init(path, block_size=size) as store:
+    with Store.init(path, block_size=size, codec=codec) as store:
         document = {
             "path": str(store.path),
             "uuid": str(store.uuid),
             "block_size": store.block_size,
+            "codec": store.config["codec"],
         }
 
     def human(screen: Screen) -> None:

@@ -11,6 +11,7 @@ from mstore_cli.command import command
 from mstore_cli.graph import draw, how
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
+from mstore_cli.signers import states_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ COLUMNS = (
     Column("HOW"),
     Column("SIZE", right=True),
     Column("REFS", style="green"),
+    Column("SIGNED"),
     Column("MESSAGE"),
 )
 
@@ -44,7 +46,7 @@ def log(
 ) -> None:
     """List snapshots with what they were made from, newest first."""
     with session.open() as store:
-        snapshots = store.log(revision, limit)
+        snapshots = store.log(revision, limit, signers=trusted_signers(None))
 
     def human(screen: Screen) -> None:
         if not snapshots:
@@ -67,5 +69,6 @@ def _row(snapshot: SnapshotReport) -> Sequence[str]:
         how(snapshot),
         format_size(snapshot.plain_bytes),
         ", ".join(snapshot.refs),
+        states_of(snapshot.signatures) or "-",
         snapshot.message.partition("\n")[0],
     )

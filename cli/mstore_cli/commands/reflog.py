@@ -23,12 +23,18 @@ COLUMNS = (
 def reflog(
     session: Session,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A branch or tag.", show_default=False)
-    ],
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A branch or tag, also a removed one [default: all that ever were].",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """List where a ref has pointed, newest first.
 
-    NAME@{N} in the first column is a revision like any other.
+    NAME@{N} in the first column is a revision like any other; `mstore reset NAME NAME@{1}` brings
+    a removed branch back.
     """
     with session.open() as store:
         entries = store.reflog(name)
@@ -38,7 +44,7 @@ def reflog(
             COLUMNS,
             (
                 (
-                    f"{name}@{{{one.position}}}",
+                    f"{one.name}@{{{one.position}}}",
                     short(one.old),
                     short(one.new),
                     one.action,

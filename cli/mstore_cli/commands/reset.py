@@ -27,5 +27,6 @@ def reset(
 
     def human(screen: Screen) -> None:
         screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
+        screen.line(f"where it was: mstore reflog {report.name}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)

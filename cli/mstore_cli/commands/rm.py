@@ -1,8 +1,8 @@
-"""`mstore rm`: remove a ref."""
+"""`mstore rm`: remove refs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,22 +10,36 @@ from mstore_cli.command import command
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 
+if TYPE_CHECKING:
+    from mstore.reports import RemoveReport
+
 
 @command(example="mstore rm llama/old")
 def rm(
     session: Session,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A branch or tag.", show_default=False)
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="REF...", help="Branches or tags.", show_default=False),
     ],
 ) -> None:
-    """Remove a branch or tag.
+    """Remove branches or tags, all of them or none.
 
-    Its snapshots stay, and so does its reflog.
+    Their snapshots stay, and so do their reflogs, until `mstore gc` finds them too old.
     """
     with session.open() as store:
-        store.remove(name)
+        report = store.remove(*names)
 
-    def human(screen: Screen) -> None:
+    session.output.emit(report, ids=report.removed, human=lambda screen: _print(screen, report))
+
+
+def _print(screen: Screen, report: RemoveReport) -> None:
+    for name, kind in zip(report.removed, report.kinds, strict=True):
         screen.line(f"removed {name}", style="green")
-
-    session.output.emit({"removed": name}, ids=[name], human=human)
+        back = "tag" if kind == "tag" else "reset"
+        screen.line(f"to have it back: mstore {back} {name} '{name}@{{1}}'")
+    if report.unnamed_snapshots:
+        days = report.reflog_days
+        kept = f"once the reflog is {days} days older" if days else "the next time"
+        screen.line(
+            f"{report.unnamed_snapshots} snapshots have no ref now: mstore gc drops them {kept}"
+        )

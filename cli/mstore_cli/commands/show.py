@@ -9,6 +9,7 @@ from mstore_cli.graph import how
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short, when
 from mstore_cli.session import Session
+from mstore_cli.signers import states_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def show(session: Session, revision: Revision) -> None:
     """Print what is known of one snapshot: content, parents, origin, message."""
     with session.open() as store:
-        report = store.show(revision)
+        report = store.show(revision, signers=trusted_signers(None))
 
     def human(screen: Screen) -> None:
         screen.line(f"snapshot {report.snapshot}", style="yellow")
@@ -32,6 +33,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("content", f"{report.files} files, {report.tensors} tensors"),
                 ("size", format_size(report.plain_bytes)),
                 *((parent.role, _named(parent)) for parent in report.parents),
+                ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
         )

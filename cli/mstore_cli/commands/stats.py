@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mstore_cli.command import command
+from mstore_cli.commands.du import CODEC_COLUMNS, codec_rows
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -30,10 +31,16 @@ def stats(session: Session) -> None:
                 ("as plain files", format_size(report.plain_bytes)),
                 ("without repeats", format_size(report.unique_bytes)),
                 ("stored", f"{format_size(report.stored_bytes)} ({share} of plain)"),
+                ("for gc to free", format_size(report.unreachable_bytes)),
+                ("dead in packs", format_size(report.dead_bytes)),
+                ("condemned", format_size(report.condemned_bytes)),
                 ("index", format_size(report.index_bytes)),
                 ("statistics", format_size(report.statistics_bytes)),
                 ("memo table", format_size(report.memo_bytes)),
             ]
         )
+        if report.codecs:
+            screen.line()
+        screen.table(CODEC_COLUMNS, codec_rows(report.codecs))
 
     session.output.emit(report, ids=[report.uuid], human=human)

@@ -33,6 +33,8 @@ FOURTH: Final = EXPERT + 3 * STRIDE
 WEIGHTS: Final = EXPERT + GROUP * STRIDE
 TILES: Final = WEIGHTS + GROUP
 DRAWS: Final = TILE + 8
+LANES: Final = 64
+"""Partial sums by index, of which attribution makes those of a chunk, in order."""
 
 ADDITIVE: Final = 0
 CONSENSUS: Final = 1

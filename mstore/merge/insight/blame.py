@@ -23,11 +23,14 @@ from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.fitting import check_fits
-from mstore.merge.running.compute import Scratch, load, tie_counts
+from mstore.merge.running.commit import made_from
+from mstore.merge.running.compute import tie_counts
+from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
 from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
+from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.plans import sources_of
 
@@ -63,7 +66,9 @@ def blame(
     plan = catalog.record(Plan, plan_id)
     check_fits(catalog, plan)
     run = _Run(catalog, plan, threads, progress)
-    measured = run.attributions(tensor)
+    inputs = (parent.snapshot_id() for parent in made_from(record))
+    with leases.pinned(catalog.layout, (snapshot, *inputs)):
+        measured = run.attributions(tensor)
     sources = sources_of(catalog, plan_id, plan).experts
     who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]
     layers = layers_of(names)
@@ -237,6 +242,7 @@ class _Run:
                 self._scratch,
                 self.expert_meter,
                 self.base_meter,
+                self.tasks.moved,
             )
             grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
             return attribute(loaded, self.tasks.mix, np.array(grant.quotas, dtype=np.int64))

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.meter import Meter
-from mstore.merge.running.compute import Loaded, Scratch, blend, load, tie_counts
+from mstore.merge.running.compute import blend, tie_counts
+from mstore.merge.running.loading import Loaded, Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
@@ -99,7 +100,12 @@ class _Run:
         self, task: ChunkTask, cuts: Sequence[tuple[TensorTask, Any]], ledger: TieLedger
     ) -> list[float]:
         (loaded,) = load(
-            [task], self._catalog.packs, self._scratch, self.expert_meter, self._base_meter
+            [task],
+            self._catalog.packs,
+            self._scratch,
+            self.expert_meter,
+            self._base_meter,
+            self._full.moved,
         )
         grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
         whole = self._blended(loaded, grant.quotas)
@@ -113,7 +119,8 @@ class _Run:
             )
             key = _key(tensor, row_of)
             if key not in known:
-                part = Loaded(replace(task, tensor=tensor, row_of=row_of), loaded.sides)
+                cut = replace(task, tensor=tensor, row_of=row_of)
+                part = Loaded(cut, loaded.sides, loaded.plain)
                 known[key] = _square(self._blended(part, tensor.quotas), whole)
             squares.append(known[key])
         return squares

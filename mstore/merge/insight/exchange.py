@@ -11,11 +11,12 @@ from typing import Literal
 
 import msgspec
 
-from mstore.errors import BadRequest, NotFound
+from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
 from mstore.merge.insight.explain import plan_report
 from mstore.merge.planning.fitting import check_block_size, check_fits
 from mstore.merge.running.commit import store_plan
+from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import PlanReport
 from mstore.store.catalog import Catalog
@@ -130,8 +131,9 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
         raise BadRequest("too long for a plan", hint=hint)
     try:
         value = msgspec.json.decode(text, type=_Text)
-        plan = _plan(value)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # As strict as with a record from a pack: lengths, ranges, limits.
+        plan = decode(Plan, _plan(value).encode(), "plan")
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, Corrupt) as error:
         raise BadRequest(f"not a plan: {error}", hint=hint) from error
     if value.format != FORMAT or plan.id().hex() != value.plan:
         raise BadRequest("the plan does not match its id; it was changed by hand", hint=hint)

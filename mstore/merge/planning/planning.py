@@ -12,6 +12,7 @@ from dataclasses import replace
 import msgspec
 from blake3 import blake3
 
+from mstore.ids import ID_BYTES, ManifestId
 from mstore.merge.arithmetic.operators import needs_thresholds
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
@@ -27,22 +28,37 @@ PLANNER = 2
 
 
 def request_key(catalog: Catalog, request: Request) -> bytes:
-    """The name of all that a plan follows from, 32 bytes: contents, parameters, criteria.
+    """The name of all that a plan follows from, 32 bytes: contents, what reading them costs,
+    parameters, criteria.
 
-    Not in it are the lengths of blocks at rest, which do not change while a block is stored, and
-    statistics, of which nothing is missing where they may be taken (`Request.analyze`).
+    Not in it are statistics, of which nothing is missing where they may be taken
+    (`Request.analyze`).
     """
-    inputs = [
-        bytes(catalog.snapshot(one.snapshot).manifest_id())
-        for one in (request.base, *request.experts)
-    ]
+    base, *experts = (
+        catalog.snapshot(one.snapshot).manifest_id() for one in (request.base, *request.experts)
+    )
+    # A block that was dropped and stored again may have come back in another codec.
+    costs = [_costs(catalog, base, expert) for expert in experts]
     said = (
-        *(PLANNER, catalog.block_size, inputs, request.weights, request.method),
+        *(PLANNER, catalog.block_size, bytes(base), list(map(bytes, experts)), costs),
+        *(request.weights, request.method),
         *(sorted(request.parameters.items()), request.budget, request.max_error, request.dtype),
         *(request.score, request.only, request.skip, request.expert_budget, request.top_p),
     )
     text = msgspec.msgpack.encode(said)
     return blake3(text, derive_key_context="mstore 1 request").digest()
+
+
+def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
+    """A digest of the bytes at rest of an expert's blocks, in tensors that are not the base's."""
+    same = set(catalog.manifest(base).tensors().values())
+    found = dict.fromkeys(catalog.manifest(expert).tensors().values())
+    digest = blake3()
+    for record in catalog.tensors([id for id in found if id not in same]):
+        blocks = record.blocks
+        ids = [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
+        digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
+    return digest.digest()
 
 
 class Planning:

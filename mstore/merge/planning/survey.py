@@ -209,10 +209,16 @@ class Surveyor:
         twin = twins(sides, dtypes)
         cost = self._costs(sides, equal, twin)
         experts: list[ExpertTensor] = []
+        # One look for all of them; several experts may have one tensor in common.
+        wanted = list(dict.fromkeys((base_id, id) for id, _ in pairs if id != base_id))
+        tables = dict(zip(wanted, self._statistics.pairs(wanted), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
             if id != base_id:
-                table = self._table(name, number, base_id, base, id, record, chunk, pool)
+                found = tables[base_id, id]
+                table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
+                if table is not None:
+                    tables[base_id, id] = table
             rows, threshold = self._numbers(name, number, base_id, id, chunk, len(ids), table)
             if rows is not None and not (finite(rows) | equal[number]).all():
                 self._unreliable.append(f"{self._request.experts[number].name}: {name}")
@@ -259,7 +265,7 @@ class Surveyor:
             done += len(mine)
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
 
-    def _table(
+    def _checked(
         self,
         name: str,
         number: int,
@@ -269,9 +275,9 @@ class Surveyor:
         record: Tensor,
         chunk: int,
         pool: ThreadPoolExecutor,
+        table: DeltaTable | None,
     ) -> DeltaTable | None:
-        """The statistics, taken now where there are none; None, with the cause noted."""
-        table = self._statistics.pair(base_id, id)
+        """The statistics that were found, or taken now; None, with the cause noted."""
         if table is not None and _fits(table, base, chunk):
             return table
         if not self._request.analyze:

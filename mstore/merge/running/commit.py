@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mstore.blocks.codecs import Policy
 from mstore.errors import StorageFailed
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.engine import Engine, Means, Outcome
@@ -15,7 +16,7 @@ from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.reports import Progress
-from mstore.store import refs
+from mstore.store import leases, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Sources, put_sources
@@ -55,22 +56,28 @@ def run_merge(
     memory: int | None = None,
     executor: Executor | None = None,
     slice_bytes: int = SLICE_BYTES,
+    policy: Policy | None = None,
     materialized: refs.Ref | None = None,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
     memo: the table to look into and to add to, None to do without.  memory, executor, slice_bytes:
-    as in engine.Means.  materialized: the ref as it is where it holds the virtual merge of this
-    plan, which becomes real; if it has moved, nothing is published.
+    as in engine.Means.  policy: how the output is coded, None for the store's own.  materialized:
+    the ref as it is where it holds the virtual merge of this plan, which becomes real; if it has
+    moved, nothing is published.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), BudgetExceeded, Corrupt, StorageFailed; then nothing is published.
     """
     current = branch_to_move(catalog, name) if materialized is None else materialized
     means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
-    with Transaction(catalog, f"merge {name}", resumes=True) as transaction:
+    inputs = (source.snapshot_id() for source in (sources.base, *sources.experts))
+    with (
+        leases.pinned(catalog.layout, inputs),
+        Transaction(catalog, f"merge {name}", resumes=True) as transaction,
+    ):
         outcome = Engine(
-            catalog, plan, transaction, means=means, memo=memo, progress=progress
+            catalog, plan, transaction, means=means, policy=policy, memo=memo, progress=progress
         ).run()
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)
@@ -80,6 +87,9 @@ def run_merge(
             action = f"{word}: {plan.method}" + (f": {message}" if message else "")
             new = refs.Ref(refs.BRANCH, record.id())
             transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
+        elif transaction.has_news:
+            # A repair had to drop some of it: it is whole again.
+            transaction.commit()
     if memo is not None:
         # Only now are the blocks there for others.  What cannot be remembered is computed again.
         with suppress(StorageFailed):
@@ -94,10 +104,14 @@ def parents_of(sources: Sources) -> tuple[Parent, ...]:
     return (Parent(BASE, sources.base.snapshot), *experts)
 
 
+def made_from(record: SnapshotRecord) -> tuple[Parent, ...]:
+    """The parents of a merge that are its inputs: all but what its branch was before."""
+    return tuple(parent for parent in record.parents if parent.role != PREVIOUS)
+
+
 def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:
     """Whether a snapshot is the merge, real or virtual, by this plan of these snapshots."""
-    made_from = tuple(parent for parent in tip.parents if parent.role != PREVIOUS)
-    return tip.plan == plan.id() and made_from == parents
+    return tip.plan == plan.id() and made_from(tip) == parents
 
 
 def _snapshot(

@@ -22,11 +22,13 @@ from typing import Protocol
 
 import numpy as np
 
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackWriter, SealedPack
+from mstore.blocks.packs import Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import block_count, partition
-from mstore.errors import Corrupt
-from mstore.ids import ID_BYTES, BlockId, Buffer, Id, TensorId
+from mstore.errors import BudgetExceeded, Corrupt
+from mstore.ids import ID_BYTES, BlockId, Id, TensorId
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.leftovers import Leftovers, write_receipt
 from mstore.merge.running.memo_hits import Shape, find_hits
@@ -71,9 +73,7 @@ class Sink(Protocol):
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Which blocks are there already."""
 
-    def put_block(
-        self, block: BlockId, data: Buffer, width: int, file: str, file_offset: int
-    ) -> bool:
+    def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
         """Keep a block; True if it was not there before."""
 
     def put_record(self, record: Record) -> Id:
@@ -147,7 +147,8 @@ class _Pending:
 class Engine:
     """One run of one plan.
 
-    sink: None to learn the outcome and keep nothing.  memo: None to do without.
+    sink: None to learn the outcome and keep nothing.  memo: None to do without.  policy: how the
+    output is coded, None for the store's own.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Engine:
         sink: Sink | None,
         *,
         means: Means,
+        policy: Policy | None = None,
         memo: Memo | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -165,6 +167,7 @@ class Engine:
         self._plan = plan
         self._sink = sink
         self._means = means
+        self._policy = catalog.config.codec if policy is None else policy
         self._memo = memo
         self._progress = progress
         self._tasks = Tasks(catalog, plan)
@@ -173,9 +176,7 @@ class Engine:
         self._keys = MemoKeys(self._tasks)
         self._expert_meter = Meter("expert", plan.planned_expert_bytes)
         self._base_meter = Meter("base")
-        self._leftovers = (
-            None if sink is None else Leftovers(sink.directory, catalog.layout.uuid.bytes)
-        )
+        self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._jobs: dict[str, _Job] = {}
         self._headers: dict[str, bytes] = {}
         self._slices = 0
@@ -192,10 +193,16 @@ class Engine:
 
     def run(self) -> Outcome:
         """Compute everything.  Raises BadRequest, BudgetExceeded, Corrupt, StorageFailed."""
-        if self._means.executor is None:
-            self._run_here()
-        else:
-            self._run_elsewhere(self._means.executor)
+        try:
+            if self._means.executor is None:
+                self._run_here()
+            else:
+                self._run_elsewhere(self._means.executor)
+        except BudgetExceeded as error:
+            # A plan from a store in which the same blocks lie otherwise, mostly.
+            hint = "mstore plan makes one for the blocks as they are stored here"
+            where = f"plan {self._plan.id().short}"
+            raise BudgetExceeded(error.what, where=where, hint=hint) from error
         tensors = {
             name: Tensor(
                 job.tensor.out_dtype, job.tensor.shape, job.tensor.out_bytes, bytes(job.ids)
@@ -316,6 +323,9 @@ class Engine:
         pack = self._leftovers.pack(path)
         if pack is not None and path not in self._adopted:
             self._adopted.add(path)
+            self._written.update(
+                BlockId(entry.id) for entry in pack.entries if entry.kind == Kind.BLOCK
+            )
             self._blocks_new += self._sink.adopt(pack)
 
     def _cut(self, run: Run, pending: _Pending) -> Iterator[Slice]:
@@ -347,6 +357,7 @@ class Engine:
             target=directory / f"{self._slices}.pack",
             store=self._catalog.layout.uuid.bytes,
             block_size=self._catalog.block_size,
+            policy=None if self._sink is None else self._policy,
             mix=self._tasks.mix,
             runs=tuple(pending.runs),
         )
@@ -357,7 +368,13 @@ class Engine:
     # -- computing -----------------------------------------------------------------------------
 
     def _run_here(self) -> None:
-        computer = Computer(self._catalog.packs, self._expert_meter, self._base_meter)
+        computer = Computer(
+            self._catalog.packs,
+            self._expert_meter,
+            self._base_meter,
+            self._catalog.has_blocks,
+            self._tasks.moved,
+        )
         with (
             ThreadPoolExecutor(1, "seal") as sealer,
             ThreadPoolExecutor(self._bounds.threads, "merge") as pool,
@@ -370,13 +387,12 @@ class Engine:
                     self._take(computed.tensor, computed.results)
                     if self._sink is not None:
                         if writer is None or writer.slice is not computed.slice:
-                            full, writer = writer, SliceWriter(computed.slice, self._is_known)
+                            full, writer = writer, SliceWriter(computed.slice, self._written)
                             if full is not None:
                                 sealing.append(sealer.submit(_seal, full))
                             while len(sealing) > _SEALING:
                                 self._publish(sealing.popleft().result())
                         writer.put(computed)
-                        self._written.update(output.id for output in computed.outputs)
                     computer.recycle(computed)
                 while sealing:
                     self._publish(sealing.popleft().result())
@@ -389,14 +405,6 @@ class Engine:
                     writer.abandon()
                 raise
 
-    def _is_known(self, blocks: Sequence[BlockId]) -> list[bool]:
-        assert self._sink is not None
-        known = self._sink.has_blocks(blocks)
-        return [
-            is_known or block in self._written
-            for block, is_known in zip(blocks, known, strict=True)
-        ]
-
     def _publish(self, pack: SealedPack | None) -> None:
         if pack is not None:
             assert self._sink is not None
@@ -407,7 +415,7 @@ class Engine:
         pack = writer.release()
         if pack is not None:
             assert self._sink is not None
-            self._sink.go_on_with(pack, list(writer.new))
+            self._sink.go_on_with(pack, writer.new)
             self._blocks_new += len(writer.new)
 
     def _run_elsewhere(self, executor: Executor) -> None:
@@ -490,7 +498,8 @@ class Engine:
             block = data[start : start + length]
             ids.append(BlockId.of(block))
             if self._sink is not None:
-                self._blocks_new += self._sink.put_block(ids[-1], block, 1, path, start)
+                encoded = codecs.encode(block, codecs.PLAIN_BYTES, self._policy)
+                self._blocks_new += self._sink.put_block(ids[-1], encoded, path, start)
         self._blocks_total += len(ids)
         tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
         return Part(None, self._put_record(tensor), len(data))

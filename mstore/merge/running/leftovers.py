@@ -8,7 +8,8 @@ for, by memo key, and their rows.
     48   ...  MessagePack [[key, value, expert bytes], ...]
 
 Nothing here is believed: a receipt must match its hash, and every block of a pack its id, before
-the pack is used.  A pack is looked at only when a chunk that the merge needs is in its receipt.
+the pack is used; a delta is decoded with the block that it is a difference to, as it is stored now.
+A pack is looked at only when a chunk that the merge needs is in its receipt.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks import codecs
-from mstore.blocks.packs import PAGE, Entry, Kind, SealedPack, read_table
+from mstore.blocks.packs import NO_BASE, PAGE, Entry, Kind, SealedPack, read_table
 from mstore.errors import MstoreError
-from mstore.ids import BlockId
+from mstore.ids import BlockId, Buffer
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import Result
+from mstore.store.catalog import Catalog
 from mstore.store.leases import PACK, RECEIPT
 
 _MAGIC: Final = b"mstore receipt 1"
@@ -62,10 +64,10 @@ class Found:
 
 
 class Leftovers:
-    """The leftovers in one directory, for a store of this UUID.  Belongs to one thread."""
+    """The leftovers in one directory, for this store.  Belongs to one thread."""
 
-    def __init__(self, directory: Path, store: bytes) -> None:
-        self._store = store
+    def __init__(self, directory: Path, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._found: dict[bytes, Found] = {}
         self._packs: dict[Path, SealedPack | None] = {}
         for path in sorted(directory.glob(f"*{RECEIPT}")):
@@ -86,7 +88,7 @@ class Leftovers:
         """A pack of these, None where it is damaged; read whole when it is first asked for."""
         if path not in self._packs:
             try:
-                self._packs[path] = _sound(path, self._store)
+                self._packs[path] = _sound(path, self._catalog)
             except MstoreError:
                 self._packs[path] = None
         return self._packs[path]
@@ -103,24 +105,27 @@ def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
         return []
 
 
-def _sound(path: Path, store: bytes) -> SealedPack | None:
+def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
     """The pack, if it is this store's, holds blocks only, and each is what its id says."""
     if path.is_symlink() or not path.is_file():
         return None
     id, entries = read_table(path)
     with fs.translated(path), path.open("rb") as file:
-        if _STORE.unpack(file.read(_STORE.size))[0] != store:
+        if _STORE.unpack(file.read(_STORE.size))[0] != catalog.layout.uuid.bytes:
             return None
         for entry in sorted(entries, key=lambda entry: entry.offset):
             file.seek(entry.offset)
-            if entry.kind != Kind.BLOCK or not _matches(entry, file.read(entry.stored_length)):
+            if entry.kind != Kind.BLOCK or entry.raw_length > catalog.block_size:
+                return None
+            base = None if entry.base == NO_BASE else catalog.read_block(BlockId(entry.base))
+            if not _matches(entry, file.read(entry.stored_length), base):
                 return None
         size = file.seek(0, 2)
     return SealedPack(id, path, size, entries) if size % PAGE == 0 else None
 
 
-def _matches(entry: Entry, payload: bytes) -> bool:
+def _matches(entry: Entry, payload: bytes, base: Buffer | None) -> bool:
     if len(payload) != entry.stored_length:
         return False
-    data = codecs.decode(entry.codec, payload, entry.width, entry.raw_length)
+    data = codecs.decode(entry.codec, payload, entry.width, entry.raw_length, base)
     return BlockId.of(data) == entry.id

@@ -1,9 +1,9 @@
 """Memory: how many threads may compute at a time so that a merge stays within its bound.
 
 What grows with a merge is the chunks in flight: a thread holds one group of the base and of every
-expert that takes part, and a few outputs wait to be written.  The rest (the interpreter, compiled
-kernels, records of the plan's tensors) is a reserve that does not grow with threads or experts.
-Arithmetic only.
+expert that takes part, with what decoding them takes, and a few outputs wait to be written.  The
+rest (the interpreter, compiled kernels, what a codec needs for the block that it is at, records of
+the plan's tensors) is a reserve that does not grow with experts.  Arithmetic only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mstore.errors import BadRequest
+from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.slices import group_chunks
 from mstore.merge.running.task import Tasks, item_size
 
@@ -35,7 +36,7 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     sides, output, largest = 0, 0, ""
     for planned in tasks.plan.tensors:
         members = tasks.members(planned.name)
-        rows = 1 + int(members.present().sum(axis=0).max(initial=0))
+        rows = 1 + SPARE_SIDES + int(members.present().sum(axis=0).max(initial=0))
         dtypes = (members.base.dtype, *(expert.dtype for expert in members.experts))
         tensor = tasks.tensor(planned.name)
         elements = min(tensor.elements, tensor.chunk_elements * group_chunks(tensor))
@@ -45,10 +46,10 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
         output = max(output, elements * item_size(tensor.out_dtype))
     for count in range(threads, 0, -1):
         ahead = 2 * count
-        # Outputs: those waiting, one with each thread, and the one being written.
-        if RESERVE + count * sides + (ahead + 2) * output <= memory:
+        # Outputs, plain and encoded: those waiting, one a thread, and the one being written.
+        if RESERVE + count * sides + 2 * (ahead + 2) * output <= memory:
             return Bounds(count, ahead)
-    least = RESERVE + sides + 4 * output
+    least = RESERVE + sides + 2 * 4 * output
     raise BadRequest(
         f"one chunk of every expert takes {least} bytes of memory, and {memory} are allowed",
         where=largest,

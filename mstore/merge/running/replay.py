@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
+from mstore.merge.running.commit import made_from
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.reports import Progress, ReplayReport
+from mstore.store import leases
 from mstore.store.catalog import Catalog
 
 
@@ -36,7 +38,9 @@ def replay(
     catalog.require_real(snapshot, snapshot.short)
     began = time.monotonic()
     plan = catalog.record(Plan, plan_id)
-    outcome = Engine(catalog, plan, None, means=Means(threads), progress=progress).run()
+    inputs = (parent.snapshot_id() for parent in made_from(record))
+    with leases.pinned(catalog.layout, (snapshot, *inputs)):
+        outcome = Engine(catalog, plan, None, means=Means(threads), progress=progress).run()
     manifest = outcome.manifest
     same = manifest.id() == record.manifest_id()
     return ReplayReport(

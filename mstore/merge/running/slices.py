@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks import codecs
-from mstore.blocks.codecs import Codec
+from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import Kind, PackFiles, PackWriter, SealedPack
+from mstore.blocks.packs import PackFiles, PackWriter, SealedPack
 from mstore.checkpoint.partition import partition
 from mstore.ids import BlockId
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix
-from mstore.merge.running.compute import Loaded, Scratch, blend, load, will_need
+from mstore.merge.running.compute import blend
+from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
@@ -63,12 +64,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """One piece of work.  packs: where packs are read.  target: the pack to be written."""
+    """One piece of work.  packs: where packs are read.  target: the pack to be written.
+
+    policy: how its output is coded, None where it is not kept.
+    """
 
     packs: Path
     target: Path
     store: bytes
     block_size: int
+    policy: Policy | None
     mix: Mix
     runs: tuple[Run, ...]
 
@@ -116,11 +121,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A block that came out: its bytes, and where in the output file they lie."""
+    """A block that came out, and where in the output file it lies.
+
+    encoded: None where it need not be written.
+    """
 
     id: BlockId
-    data: memoryview
     offset: int
+    encoded: Encoded | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,13 +142,29 @@ class Computed:
     buffer: npt.NDArray[np.uint8]
 
 
-class Computer:
-    """Computes groups; any number of threads may."""
+Known = Callable[[Sequence[BlockId]], Sequence[bool]]
 
-    def __init__(self, packs: PackFiles, expert_meter: Meter, base_meter: Meter) -> None:
+
+class Computer:
+    """Computes groups; any number of threads may.
+
+    known: which of some blocks are stored already, so that they need not be encoded; None where
+    nobody can say.  moved: as for `load`.  Both are called from any thread.
+    """
+
+    def __init__(
+        self,
+        packs: PackFiles,
+        expert_meter: Meter,
+        base_meter: Meter,
+        known: Known | None = None,
+        moved: Moved | None = None,
+    ) -> None:
         self._packs = packs
         self._expert_meter = expert_meter
         self._base_meter = base_meter
+        self._known = known
+        self._moved = moved
         self._scratch = Scratch()
         self._lock = threading.Lock()
         self._free: list[npt.NDArray[np.uint8]] = []
@@ -150,7 +174,7 @@ class Computer:
         will_need(group.tasks, self._packs)
 
     def group(self, group: Group) -> Computed:
-        """Load, mix and hash.  Raises BudgetExceeded, Corrupt, StorageFailed."""
+        """Load, mix, hash and encode.  Raises BudgetExceeded, Corrupt, StorageFailed."""
         try:
             return self._compute(group)
         except BaseException:
@@ -158,7 +182,14 @@ class Computer:
             raise
 
     def _compute(self, group: Group) -> Computed:
-        loaded = load(group.tasks, self._packs, self._scratch, self._expert_meter, self._base_meter)
+        loaded = load(
+            group.tasks,
+            self._packs,
+            self._scratch,
+            self._expert_meter,
+            self._base_meter,
+            self._moved,
+        )
         tensor = group.run.tensor
         buffer = self._buffer(sum(task.out_bytes for task in group.tasks))
         results: list[Result] = []
@@ -168,12 +199,7 @@ class Computer:
             out = buffer[start : start + one.task.out_bytes]
             start += one.task.out_bytes
             taken = self._blend(one, group, out)
-            blocks = [
-                Output(
-                    BlockId.of(data := out.data[at : at + length]), data, one.task.file_offset + at
-                )
-                for at, length in partition(len(out), group.slice.block_size)
-            ]
+            blocks = self._outputs(one, out.data, group.slice)
             ids = tuple(block.id for block in blocks)
             outputs += blocks
             results.append(
@@ -187,6 +213,29 @@ class Computer:
                 )
             )
         return Computed(group.slice, tensor, tuple(results), tuple(outputs), buffer)
+
+    def _outputs(self, loaded: Loaded, out: memoryview, slice: Slice) -> list[Output]:
+        """The blocks of a chunk, encoded where that is still to be done."""
+        pieces = [out[at : at + length] for at, length in partition(len(out), slice.block_size)]
+        ids = [BlockId.of(piece) for piece in pieces]
+        task = loaded.task
+        offset = task.file_offset
+        if slice.policy is None:
+            known: Sequence[bool] = [True] * len(ids)
+        else:
+            known = [False] * len(ids) if self._known is None else self._known(ids)
+        # Blocks of another dtype lie elsewhere in the tensor than those of the base.
+        like_base = task.tensor.out_dtype == task.tensor.base_dtype
+        elements = codecs.elements_of(task.tensor.out_dtype)
+        outputs = []
+        for number, (id, piece, is_known) in enumerate(zip(ids, pieces, known, strict=True)):
+            encoded = None
+            if slice.policy is not None and not is_known:
+                base = loaded.delta_base(number) if like_base else None
+                encoded = codecs.encode(piece, elements, slice.policy, base)
+            outputs.append(Output(id, offset, encoded))
+            offset += len(piece)
+        return outputs
 
     def _blend(self, loaded: Loaded, group: Group, out: npt.NDArray[np.uint8]) -> tuple[int, ...]:
         """Run the kernel; returns the ties that the chunk took, per expert."""
@@ -268,38 +317,26 @@ class Stream:
 class SliceWriter:
     """Takes the chunks of one slice in order and writes the blocks that are new into its pack.
 
-    known: which of some blocks are stored or written elsewhere already; None: nobody can say, so
-    each is written once.  Belongs to one thread.
+    written: the blocks that are in this pack or in another of the same run; grows.  Belongs to one
+    thread.
     """
 
-    def __init__(
-        self, slice: Slice, known: Callable[[Sequence[BlockId]], Sequence[bool]] | None
-    ) -> None:
+    def __init__(self, slice: Slice, written: set[BlockId]) -> None:
         self.slice = slice
-        self._known = known
+        self._written = written
         self._writer: PackWriter | None = None
         self.results: list[Result] = []
-        self.new: set[BlockId] = set()
+        self.new: list[BlockId] = []
 
     def put(self, computed: Computed) -> None:
         """Write a group's new blocks.  Raises StorageFailed."""
         self.results += computed.results
-        ids = [output.id for output in computed.outputs]
-        known = [False] * len(ids) if self._known is None else self._known(ids)
-        width = item_size(computed.tensor.out_dtype)
-        for output, is_known in zip(computed.outputs, known, strict=True):
-            if is_known or output.id in self.new:
-                continue
-            self.new.add(output.id)
-            codec, payload = codecs.encode(output.data, width)
-            if codec == Codec.RAW:
-                self._open().append_raw(
-                    output.id, payload, width, computed.tensor.file, output.offset
-                )
-            else:
-                self._open().append_small(
-                    output.id, Kind.BLOCK, codec, width, bytes(payload), len(output.data)
-                )
+        for output in computed.outputs:
+            encoded = output.encoded
+            if encoded is not None and output.id not in self._written:
+                self._open().append_encoded(output.id, encoded, computed.tensor.file, output.offset)
+                self._written.add(output.id)
+                self.new.append(output.id)
 
     def _open(self) -> PackWriter:
         if self._writer is None:
@@ -331,7 +368,7 @@ def execute(slice: Slice) -> Receipt:
     """
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
     packs = PackFiles(slice.packs)
-    writer = SliceWriter(slice, None)
+    writer = SliceWriter(slice, set())
     try:
         computer = Computer(packs, expert_meter, base_meter)
         ahead: deque[Group] = deque()

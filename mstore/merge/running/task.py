@@ -14,18 +14,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.checkpoint.dtypes import DTYPES, nbytes
-from mstore.ids import BlockId, PackId, TensorId
+from mstore.errors import Conflict, Corrupt
+from mstore.ids import BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.operators import OPERATORS, needs_thresholds, reuses_base
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.planning.tied import first_names
+from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_blocks
@@ -34,15 +37,15 @@ from mstore.store.catalog import Catalog
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A block at rest: its id, and where and how it is stored (lengths in bytes)."""
+    """A block at rest: its id, where and how it is stored, and what it is a difference to.
+
+    base: None unless it is stored as a delta.  It is of the same plain length, and no delta
+    itself.
+    """
 
     id: BlockId
-    pack: PackId
-    offset: int
-    stored_length: int
-    raw_length: int
-    codec: int
-    width: int
+    at: Location
+    base: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class Row:
 
     @property
     def stored_bytes(self) -> int:
-        """What reading it costs."""
-        return sum(source.stored_length for source in self.sources)
+        """What reading it costs, without the blocks that its deltas are differences to."""
+        return sum(source.at.stored_length for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,22 +279,72 @@ class Tasks:
             for number, base, rows, row_of in drafts
         ]
 
+    def moved(self, source: Source) -> Location:
+        """Where a block lies now whose pack is gone: gc may have copied it into another.
+
+        Raises Conflict where it is not stored any more as it was, PackGone where it never moved.
+        """
+        try:
+            (place,) = self._catalog.locate([source.id])
+        except Corrupt:
+            place = None
+        if place == source.at:
+            raise PackGone(
+                "a pack that the index names is missing",
+                where=f"pack {source.at.pack}",
+                hint="mstore fsck",
+            )
+        # Who paid for reading it paid for as many bytes, and knows what they decode with.
+        if place is None or replace(place, pack=source.at.pack, offset=source.at.offset) != (
+            source.at
+        ):
+            raise Conflict(
+                "was collected while this command was running",
+                where=f"block {source.id}",
+                hint="run the command again",
+            )
+        return place
+
     def _locate(self, blocks: Iterable[BlockId]) -> dict[BlockId, Source]:
-        distinct = list(dict.fromkeys(blocks))
-        found = self._catalog.locate(distinct)
-        return {block: _source(block, place) for block, place in zip(distinct, found, strict=True)}
+        wanted = list(dict.fromkeys(blocks))
+        places = self._places(wanted)
+        deltas = {block: BlockId(at.base) for block, at in places.items() if at.base != NO_BASE}
+        others = [block for block in dict.fromkeys(deltas.values()) if block not in places]
+        places |= self._places(others)
+        # One object for a block wherever it is named: a slice that is pickled names it once.
+        sources = {block: Source(block, at) for block, at in places.items() if at.base == NO_BASE}
+        for block, base in deltas.items():
+            if base not in sources:
+                raise Corrupt(
+                    "stored as a difference to a block that is one itself",
+                    where=f"block {block}",
+                    hint="mstore fsck",
+                )
+        sources |= {
+            block: Source(block, places[block], sources[base]) for block, base in deltas.items()
+        }
+        return sources
 
+    def _places(self, blocks: Sequence[BlockId]) -> dict[BlockId, Location]:
+        try:
+            return dict(zip(blocks, self._catalog.locate(blocks), strict=True))
+        except Corrupt as error:
+            if self._has_inputs():
+                raise
+            raise Conflict(
+                "an input of the plan was collected while this command was running",
+                where=error.where,
+                hint="run the command again",
+            ) from error
 
-def _source(block: BlockId, place: Location) -> Source:
-    return Source(
-        block,
-        place.pack,
-        place.offset,
-        place.stored_length,
-        place.raw_length,
-        place.codec,
-        place.width,
-    )
+    def _has_inputs(self) -> bool:
+        """Whether the inputs are snapshots' contents still; their records may lie in a cache."""
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            return all(
+                index.record(transaction, Manifest.kind, id) is not None
+                for id in (self.plan.base_id(), *(e.manifest_id() for e in self.plan.experts))
+            )
 
 
 def item_size(dtype: str) -> int:

@@ -28,7 +28,8 @@ from mstore.checkpoint.partition import partition
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.merge.planning.fitting import check_fits
-from mstore.merge.running.compute import Loaded, Scratch, blend, load, tie_counts, will_need
+from mstore.merge.running.compute import blend, tie_counts
+from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import grant_of
@@ -231,7 +232,8 @@ class VirtualBlocks:
 
     def _load(self, tensor: _Tensor, task: ChunkTask, scratch: Scratch) -> Loaded:
         meter = tensor.meter(task)
-        (loaded,) = load([task], self._catalog.packs, scratch, meter, self._base_meter)
+        moved = tensor.plan.tasks.moved
+        (loaded,) = load([task], self._catalog.packs, scratch, meter, self._base_meter, moved)
         return loaded
 
     def _quotas(

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mstore.blocks import codecs
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.partition import partition
 from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.fitting import check_fits
-from mstore.merge.running.commit import Merged, is_merge_of, parents_of, run_merge
+from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
 from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import File, Manifest, Part
@@ -147,7 +148,8 @@ class _Output:
         for start, length in partition(len(data), self._catalog.block_size):
             piece = data[start : start + length]
             ids.append(BlockId.of(piece))
-            self._transaction.put_block(ids[-1], piece, 1, path, start)
+            encoded = codecs.encode(piece, codecs.PLAIN_BYTES, self._catalog.config.codec)
+            self._transaction.put_block(ids[-1], encoded, path, start)
         tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
         return Part(None, self._transaction.put_record(tensor), len(data))
 
@@ -199,10 +201,10 @@ def materialize(
 def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
     """The inputs by the names they were planned with, and as the snapshots the merge stands on."""
     named = sources_of(catalog, id, plan)
-    made_from = [parent for parent in record.parents if parent.role != PREVIOUS]
-    if [parent.role for parent in made_from] != [BASE, *[EXPERT] * len(named.experts)]:
+    inputs = made_from(record)
+    if [parent.role for parent in inputs] != [BASE, *[EXPERT] * len(named.experts)]:
         return named
-    base, *experts = made_from
+    base, *experts = inputs
     return Sources(
         Source(base.snapshot, named.base.name),
         tuple(

@@ -1,0 +1,185 @@
+"""add and checkout beside plain tools, raw and dense; merging and mounting a dense family.
+
+    python bench/rates.py WORK [--rounds 5] [--millions 300] [--small]
+
+Writes and prints bench/results/rates.json.  WORK is a directory on a local disk with 10 GB free.
+Needs b3sum (`apt install b3sum`) and, for the mount, FUSE.  The family is `generate.near`: a base
+and four experts whose deltas compress.  Page cache warm, as many threads as cores in every program.
+Peers run in the same round as what they are compared with, in turn; a ratio is the median of the
+ratios of the rounds.  `cp` and `checkout` are followed by `sync -d` of what they wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from generate import BASE, near, write_family
+from measure import Run, keep, machine, median, options, run, spread, warm_memory
+from spine import SHARD, map_through, read_through
+from store import Store
+
+EXPERTS = 4
+CODECS = ("raw", "dense")
+WARM_GIGABYTES = 3
+Figures = dict[str, Any]
+
+
+class Bench:
+    """A family, and a store of it for each policy."""
+
+    def __init__(self, work: Path, millions: float) -> None:
+        self.work = work
+        self.family = work / f"near{millions:g}"
+        self.models = [BASE, *(near(number) for number in range(EXPERTS))]
+        write_family(self.family, millions, self.models)
+        self.plain_bytes = sum(path.stat().st_size for path in (self.family / "base").iterdir())
+        self.scratch = Store(work / "scratch")
+
+    def store(self, codec: str) -> Store:
+        return Store(self.work / f"store-{codec}")
+
+    def fill(self) -> None:
+        """Base and experts, in both stores."""
+        for codec in CODECS:
+            self.store(codec).make(codec=codec)
+            for model in self.models:
+                self.store(codec).add(self.family / model.name, model.name)
+
+    # -- add -----------------------------------------------------------------------------------
+
+    def copy_and_hash(self) -> Run:
+        """cp, and b3sum of the copy, synced."""
+        copy = self.work / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        script = 'cp -r "$1" "$2" && sync -d "$2"/* && b3sum "$2"/* > /dev/null'
+        done = run(["sh", "-ec", script, "sh", str(self.family / "expert0"), str(copy)])
+        shutil.rmtree(copy)
+        return done
+
+    def add_base(self, codec: str) -> Run:
+        self.scratch.make(codec=codec)
+        return self.scratch.add(self.family / "base", "base")
+
+    def add_expert(self, codec: str) -> Run:
+        """Against a base that is there: blocks compared, statistics taken, deltas if dense."""
+        self.add_base(codec)
+        return self.scratch.add(self.family / "expert0", "expert0")
+
+    # -- checkout --------------------------------------------------------------------------------
+
+    def copied(self) -> Run:
+        return self._out('cp -r "$1" "$2"', str(self.family / "expert0"))
+
+    def checked_out(self, codec: str, name: str) -> Run:
+        program = f"{sys.executable} -m mstore_cli --no-progress"
+        command = f'{program} --store "$1" checkout {name} "$2"'
+        return self._out(command, str(self.store(codec).path))
+
+    def _out(self, command: str, source: str) -> Run:
+        out = self.work / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        done = run(["sh", "-ec", f'{command} && sync -d "$2"/*', "sh", source, str(out)])
+        shutil.rmtree(out)
+        return done
+
+    # -- merge and mount -------------------------------------------------------------------------
+
+    def merge(self, codec: str) -> Run:
+        """TIES of all experts at full budget, into a fresh copy of the store."""
+        words = [f"--expert=expert{number}" for number in range(EXPERTS)]
+        words += ["--method", "ties", "--param", "density=0.2", "--name", "merged"]
+        with self.store(codec).copy(self.work / "round") as store:
+            os.sync()
+            warm_memory(WARM_GIGABYTES)
+            return store.mstore("merge", "--base", "base", *words)
+
+    def mount_rates(self, rounds: int) -> Figures:
+        """MB/s of one shard of an expert through a fresh mount, packs in the page cache."""
+        point = self.work / "mnt"
+        point.mkdir(exist_ok=True)
+        rates: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for codec in CODECS:
+                for way, reader in (("read", read_through), ("mmap", map_through)):
+                    self.store(codec).mstore("mount", "expert0", str(point))
+                    try:
+                        for time in ("first", "again"):
+                            found = reader(point / SHARD)
+                            rates.setdefault(f"{codec} {time} {way}", []).append(found)
+                    finally:
+                        self.store(codec).mstore("unmount", str(point))
+        return {key: spread(found) for key, found in rates.items()}
+
+
+def in_turn(rounds: int, what: dict[str, Callable[[], Run]]) -> dict[str, list[Run]]:
+    """Rounds of all, in turn, after one round that does not count."""
+    found: dict[str, list[Run]] = {name: [] for name in what}
+    for number in range(rounds + 1):
+        for name, call in what.items():
+            warm_memory(WARM_GIGABYTES)
+            done = call()
+            if number:
+                found[name].append(done)
+    return found
+
+
+def beside(runs: dict[str, list[Run]], peer: str) -> Figures:
+    """Medians of each, and the ratio of its wall time to the peer's."""
+    return {
+        name: median(each) | {"ratio": spread(ratios(each, runs[peer]))}
+        for name, each in runs.items()
+    }
+
+
+def ratios(ours: Sequence[Run], peers: Sequence[Run]) -> list[float]:
+    return [a.wall / b.wall for a, b in zip(ours, peers, strict=True)]
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=5, millions=300.0)
+    parser.add_argument("--small", action="store_true", help="one round of one layer")
+    given = parser.parse_args()
+    if given.small:
+        given.rounds, given.millions = 1, 70.0
+    bench = Bench(given.work.absolute(), given.millions)
+    adds: dict[str, Callable[[], Run]] = {"cp + b3sum": bench.copy_and_hash}
+    outs: dict[str, Callable[[], Run]] = {"cp -r": bench.copied}
+    merges: dict[str, Callable[[], Run]] = {}
+    for codec in CODECS:
+        adds[f"{codec} base"] = partial(bench.add_base, codec)
+        adds[f"{codec} expert"] = partial(bench.add_expert, codec)
+        outs[f"{codec} base"] = partial(bench.checked_out, codec, "base")
+        outs[f"{codec} expert"] = partial(bench.checked_out, codec, "expert0")
+        merges[codec] = partial(bench.merge, codec)
+    results: Figures = {
+        "machine": machine(),
+        "threads": len(os.sched_getaffinity(0)),
+        "rounds": given.rounds,
+        "plain_bytes": bench.plain_bytes,
+        "experts": EXPERTS,
+        "add": beside(in_turn(given.rounds, adds), "cp + b3sum"),
+    }
+    bench.fill()
+    results["stored_bytes"] = {
+        codec: sum(path.stat().st_size for path in bench.store(codec).path.rglob("*.pack"))
+        for codec in CODECS
+    }
+    results["checkout"] = beside(in_turn(given.rounds, outs), "cp -r")
+    results["merge"] = beside(in_turn(given.rounds, merges), "raw")
+    results["mount"] = bench.mount_rates(given.rounds)
+    for codec in CODECS:
+        shutil.rmtree(bench.store(codec).path)
+    shutil.rmtree(bench.scratch.path)
+    keep(given.results, "rates", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""`mstore config`: look at a store's settings, and change them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+
+
+@command(
+    example="mstore config codec dense",
+    failure="no such setting or value, or another error; nothing was changed",
+)
+def config(
+    session: Session,
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY", help="codec or reflog_days [default: show all].", show_default=False
+        ),
+    ] = None,
+    value: Annotated[
+        str | None,
+        typer.Argument(metavar="VALUE", help="What it shall be from now on.", show_default=False),
+    ] = None,
+) -> None:
+    """Show the store's settings, or change one.
+
+    codec says how new blocks are stored: auto compresses where that saves much, dense wherever it
+    saves anything, raw never. reflog_days is for how many days the reflog keeps what a ref pointed
+    at. What is stored already stays as it is.
+    """
+    with session.open() as store:
+        if key is not None and value is not None:
+            store.configure(key, value)
+        settings = dict(store.config)
+    if key is not None and key not in settings:
+        from mstore.errors import BadRequest
+
+        known = ", ".join(settings)
+        raise BadRequest(f"no such setting: {key!r}; there are {known}", hint="mstore config")
+
+    def human(screen: Screen) -> None:
+        screen.fields([(key, settings[key])] if key is not None else settings.items())
+
+    session.output.emit(settings, ids=[str(settings[key])] if key is not None else [], human=human)

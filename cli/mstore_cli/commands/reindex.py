@@ -1,0 +1,58 @@
+"""`mstore reindex`: make the index anew."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+
+@command(
+    example="mstore reindex",
+    failure="an error (somebody uses the store, say); the old index stays",
+)
+def reindex(
+    session: Session,
+    no_old_index: Annotated[
+        bool,
+        typer.Option(
+            "--no-old-index",
+            help="Do not look at the index that is there: refs from the mirror, no reflogs.",
+        ),
+    ] = False,
+) -> None:
+    """Make the index anew from the packs and the text mirror of the refs.
+
+    Reflogs and the names of plans' inputs are taken over from the old index where it can be read.
+    Needs the store for itself: let commands end and unmount it first.
+    """
+    from mstore import Store
+
+    with session.progress() as tick:
+        report = Store.reindex(session.store_path(), use_old_index=not no_old_index, progress=tick)
+
+    def human(screen: Screen) -> None:
+        screen.line("the index was made anew", style="green")
+        history = f"{report.reflog_moves} moves taken over" if report.old_index else "begins anew"
+        screen.fields(
+            [
+                ("packs", report.packs),
+                ("blocks", report.blocks),
+                ("records", report.records),
+                ("snapshots", report.snapshots),
+                ("refs", report.refs),
+                ("pruned", report.pruned or None),
+                ("reflogs", history),
+                ("index", format_size(report.index_bytes)),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+        for note in report.notes:
+            screen.line(note, style="yellow")
+
+    session.output.emit(report, ids=[], human=human)

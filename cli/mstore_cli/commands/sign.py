@@ -1,0 +1,66 @@
+"""`mstore sign`: vouch for a snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Revision
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.signers import ask_passphrase, read_passphrase
+
+
+@command(
+    example="mstore sign llama/merged --key ~/.ssh/id_ed25519",
+    failure="an error; nothing was signed",
+)
+def sign(
+    session: Session,
+    revision: Revision,
+    key: Annotated[
+        Path,
+        typer.Option(
+            "--key",
+            metavar="FILE",
+            help="An ed25519 private key of ssh-keygen or openssl.",
+            show_default=False,
+        ),
+    ],
+    signer: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="NAME", help="Who signs, for people to read.", show_default=False
+        ),
+    ] = None,
+    passphrase_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--passphrase-file",
+            metavar="FILE",
+            help="The key's passphrase [default: asked for on the terminal].",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Sign a snapshot with a key: every byte, its lineage and its plan.
+
+    The signature is kept in the store. Signing again with the same key changes nothing.
+    """
+    from mstore.signing import load_key
+
+    def passphrase() -> str:
+        if passphrase_file is not None:
+            return read_passphrase(passphrase_file)
+        return ask_passphrase(key)
+
+    with session.open() as store:
+        report = store.sign(revision, load_key(key, passphrase), signer=signer)
+
+    def human(screen: Screen) -> None:
+        screen.line(f"signed {short(report.snapshot)} with {report.key}", style="green")
+
+    session.output.emit(report, ids=[report.signature], human=human)

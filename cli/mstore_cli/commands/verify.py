@@ -1,0 +1,80 @@
+"""`mstore verify`: does somebody trusted vouch for a snapshot?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.errors import FAILURE
+from mstore_cli.output import Column, Screen, short
+from mstore_cli.session import Session
+from mstore_cli.signers import SignersOption, state_of, trusted_signers
+from mstore_cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import VerifyReport
+
+COLUMNS = (
+    Column("SNAPSHOT", style="yellow"),
+    Column("REF", style="green"),
+    Column("SIGNATURE"),
+    Column("KEY"),
+    Column("READ", right=True),
+)
+
+
+@command(
+    example="mstore verify llama/merged --signers allowed_signers --read-data",
+    failure="a snapshot has no good signature of a trusted key, or another error",
+)
+def verify(
+    session: Session,
+    revisions: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REF]...",
+            help="What to check [default: all branches and tags].",
+            show_default=False,
+        ),
+    ] = None,
+    signers: SignersOption = None,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Also read every byte that was signed.")
+    ] = False,
+) -> None:
+    """Check the signatures of snapshots against the keys that you trust.
+
+    FILE has the form of OpenSSH's allowed_signers: a name, ssh-ed25519 and the public key, one a
+    line; a namespaces option has to include mstore.
+    """
+    trusted = trusted_signers(signers)
+    with session.open() as store, session.progress() as tick:
+        named = revisions or [ref.name for ref in store.refs()]
+        reports = [
+            store.verify(name, trusted, read_data=read_data, progress=tick) for name in named
+        ]
+
+    def human(screen: Screen) -> None:
+        if not named:
+            screen.line("no snapshots yet; next: mstore add PATH --name REF")
+        rows = zip(named, reports, strict=True)
+        screen.table(COLUMNS, (row for name, one in rows for row in _rows(name, one)))
+
+    session.output.emit(
+        {"snapshots": reports},
+        ids=[one.snapshot for one in reports if one.verified],
+        human=human,
+    )
+    if not all(one.verified for one in reports):
+        raise typer.Exit(FAILURE)
+
+
+def _rows(name: str, report: VerifyReport) -> Iterator[Sequence[str]]:
+    read = format_size(report.bytes_read) if report.bytes_read else "-"
+    if not report.signatures:
+        yield short(report.snapshot), name, "none", "-", read
+    for one in report.signatures:
+        yield short(report.snapshot), name, state_of(one), one.key, read

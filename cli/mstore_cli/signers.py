@@ -1,0 +1,78 @@
+"""Whom this user trusts, what a signature's state is called, and where a passphrase comes from.
+
+The only module that knows where the user's own list of signers lies.
+"""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from mstore.reports import SignatureReport
+
+SIGNERS_NAME = "allowed_signers"
+SignersOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--signers",
+        metavar="FILE",
+        help=f"Trusted keys [default: {SIGNERS_NAME} in the user's own mstore configuration].",
+        show_default=False,
+    ),
+]
+
+
+def trusted_signers(path: Path | None) -> Mapping[bytes, str]:
+    """The keys in `path`, or in the user's own file; without either, nobody is trusted.
+
+    Raises BadRequest, NotFound (only for a file that was asked for), StorageFailed.
+    """
+    if path is None:
+        from platformdirs import user_config_path
+
+        path = user_config_path("mstore") / SIGNERS_NAME
+        if not path.exists():
+            return {}
+    from mstore.signing import read_signers
+
+    return read_signers(path)
+
+
+def state_of(signature: SignatureReport) -> str:
+    """One signature in a few words."""
+    from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
+
+    return {
+        GOOD_SIGNATURE: f"signed by {signature.signer}",
+        UNKNOWN_KEY: "signed by an unknown key",
+        BAD_SIGNATURE: "BAD",
+    }.get(signature.state, "signed; not checked: pip install 'mstore[sign]'")
+
+
+def states_of(signatures: Iterable[SignatureReport]) -> str | None:
+    """All signatures of a snapshot in a few words; None where there are none."""
+    return ", ".join(dict.fromkeys(map(state_of, signatures))) or None
+
+
+def ask_passphrase(key: Path) -> str:
+    """The passphrase of a key, from the terminal.  Raises UsageError where there is none."""
+    if not sys.stdin.isatty():
+        raise UsageError(
+            f"{key} is encrypted, and there is no terminal to ask for its passphrase on",
+            hint="mstore sign REF --key FILE --passphrase-file FILE",
+        )
+    return getpass.getpass(f"passphrase of {key}: ")
+
+
+def read_passphrase(path: Path) -> str:
+    """The first line of a file.  Raises OSError, UnicodeDecodeError."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removesuffix("\n")

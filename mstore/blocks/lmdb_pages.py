@@ -1,0 +1,345 @@
+"""LMDB data files, read without LMDB: page by page, with every number checked before it is used.
+
+LMDB trusts its file: a page number that points nowhere ends the process with a signal.  Who wants
+to know whether a file is sound, or what of a damaged one can still be read, looks with this
+module, which only reads the file and fails with words.  It never opens, locks or changes an
+environment.  Little-endian machines with the page layout of LMDB 0.9 (version 1):
+
+    page    u64 number, u16 pad, u16 flags, u16 lower, u16 upper      (overflow: u32 pages instead)
+    meta    (pages 0 and 1) magic, version, address, map size, two trees, last page, transaction
+    tree    u32 pad, u16 flags, u16 depth, u64 branches, leaves, overflows, entries, root
+    branch  nodes: u16 low, u16 high, u16 top of a page number, u16 key length, key
+    leaf    nodes: u16 low, u16 high of a data length, u16 flags, u16 key length, key, data or the
+            number of the first overflow page
+
+Tree 0 lists the free pages by transaction, tree 1 the named databases.  A page belongs to one
+tree once, or is free.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from mstore import fs
+from mstore.errors import Corrupt
+
+PAGE = 4096
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
+_NOWHERE = (1 << 64) - 1
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_KINDS = _BRANCH | _LEAF | _OVERFLOW | _META
+_BIG_DATA, _SUB_DATA = 1, 2
+_INTEGER_KEYS = 8
+_MAX_DEPTH = 32
+_MAX_MAP = 1 << 47
+_SLACK = 64 << 20
+
+_HEADER = struct.Struct("<QHHHH")
+_META_HEAD = struct.Struct("<IIQQ")
+_TREE = struct.Struct("<IHHQQQQQ")
+_META_END = struct.Struct("<QQ")
+_NODE = struct.Struct("<HHHH")
+_NUMBER = struct.Struct("<Q")
+
+
+class Tree(NamedTuple):
+    """A B-tree as its record describes it."""
+
+    pad: int
+    flags: int
+    depth: int
+    branches: int
+    leaves: int
+    overflows: int
+    entries: int
+    root: int
+
+
+class _Meta(NamedTuple):
+    map_size: int
+    free: Tree
+    main: Tree
+    last: int
+    transaction: int
+
+
+class LmdbFile:
+    """One data file as of its newest transaction.  Use as a context manager.
+
+    Raises Corrupt where not even the first two pages make sense.  A file that others write is
+    read soundly while nobody commits twice: `moved` says whether that happened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with fs.translated(path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._meta = self._newest()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def moved(self) -> bool:
+        """Whether something was committed since this file was opened."""
+        return self._newest().transaction != self._meta.transaction
+
+    def _newest(self) -> _Meta:
+        metas = [self._read_meta(number) for number in (0, 1)]
+        newest = max(metas, key=lambda meta: meta.transaction)
+        with fs.translated(self.path):
+            size = os.fstat(self._fd).st_size
+        # Free pages at the end may never have been written; a size that makes no sense is refused.
+        if newest.last < 1 or newest.last * PAGE > 2 * size + _SLACK:
+            raise self._corrupt("the file is cut short")
+        if newest.map_size % PAGE or not newest.last * PAGE < newest.map_size <= _MAX_MAP:
+            raise self._corrupt("the head names a map size that cannot be")
+        if newest.free.flags != _INTEGER_KEYS or newest.main.flags:
+            raise self._corrupt("the head names features that mstore does not use")
+        return newest
+
+    def _read_meta(self, number: int) -> _Meta:
+        page = self._pread(number * PAGE, PAGE)
+        if len(page) < PAGE:
+            raise self._corrupt("the file is cut short")
+        own, _, flags, _, _ = _HEADER.unpack_from(page)
+        magic, version, _, map_size = _META_HEAD.unpack_from(page, 16)
+        at = 16 + _META_HEAD.size
+        free = Tree(*_TREE.unpack_from(page, at))
+        main = Tree(*_TREE.unpack_from(page, at + _TREE.size))
+        last, transaction = _META_END.unpack_from(page, at + 2 * _TREE.size)
+        if (magic, version) != (_MAGIC, _VERSION) or not flags & _META or own != number:
+            raise self._corrupt(f"page {number} is not the head of an LMDB file")
+        if free.pad != PAGE:
+            raise self._corrupt(f"page {number} names another page size")
+        return _Meta(map_size, free, main, last, transaction)
+
+    def _pread(self, offset: int, length: int) -> bytes:
+        with fs.translated(self.path):
+            return os.pread(self._fd, length, offset)
+
+    def _corrupt(self, what: str) -> Corrupt:
+        return Corrupt(f"damaged index: {what}", where=str(self.path), hint="mstore reindex")
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def databases(self, tell: Callable[[str], None]) -> dict[bytes, Tree]:
+        """The named databases; what cannot be read is told."""
+        return self._named(_Walk(self, tell, None), tell)
+
+    def _named(self, walk: _Walk, tell: Callable[[str], None]) -> dict[bytes, Tree]:
+        found = {}
+        for name, data, flags in walk.nodes("the list of databases", self._meta.main):
+            if flags != _SUB_DATA or len(data) != _TREE.size:
+                tell(f"database {name!r} has no description")
+                continue
+            tree = Tree(*_TREE.unpack(data))
+            if tree.flags:
+                tell(f"database {name!r} has features that mstore does not use")
+            found[name] = tree
+        return found
+
+    def rows(
+        self, name: bytes, tree: Tree, tell: Callable[[str], None]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Every row that can still be read, in key order; what cannot is told and left out."""
+        for key, data, _ in _Walk(self, tell, None).nodes(name.decode(errors="replace"), tree):
+            yield key, data
+
+    def check(
+        self, tell: Callable[[str], None], look: Callable[[bytes, bytes, bytes], None]
+    ) -> set[bytes]:
+        """Walk everything: each page where it belongs and only there, keys in order, counts right.
+
+        `look` is called with database, key and value of every row.  Returns the databases' names.
+        """
+        # One bit a page, so that a page of two owners is seen.
+        claimed = bytearray((self._meta.last >> 3) + 1)
+        walk = _Walk(self, tell, claimed)
+        named = self._named(walk, tell)
+        for name, tree in named.items():
+            for key, data, _ in walk.nodes(name.decode(errors="replace"), tree):
+                look(name, key, data)
+        for key, data, _ in walk.nodes("the list of free pages", self._meta.free, integers=True):
+            walk.claim_free(key, data)
+        return set(named)
+
+
+class _Walk:
+    """One pass over trees: tells what is wrong, and goes on where it can."""
+
+    def __init__(
+        self, file: LmdbFile, tell: Callable[[str], None], claimed: bytearray | None
+    ) -> None:
+        self._file = file
+        self._tell = tell
+        self._claimed = claimed
+        self._last = file._meta.last
+        self._counts = [0, 0, 0]
+
+    def nodes(
+        self, what: str, tree: Tree, *, integers: bool = False
+    ) -> Iterator[tuple[bytes, bytes, int]]:
+        """(key, data, flags) of every leaf node."""
+        if tree.root == _NOWHERE:
+            if tree.entries or tree.depth:
+                self._tell(f"{what}: has {tree.entries} rows and no page")
+            return
+        if not 0 < tree.depth <= _MAX_DEPTH:
+            self._tell(f"{what}: is {tree.depth} levels deep")
+            return
+        self._counts = [0, 0, 0]
+        entries = 0
+        for node in self._below(what, tree.root, tree.depth, b"", None, integers=integers):
+            entries += 1
+            yield node
+        if self._claimed is not None:
+            told = (tree.branches, tree.leaves, tree.overflows, tree.entries)
+            if told != (*self._counts, entries):
+                self._tell(f"{what}: {entries} rows were found where {tree.entries} should be")
+
+    def _claim(self, what: str, number: int, count: int = 1) -> bool:
+        if not 2 <= number <= number + count - 1 <= self._last:
+            self._tell(f"{what}: page {number} is outside of the file")
+            return False
+        if self._claimed is not None:
+            for page in range(number, number + count):
+                if self._claimed[page >> 3] >> (page & 7) & 1:
+                    self._tell(f"{what}: page {page} has two owners")
+                    return False
+                self._claimed[page >> 3] |= 1 << (page & 7)
+        return True
+
+    def claim_free(self, key: bytes, data: bytes) -> None:
+        """Take in one row of the list of free pages."""
+        what = "the list of free pages"
+        if len(key) != 8 or len(data) < 8 or len(data) % 8:
+            self._tell(f"{what}: a row of another form")
+            return
+        count, *pages = struct.unpack(f"<{len(data) // 8}Q", data)
+        # LMDB may reserve more room in a row than it needs.
+        if count > len(pages):
+            self._tell(f"{what}: a row of another form")
+            return
+        for page in pages[:count]:
+            self._claim(what, page)
+
+    def _below(
+        self, what: str, number: int, level: int, low: bytes, high: bytes | None, *, integers: bool
+    ) -> Iterator[tuple[bytes, bytes, int]]:
+        page = self._page(what, number, _LEAF if level == 1 else _BRANCH)
+        if page is None:
+            return
+        self._counts[1 if level == 1 else 0] += 1
+        nodes = self._split(what, number, page, leaf=level == 1)
+        if nodes is None:
+            return
+        keys = [key for key, _, _ in nodes]
+        if level > 1 and keys:
+            # The first key of a branch stands for everything below the second.
+            keys[0] = low
+        if not integers and not _ordered(keys, low, high):
+            self._tell(f"{what}: page {number} is out of order")
+            return
+        if level == 1:
+            for key, data, flags in nodes:
+                if flags & _BIG_DATA:
+                    whole = self._big(what, data)
+                    if whole is not None:
+                        yield key, whole, flags
+                else:
+                    yield key, data, flags
+            return
+        for place, (_, child, _) in enumerate(nodes):
+            top = keys[place + 1] if place + 1 < len(keys) else high
+            yield from self._below(
+                what,
+                _NUMBER.unpack(child)[0],
+                level - 1,
+                keys[place],
+                top,
+                integers=integers,
+            )
+
+    def _page(self, what: str, number: int, kind: int) -> bytes | None:
+        if not self._claim(what, number):
+            return None
+        page = self._file._pread(number * PAGE, PAGE)
+        if len(page) < PAGE:
+            self._tell(f"{what}: page {number} is cut off")
+            return None
+        own, _, flags, _, _ = _HEADER.unpack_from(page)
+        if own != number or flags & _KINDS != kind:
+            self._tell(f"{what}: page {number} is another page")
+            return None
+        return page
+
+    def _split(
+        self, what: str, number: int, page: bytes, *, leaf: bool
+    ) -> list[tuple[bytes, bytes, int]] | None:
+        """(key, data or child's number, flags) of a page's nodes; None where one is out of it."""
+        _, _, _, lower, upper = _HEADER.unpack_from(page)
+        if not 16 <= lower <= upper <= PAGE or lower % 2:
+            self._tell(f"{what}: page {number} has wrong bounds")
+            return None
+        nodes = []
+        for at in struct.unpack_from(f"<{(lower - 16) // 2}H", page, 16):
+            if at < upper or at + _NODE.size > PAGE:
+                self._tell(f"{what}: page {number} has a row outside of it")
+                return None
+            low, high, flags, key_length = _NODE.unpack_from(page, at)
+            begin = at + _NODE.size
+            length = low | high << 16
+            if not leaf:
+                child = low | high << 16 | flags << 32
+                nodes.append((page[begin : begin + key_length], _NUMBER.pack(child), 0))
+                end = begin + key_length
+            elif flags & _BIG_DATA:
+                end = begin + key_length + 8
+                # The number of the first page, and the length.
+                data = page[end - 8 : end] + _NUMBER.pack(length)
+                nodes.append((page[begin : begin + key_length], data, flags))
+            else:
+                end = begin + key_length + length
+                nodes.append((page[begin : begin + key_length], page[end - length : end], flags))
+            if end > PAGE:
+                self._tell(f"{what}: page {number} has a row that leaves it")
+                return None
+        return nodes
+
+    def _big(self, what: str, place: bytes) -> bytes | None:
+        number, length = struct.unpack("<QQ", place)
+        count = -(-(length + 16) // PAGE)
+        if not self._claim(what, number, count):
+            return None
+        data = self._file._pread(number * PAGE, 16 + length)
+        own, _, flags = struct.unpack_from("<QHH", data.ljust(16, b"\0"))
+        pages = struct.unpack_from("<I", data.ljust(16, b"\0"), 12)[0]
+        if len(data) < 16 + length or own != number or flags & _KINDS != _OVERFLOW:
+            self._tell(f"{what}: page {number} is another page")
+            return None
+        if pages != count:
+            self._tell(f"{what}: page {number} has another length")
+            return None
+        self._counts[2] += count
+        return data[16:]
+
+
+def _ordered(keys: list[bytes], low: bytes, high: bytes | None) -> bool:
+    if not keys:
+        return True
+    if keys[0] < low or (high is not None and keys[-1] >= high):
+        return False
+    return all(before < after for before, after in pairwise(keys))

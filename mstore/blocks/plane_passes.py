@@ -1,0 +1,328 @@
+"""The compiled passes between the plain bytes of a block and its byte planes.
+
+Owns the arithmetic of `planes`, whose docstring says what it promises: two entries, which take
+addresses and lengths and check nothing.  Importing this module imports the compiler; `planes`
+does so only where no machine code lies at rest (`mstore.numeric.machine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from mstore.numeric.compiling import compiled, entry, inlined
+
+TILE: Final = 2048
+PART: Final = TILE // 4
+TILES: Final = 16 * TILE
+SCRATCH: Final = TILES + TILE + 4 * 256 * 8
+"""Bytes that a pass works in: two tiles of the widest elements, a tile of classes, places."""
+
+PLAIN: Final = 0
+FLOATS: Final = 1
+INTEGERS: Final = 2
+
+# Each loop does few and simple things to a tile that stays in the L1 cache, from one array to
+# another: LLVM vectorises such loops whole.  numba widens integers on every operation; the
+# explicit casts bring them back, so that a vector holds as many as it can.
+
+_Steps = tuple[Callable[..., None], Callable[..., None]]
+
+
+def _steps(word: Any, bits: int) -> _Steps:
+    """(split, join) of elements of `bits` bits, as numba functions."""
+    top = word(bits - 1)
+    sign = word(1 << (bits - 1))
+    one = word(1)
+    key_shift = word(bits - 8)
+    width = bits // 8
+    nothing = word(0)
+
+    @compiled
+    def ordered(source: Any, target: Any) -> None:
+        """Bits of floats as integers in the same order: negative ones turned over."""
+        for j in range(target.size):
+            x = source[j]
+            target[j] = word(x ^ word(word(nothing - word(x >> top)) | sign))
+
+    @compiled
+    def subtract(tile: Any, base: Any) -> None:
+        """Differences, small ones of either sign small."""
+        for j in range(tile.size):
+            d = word(tile[j] - base[j])
+            tile[j] = word(word(d << one) ^ word(nothing - word(d >> top)))
+
+    @compiled
+    def add(tile: Any, base: Any) -> None:
+        for j in range(tile.size):
+            z = tile[j]
+            d = word(word(z >> one) ^ word(nothing - word(z & one)))
+            tile[j] = word(d + base[j])
+
+    @compiled
+    def unordered(tile: Any, target: Any) -> None:
+        for j in range(target.size):
+            m = tile[j]
+            target[j] = word(m ^ word(word(word(m >> top) - one) | sign))
+
+    @compiled
+    def copy(source: Any, target: Any) -> None:
+        for j in range(target.size):
+            target[j] = source[j]
+
+    @compiled
+    def narrow(tile: Any, shift: Any, plane: Any) -> None:
+        for j in range(plane.size):
+            plane[j] = np.uint8(word(tile[j] >> shift))
+
+    @compiled
+    def widen(plane: Any, shift: Any, tile: Any) -> None:
+        for j in range(plane.size):
+            tile[j] = word(tile[j] | word(word(plane[j]) << shift))
+
+    @compiled
+    def clear(tile: Any) -> None:
+        for j in range(tile.size):
+            tile[j] = nothing
+
+    @compiled
+    def classify(base: Any, keys: Any) -> None:
+        for j in range(keys.size):
+            keys[j] = np.uint8(word(word(base[j] << one) >> key_shift))
+
+    @inlined
+    def take(places: Any, key: Any, lane: int) -> Any:
+        """The next place of a class."""
+        k = np.uint64(np.uint64(np.uint64(key) << np.uint64(2)) + np.uint64(lane))
+        at = places[k]
+        places[k] = np.uint64(at + np.uint64(1))
+        return at
+
+    @compiled
+    def count_classes(bases: Any, lane: int, places: Any) -> None:
+        """Where each class of each lane begins in the order of classes, then lanes."""
+        for place in range(places.size):
+            places[place] = np.uint64(0)
+        a, b, c = bases[:lane], bases[lane : 2 * lane], bases[2 * lane : 3 * lane]
+        d = bases[3 * lane :]
+        for j in range(lane):
+            take(places, word(a[j] << one) >> key_shift, 0)
+            take(places, word(b[j] << one) >> key_shift, 1)
+            take(places, word(c[j] << one) >> key_shift, 2)
+            take(places, word(d[j] << one) >> key_shift, 3)
+        for j in range(lane, d.size):
+            take(places, word(d[j] << one) >> key_shift, 3)
+        total = np.uint64(0)
+        for place in range(places.size):
+            found = places[place]
+            places[place] = total
+            total = np.uint64(total + found)
+
+    @compiled
+    def scatter(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
+        """Bytes of one element to where its class has come to."""
+        for j in range(tile.size):
+            z = tile[j]
+            at = take(places, keys[j], lane)
+            for p in range(width):
+                planes[np.uint64(np.uint64(p * n) + at)] = np.uint8(word(z >> word(8 * p)))
+
+    @compiled
+    def scatter_lanes(tiles: Any, keys: Any, count: int, n: int, places: Any, planes: Any) -> None:
+        # Elements of one class right after each other wait for each other; four lanes do not.
+        for j in range(count):
+            for lane in range(4):
+                z = tiles[lane * PART + j]
+                at = take(places, keys[lane * PART + j], lane)
+                for p in range(width):
+                    planes[np.uint64(np.uint64(p * n) + at)] = np.uint8(word(z >> word(8 * p)))
+
+    @compiled
+    def gather(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
+        for j in range(tile.size):
+            at = take(places, keys[j], lane)
+            z = nothing
+            for p in range(width):
+                z = word(z | word(word(planes[np.uint64(np.uint64(p * n) + at)]) << word(8 * p)))
+            tile[j] = z
+
+    @compiled
+    def gather_lanes(tiles: Any, keys: Any, count: int, n: int, places: Any, planes: Any) -> None:
+        for j in range(count):
+            for lane in range(4):
+                at = take(places, keys[lane * PART + j], lane)
+                z = nothing
+                for p in range(width):
+                    z = word(
+                        z | word(word(planes[np.uint64(np.uint64(p * n) + at)]) << word(8 * p))
+                    )
+                tiles[lane * PART + j] = z
+
+    @compiled
+    def split_floats(
+        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
+    ) -> None:
+        lane = n // 4
+        count_classes(bases, lane, places)
+        for start in range(0, lane, PART):
+            count = min(PART, lane - start)
+            for q in range(4):
+                first = q * lane + start
+                tile = rooms[q * PART : q * PART + count]
+                other = rooms[TILE : TILE + count]
+                base = bases[first : first + count]
+                ordered(words[first : first + count], tile)
+                ordered(base, other)
+                subtract(tile, other)
+                classify(base, keys[q * PART : q * PART + count])
+            scatter_lanes(rooms, keys, count, n, places, planes)
+        rest = n - 4 * lane
+        tile, other = rooms[:rest], rooms[TILE : TILE + rest]
+        ordered(words[4 * lane :], tile)
+        ordered(bases[4 * lane :], other)
+        subtract(tile, other)
+        classify(bases[4 * lane :], keys[:rest])
+        scatter(tile, keys, 3, n, places, planes)
+
+    @compiled
+    def join_floats(
+        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
+    ) -> None:
+        lane = n // 4
+        count_classes(bases, lane, places)
+        for start in range(0, lane, PART):
+            count = min(PART, lane - start)
+            for q in range(4):
+                first = q * lane + start
+                classify(bases[first : first + count], keys[q * PART : q * PART + count])
+            gather_lanes(rooms, keys, count, n, places, planes)
+            for q in range(4):
+                first = q * lane + start
+                tile = rooms[q * PART : q * PART + count]
+                other = rooms[TILE : TILE + count]
+                ordered(bases[first : first + count], other)
+                add(tile, other)
+                unordered(tile, words[first : first + count])
+        rest = n - 4 * lane
+        tile, other = rooms[:rest], rooms[TILE : TILE + rest]
+        classify(bases[4 * lane :], keys[:rest])
+        gather(tile, keys, 3, n, places, planes)
+        ordered(bases[4 * lane :], other)
+        add(tile, other)
+        unordered(tile, words[4 * lane :])
+
+    @compiled
+    def split(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
+        words = data.view(word)
+        bases = base.view(word)
+        rooms = scratch[:TILES].view(word)
+        if mode == FLOATS:
+            keys = scratch[TILES : TILES + TILE]
+            places = scratch[TILES + TILE :].view(np.uint64)
+            split_floats(n, words, bases, planes, rooms, keys, places)
+            return
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            tile = words[start : start + count]
+            if mode == INTEGERS:
+                tile = rooms[:count]
+                copy(words[start : start + count], tile)
+                subtract(tile, bases[start : start + count])
+            for p in range(width):
+                at = p * n + start
+                narrow(tile, word(8 * p), planes[at : at + count])
+
+    @compiled
+    def join(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
+        words = data.view(word)
+        bases = base.view(word)
+        rooms = scratch[:TILES].view(word)
+        if mode == FLOATS:
+            keys = scratch[TILES : TILES + TILE]
+            places = scratch[TILES + TILE :].view(np.uint64)
+            join_floats(n, planes, bases, words, rooms, keys, places)
+            return
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            tile = rooms[:count]
+            clear(tile)
+            for p in range(width):
+                at = p * n + start
+                widen(planes[at : at + count], word(8 * p), tile)
+            if mode == INTEGERS:
+                add(tile, bases[start : start + count])
+            copy(tile, words[start : start + count])
+
+    return split, join
+
+
+@compiled
+def _bytes(address: Any, length: int) -> Any:
+    return carray(address, (length,), np.uint8)
+
+
+_split1, _join1 = _steps(np.uint8, 8)
+_split2, _join2 = _steps(np.uint16, 16)
+_split4, _join4 = _steps(np.uint32, 32)
+_split8, _join8 = _steps(np.uint64, 64)
+
+# An entry for each width: a process compiles those that it needs.
+
+
+@entry("iipppp")
+def split1(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
+    """From n elements of one byte, and the base's, to planes."""
+    size, room = n, _bytes(scratch, SCRATCH)
+    _split1(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
+
+
+@entry("iipppp")
+def join1(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
+    """From planes, and the base's elements, to n elements of one byte."""
+    size, room = n, _bytes(scratch, SCRATCH)
+    _join1(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
+
+
+@entry("iipppp")
+def split2(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
+    """From n elements of 2 bytes, and the base's, to planes."""
+    size, room = 2 * n, _bytes(scratch, SCRATCH)
+    _split2(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
+
+
+@entry("iipppp")
+def join2(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
+    """From planes, and the base's elements, to n elements of 2 bytes."""
+    size, room = 2 * n, _bytes(scratch, SCRATCH)
+    _join2(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
+
+
+@entry("iipppp")
+def split4(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
+    """From n elements of 4 bytes, and the base's, to planes."""
+    size, room = 4 * n, _bytes(scratch, SCRATCH)
+    _split4(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
+
+
+@entry("iipppp")
+def join4(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
+    """From planes, and the base's elements, to n elements of 4 bytes."""
+    size, room = 4 * n, _bytes(scratch, SCRATCH)
+    _join4(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
+
+
+@entry("iipppp")
+def split8(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
+    """From n elements of 8 bytes, and the base's, to planes."""
+    size, room = 8 * n, _bytes(scratch, SCRATCH)
+    _split8(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
+
+
+@entry("iipppp")
+def join8(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
+    """From planes, and the base's elements, to n elements of 8 bytes."""
+    size, room = 8 * n, _bytes(scratch, SCRATCH)
+    _join8(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)

@@ -1,0 +1,113 @@
+"""Byte planes of a block's elements, or of their differences to a base block's.
+
+Owns the transform and nothing of how planes are compressed.  Plane p holds byte p (from the lowest)
+of every number in turn; planes follow each other from the lowest.  What the numbers are:
+
+    PLAIN      the elements
+    INTEGERS   z(x - base modulo 2^n)
+    FLOATS     z(m(x) - m(base) modulo 2^n), ordered by the class of the base's element, and within
+               a class as the elements are
+
+m turns over all bits of a negative float and the sign bit of any other, which keeps the order of
+floats.  z makes small differences of either sign small numbers: shifted left by one, and all bits
+turned over where the difference is negative (zigzag).  The class is the byte below the sign bit
+(below it and a zero bit, for elements of one byte): the exponent of a bf16 or an f32.  A training
+step of one size changes a small weight by many units of its last place and a large one by few:
+within a class differences look alike, and compress as such (docs/design/006-codecs.md).  Bijective
+for all bit patterns, of NaN too.
+
+Any thread may call; a call releases the GIL and keeps 42 KiB of scratch for its thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.ids import Buffer
+from mstore.numeric.machine import Pass
+
+Bytes = npt.NDArray[np.uint8]
+
+_HERE: Final = Path(__file__)
+_SOURCES: Final = (_HERE.with_name("plane_passes.py"),)
+_MODULE: Final = "mstore.blocks.plane_passes"
+_WIDTHS: Final = (1, 2, 4, 8)
+_split: Final = {width: Pass(_MODULE, f"split{width}", "iipppp", _SOURCES) for width in _WIDTHS}
+_join: Final = {width: Pass(_MODULE, f"join{width}", "iipppp", _SOURCES) for width in _WIDTHS}
+_SCRATCH: Final = 17 * 2048 + 4 * 256 * 8
+
+
+class Mode(IntEnum):
+    """What is split into planes."""
+
+    PLAIN = 0
+    FLOATS = 1
+    INTEGERS = 2
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.room = np.empty(_SCRATCH, dtype=np.uint8)
+        self.room_at = self.room.ctypes.data
+
+
+_scratch: Final = _Scratch()
+
+
+def split(mode: Mode, width: int, data: Buffer, base: Buffer | None, planes: Bytes) -> None:
+    """Write the planes of `data` (and `base`, unless PLAIN) to `planes`, all of the same length.
+
+    The length is a multiple of `width`, which is 1, 2, 4 or 8.
+    """
+    source = _aligned(data, width)
+    other = source if base is None else _aligned(base, width)
+    _check(mode, width, source, base, other, planes)
+    _split[width](
+        int(mode),
+        planes.size // width,
+        source.ctypes.data,
+        other.ctypes.data,
+        planes.ctypes.data,
+        _scratch.room_at,
+    )
+
+
+def join(mode: Mode, width: int, planes: Buffer, base: Buffer | None, target: memoryview) -> None:
+    """The inverse of `split`: fill `target`."""
+    source = np.frombuffer(planes, dtype=np.uint8)
+    other = source if base is None else _aligned(base, width)
+    out: Bytes = np.frombuffer(target, dtype=np.uint8)
+    _check(mode, width, source, base, other, out)
+    room = out if out.ctypes.data % width == 0 else np.empty_like(out)
+    _join[width](
+        int(mode),
+        out.size // width,
+        source.ctypes.data,
+        # Not looked at where there is none; then it must be aligned all the same.
+        room.ctypes.data if base is None else other.ctypes.data,
+        room.ctypes.data,
+        _scratch.room_at,
+    )
+    if room is not out:
+        out[:] = room
+
+
+def _check(
+    mode: Mode, width: int, source: Bytes, base: Buffer | None, other: Bytes, target: Bytes
+) -> None:
+    assert width in _WIDTHS
+    assert source.size == other.size == target.size
+    assert target.size % width == 0
+    assert (mode is Mode.PLAIN) == (base is None)
+
+
+def _aligned(data: Buffer, width: int) -> Bytes:
+    # Blocks may lie at any offset of a file; compiled code takes aligned elements only.
+    found: npt.NDArray[Any] = np.frombuffer(data, dtype=np.uint8)
+    return found if found.ctypes.data % width == 0 else found.copy()

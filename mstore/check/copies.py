@@ -1,0 +1,229 @@
+"""Where good copies may come from: packs, of this store or another, and checkpoints on disk.
+
+A *place* is asked for what is wanted, and answers with copies whose bytes it has just hashed to
+the id that was asked for.  Nothing else of a place is believed: of another store only the footers
+and payloads of its packs are read, never its index.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, read_table
+from mstore.check.findings import Key, typed
+from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
+from mstore.checkpoint.partition import partition
+from mstore.checkpoint.reading import open_regular, read_range
+from mstore.errors import BadCheckpoint, MstoreError
+from mstore.ids import BlockId, Buffer, PackId
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.store import layout as layouts
+
+Tick = Callable[[int], None]
+"""Told how many more bytes were read."""
+
+
+class Form(NamedTuple):
+    """How a block is stored: element width, codec (None: not known), base of a delta."""
+
+    width: int
+    codec: Codec | None = None
+    base: BlockId | None = None
+
+
+AS_RECORD = Form(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The plain bytes of a wanted block or record, checked, and how to store it.
+
+    file, offset: where it lies in the file that it comes from, so that neighbours stay neighbours.
+    """
+
+    key: Key
+    data: Buffer
+    form: Form
+    file: str
+    offset: int
+
+
+class Place(Protocol):
+    """Something that may have copies.  `total` is what reading all of it takes, in bytes."""
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """One copy, at most, of each that is wanted and is here.
+
+        The data is valid until the next copy is asked for.
+        """
+
+
+class PackCopies:
+    """The sealed packs of one store."""
+
+    def __init__(self, packs: Path, block_size: int) -> None:
+        self._packs = packs
+        self._block_size = block_size
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """See `Place`.  A delta is decoded through a base in the same packs."""
+        candidates = self._candidates(wanted)
+        deltas = {
+            (Kind.BLOCK, entry.base)
+            for found in candidates.values()
+            for _, entry in found
+            if entry.base != NO_BASE
+        }
+        bases = self._candidates(deltas) if deltas else {}
+        files = PackFiles(self._packs)
+        try:
+            # In the order of the disk.
+            for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
+                for pack, entry in found:
+                    # Whatever is wrong with this one, there may be another.
+                    with suppress(MstoreError):
+                        data = self._plain(files, pack, entry, bases)
+                        if typed(*key).of(data) != key[1]:
+                            continue
+                        tick(entry.stored_length)
+                        base = BlockId(entry.base) if entry.base != NO_BASE else None
+                        form = Form(entry.width, Codec(entry.codec), base)
+                        yield Copy(key, data, form, pack.hex(), entry.offset)
+                        break
+        finally:
+            files.close()
+
+    def _candidates(self, wanted: set[Key]) -> dict[Key, list[tuple[PackId, Entry]]]:
+        found: dict[Key, list[tuple[PackId, Entry]]] = defaultdict(list)
+        for path in sorted(self._packs.glob("*/*.pack")):
+            try:
+                pack, entries = read_table(path)
+            except MstoreError:
+                continue
+            if path.stem != pack.hex():
+                continue
+            for entry in entries:
+                with suppress(ValueError):
+                    key = (Kind(entry.kind), entry.id)
+                    if key in wanted and self._is_sane(entry):
+                        found[key].append((pack, entry))
+        return found
+
+    def _is_sane(self, entry: Entry) -> bool:
+        is_block = entry.kind == Kind.BLOCK
+        return not is_block or max(entry.raw_length, entry.stored_length) <= self._block_size
+
+    def _plain(
+        self,
+        files: PackFiles,
+        pack: PackId,
+        entry: Entry,
+        bases: dict[Key, list[tuple[PackId, Entry]]],
+    ) -> Buffer:
+        payload = files.read(pack, entry.offset, entry.stored_length)
+        if entry.kind != Kind.BLOCK:
+            return payload
+        base = None
+        if entry.base != NO_BASE:
+            base = self._base(files, BlockId(entry.base), bases)
+        return codecs.decode(entry.codec, payload, entry.width, entry.raw_length, base)
+
+    def _base(
+        self, files: PackFiles, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
+    ) -> Buffer | None:
+        for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
+            if entry.base == NO_BASE:
+                with suppress(MstoreError):
+                    data = self._plain(files, pack, entry, {})
+                    if BlockId.of(data) == block:
+                        return data
+        return None
+
+
+def _place(found: tuple[PackId, Entry]) -> tuple[PackId, int]:
+    return found[0], found[1].offset
+
+
+class CheckpointCopies:
+    """A checkpoint as it lies on disk, cut exactly as `add` cuts it.
+
+    Besides blocks it knows the tensor records and the manifest that adding it would make.
+    """
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        self._checkpoint: Checkpoint = scan(path)
+        self._block_size = block_size
+
+    def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
+        """See `Place`.  Reads every byte of the checkpoint."""
+        missing = set(wanted)
+        files = []
+        for source in self._checkpoint.files:
+            parts: list[Part] = []
+            for copy in self._file(source, missing, parts, tick):
+                missing.discard(copy.key)
+                yield copy
+            form = OPAQUE if source.header is None else SAFETENSORS
+            files.append(File(source.path, form, source.size, tuple(parts)))
+        manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
+        key = (Kind.MANIFEST, bytes(manifest.id()))
+        if key in missing:
+            yield Copy(key, manifest.encode(), AS_RECORD, "", 0)
+
+    def _file(
+        self, source: SourceFile, missing: set[Key], parts: list[Part], tick: Tick
+    ) -> Iterator[Copy]:
+        with open_regular(source.absolute) as (descriptor, _):
+            for name, dtype, shape, begin, nbytes in _cut(source):
+                form = Form(codecs.elements_of(dtype).width)
+                ids = []
+                for start, length in partition(nbytes, self._block_size):
+                    data = read_range(descriptor, begin + start, length)
+                    if len(data) < length:
+                        raise BadCheckpoint(
+                            "the file changed while it was being read", where=str(source.absolute)
+                        )
+                    tick(length)
+                    block = BlockId.of(data)
+                    ids.append(block)
+                    key = (Kind.BLOCK, bytes(block))
+                    if key in missing:
+                        yield Copy(key, data, form, source.path, begin + start)
+                tensor = Tensor(dtype, shape, nbytes, b"".join(ids))
+                id = tensor.id()
+                parts.append(Part(name, id, nbytes))
+                key = (Kind.TENSOR, bytes(id))
+                if key in missing:
+                    yield Copy(key, tensor.encode(), AS_RECORD, "", 0)
+
+
+def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int, int]]:
+    """Name, dtype, shape, begin and length of a file's parts, in data order."""
+    if source.header is None:
+        return [(None, BYTES, (source.size,), 0, source.size)]
+    start = source.header.data_start
+    return [
+        (None, BYTES, (start,), 0, start),
+        *((s.name, s.dtype, s.shape, start + s.begin, s.nbytes) for s in source.header.tensors),
+    ]
+
+
+def place(path: Path, block_size: int) -> Place:
+    """What lies at `path`: a store (its packs), or a checkpoint.
+
+    Raises Incompatible, NotFound, BadCheckpoint, StorageFailed where it is neither.
+    """
+    with fs.translated(path):
+        is_store = (path / "format").is_file() and (path / "packs").is_dir()
+    if is_store:
+        return PackCopies(layouts.locate(path).packs, block_size)
+    return CheckpointCopies(path, block_size)

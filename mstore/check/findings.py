@@ -1,0 +1,122 @@
+"""Findings: what a check has seen, for people and for repair.
+
+A *problem* is a line for a person.  Beside it stands what repair needs: which blocks and records
+are broken and the index row that was seen (None where there is none), and which packs are damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mstore.blocks.packs import Kind
+from mstore.errors import MstoreError, StorageFailed
+from mstore.ids import BlockId, Id, PackId
+from mstore.objects.canonical import Record
+from mstore.objects.coverage import Coverage
+from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Plan
+from mstore.objects.signature import Signature
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.reports import Problem
+
+RECORDS: dict[Kind, type[Record]] = {
+    Kind.TENSOR: Tensor,
+    Kind.MANIFEST: Manifest,
+    Kind.SNAPSHOT: SnapshotRecord,
+    Kind.PLAN: Plan,
+    Kind.COVERAGE: Coverage,
+    Kind.VIRTUAL: VirtualTensor,
+    Kind.SIGNATURE: Signature,
+}
+Key = tuple[Kind, bytes]
+"""A block or record: its kind and the 32 bytes of its id."""
+
+
+class Findings:
+    """What one check has found so far.
+
+    broken: rows that cannot be used as they are; the value is the row that was seen.
+    unreadable: those of them for which the disk, not the bytes, said no.
+    packs: damaged packs and what is wrong with each; their rows are not in `broken`.
+    incomplete: snapshots whose own rows in the index do not say what their record says.
+    """
+
+    def __init__(self) -> None:
+        self._problems: dict[tuple[str, str, str], Problem] = {}
+        self.garbage: list[str] = []
+        self.broken: dict[Key, bytes | None] = {}
+        self.unreadable: set[Key] = set()
+        self.packs: dict[PackId, str] = {}
+        self.incomplete: set[bytes] = set()
+        self.stale_mirror = False
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems, in the order in which they were found."""
+        return tuple(self._problems.values())
+
+    def tell(self, kind: str, where: str, what: str) -> None:
+        """A problem for people."""
+        self._problems.setdefault((kind, where, what), Problem(kind, where, what))
+
+    def tell_row(self, kind: Kind, id: bytes, row: bytes | None, what: str) -> None:
+        """A block or record that is missing or whose row or payload is wrong."""
+        self.broken.setdefault((kind, bytes(id)), row)
+        self.tell(kind.name.lower(), id.hex(), what)
+
+    def tell_pack(self, pack: PackId, what: str) -> None:
+        """A damaged pack."""
+        self.packs.setdefault(pack, what)
+        self.tell("pack", pack.hex(), what)
+
+    def forget_row(self, kind: Kind, id: bytes) -> None:
+        """It was another's change while the check was running, and no damage."""
+        self.broken.pop((kind, id), None)
+        self._forget(kind.name.lower(), id.hex())
+
+    def forget_pack(self, pack: PackId) -> None:
+        """It was collected while the check was running."""
+        self.packs.pop(pack, None)
+        self._forget("pack", pack.hex())
+
+    def _forget(self, kind: str, where: str) -> None:
+        gone = [key for key in self._problems if key[:2] == (kind, where)]
+        for key in gone:
+            del self._problems[key]
+
+    def mark(self) -> tuple[int, int]:
+        """How much was found so far, for `forget_since`."""
+        return len(self._problems), len(self.broken)
+
+    def forget_since(self, mark: tuple[int, int]) -> None:
+        """What was looked at was collected meanwhile: nothing of it is damage."""
+        for problem in list(self._problems)[mark[0] :]:
+            del self._problems[problem]
+        for key in list(self.broken)[mark[1] :]:
+            del self.broken[key]
+
+    @contextmanager
+    def catching(self, kind: str, where: str) -> Iterator[None]:
+        """What the library refuses inside becomes a problem."""
+        try:
+            yield
+        except MstoreError as error:
+            self.tell(kind, where, error.what)
+
+    @contextmanager
+    def catching_row(self, kind: Kind, id: bytes, row: bytes | None) -> Iterator[None]:
+        """The same for a block or record."""
+        try:
+            yield
+        except MstoreError as error:
+            self.tell_row(kind, id, row, error.what)
+            if isinstance(error, StorageFailed):
+                self.unreadable.add((kind, bytes(id)))
+
+
+def typed(kind: Kind, id: bytes) -> Id:
+    """The id in its own type."""
+    return BlockId(id) if kind == Kind.BLOCK else RECORDS[kind].id_type(id)

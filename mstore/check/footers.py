@@ -1,0 +1,256 @@
+"""Packs against the index: every footer read once, every row held against its entry.
+
+One pack at a time, so that memory does not grow with the store.  Which rows have no entry shows
+in numbers first (rows that name a pack, rows that its footer agreed with), and only the packs
+where these differ are gone through row by row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mstore import fs
+from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table
+from mstore.check import rows
+from mstore.check.findings import RECORDS, Findings
+from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.ids import PackId
+from mstore.objects.canonical import decode
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.store.catalog import Catalog
+
+_STORE_UUID = slice(16, 32)
+
+
+@dataclass(slots=True)
+class Totals:
+    """How much was looked at.  sound: the packs whose footers can be trusted, by id."""
+
+    packs: int = 0
+    blocks: int = 0
+    records: int = 0
+    stored_bytes: int = 0
+    sound: list[PackId] = field(default_factory=list)
+
+
+class Footers:
+    """One pass over all packs that the index names."""
+
+    def __init__(self, catalog: Catalog, findings: Findings) -> None:
+        self._catalog = catalog
+        self._index = catalog.index
+        self._findings = findings
+        self._totals = Totals()
+        self._matched: Counter[bytes] = Counter()
+
+    def run(self) -> Totals:
+        """Check packs and rows; condemned packs, and those that no row names, are garbage."""
+        packs = self._numbered()
+        self._garbage(packs)
+        named = self._count_rows(set(packs))
+        for number, (pack, size) in sorted(packs.items(), key=lambda item: item[1][0]):
+            self._totals.packs += 1
+            self._pack(number, pack, size)
+        suspects = {
+            number: pack
+            for number, (pack, _) in packs.items()
+            if pack not in self._findings.packs and named[number] != self._matched[number]
+        }
+        if suspects:
+            self._strays(suspects)
+        return self._totals
+
+    def _numbered(self) -> dict[bytes, tuple[PackId, int]]:
+        index = self._index
+        found = {}
+        for batch in rows.batches(index, "packs"):
+            for number, value in batch:
+                found[number] = (PackId(value[:32]), int.from_bytes(value[32:40], "big"))
+        with index.env.read() as transaction:
+            for number, (pack, _) in found.items():
+                if transaction.get(pack, db=index.db("pack_ids")) != number:
+                    self._findings.tell("index", pack.hex(), "the pack has two numbers, or none")
+        return found
+
+    def _garbage(self, packs: dict[bytes, tuple[PackId, int]]) -> None:
+        layout = self._catalog.layout
+        known = {f"{pack.hex()}.pack" for pack, _ in packs.values()}
+        for path in sorted(layout.packs.glob("*/*")):
+            if path.name not in known:
+                self._findings.garbage.append(str(path.relative_to(layout.root)))
+
+    def _count_rows(self, numbers: set[bytes]) -> Counter[bytes]:
+        named: Counter[bytes] = Counter()
+        for database in ("blocks", "records"):
+            for batch in rows.batches(self._index, database):
+                counted = Counter(value[:4] for _, value in batch)
+                named.update(counted)
+                if counted.keys() - numbers:
+                    self._unknown_pack(database, batch, numbers)
+        self._totals.blocks, self._totals.records = (
+            self._count("blocks"),
+            self._count("records"),
+        )
+        return named
+
+    def _count(self, database: str) -> int:
+        with self._index.env.read() as transaction:
+            return self._index.count(transaction, database)
+
+    def _unknown_pack(
+        self, database: str, batch: list[tuple[bytes, bytes]], numbers: set[bytes]
+    ) -> None:
+        with self._index.env.read() as transaction:
+            # A pack that was published since the numbers were read.
+            numbers = numbers | {
+                value[:4]
+                for _, value in batch
+                if transaction.get(value[:4], db=self._index.db("packs")) is not None
+            }
+        for key, value in batch:
+            # One that was added since is nobody's fault.
+            if value[:4] not in numbers and not self._is_numbered(value[:4]):
+                number = int.from_bytes(value[:4], "big")
+                what = f"the index names an unknown pack {number}"
+                self._tell(database, key, value, what)
+
+    def _is_numbered(self, number: bytes) -> bool:
+        with self._index.env.read() as transaction:
+            return transaction.get(number, db=self._index.db("packs")) is not None
+
+    def _tell(self, database: str, key: bytes, value: bytes, what: str) -> None:
+        try:
+            kind, id = rows.key_of(database, key)
+        except ValueError:
+            self._findings.tell("index", key.hex(), f"a record of an unknown kind {key[0]}")
+            return
+        self._findings.tell_row(kind, id, value, what)
+
+    def _pack(self, number: bytes, pack: PackId, size: int) -> None:
+        path = pack_path(self._catalog.layout.packs, pack)
+        entries = self._entries(path, pack, size)
+        if entries is None:
+            return
+        blocks = [entry for entry in entries if entry.kind == Kind.BLOCK]
+        index = self._index
+        with index.env.read() as transaction:
+            found = index.block_rows(transaction, [entry.id for entry in blocks])
+            own = [
+                (entry, row)
+                for entry, row in zip(blocks, found, strict=True)
+                if row is not None and row[:4] == number
+            ]
+            for entry, row in own:
+                self._compare(Kind.BLOCK, entry, row, index.location(transaction, row))
+            self._deltas(transaction, [(e, r) for e, r in own if e.base != NO_BASE])
+            records = []
+            for entry in entries[len(blocks) :]:
+                row = transaction.get(bytes([entry.kind]) + entry.id, db=index.db("records"))
+                if row is not None and row[:4] == number:
+                    records.append((entry, bytes(row), index.location(transaction, row)))
+        self._matched[number] += len(own) + len(records)
+        self._totals.stored_bytes += sum(entry.stored_length for entry, _ in own)
+        self._totals.sound.append(pack)
+        for entry, row, location in records:
+            self._record(entry, row, location)
+
+    def _entries(self, path: Path, pack: PackId, size: int) -> tuple[Entry, ...] | None:
+        if not path.exists():
+            self._findings.tell_pack(pack, "the file is missing")
+            return None
+        try:
+            id, entries = read_table(path)
+            with fs.translated(path), path.open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                head = file.read(_STORE_UUID.stop)
+        except MstoreError as error:
+            self._findings.tell_pack(pack, error.what)
+            return None
+        if id != pack:
+            self._findings.tell_pack(pack, f"header and footer are those of {id.short}")
+            return None
+        if found != size:
+            self._findings.tell_pack(pack, f"not {size} bytes long")
+            return None
+        if head[_STORE_UUID] != self._catalog.layout.uuid.bytes:
+            # The pack is sound: it is the store's own name that is in doubt.
+            self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
+        return entries
+
+    def _compare(self, kind: Kind, entry: Entry, row: bytes, location: Location) -> None:
+        told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
+        mine = (
+            location.offset,
+            location.stored_length,
+            location.raw_length,
+            location.codec,
+            location.width,
+        )
+        if told != mine or entry.base != location.base:
+            what = "index and pack footer do not agree"
+            self._findings.tell_row(kind, entry.id, row, what)
+        elif max(entry.raw_length, entry.stored_length) > self._catalog.block_size:
+            self._findings.tell_row(kind, entry.id, row, "longer than the block size")
+
+    def _deltas(self, transaction: Any, deltas: list[tuple[Entry, bytes]]) -> None:
+        """A delta's base is there, as long as the block, and no delta itself."""
+        bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
+        for (entry, row), base in zip(deltas, bases, strict=True):
+            name = entry.base.hex()[:12]
+            if base is None:
+                what = f"its base {name} is missing"
+            elif rows.base_of(base) is not None:
+                what = f"its base {name} is a delta itself"
+            elif rows.raw_length(base) != entry.raw_length:
+                what = f"its base {name} has another length"
+            else:
+                continue
+            self._findings.tell_row(Kind.BLOCK, entry.id, row, what)
+
+    def _record(self, entry: Entry, row: bytes, location: Location) -> None:
+        try:
+            kind = Kind(entry.kind)
+        except ValueError:
+            self._findings.tell("index", entry.id.hex(), f"a record of kind {entry.kind}")
+            return
+        self._compare(kind, entry, row, location)
+        with self._findings.catching_row(kind, entry.id, row):
+            check_record(self._catalog, kind, entry.id, location)
+
+    def _strays(self, suspects: dict[bytes, PackId]) -> None:
+        """Rows that name a sound pack whose footer does not have them."""
+        footers = {}
+        for number, pack in suspects.items():
+            # A pack may have been collected since it was found sound.
+            with suppress(StorageFailed):
+                _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+                footers[number] = {(entry.kind, entry.id) for entry in entries}
+        for database in ("blocks", "records"):
+            for batch in rows.batches(self._index, database):
+                for key, value in batch:
+                    number = value[:4]
+                    if number not in footers:
+                        continue
+                    kind = Kind.BLOCK if database == "blocks" else key[0]
+                    if (kind, key[-32:]) not in footers[number]:
+                        what = f"not in the footer of pack {suspects[number].short}"
+                        self._tell(database, key, value, what)
+
+
+def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) -> None:
+    """Read, decode and check one record.  Raises Corrupt, StorageFailed."""
+    type_ = RECORDS.get(kind)
+    if type_ is None:
+        raise Corrupt(f"not a kind of record: {kind}")
+    record = decode(type_, catalog.record_bytes(type_.id_type(id), location), id.hex())
+    if isinstance(record, Tensor):
+        record.check(catalog.block_size, id.hex())
+    elif isinstance(record, VirtualTensor):
+        record.check(id.hex())

@@ -1,0 +1,158 @@
+"""One run of fsck: all passes over one store.  Reads only.
+
+Findings are collected, not raised.  Others may add, move and collect meanwhile: what looks wrong
+is looked at once more at the end, and dropped where its row has changed or its pack was
+collected in an orderly way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from mstore.check import index_file, rows
+from mstore.check.findings import Findings
+from mstore.check.footers import Footers, Totals
+from mstore.check.graph import Graph
+from mstore.check.hurt import Wounds
+from mstore.check.payloads import Payloads
+from mstore.errors import BadRequest
+from mstore.reports import CheckReport, Progress
+from mstore.store import leases
+from mstore.store.catalog import Catalog
+from mstore.store.layout import Layout
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How much is read.  share: of all blocks, 0 for none; a seed draws those of a sample."""
+
+    share: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def chosen(cls, *, read_data: bool, sample: float | None, seed: int) -> Scope:
+        """Of what a caller asked for.  Raises BadRequest for both, or a share that is none."""
+        if sample is None:
+            return cls(1.0 if read_data else 0.0, seed)
+        if read_data:
+            raise BadRequest("a sample and all of the data exclude each other")
+        if not 0 < sample <= 1:
+            raise BadRequest(f"a sample is a share above 0 and at most 1, not {sample:g}")
+        return cls(sample, seed)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether some blocks are read and some are not."""
+        return 0 < self.share < 1
+
+
+class Checker:
+    """One check of one store.  `findings` is what repair works on.
+
+    It opens the store by itself: what somebody else has read and kept would hide what is on disk.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        scope: Scope,
+        *,
+        threads: int,
+        progress: Report | None = None,
+    ) -> None:
+        self._layout = layout
+        self._scope = scope
+        self._threads = threads
+        self._progress = progress
+        self.findings = Findings()
+
+    def run(self) -> CheckReport:
+        """Check everything.  Raises Corrupt where the index cannot be walked at all."""
+        with closing(Catalog(self._layout)) as catalog:
+            with catalog.index.env.read():
+                found = index_file.faults(self._layout)
+            index_file.refuse(self._layout, found)
+            return self._run(catalog)
+
+    def _run(self, catalog: Catalog) -> CheckReport:
+        began = time.monotonic()
+        findings = self.findings
+        totals = Footers(catalog, findings).run()
+        graph = Graph(catalog, findings)
+        graph.run()
+        bytes_read = self._payloads(catalog, totals)
+        self._settle(catalog)
+        findings.garbage += self._leftovers()
+        return CheckReport(
+            read_data=self._scope.share == 1,
+            sample=self._scope.share if self._scope.is_sample else None,
+            seed=self._scope.seed if self._scope.is_sample else None,
+            packs=totals.packs,
+            blocks=totals.blocks,
+            records=totals.records,
+            snapshots=graph.snapshots,
+            refs=len(graph.names),
+            bytes_read=bytes_read,
+            bytes_total=totals.stored_bytes,
+            garbage=tuple(findings.garbage),
+            problems=findings.problems,
+            hurt=Wounds(catalog, findings).all(graph.names, graph.pruned),
+            hint=self._hint(),
+            seconds=time.monotonic() - began,
+        )
+
+    def _payloads(self, catalog: Catalog, totals: Totals) -> int:
+        if not self._scope.share:
+            return 0
+        expected = int(totals.stored_bytes * self._scope.share)
+
+        def tick(done: int) -> None:
+            if self._progress is not None:
+                # A sample's size is known when it has been read.
+                self._progress(Progress("fsck", done, max(done, expected)))
+
+        payloads = Payloads(
+            catalog,
+            self.findings,
+            tick,
+            threads=self._threads,
+            share=self._scope.share,
+            seed=self._scope.seed,
+        )
+        payloads.run(sorted(totals.sound) if self._scope.is_sample else totals.sound)
+        return payloads.bytes_read
+
+    def _settle(self, catalog: Catalog) -> None:
+        """Drop what somebody else's commit explains."""
+        findings, index = self.findings, catalog.index
+        with index.env.read() as transaction:
+            for (kind, id), row in list(findings.broken.items()):
+                database, key = rows.record_key(kind, id)
+                if row is not None and transaction.get(key, db=index.db(database)) != row:
+                    findings.forget_row(kind, id)
+            for pack in list(findings.packs):
+                if transaction.get(pack, db=index.db("pack_ids")) is None:
+                    findings.forget_pack(pack)
+
+    def _leftovers(self) -> list[str]:
+        root = self._layout.root
+        return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
+
+    def _hint(self) -> str | None:
+        findings = self.findings
+        if not findings.problems:
+            return None
+        if findings.broken or findings.packs or findings.incomplete:
+            data = " --read-data" if self._scope.share else ""
+            return f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
+        if findings.stale_mirror:
+            return "mstore fsck --repair"
+        names = [problem.where for problem in findings.problems if problem.kind == "ref"]
+        if names:
+            return f"mstore rm {names[0]}"
+        return "mstore reindex"

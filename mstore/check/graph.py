@@ -1,0 +1,267 @@
+"""Names and snapshots down to their blocks: is everything there that a reader would ask for?
+
+Each tensor is looked at once, whoever shares it.  Of a snapshot that was pruned, the record,
+manifest, plan and coverage must be there and its tensors need not.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mstore.blocks.packs import Kind
+from mstore.check import rows
+from mstore.check.findings import Findings
+from mstore.errors import MstoreError, NotFound
+from mstore.ids import Id, ManifestId, PlanId, SignatureId, SnapshotId, TensorId
+from mstore.objects.manifest import Manifest, Part
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.store import refs
+from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog
+
+
+class Graph:
+    """One pass over refs, reflogs, snapshots and signatures."""
+
+    def __init__(self, catalog: Catalog, findings: Findings) -> None:
+        self._catalog = catalog
+        self._index = catalog.index
+        self._findings = findings
+        self._sound: set[TensorId] = set()
+        self._planned: dict[PlanId, frozenset[str]] = {}
+        self.names: dict[str, refs.Ref] = {}
+        self.pruned: set[bytes] = set()
+        self.snapshots = 0
+
+    def run(self) -> None:
+        """Check all of it."""
+        self.names = self._refs()
+        known = set(self._catalog.snapshot_ids())
+        self.snapshots = len(known)
+        for name, ref in self.names.items():
+            if ref.snapshot_id() not in known:
+                self._findings.incomplete.add(ref.snapshot)
+                what = f"points at {ref.snapshot_id().short}, which is missing"
+                self._findings.tell("ref", name, what)
+        self._unlisted(known)
+        self.pruned = self._pruned()
+        for snapshot in sorted(known):
+            mark = self._findings.mark()
+            self._snapshot(snapshot, known, with_contents=snapshot not in self.pruned)
+            if self._findings.mark() != mark and not self._is_kept(snapshot):
+                self._findings.forget_since(mark)
+        self._signatures(known)
+        self._mirror()
+
+    def _refs(self) -> dict[str, refs.Ref]:
+        names = {}
+        for batch in rows.batches(self._index, "refs"):
+            for key, _ in batch:
+                with self._index.env.read() as transaction:
+                    try:
+                        name = key.decode()
+                        ref = refs.get(self._index, transaction, name)
+                        if ref is not None and ref.snapshot_id():
+                            names[name] = ref
+                    except (msgspec.MsgspecError, ValueError, MstoreError):
+                        shown = key.decode(errors="backslashreplace")
+                        self._findings.tell("ref", shown, "the row cannot be read")
+        self._reflogs()
+        return names
+
+    def _reflogs(self) -> None:
+        seen: set[bytes] = set()
+        for batch in rows.batches(self._index, "reflog"):
+            # Name, a zero byte, eight bytes of position.
+            seen.update(key[:-9] for key, _ in batch)
+        for raw in sorted(seen):
+            shown = raw.decode(errors="backslashreplace")
+            with self._index.env.read() as transaction:
+                try:
+                    refs.reflog(self._index, transaction, raw.decode())
+                except (msgspec.MsgspecError, ValueError, MstoreError):
+                    self._findings.tell("reflog", shown, "a move cannot be read")
+
+    def _pruned(self) -> set[bytes]:
+        """Snapshots that need no contents; one that a name stands for directly needs them."""
+        marked = {key for batch in rows.batches(self._index, "pruned") for key, _ in batch}
+        return marked - self._named()
+
+    def _is_kept(self, id: SnapshotId) -> bool:
+        """Whether the snapshot is still there, with contents if it had to have them."""
+        index = self._index
+        with index.env.read() as transaction:
+            if transaction.get(id, db=index.db("snapshots")) is None:
+                return False
+            is_pruned = transaction.get(id, db=index.db("pruned")) is not None
+        return id in self.pruned or not is_pruned or id in self._named()
+
+    def _named(self) -> set[bytes]:
+        return {ref.snapshot for ref in self.names.values()}
+
+    def _unlisted(self, known: set[SnapshotId]) -> None:
+        """Snapshot records that the list of snapshots does not have."""
+        prefix = bytes([Kind.SNAPSHOT])
+        for batch in rows.batches(self._index, "records"):
+            for key, _ in batch:
+                if key.startswith(prefix) and key[1:] not in known:
+                    self._findings.incomplete.add(key[1:])
+                    what = "is stored and not in the index's list of snapshots"
+                    self._findings.tell("snapshot", key[1:].hex(), what)
+
+    def _snapshot(self, id: SnapshotId, known: set[SnapshotId], *, with_contents: bool) -> None:
+        try:
+            record = self._catalog.snapshot(id)
+        except MstoreError as error:
+            self._lost(Kind.SNAPSHOT, id, error, "")
+            return
+        self._own_rows(id, record)
+        for parent in record.parents:
+            if parent.snapshot_id() not in known:
+                self._findings.incomplete.add(parent.snapshot)
+                missing = parent.snapshot_id().short
+                what = f"its {parent.role} {missing} is missing"
+                self._findings.tell("snapshot", id.hex(), what)
+        where = f"snapshot {id.short}"
+        coverage = record.coverage_id()
+        if coverage is not None:
+            self._require(Kind.COVERAGE, coverage, where)
+        plan = record.plan_id()
+        has_plan = plan is not None and self._require(Kind.PLAN, plan, where)
+        if plan is not None and has_plan and record.is_virtual and with_contents:
+            with self._findings.catching("plan", plan.hex()):
+                self._inputs(plan)
+        self._manifest(record.manifest_id(), where, with_contents=with_contents)
+
+    def _inputs(self, id: PlanId) -> None:
+        plan = self._catalog.record(Plan, id)
+        for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+            self._manifest(manifest, f"plan {id.short}", with_contents=True)
+
+    def _own_rows(self, id: SnapshotId, record: SnapshotRecord) -> None:
+        index = self._index
+        edges = [MANIFEST_EDGE + record.manifest + id]
+        edges += [PARENT_EDGE + p.snapshot + id + p.role.encode() for p in record.parents]
+        with index.env.read() as transaction:
+            row = transaction.get(id, db=index.db("snapshots"))
+            there = all(transaction.get(e, db=index.db("edges")) is not None for e in edges)
+        if row is not None and (
+            row != record.manifest + record.time_ns.to_bytes(8, "big") or not there
+        ):
+            self._findings.incomplete.add(bytes(id))
+            what = "its rows in the index do not agree with its record"
+            self._findings.tell("snapshot", id.hex(), what)
+
+    def _require(self, kind: Kind, id: Id, where: str) -> bool:
+        with self._index.env.read() as transaction:
+            row = self._index.record(transaction, kind, id)
+        if row is None:
+            self._lost(kind, id, NotFound("missing"), where)
+        return row is not None
+
+    def _lost(self, kind: Kind, id: Id, error: MstoreError, where: str) -> None:
+        # A row whose record cannot be read was reported with its pack; what is new is no row.
+        if isinstance(error, NotFound):
+            what = f"{where}: missing" if where else "missing"
+            self._findings.tell_row(kind, id, None, what)
+
+    def _manifest(self, id: ManifestId, where: str, *, with_contents: bool) -> None:
+        try:
+            manifest = self._catalog.manifest(id)
+        except MstoreError as error:
+            self._lost(Kind.MANIFEST, id, error, where)
+            return
+        if with_contents:
+            self._files(id, manifest)
+
+    def _files(self, id: ManifestId, manifest: Manifest) -> None:
+        for file in manifest.files:
+            if file.size != sum(part.nbytes for part in file.parts):
+                what = f"{file.path}: parts and size do not agree"
+                self._findings.tell("manifest", id.hex(), what)
+            for part in file.parts:
+                tensor = part.tensor_id()
+                if tensor in self._sound:
+                    continue
+                self._sound.add(tensor)
+                where = f"{file.path}: {part.name}" if part.name is not None else file.path
+                try:
+                    record = self._catalog.content(tensor)
+                except MstoreError as error:
+                    self._lost(Kind.TENSOR, tensor, error, where)
+                    continue
+                self._content(part, record, where)
+
+    def _content(self, part: Part, record: Tensor | VirtualTensor, where: str) -> None:
+        tensor = part.tensor_id()
+        if record.nbytes != part.nbytes:
+            kind = type(record).kind.name.lower()
+            self._findings.tell(kind, tensor.hex(), f"{where}: another length")
+        if isinstance(record, VirtualTensor):
+            with self._findings.catching("virtual", tensor.hex()):
+                self._virtual(tensor, record, where)
+            return
+        blocks = list(record.block_ids())
+        with self._index.env.read() as transaction:
+            found = self._index.block_rows(transaction, blocks)
+        for number, (block, row) in enumerate(zip(blocks, found, strict=True)):
+            if row is None:
+                self._findings.tell_row(Kind.BLOCK, block, None, f"{where}: missing")
+            elif rows.raw_length(row) != record.block_length(number, self._catalog.block_size):
+                what = f"{where}: another length"
+                self._findings.tell_row(Kind.BLOCK, block, bytes(row), what)
+
+    def _virtual(self, id: TensorId, record: VirtualTensor, where: str) -> None:
+        id_of_plan = record.plan_id()
+        if id_of_plan not in self._planned:
+            plan = self._catalog.record(Plan, id_of_plan)
+            self._planned[id_of_plan] = frozenset(tensor.name for tensor in plan.tensors)
+        if record.tensor not in self._planned[id_of_plan]:
+            what = f"{where}: not in plan {id_of_plan.short}"
+            self._findings.tell("virtual", id.hex(), what)
+
+    def _signatures(self, known: set[SnapshotId]) -> None:
+        for batch in rows.batches(self._index, "signatures"):
+            for key, _ in batch:
+                if len(key) != 64:
+                    self._findings.tell("index", key.hex(), "not a row of a signature")
+                    continue
+                snapshot, signature = SnapshotId(key[:32]), SignatureId(key[32:])
+                if snapshot not in known:
+                    what = f"signs {snapshot.short}, which is missing"
+                    self._findings.tell("signature", signature.hex(), what)
+                self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
+
+    def _mirror(self) -> None:
+        # A crash right after a commit leaves the mirror behind; the next writer refreshes it.
+        path = self._catalog.layout.mirror
+        if not self.names and not path.exists():
+            return
+        try:
+            mirrored = refs.read_mirror(self._catalog.layout)
+        except MstoreError as error:
+            self._findings.stale_mirror = True
+            self._findings.tell("mirror", str(path), error.what)
+            return
+        for name, ref in mirrored.items():
+            if not self._was_there(name, ref):
+                self._findings.stale_mirror = True
+                what = f"{name} is at {ref.snapshot_id().short}, where no such {ref.kind} ever was"
+                self._findings.tell("mirror", str(path), what)
+
+    def _was_there(self, name: str, mirrored: refs.Ref) -> bool:
+        """Whether a line of the mirror was true once: a crash leaves it behind, others move on."""
+        index = self._catalog.index
+        try:
+            with index.env.read() as transaction:
+                now = refs.get(index, transaction, name)
+                moves = refs.reflog(index, transaction, name)
+        except (msgspec.MsgspecError, ValueError, MstoreError):
+            # That the index cannot say is a finding of its own.
+            return True
+        if now is not None and now.snapshot == mirrored.snapshot:
+            return now.kind == mirrored.kind
+        kinds = (refs.BRANCH, refs.TAG)
+        return mirrored.kind in kinds and mirrored.snapshot in {move.new for move in moves}

@@ -1,0 +1,106 @@
+"""Who is hurt: every snapshot, file and tensor that needs something which cannot be had."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from mstore.blocks.packs import Kind
+from mstore.check import rows
+from mstore.check.findings import Findings
+from mstore.errors import MstoreError
+from mstore.ids import BlockId, SnapshotId, TensorId
+from mstore.objects.tensor import Tensor
+from mstore.reports import Hurt
+from mstore.store import refs
+from mstore.store.catalog import Catalog
+
+
+class Wounds:
+    """Answers which tensors are hurt, each asked once; reads again what lies in damaged packs."""
+
+    def __init__(self, catalog: Catalog, findings: Findings) -> None:
+        self._catalog = catalog
+        self._findings = findings
+        self._blocks: dict[bytes, bool] = {}
+        self._tensors: dict[TensorId, int] = {}
+        self._numbers = self._damaged_numbers()
+
+    def _damaged_numbers(self) -> set[bytes]:
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            return {
+                number
+                for pack in self._findings.packs
+                if (number := transaction.get(pack, db=index.db("pack_ids"))) is not None
+            }
+
+    def all(self, names: dict[str, refs.Ref], pruned: set[bytes]) -> tuple[Hurt, ...]:
+        """Everything that is hurt, by snapshot; empty where nothing is."""
+        if not self._findings.broken and not self._findings.packs:
+            return ()
+        called = defaultdict(list)
+        for name, ref in names.items():
+            called[ref.snapshot_id()].append(name)
+        found = []
+        for id in sorted(self._catalog.snapshot_ids(), key=lambda id: (id not in called, id)):
+            if id not in pruned:
+                found += self._snapshot(id, tuple(called.get(id, ())))
+        return tuple(found)
+
+    def _snapshot(self, id: SnapshotId, names: tuple[str, ...]) -> list[Hurt]:
+        try:
+            manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
+        except MstoreError:
+            return [Hurt(id, names, None, None, 0)]
+        found = []
+        for file in manifest.files:
+            for part in file.parts:
+                lost = self._tensor(part.tensor_id())
+                if lost is not None:
+                    found.append(Hurt(id, names, file.path, part.name, lost))
+        return found
+
+    def _tensor(self, id: TensorId) -> int | None:
+        """How many of its blocks are lost; 0 where its record is, None where it is whole."""
+        if id not in self._tensors:
+            self._tensors[id] = self._looked_at(id)
+        lost = self._tensors[id]
+        return None if lost < 0 else lost
+
+    def _looked_at(self, id: TensorId) -> int:
+        try:
+            content = self._catalog.content(id)
+        except MstoreError:
+            return 0
+        if not isinstance(content, Tensor):
+            return -1
+        blocks = list(content.block_ids())
+        index = self._catalog.index
+        with index.env.read() as transaction:
+            found = index.block_rows(transaction, blocks)
+        lost = sum(self._is_lost(block, row) for block, row in zip(blocks, found, strict=True))
+        return lost or -1
+
+    def _is_lost(self, block: BlockId, row: bytes | None) -> bool:
+        if row is None:
+            return True
+        if block not in self._blocks:
+            self._blocks[block] = self._reads_wrong(block, row)
+        return self._blocks[block]
+
+    def _reads_wrong(self, block: BlockId, row: bytes) -> bool:
+        if (Kind.BLOCK, bytes(block)) in self._findings.broken:
+            return True
+        base = rows.base_of(row)
+        if base is not None:
+            with self._catalog.index.env.read() as transaction:
+                under = self._catalog.index.block_rows(transaction, [base])[0]
+            if self._is_lost(BlockId(base), under):
+                return True
+        if rows.pack_number(row) not in self._numbers:
+            return False
+        try:
+            self._catalog.read_block(block)
+        except MstoreError:
+            return True
+        return False

@@ -1,0 +1,105 @@
+"""The index as a file: is it one that LMDB can be trusted with?
+
+Looks at every page and at the form of every row without LMDB (`blocks.lmdb_pages`), because LMDB
+itself ends the process on some damage.  What the rows say is compared with the packs elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from mstore.blocks.index import DATABASES
+from mstore.blocks.lmdb_pages import LmdbFile
+from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.ids import ID_BYTES
+from mstore.store.layout import Layout
+
+_LOCATION = 22
+_LOCATIONS = frozenset({_LOCATION, _LOCATION + ID_BYTES})
+# database -> lengths of its keys, lengths of its values; what is not here is checked by its reader.
+_FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
+    b"blocks": (frozenset({ID_BYTES}), _LOCATIONS),
+    b"records": (frozenset({1 + ID_BYTES}), frozenset({_LOCATION})),
+    b"packs": (frozenset({4}), frozenset({ID_BYTES + 8})),
+    b"pack_ids": (frozenset({ID_BYTES}), frozenset({4})),
+    b"snapshots": (frozenset({ID_BYTES}), frozenset({ID_BYTES + 8})),
+}
+_TELL_AT_MOST = 20
+_ATTEMPTS = 20
+_PAUSE = 0.01
+
+
+def faults(layout: Layout) -> list[str]:
+    """What is wrong with the index file, at most twenty things; nothing changes.
+
+    Call inside a read transaction of the index: LMDB leaves the pages alone that it may see.
+    """
+    try:
+        with LmdbFile(layout.index / "data.mdb") as file:
+            return _faults(file)
+    except Corrupt as error:
+        return [error.what]
+    except StorageFailed as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return ["there is no file"]
+
+
+def _faults_from_outside(layout: Layout) -> list[str]:
+    """The same before the index is opened; nothing where others commit all the time."""
+    for _ in range(_ATTEMPTS):
+        found = faults(layout)
+        if not found:
+            break
+        with suppress(MstoreError), LmdbFile(layout.index / "data.mdb") as file:
+            time.sleep(_PAUSE)
+            if file.moved():
+                continue
+            # Nobody commits just now: what is still wrong is wrong.
+            found = _faults(file)
+            if file.moved():
+                continue
+        return found
+    return []
+
+
+def _faults(file: LmdbFile) -> list[str]:
+    found: list[str] = []
+    tell = _few(found)
+
+    def look(database: bytes, key: bytes, value: bytes) -> None:
+        form = _FORMS.get(database)
+        if form is not None and (len(key) not in form[0] or len(value) not in form[1]):
+            tell(f"{database.decode()}: the row {key.hex()[:16]} has another form")
+
+    names = file.check(tell, look)
+    for name in DATABASES:
+        if name.encode() not in names:
+            tell(f"the database {name} is missing")
+    return found
+
+
+def _few(found: list[str]) -> Callable[[str], None]:
+    def tell(what: str) -> None:
+        if len(found) < _TELL_AT_MOST:
+            found.append(what)
+
+    return tell
+
+
+def require_sound(layout: Layout) -> None:
+    """Raise Corrupt where the index cannot be trusted, before LMDB opens it."""
+    refuse(layout, _faults_from_outside(layout))
+
+
+def refuse(layout: Layout, found: list[str]) -> None:
+    """Raise Corrupt where there are faults."""
+    if found:
+        raise Corrupt(
+            f"the index is damaged: {found[0].removeprefix('damaged index: ')}",
+            where=str(layout.index),
+            hint="mstore reindex",
+        )

@@ -1,0 +1,133 @@
+"""What an index that is to be replaced still tells: names, their history, plans, prunings.
+
+Reads the file without LMDB, so that no damage can end the process.  A database in which anything
+is out of place is taken for what can be read of it; rows that do not decode are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mstore.blocks.lmdb_pages import LmdbFile, Tree
+from mstore.errors import BadName, Corrupt, MstoreError
+from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
+from mstore.store.layout import Layout
+from mstore.store.leases import LeaseRow
+from mstore.store.plans import Sources
+from mstore.store.refs import BRANCH, TAG, Move, Ref, check_name
+
+_POSITION_BYTES = 8
+_decode_ref = msgspec.msgpack.Decoder(Ref).decode
+_decode_move = msgspec.msgpack.Decoder(Move).decode
+_decode_sources = msgspec.msgpack.Decoder(Sources).decode
+_decode_lease = msgspec.msgpack.Decoder(LeaseRow).decode
+
+
+@dataclass(slots=True)
+class OldIndex:
+    """The rows that cannot be had from packs.  notes: what could not be read.
+
+    are_refs_whole: every ref is here, so that one which is missing is one that was removed.
+    """
+
+    refs: dict[str, Ref] = field(default_factory=dict)
+    are_refs_whole: bool = False
+    reflog: dict[bytes, bytes] = field(default_factory=dict)
+    plans: dict[PlanId, bytes] = field(default_factory=dict)
+    pruned: dict[SnapshotId, bytes] | None = None
+    condemned: set[PackId] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, layout: Layout) -> OldIndex:
+        """All that can be read; an empty one with a note where nothing can."""
+        old = cls()
+        try:
+            with LmdbFile(layout.index / "data.mdb") as file:
+                databases = file.databases(old.notes.append)
+                for name, take in (
+                    (b"refs", old._take_ref),
+                    (b"reflog", old._take_move),
+                    (b"plans", old._take_plan),
+                    (b"condemned", old._take_condemned),
+                ):
+                    faults = old._take_all(file, databases, name, take)
+                    if name == b"refs":
+                        old.are_refs_whole = not faults
+                pruned: dict[SnapshotId, bytes] = {}
+
+                def take_pruned(key: bytes, value: bytes) -> None:
+                    pruned[SnapshotId(key)] = value
+
+                if not old._take_all(file, databases, b"pruned", take_pruned):
+                    old.pruned = pruned
+        except MstoreError as error:
+            return cls(notes=[error.what])
+        return old
+
+    def _take_all(
+        self,
+        file: LmdbFile,
+        databases: dict[bytes, Tree],
+        name: bytes,
+        take: Callable[[bytes, bytes], None],
+    ) -> bool:
+        """Take the rows of one database; whether anything of it was lost."""
+        if name not in databases:
+            self.notes.append(f"{name.decode()}: missing")
+            return True
+        told: list[str] = []
+        count = 0
+        for key, value in file.rows(name, databases[name], told.append):
+            count += 1
+            try:
+                take(key, value)
+            except (msgspec.MsgspecError, ValueError, BadName, Corrupt):
+                told.append(f"{name.decode()}: a row cannot be read")
+        if count != databases[name].entries and not told:
+            told.append(f"{name.decode()}: {databases[name].entries - count} rows are lost")
+        self.notes += told
+        return bool(told)
+
+    def _take_ref(self, key: bytes, value: bytes) -> None:
+        name, ref = key.decode(), _decode_ref(value)
+        check_name(name)
+        if ref.kind not in (BRANCH, TAG):
+            raise ValueError(f"not a kind of ref: {ref.kind}")
+        ref.snapshot_id()
+        self.refs[name] = ref
+
+    def _take_move(self, key: bytes, value: bytes) -> None:
+        if len(key) <= _POSITION_BYTES + 1 or key[-_POSITION_BYTES - 1]:
+            raise ValueError("not a position in a reflog")
+        check_name(key[: -_POSITION_BYTES - 1].decode())
+        move = _decode_move(value)
+        for id in (move.old, move.new):
+            if id is not None:
+                SnapshotId(id)
+        self.reflog[key] = value
+
+    def _take_plan(self, key: bytes, value: bytes) -> None:
+        sources = _decode_sources(value)
+        for source in (sources.base, *sources.experts):
+            source.snapshot_id()
+        self.plans[PlanId(key)] = value
+
+    def _take_condemned(self, key: bytes, value: bytes) -> None:
+        self.condemned.add(PackId(value[:ID_BYTES]))
+
+
+def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
+    """Lease, process id and purpose of those who are at work, as far as it can be read."""
+    with LmdbFile(layout.index / "data.mdb") as file:
+        databases = file.databases(lambda _: None)
+        if b"leases" in databases:
+            for key, value in file.rows(b"leases", databases[b"leases"], lambda _: None):
+                try:
+                    row = _decode_lease(value)
+                    yield key.decode(), row.pid, row.purpose
+                except (msgspec.MsgspecError, ValueError):
+                    continue

@@ -1,0 +1,111 @@
+"""Payloads: blocks read, decoded and hashed, pack after pack, on several threads.
+
+All of them, or a *sample*: each block is in it with the same probability, drawn from a seed, so
+that the same store and seed read the same blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from mstore.blocks.index import Location
+from mstore.blocks.packs import Kind, pack_path, read_table
+from mstore.check.findings import Findings
+from mstore.errors import MstoreError, StorageFailed
+from mstore.ids import BlockId, PackId
+from mstore.store.catalog import Catalog
+
+_GROUP_BYTES = 8 << 20
+_Block = tuple[BlockId, Location, bytes]
+_Failure = tuple[BlockId, bytes, MstoreError]
+
+
+class Payloads:
+    """One pass over the payloads of sound packs."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        findings: Findings,
+        tick: Callable[[int], None],
+        *,
+        threads: int,
+        share: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self._catalog = catalog
+        self._findings = findings
+        self._tick = tick
+        self._threads = threads
+        self._share = share
+        self._random = random.Random(seed)  # noqa: S311 -- a sample, and no secret
+        self.bytes_read = 0
+
+    def run(self, packs: list[PackId]) -> None:
+        """Read every block (or those of the sample) that the index has in these packs."""
+        waiting: deque[tuple[int, Future[list[_Failure]]]] = deque()
+        with ThreadPoolExecutor(self._threads, "fsck") as pool:
+            for group in self._groups(packs):
+                size = sum(location.stored_length for _, location, _ in group)
+                waiting.append((size, pool.submit(self._read, group)))
+                if len(waiting) > 2 * self._threads:
+                    self._take(*waiting.popleft())
+            while waiting:
+                self._take(*waiting.popleft())
+
+    def _take(self, size: int, future: Future[list[_Failure]]) -> None:
+        for block, row, error in future.result():
+            self._findings.tell_row(Kind.BLOCK, block, row, error.what)
+            if isinstance(error, StorageFailed):
+                self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
+        self.bytes_read += size
+        self._tick(self.bytes_read)
+
+    def _groups(self, packs: list[PackId]) -> Iterator[list[_Block]]:
+        for pack in packs:
+            group: list[_Block] = []
+            size = 0
+            for block in self._blocks(pack):
+                if group and size + block[1].stored_length > _GROUP_BYTES:
+                    yield group
+                    group, size = [], 0
+                group.append(block)
+                size += block[1].stored_length
+            if group:
+                yield group
+
+    def _blocks(self, pack: PackId) -> list[_Block]:
+        """The blocks of a pack that the index has there, in the order in which they lie."""
+        try:
+            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+        except MstoreError as error:
+            self._findings.tell_pack(pack, error.what)
+            return []
+        ids = [
+            entry.id
+            for entry in entries
+            if entry.kind == Kind.BLOCK
+            and (self._share >= 1 or self._random.random() < self._share)
+        ]
+        index = self._catalog.index
+        found = []
+        with index.env.read() as transaction:
+            for id, row in zip(ids, index.block_rows(transaction, ids), strict=True):
+                if row is not None:
+                    location = index.location(transaction, row)
+                    if location.pack == pack:
+                        found.append((BlockId(id), location, bytes(row)))
+        found.sort(key=lambda block: block[1].offset)
+        return found
+
+    def _read(self, group: list[_Block]) -> list[_Failure]:
+        failures = []
+        for block, location, row in group:
+            try:
+                self._catalog.read_block(block, location)
+            except MstoreError as error:
+                failures.append((block, row, error))
+        return failures

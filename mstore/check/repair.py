@@ -1,0 +1,444 @@
+"""Repair: good copies in the place of what is broken, and nothing in the place of the rest.
+
+In rounds, because what heals a manifest shows which of its tensors are missing: check, look for
+copies, publish those that were found; until a round finds none.  Then the rows of what is left
+are dropped, so that adding good files writes them anew, and damaged packs are condemned.
+
+Copies go the way of everything that is published: lease, pack, fsync, rename, and one index
+transaction that takes the old row out only if it is still the one that was found broken.  Killed
+anywhere, repair leaves the store as it was, or better.  A pack is condemned once every row that
+named it was moved or belongs to bytes that are wrong; a payload that the disk did not let us read
+keeps its row and its pack, because it may be the only copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mstore import fs
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
+from mstore.blocks.index import Location
+from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
+from mstore.check import rows
+from mstore.check.copies import Copy, Form, PackCopies, Place, place
+from mstore.check.findings import Findings, Key, typed
+from mstore.check.fsck import Checker, Scope
+from mstore.errors import MstoreError, StorageFailed
+from mstore.ids import BlockId, Buffer, PackId, SnapshotId
+from mstore.objects.canonical import decode
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.reports import Progress, RepairReport
+from mstore.store import leases, refs
+from mstore.store.catalog import Catalog, insert_snapshot
+from mstore.store.layout import Layout
+from mstore.store.transaction import MAX_PACK_BYTES
+
+Report = Callable[[Progress], None]
+_DROPS = 3
+WIDTHS = (1, 2, 4, 8)
+
+
+class Repair:
+    """One run of `fsck --repair`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        scope: Scope,
+        sources: list[Path],
+        *,
+        threads: int,
+        progress: Report | None = None,
+        max_pack: int = MAX_PACK_BYTES,
+    ) -> None:
+        self._layout = layout
+        self._scope = scope
+        self._threads = threads
+        self._progress = progress
+        self._max_pack = max_pack
+        # At once: a source that cannot be used stops the repair before anything changes.
+        self._sources = [place(path, layout.block_size) for path in sources]
+        self._healed: list[Key] = []
+        self._dropped: list[Key] = []
+        self._written = 0
+        self._read = 0
+
+    def run(self) -> RepairReport:
+        """Check, heal, drop, check again.  Raises Corrupt where the index cannot be walked."""
+        began = time.monotonic()
+        checker = self._checker(self._scope)
+        before = after = checker.run()
+        condemned: list[PackId] = []
+        if before.problems:
+            with closing(Catalog(self._layout)) as catalog:
+                damage = self._healing(catalog, checker.findings)
+                for _ in range(_DROPS):
+                    condemned += self._give_up(catalog, damage)
+                    checker = self._checker(Scope())
+                    after = checker.run()
+                    # A delta has gone with its base: what depends on that shows only now.
+                    damage = Damage.of(catalog, checker.findings)
+                    if not damage.can_be_dropped():
+                        break
+        return RepairReport(
+            before=before,
+            healed=tuple(map(_shown, self._healed)),
+            dropped=tuple(map(_shown, self._dropped)),
+            bytes_written=self._written,
+            condemned=tuple(condemned),
+            kept=tuple(checker.findings.packs),
+            after=after,
+            seconds=time.monotonic() - began,
+        )
+
+    def _checker(self, scope: Scope) -> Checker:
+        return Checker(self._layout, scope, threads=self._threads, progress=self._progress)
+
+    def _healing(self, catalog: Catalog, found: Findings) -> Damage:
+        """Rounds of healing; returns what could not be healed."""
+        with catalog.publishing():
+            leases.sweep(catalog.layout, catalog.index)
+        lease = leases.Lease(catalog.layout, catalog.index, "fsck --repair")
+        try:
+            damage = Damage.of(catalog, found)
+            tried: set[Key] = set()
+            while fresh := damage.rows.keys() - tried:
+                tried |= fresh
+                if not self._heal(catalog, lease, damage):
+                    break
+                # What was healed may show what else is missing.
+                checker = self._checker(Scope())
+                checker.run()
+                damage.update(Damage.of(catalog, checker.findings))
+            return damage
+        finally:
+            lease.release()
+
+    # -- healing -----------------------------------------------------------------------------
+
+    def _heal(self, catalog: Catalog, lease: leases.Lease, damage: Damage) -> bool:
+        """Look everywhere for what is damaged and publish what was found; whether anything was.
+
+        Deltas last: what they are differences to may have to be healed first.
+        """
+        deltas = {key for key, row in damage.rows.items() if row and rows.base_of(row) is not None}
+        first = self._heal_these(catalog, lease, damage, damage.rows.keys() - deltas)
+        second = self._heal_these(catalog, lease, damage, deltas)
+        return first or second
+
+    def _heal_these(
+        self, catalog: Catalog, lease: leases.Lease, damage: Damage, keys: set[Key]
+    ) -> bool:
+        shelf = _Shelf(catalog, lease, self._max_pack)
+        try:
+            for key in damage.in_packs:
+                if key in keys:
+                    self._salvage(catalog, shelf, key, damage)
+            own: Place = PackCopies(catalog.layout.packs, catalog.block_size)
+            for source in (own, *self._sources):
+                missing = keys - shelf.keys
+                for copy in source.copies(missing, self._tick) if missing else ():
+                    shelf.put(copy, damage.rows[copy.key])
+            healed = shelf.publish(damage)
+        except BaseException:
+            shelf.abandon()
+            raise
+        self._healed += sorted(healed)
+        self._written += shelf.bytes_written
+        damage.remove(healed)
+        return bool(healed)
+
+    def _salvage(self, catalog: Catalog, shelf: _Shelf, key: Key, damage: Damage) -> None:
+        """Take a payload out of a damaged pack, where it is whole."""
+        kind, id = key
+        row = damage.rows[key]
+        assert row is not None
+        try:
+            with catalog.index.env.read() as transaction:
+                location = catalog.index.location(transaction, row)
+            if kind == Kind.BLOCK:
+                catalog.read_block(BlockId(id), location)
+            else:
+                catalog.record_bytes(typed(kind, id), location)
+            payload = catalog.packs.read(location.pack, location.offset, location.stored_length)
+        except MstoreError as error:
+            if isinstance(error, StorageFailed):
+                damage.unreadable.add(key)
+            return
+        self._tick(location.stored_length)
+        shelf.put_as_it_is(key, location, payload)
+
+    def _tick(self, length: int) -> None:
+        self._read += length
+        if self._progress is not None:
+            self._progress(Progress("repair", self._read, self._read))
+
+    # -- giving up ---------------------------------------------------------------------------
+
+    def _give_up(self, catalog: Catalog, damage: Damage) -> list[PackId]:
+        """Drop rows whose bytes are wrong, list snapshots that are whole, condemn emptied packs.
+
+        One transaction; a row that is not the one that was found broken any more stays.
+        """
+        index = catalog.index
+        snapshots = list(_readable(catalog, damage.incomplete))
+        dropped, condemned = [], []
+        with catalog.publishing():
+            with index.env.write() as transaction:
+                for key, row in damage.can_be_dropped().items():
+                    database, name = rows.record_key(*key)
+                    if transaction.get(name, db=index.db(database)) == row:
+                        transaction.delete(name, db=index.db(database))
+                        dropped.append(key)
+                for snapshot in snapshots:
+                    insert_snapshot(index, transaction, snapshot)
+                condemned = [
+                    pack
+                    for pack in sorted(damage.packs)
+                    if _condemn(catalog, transaction, pack, damage.kept_numbers())
+                ]
+            if damage.stale_mirror:
+                refs.write_mirror(catalog.layout, index)
+        self._dropped += sorted(dropped)
+        return condemned
+
+
+@dataclass(slots=True)
+class Damage:
+    """What is broken and not healed yet.
+
+    rows: the row that was seen, None where there is none.  in_packs: those of them that lie in
+    damaged packs, where the payload may be whole.  unreadable: those where the disk said no.
+    """
+
+    rows: dict[Key, bytes | None]
+    in_packs: list[Key]
+    unreadable: set[Key]
+    packs: set[PackId]
+    incomplete: set[SnapshotId]
+    stale_mirror: bool
+
+    @classmethod
+    def of(cls, catalog: Catalog, findings: Findings) -> Damage:
+        """Of what a check found, with the rows of damaged packs."""
+        index = catalog.index
+        broken = dict(findings.broken)
+        incomplete = {SnapshotId(id) for id in findings.incomplete}
+        with index.env.read() as transaction:
+            numbers = {transaction.get(pack, db=index.db("pack_ids")) for pack in findings.packs}
+            for snapshot in incomplete:
+                if index.record(transaction, Kind.SNAPSHOT, snapshot) is None:
+                    broken.setdefault((Kind.SNAPSHOT, bytes(snapshot)), None)
+        for kind, id in [key for key, row in broken.items() if row is None]:
+            if kind == Kind.TENSOR:
+                # A part names either; nobody can tell while it is missing.
+                broken.setdefault((Kind.VIRTUAL, id), None)
+        in_packs = list(_rows_in(catalog, numbers)) if findings.packs else []
+        broken.update(in_packs)
+        return cls(
+            rows=broken,
+            in_packs=[key for key, _ in in_packs],
+            unreadable=set(findings.unreadable),
+            packs=set(findings.packs),
+            incomplete=incomplete,
+            stale_mirror=findings.stale_mirror,
+        )
+
+    def update(self, other: Damage) -> None:
+        """Take in what another check found."""
+        self.rows = {**other.rows, **self.rows}
+        self.in_packs = [key for key in self.in_packs if key in self.rows]
+        self.packs |= other.packs
+        self.incomplete |= other.incomplete
+
+    def remove(self, keys: set[Key]) -> None:
+        """These are healed."""
+        for key in keys:
+            self.rows.pop(key, None)
+        self.in_packs = [key for key in self.in_packs if key in self.rows]
+
+    def can_be_dropped(self) -> dict[Key, bytes]:
+        """Rows whose bytes are known to be wrong or gone."""
+        return {
+            key: row
+            for key, row in self.rows.items()
+            if row is not None and key not in self.unreadable
+        }
+
+    def kept_numbers(self) -> set[bytes]:
+        """Numbers of packs in which something lies that may be readable another day."""
+        kept = (self.rows.get(key) for key in self.unreadable)
+        return {rows.pack_number(row) for row in kept if row is not None}
+
+
+class _Shelf:
+    """Good copies on their way into new packs, and then into the index."""
+
+    def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
+        self._catalog = catalog
+        self._lease = lease
+        self._max_pack = max_pack
+        self._writer: PackWriter | None = None
+        self._sealed: list[SealedPack] = []
+        self._published: list[SealedPack] = []
+        self._snapshots: list[SnapshotRecord] = []
+        self.keys: set[Key] = set()
+        self.bytes_written = 0
+
+    def put(self, copy: Copy, row: bytes | None) -> None:
+        """A copy from elsewhere, stored as its row says, or else as it was there.
+
+        A plan counts on the stored length of what it reads, and no repair may make it longer.
+        """
+        kind, id = copy.key
+        if copy.key in self.keys:
+            return
+        if kind != Kind.BLOCK:
+            self._put_record(copy.key, bytes(copy.data))
+            return
+        encoded = self._encoded(copy, _form(row, len(copy.data)) or copy.form)
+        self._pack().append_encoded(id, encoded, copy.file, copy.offset)
+        self.keys.add(copy.key)
+
+    def _encoded(self, copy: Copy, form: Form) -> Encoded:
+        if form.codec is None:
+            elements = Elements(form.width, False)
+            return codecs.encode(copy.data, elements, self._catalog.config.codec)
+        base = None if form.base is None else self._base(form.base)
+        policy = Policy.RAW if form.codec == Codec.RAW else Policy.DENSE
+        elements = Elements(form.width, form.codec == Codec.DELTA_FLOATS)
+        return codecs.encode(copy.data, elements, policy, base)
+
+    def _base(self, block: BlockId) -> tuple[BlockId, Buffer] | None:
+        """A block that a delta may be a difference to; None where it cannot be had."""
+        with suppress(MstoreError):
+            (location,) = self._catalog.locate([block])
+            if not Codec(location.codec).is_delta:
+                return block, self._catalog.read_block(block, location)
+        return None
+
+    def _put_record(self, key: Key, data: bytes) -> None:
+        kind, id = key
+        if kind == Kind.SNAPSHOT:
+            self._snapshots.append(decode(SnapshotRecord, data, id.hex()))
+        self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
+        self.keys.add(key)
+
+    def put_as_it_is(self, key: Key, location: Location, payload: bytes) -> None:
+        """A payload of this store that was found whole in a damaged pack."""
+        kind, id = key
+        if kind != Kind.BLOCK:
+            self._put_record(key, payload)
+            return
+        encoded = Encoded(
+            Codec(location.codec),
+            location.width,
+            payload,
+            location.raw_length,
+            BlockId(location.base) if Codec(location.codec).is_delta else None,
+        )
+        # Pages of a file are pages of the pack, here as there.
+        self._pack().append_encoded(id, encoded, location.pack.hex(), location.offset)
+        self.keys.add(key)
+
+    def _pack(self) -> PackWriter:
+        if self._writer is not None and self._writer.size >= self._max_pack:
+            self._seal()
+        if self._writer is None:
+            path = self._lease.directory / f"r{len(self._sealed)}.pack"
+            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+        return self._writer
+
+    def _seal(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            pack = writer.seal()
+            self._sealed.append(pack)
+            self.bytes_written += pack.size
+
+    def publish(self, damage: Damage) -> set[Key]:
+        """Put everything in place of the rows that were found broken; returns what was put."""
+        if not self.keys:
+            return set()
+        self._seal()
+        packs = self._catalog.layout.packs
+        touched = {packs}
+        for pack in self._sealed:
+            target = pack_path(packs, pack.id)
+            fs.make_directory(target.parent, exist_ok=True)
+            touched.add(target.parent)
+            self._published.append(pack)
+            fs.rename(pack.path, target)
+        for directory in sorted(touched, reverse=True):
+            fs.sync_directory(directory)
+        index = self._catalog.index
+        with self._catalog.publishing(), index.env.write() as transaction:
+            for key in self.keys:
+                database, name = rows.record_key(*key)
+                row = damage.rows.get(key)
+                if row is not None and transaction.get(name, db=index.db(database)) == row:
+                    transaction.delete(name, db=index.db(database))
+            for pack in self._sealed:
+                # What somebody else put right meanwhile keeps its row.
+                index.insert_pack(transaction, pack)
+            for snapshot in self._snapshots:
+                insert_snapshot(index, transaction, snapshot)
+            # A commit that fails half way may still be on disk: from here on the packs stay.
+            self._published.clear()
+        return set(self.keys)
+
+    def abandon(self) -> None:
+        """Remove what is not published."""
+        if self._writer is not None:
+            self._writer.abandon()
+        for pack in self._published:
+            fs.unlink(pack_path(self._catalog.layout.packs, pack.id), missing_ok=True)
+
+
+def _form(row: bytes | None, length: int) -> Form | None:
+    """What a row says of how its block is stored; None where it cannot be right."""
+    if row is None or rows.raw_length(row) != length:
+        return None
+    codec, width = row[rows.CODEC], row[rows.WIDTH]
+    base = rows.base_of(row)
+    with suppress(ValueError):
+        if width in WIDTHS and Codec(codec).is_delta == (base is not None):
+            return Form(width, Codec(codec), None if base is None else BlockId(base))
+    return None
+
+
+def _rows_in(catalog: Catalog, numbers: set[bytes | None]) -> Iterator[tuple[Key, bytes]]:
+    """Every row that names one of these packs."""
+    for database in ("blocks", "records"):
+        for batch in rows.batches(catalog.index, database):
+            for key, row in batch:
+                if rows.pack_number(row) in numbers:
+                    # A record of a kind that this version does not know is left alone.
+                    with suppress(ValueError):
+                        yield rows.key_of(database, key), row
+
+
+def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[SnapshotRecord]:
+    for id in sorted(snapshots):
+        with suppress(MstoreError):
+            yield catalog.snapshot(id)
+
+
+def _condemn(catalog: Catalog, transaction: Any, pack: PackId, kept: set[bytes]) -> bool:
+    """Take a pack out of the index: gc removes its file once nobody can be reading it."""
+    index = catalog.index
+    number = transaction.get(pack, db=index.db("pack_ids"))
+    if number is None or number in kept:
+        return False
+    index.condemn(transaction, pack)
+    return True
+
+
+def _shown(key: Key) -> str:
+    return f"{key[0].name.lower()} {key[1].hex()}"

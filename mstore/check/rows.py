@@ -1,0 +1,58 @@
+"""Rows of the index in batches: one short read transaction each, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mstore.blocks.index import Index
+from mstore.blocks.packs import Kind
+
+BATCH = 20_000
+RAW_LENGTH = slice(16, 20)
+CODEC, WIDTH = 20, 21
+LOCATION_BYTES = 22
+
+
+def batches(index: Index, database: str) -> Iterator[list[tuple[bytes, bytes]]]:
+    """All rows of a named database in key order; what is put in or out meanwhile may be missed."""
+    after: bytes | None = None
+    while True:
+        with (
+            index.env.read() as transaction,
+            transaction.cursor(db=index.db(database)) as cursor,
+        ):
+            more = cursor.first() if after is None else cursor.set_range(after + b"\0")
+            rows: list[tuple[bytes, bytes]] = []
+            while more and len(rows) < BATCH:
+                rows.append((bytes(cursor.key()), bytes(cursor.value())))
+                more = cursor.next()
+        if rows:
+            after = rows[-1][0]
+            yield rows
+        if not more:
+            return
+
+
+def pack_number(row: bytes) -> bytes:
+    """The key of the pack that a location names."""
+    return row[:4]
+
+
+def raw_length(row: bytes) -> int:
+    """The plain length that a location tells."""
+    return int.from_bytes(row[RAW_LENGTH], "big")
+
+
+def base_of(row: bytes) -> bytes | None:
+    """The base block of a delta; None for what stands alone."""
+    return row[LOCATION_BYTES:] or None
+
+
+def key_of(database: str, key: bytes) -> tuple[Kind, bytes]:
+    """Kind and id of a row's key in `blocks` or `records`."""
+    return (Kind.BLOCK, key) if database == "blocks" else (Kind(key[0]), key[1:])
+
+
+def record_key(kind: Kind, id: bytes) -> tuple[str, bytes]:
+    """The database and the key of a block or record."""
+    return ("blocks", id) if kind == Kind.BLOCK else ("records", bytes([kind]) + id)

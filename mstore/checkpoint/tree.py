@@ -1,0 +1,222 @@
+"""The files of a checkpoint: the walk, and the rules for links and special files.
+
+A checkpoint is a set of regular files: empty directories, permissions and the difference between
+a file and a link to it are not part of it.  A link may lead to a file of the same checkpoint and
+nowhere else, with one exception, the cache of the Hugging Face Hub:
+
+    models--ORG--NAME/
+      blobs/<hash>                the files' bytes
+      refs/main                   the name of a directory in snapshots/
+      snapshots/<revision>/...    links to ../../blobs/<hash>
+
+There a snapshot's links may lead to the files directly in its own `blobs`.  The directory
+`models--ORG--NAME` itself stands for the snapshot that refs/main names.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
+from mstore.checkpoint.reading import open_regular, read_range, storage_error
+from mstore.errors import BadCheckpoint, NotFound
+
+STORE_MARK = b"mstore "
+HUB_PREFIX = "models--"
+# A revision is a commit's hash; a name of this length could still be a file's.
+_MAX_REVISION_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A regular file: its path in the checkpoint, where its bytes are, and what `stat` said."""
+
+    path: str
+    absolute: Path
+    status: os.stat_result
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The regular files of a checkpoint, sorted by path; `shown` is `root` as its user names it."""
+
+    root: Path
+    shown: Path
+    files: tuple[Found, ...]
+
+
+def walk(path: Path, *, max_files: int) -> Tree:
+    """Every regular file of a checkpoint directory, hidden ones too, or the one file at `path`.
+
+    `path` itself may be a link: whoever named it meant it.  Raises NotFound, StorageFailed, and
+    BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
+    that is not portable or has a twin in another case, an mstore store inside, and too many files.
+    """
+    status = _stat(path)
+    if stat.S_ISREG(status.st_mode):
+        check_relative(path.name, str(path.parent))
+        only = Found(path.name, path.resolve(), status)
+        return Tree(path.parent.resolve(), path.parent, (only,))
+    if not stat.S_ISDIR(status.st_mode):
+        raise BadCheckpoint("is neither a directory nor a regular file", where=str(path))
+    shown = hub_snapshot(path)
+    root = shown.resolve()
+    walker = _Walker(root, shown, _own_blobs(root), max_files)
+    found = sorted(walker.files(), key=lambda each: each.path)
+    check_case_twins((each.path for each in found), str(path))
+    return Tree(root, shown, tuple(found))
+
+
+def hub_snapshot(path: Path) -> Path:
+    """The snapshot that refs/main of a model in a Hub cache names; any other path is itself.
+
+    Raises BadCheckpoint where refs/main is missing or names no snapshot.
+    """
+    model = path.resolve()
+    if not model.name.startswith(HUB_PREFIX) or not (model / "snapshots").is_dir():
+        return path
+    main = model / "refs" / "main"
+    where = str(path / "refs" / "main")
+    try:
+        with open_regular(main) as (descriptor, _):
+            revision = read_range(descriptor, 0, _MAX_REVISION_BYTES + 1).decode().strip()
+    except (NotFound, UnicodeDecodeError):
+        revision = ""
+    snapshot = path / "snapshots" / revision
+    if not revision or "/" in revision or revision in (".", "..") or not _is_directory(snapshot):
+        raise BadCheckpoint(
+            "does not name a snapshot of this model in the Hub's cache",
+            where=where,
+            hint=f"mstore add {shlex.quote(str(path / 'snapshots'))}/REVISION --name NAME",
+        )
+    return snapshot
+
+
+def given_name(path: Path) -> str:
+    """What people call the checkpoint at `path`: its directory, or its file without the suffix.
+
+    In a Hub cache the name of the model: of `models--ORG--NAME` and its snapshots, NAME.
+    """
+    resolved = path.resolve()
+    for directory in (resolved, resolved.parent.parent):
+        if directory.name.startswith(HUB_PREFIX) and (directory / "snapshots").is_dir():
+            return directory.name.rpartition("--")[2]
+    return path.stem if path.is_file() else path.absolute().name or resolved.name
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _own_blobs(root: Path) -> Path | None:
+    """`blobs` of the model whose snapshot `root` is, in a Hub cache."""
+    model = root.parent.parent
+    if root.parent.name != "snapshots" or not model.name.startswith(HUB_PREFIX):
+        return None
+    # Not resolved: a link in its place makes no other directory's files the model's own.
+    return model / "blobs"
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise storage_error(error, str(path)) from error
+    except ValueError:
+        raise NotFound(
+            "no such file or directory", where=repr(str(path)), hint="check the path"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Walker:
+    """One walk below `root`; `blobs` is where links may lead besides."""
+
+    root: Path
+    shown: Path
+    blobs: Path | None
+    max_files: int
+
+    def files(self) -> list[Found]:
+        """Iterative, so that depth costs no stack."""
+        found: list[Found] = []
+        pending = [""]
+        while pending:
+            prefix = pending.pop()
+            try:
+                with os.scandir(self.root / prefix) as listing:
+                    entries = sorted(listing, key=lambda entry: entry.name)
+                for entry in entries:
+                    relative = f"{prefix}{entry.name}"
+                    check_relative(relative, str(self.shown))
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{relative}/")
+                    else:
+                        found.append(self._file(entry, relative))
+                    self._check_count(len(found) + len(pending))
+            except OSError as error:
+                raise storage_error(error, str(self.shown / prefix)) from error
+        return found
+
+    def _check_count(self, count: int) -> None:
+        if count > self.max_files:
+            raise BadCheckpoint(
+                f"holds more files and directories than the limit of {self.max_files}",
+                where=str(self.shown),
+            )
+
+    def _file(self, entry: os.DirEntry[str], relative: str) -> Found:
+        found = self._linked(entry, relative) if entry.is_symlink() else self._own(entry, relative)
+        if entry.name == "format":
+            self._refuse_store(found)
+        return found
+
+    def _own(self, entry: os.DirEntry[str], relative: str) -> Found:
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadCheckpoint(
+                "is a fifo, socket or device, not a regular file",
+                where=str(self.shown / relative),
+            )
+        return Found(relative, self.root / relative, status)
+
+    def _linked(self, entry: os.DirEntry[str], relative: str) -> Found:
+        where = str(self.shown / relative)
+        target = Path(os.path.realpath(entry.path))
+        if not target.is_relative_to(self.root) and target.parent != self.blobs:
+            raise BadCheckpoint(
+                f"is a symlink out of the checkpoint, to {quoted(str(target))}",
+                where=where,
+                hint=f"cp -rL {shlex.quote(str(self.shown))} COPY && mstore add COPY --name NAME",
+            )
+        try:
+            status = os.stat(target)
+        except OSError:
+            raise BadCheckpoint("is a symlink that leads nowhere", where=where) from None
+        if stat.S_ISDIR(status.st_mode):
+            raise BadCheckpoint("is a symlink to a directory", where=where)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadCheckpoint("is a symlink to a fifo, socket or device", where=where)
+        return Found(relative, target, status)
+
+    def _refuse_store(self, found: Found) -> None:
+        """`found` is a file called `format`."""
+        with open_regular(found.absolute) as (descriptor, _):
+            if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
+                return
+        prefix = found.path[: -len("format")]
+        store = str(self.shown / prefix)
+        raise BadCheckpoint(
+            "is an mstore store, not a checkpoint or a part of one",
+            where=store,
+            hint=f"mv {shlex.quote(store)} ELSEWHERE"
+            if prefix
+            else "mstore refs --store " + shlex.quote(store),
+        )

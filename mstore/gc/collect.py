@@ -1,0 +1,426 @@
+"""Garbage collection: everything that nothing reaches goes, and its space comes back.
+
+    lock of garbage collection -> lease -> inventory and marks, of one moment
+    -> payloads that are needed are copied out of packs that are mostly dead: tmp/, fsync, rename
+       into packs/, fsync of directories
+    -> writer lock -> ONE index transaction: mark anew what was published since; point rows at the
+       copies; delete the rows of the dead; condemn packs that no row names
+    -> unlink condemned packs, once the leases of that moment have ended
+
+Before the index commit a crash leaves garbage and nothing else; after it, files that the next
+writer removes.  Whoever counted a dead block as present finds it missing in his own commit, and
+runs again; whoever published it first, keeps it.  Reasons: docs/design/008-garbage-collection.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mstore import fs
+from mstore.blocks.index import Condemned
+from mstore.blocks.packs import Kind, SealedPack, pack_path
+from mstore.errors import StorageFailed
+from mstore.gc import tidy
+from mstore.gc.repack import MAX_PACK_BYTES, Copies
+from mstore.gc.survey import Choice, Dead, Use, choose, places, uses
+from mstore.ids import PackId, PlanId, SnapshotId
+from mstore.reach import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
+from mstore.reports import GcReport, Progress
+from mstore.stats.store import StatsStore
+from mstore.store import condemned, leases, plans
+from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
+from mstore.store.memo import Memo
+
+RESERVE_BYTES = 8 << 20
+"""Free space that copies leave to others."""
+NEVER_NS = 1 << 64
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may take: room for copies (None: what the disk has, less a reserve), bytes a pack,
+    and seconds to wait for others before their packs are left to the next writer."""
+
+    room: int | None = None
+    max_pack: int = MAX_PACK_BYTES
+    wait: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a run has done so far."""
+
+    snapshots: list[SnapshotId] = field(default_factory=list)
+    blocks: int = 0
+    records: int = 0
+    plans: int = 0
+    dropped_bytes: int = 0
+    removed: list[str] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    copied_bytes: int = 0
+    freed_bytes: int = 0
+    waiting_bytes: int = 0
+    waiting_for: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def drop(self, dead: Dead) -> None:
+        self.snapshots += dead.snapshots
+        self.blocks += dead.count(Kind.BLOCK)
+        self.records += dead.count(*(kind for kind in Kind if kind != Kind.BLOCK))
+        self.plans += dead.count(Kind.PLAN)
+        self.dropped_bytes += dead.stored_bytes
+
+    def report(self, *, dry_run: bool, seconds: float) -> GcReport:
+        return GcReport(
+            dry_run=dry_run,
+            snapshots_dropped=tuple(self.snapshots),
+            blocks_dropped=self.blocks,
+            records_dropped=self.records,
+            plans_dropped=self.plans,
+            dropped_bytes=self.dropped_bytes,
+            packs_removed=tuple(sorted(self.removed)),
+            packs_rewritten=tuple(sorted(self.rewritten)),
+            copied_bytes=self.copied_bytes,
+            freed_bytes=self.freed_bytes,
+            waiting_bytes=self.waiting_bytes,
+            waiting_for=tuple(self.waiting_for),
+            left=tuple(self.left),
+            seconds=seconds,
+        )
+
+
+class Collector:
+    """One run over one store."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        reflog_days: int,
+        limits: Limits,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._limits = limits
+        self._progress = progress
+        # No days at all keeps nothing, whatever the clock says.
+        self._since = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
+        self._tally = _Tally()
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def _survey(self) -> tuple[Reach, Dead, Choice]:
+        catalog = self._catalog
+        with catalog.index.env.read() as transaction:
+            inventory = Inventory(catalog, transaction)
+            roots = Roots.read(catalog, transaction, self._since)
+        reach = Reach(catalog, inventory)
+        reach.grow(roots)
+        found = uses(reach, catalog.layout.packs)
+        return reach, Dead.of(reach), choose(found, self._room())
+
+    def _room(self) -> int:
+        if self._limits.room is not None:
+            return self._limits.room
+        with fs.translated(self._catalog.layout.packs):
+            room = os.statvfs(self._catalog.layout.packs)
+        return max(0, room.f_bavail * room.f_frsize - RESERVE_BYTES)
+
+    def dry_run(self) -> GcReport:
+        """What `run` would do now.  Changes nothing."""
+        began = time.monotonic()
+        _, dead, choice = self._survey()
+        catalog, tally = self._catalog, self._tally
+        tally.drop(dead)
+        tally.left += choice.left
+        copied = sum(use.live_bytes for use in choice.rewrite)
+        self._count_packs(choice.remove, choice.rewrite, copied)
+        for path in self._unknown(leases.live(self._catalog.layout)):
+            self._count_unknown(path)
+        waiting = condemned.listed(catalog.index)
+        held = condemned.holders(catalog.layout, waiting)
+        self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
+        self._count_waiting(waiting, held)
+        return tally.report(dry_run=True, seconds=time.monotonic() - began)
+
+    def _count_packs(self, removed: Iterable[Use], rewritten: Iterable[Use], copied: int) -> None:
+        tally = self._tally
+        for use in removed:
+            tally.removed.append(use.pack.hex())
+            tally.freed_bytes += use.size
+        for use in rewritten:
+            tally.rewritten.append(use.pack.hex())
+            tally.freed_bytes += use.size
+        tally.copied_bytes += copied
+        tally.freed_bytes -= copied
+
+    # -- doing -------------------------------------------------------------------------------
+
+    def run(self, memo: Memo, statistics: StatsStore) -> GcReport:
+        """Collect.  Raises Corrupt where a needed record is damaged; then nothing was changed."""
+        began = time.monotonic()
+        catalog, tally = self._catalog, self._tally
+        with leases.collecting(catalog.layout):
+            # Space first: what is left of others may be what copies need.
+            with catalog.publishing():
+                leases.sweep(catalog.layout, catalog.index)
+                self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
+            self._remove_unknown()
+            again = True
+            while again:
+                freed = tally.freed_bytes
+                again = self._round() and tally.freed_bytes > freed
+            self._wait_for_others()
+            tally.left += self._tidy(memo, statistics)
+        return tally.report(dry_run=False, seconds=time.monotonic() - began)
+
+    def _round(self) -> bool:
+        """Mark, copy, publish, unlink; whether more could be done with more room."""
+        catalog, tally = self._catalog, self._tally
+        reach, dead, choice = self._survey()
+        if not (dead.snapshots or dead.count(*Kind) or choice.remove or choice.rewrite):
+            tally.left += choice.left
+            return False
+        lease = leases.Lease(catalog.layout, catalog.index, "gc")
+        try:
+            copies = self._copy(reach, choice, lease.directory)
+            with self._published(copies.packs) as committing:
+                self._commit(reach, choice, copies, lease, committing)
+            unlinked = self._sweep()
+        finally:
+            lease.release()
+        if (choice.short_of_room or copies.ran_out) and unlinked:
+            # Now there is more room; what is still left after the next round is told then.
+            return True
+        tally.left += [*choice.left, *copies.left]
+        return False
+
+    def _copy(self, reach: Reach, choice: Choice, directory: Path) -> Copies:
+        inventory = reach.inventory
+        copies = Copies(self._catalog, inventory, directory, max_pack=self._limits.max_pack)
+        total = sum(use.live_bytes for use in choice.rewrite)
+        done = 0
+
+        def tick(length: int) -> None:
+            nonlocal done
+            done += length
+            if self._progress is not None:
+                self._progress(Progress("gc", done, total))
+
+        copies.copy(places(inventory, reach.live, choice.rewrite), tick)
+        return copies
+
+    @contextmanager
+    def _published(self, packs: list[SealedPack]) -> Iterator[list[bool]]:
+        """Packs under their final names, durably; taken back unless the commit may stand."""
+        root = self._catalog.layout.packs
+        committing: list[bool] = []
+        touched = {root} if packs else set()
+        moved: list[Path] = []
+        try:
+            for pack in packs:
+                target = pack_path(root, pack.id)
+                fs.make_directory(target.parent, exist_ok=True)
+                touched.add(target.parent)
+                moved.append(target)
+                fs.rename(pack.path, target)
+            for directory in sorted(touched, reverse=True):
+                fs.sync_directory(directory)
+            yield committing
+        except BaseException:
+            # An index commit that failed half way may still be on disk: then the packs stay.
+            if not committing:
+                for target in moved:
+                    with suppress(StorageFailed):
+                        fs.unlink(target, missing_ok=True)
+            raise
+
+    def _commit(
+        self,
+        reach: Reach,
+        choice: Choice,
+        copies: Copies,
+        lease: leases.Lease,
+        committing: list[bool],
+    ) -> None:
+        catalog, tally = self._catalog, self._tally
+        unnamed: list[PackId] = []
+        with catalog.publishing(), catalog.index.env.write() as transaction:
+            # The lease's own row would keep what is condemned below.
+            lease.drop_row(transaction)
+            reach.grow(self._roots_now(reach, transaction), transaction)
+            dead = Dead.of(reach)
+            gone: Counter[int] = Counter()
+            for pack in copies.packs:
+                replaced = catalog.index.move_into(transaction, pack, copies.rows)
+                gone.update(int.from_bytes(row[:4], "big") for row in replaced)
+                if not replaced:
+                    unnamed.append(pack.id)
+            gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
+            _drop_snapshots(catalog, transaction, dead)
+            _drop_sources(catalog, transaction, reach)
+            empty = {
+                use.number: use
+                for use in (*choice.remove, *choice.rewrite)
+                if gone[use.number] == use.rows
+            }
+            for use in empty.values():
+                catalog.index.condemn(transaction, use.pack)
+            committing.append(True)
+        for useless in unnamed:
+            with suppress(StorageFailed):
+                fs.unlink(pack_path(catalog.layout.packs, useless), missing_ok=True)
+        tally.drop(dead)
+        self._count_packs(
+            [use for use in choice.remove if use.number in empty],
+            [use for use in choice.rewrite if use.number in empty],
+            copies.copied_bytes,
+        )
+
+    def _roots_now(self, reach: Reach, transaction: Any) -> Roots:
+        """Also every snapshot that is new, named or not: what it counted on stays for this time."""
+        roots = Roots.read(self._catalog, transaction, self._since)
+        new = snapshot_ids(self._catalog, transaction) - reach.inventory.snapshots
+        return replace(roots, loose=roots.loose | (new - roots.refs))
+
+    # -- packs that nobody needs -------------------------------------------------------------
+
+    def _sweep(self) -> list[Condemned]:
+        with self._catalog.publishing():
+            gone = condemned.sweep(self._catalog.layout, self._catalog.index)
+        self._catalog.packs.forget_removed()
+        return gone
+
+    def _count_condemned(self, packs: list[Condemned]) -> None:
+        self._tally.removed += [pack.pack.hex() for pack in packs]
+        self._tally.freed_bytes += sum(pack.size for pack in packs)
+
+    def _unknown(self, others: set[str]) -> list[Path]:
+        """Packs that the index does not name, if nobody is at work who may be publishing them.
+
+        `others`: leases that live, looked at before the packs are.  Whoever begins later publishes
+        under names that are not listed here.
+        """
+        layout = self._catalog.layout
+        listed = sorted(layout.packs.glob("??/" + "?" * 64 + ".pack"))
+        if others or leases.live(layout):
+            return []
+        with self._catalog.index.env.read() as transaction:
+            known = {pack for pack, _ in self._catalog.index.packs(transaction)}
+            known |= {pack.pack for pack in self._catalog.index.condemned(transaction)}
+        return [path for path in listed if path.stem not in {pack.hex() for pack in known}]
+
+    def _remove_unknown(self) -> None:
+        for path in self._unknown(set()):
+            with suppress(StorageFailed):
+                self._count_unknown(path)
+                fs.unlink(path, missing_ok=True)
+
+    def _count_unknown(self, path: Path) -> None:
+        with fs.translated(path):
+            size = path.stat().st_size
+        self._tally.removed.append(path.stem)
+        self._tally.freed_bytes += size
+
+    def _wait_for_others(self) -> None:
+        """Unlink what is condemned as soon as nobody can be reading it, within the wait."""
+        catalog = self._catalog
+        end = time.monotonic() + self._limits.wait
+        while True:
+            self._sweep()
+            waiting = condemned.listed(catalog.index)
+            held = condemned.holders(catalog.layout, waiting)
+            if not held or time.monotonic() >= end:
+                break
+            time.sleep(_POLL_SECONDS)
+        self._count_waiting(waiting, held)
+
+    def _count_waiting(self, waiting: list[Condemned], held: set[str]) -> None:
+        kept = [pack for pack in waiting if not held.isdisjoint(pack.leases)]
+        self._tally.waiting_bytes = sum(pack.size for pack in kept)
+        self._tally.waiting_for = sorted(_purposes(self._catalog, held))
+
+    def _tidy(self, memo: Memo, statistics: StatsStore) -> list[str]:
+        others = leases.live(self._catalog.layout)
+        if others:
+            return ["memo table and statistics: others are at work"]
+        tidy.memo(self._catalog, memo)
+        tidy.statistics(self._catalog, statistics)
+        return []
+
+
+def _drop_rows(
+    catalog: Catalog, transaction: Any, inventory: Inventory, dead: Dead
+) -> Iterator[int]:
+    """Delete the rows of the dead, where they are as they were; the pack number of each."""
+    index = catalog.index
+    for kind, flags in dead.rows.items():
+        table = inventory.tables[kind]
+        database = "blocks" if kind == Kind.BLOCK else "records"
+        prefix = b"" if kind == Kind.BLOCK else bytes([kind])
+        for number in np.flatnonzero(flags).tolist():
+            key, row = prefix + table.id(number), table.row(number)
+            found = index.row(transaction, database, key)
+            # A delta whose base is gone cannot be told apart any closer.
+            if found is not None and (found == row or row is None):
+                transaction.delete(key, db=index.db(database))
+                yield int.from_bytes(found[:4], "big")
+
+
+def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
+    """All that the index says of snapshots that are gone, but for their reflogs."""
+    index = catalog.index
+    for id in dead.snapshots:
+        row = transaction.get(id, db=index.db("snapshots"))
+        if row is not None:
+            transaction.delete(MANIFEST_EDGE + row[:32] + id, db=index.db("edges"))
+            transaction.delete(id, db=index.db("snapshots"))
+        transaction.delete(id, db=index.db("pruned"))
+        _drop_prefix(transaction, index.db("signatures"), bytes(id))
+    gone = set(dead.snapshots)
+    with transaction.cursor(db=index.db("edges")) as cursor:
+        more = bool(gone) and cursor.set_range(PARENT_EDGE)
+        while more and cursor.key().startswith(PARENT_EDGE):
+            child = SnapshotId(cursor.key()[33:65])
+            # Deleting moves on to the next key; there is none where it is empty.
+            more = bool(cursor.delete() and cursor.key()) if child in gone else cursor.next()
+
+
+def _drop_prefix(transaction: Any, database: Any, prefix: bytes) -> None:
+    with transaction.cursor(db=database) as cursor:
+        while cursor.set_range(prefix) and cursor.key().startswith(prefix):
+            cursor.delete()
+
+
+def _drop_sources(catalog: Catalog, transaction: Any, reach: Reach) -> None:
+    """Names of plans' inputs, where the plan is gone or a snapshot is: others can stand in."""
+    index = catalog.index
+    for id, sources in plans.all_sources(catalog, transaction):
+        named = {source.snapshot for source in (sources.base, *sources.experts)}
+        kept = index.record(transaction, Kind.PLAN, PlanId(id)) is not None
+        if not kept or any(
+            transaction.get(snapshot, db=index.db("snapshots")) is None for snapshot in named
+        ):
+            transaction.delete(id, db=index.db("plans"))
+
+
+def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
+    """What live leases say that they are for."""
+    found = []
+    with catalog.index.env.read() as transaction:
+        for name in names:
+            row = transaction.get(name.encode(), db=catalog.index.db("leases"))
+            told = None if row is None else msgspec.msgpack.decode(row, type=leases.LeaseRow)
+            found.append(name if told is None else f"{told.purpose} (process {told.pid})")
+    return found

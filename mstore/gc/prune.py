@@ -1,0 +1,124 @@
+"""Pruning: letting the contents of old snapshots go while their place in the lineage stays.
+
+Nothing is removed here but tags that are in the way: what is pruned is written down, and the next
+garbage collection drops the contents that nothing else keeps.  Until then they can be read, and
+naming a snapshot again takes it back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mstore import lineage
+from mstore.errors import BadRequest, NotFound
+from mstore.ids import SnapshotId
+from mstore.objects.snapshot import PREVIOUS
+from mstore.reach import NS_A_DAY, Roots
+from mstore.reports import PruneReport
+from mstore.store import contents, refs
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.transaction import RefMove, apply_moves, refresh_mirror
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to prune: of each branch (all for no names), what is older than the newest `keep_last`.
+
+    keep_tagged: but for those that a tag names; else these tags are removed.  unnamed_inputs: also
+    what branches were merged from, where no ref names it.
+    """
+
+    keep_last: int
+    branches: tuple[str, ...] = ()
+    keep_tagged: bool = True
+    unnamed_inputs: bool = False
+
+
+def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> PruneReport:
+    """Prune, or only say what would be.  Raises BadRequest, NotFound, StorageFailed."""
+    began = time.monotonic()
+    if wish.keep_last < 1:
+        raise BadRequest(f"at least one snapshot of a branch is kept, not {wish.keep_last}")
+    if dry_run:
+        chosen, tags = _choose(catalog, wish)
+    else:
+        # Nobody publishes between the choice and its commit.
+        with catalog.publishing():
+            chosen, tags = _choose(catalog, wish)
+            if chosen:
+                _write(catalog, chosen, tags)
+            if tags:
+                refresh_mirror(catalog)
+    since = now_ns() - reflog_days * NS_A_DAY if reflog_days else 1 << 64
+    with catalog.index.env.read() as transaction:
+        roots = Roots.read(catalog, transaction, since)
+    return PruneReport(
+        dry_run=dry_run,
+        snapshots=tuple(chosen),
+        tags_removed=tuple(sorted(tags)),
+        held=tuple(id for id in chosen if id in roots.loose),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.Ref]) -> None:
+    with catalog.index.env.write() as transaction:
+        contents.prune(catalog.index, transaction, chosen, now_ns())
+        moves = [RefMove(name, ref, None, "prune") for name, ref in sorted(tags.items())]
+        apply_moves(catalog, transaction, moves)
+
+
+def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, refs.Ref]]:
+    """The snapshots to prune, newest first, and the tags that go with them."""
+    named = catalog.refs()
+    branches = {name: ref for name, ref in named.items() if ref.kind == refs.BRANCH}
+    for name in wish.branches:
+        if name not in branches:
+            what = "is a tag" if name in named else "no such branch"
+            raise NotFound(what, where=name, hint="mstore refs")
+    asked = set(wish.branches or branches)
+    kept: set[SnapshotId] = {ref.snapshot_id() for ref in branches.values()}
+    older: set[SnapshotId] = set()
+    chains: set[SnapshotId] = set()
+    for name, ref in branches.items():
+        chain = _chain(catalog, ref.snapshot_id())
+        chains.update(chain)
+        # Of a branch that was not asked for, everything is somebody's.
+        count = wish.keep_last if name in asked else len(chain)
+        kept.update(chain[:count])
+        older.update(chain[count:])
+    if wish.unnamed_inputs:
+        tips = [branches[name].snapshot_id() for name in asked]
+        older.update(set(lineage.ancestry(catalog, tips)) - chains)
+    tagged = {name: ref for name, ref in named.items() if ref.kind == refs.TAG}
+    if wish.keep_tagged:
+        kept.update(ref.snapshot_id() for ref in tagged.values())
+    else:
+        # A tag beside all branches is no old state of one of them.
+        kept.update({ref.snapshot_id() for ref in tagged.values()} - chains)
+    chosen = set(_unpruned(catalog, older - kept, tagged))
+    tags = {name: ref for name, ref in tagged.items() if ref.snapshot_id() in chosen}
+    order = [id for id in lineage.ancestry(catalog, chosen) if id in chosen]
+    return order, tags
+
+
+def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
+    """A snapshot and what its branch held before it, newest first."""
+    chain = [tip]
+    while True:
+        parents = catalog.snapshot(chain[-1]).parents
+        before = next((p.snapshot_id() for p in parents if p.role == PREVIOUS), None)
+        if before is None or before in chain[-1:]:
+            return chain
+        chain.append(before)
+
+
+def _unpruned(
+    catalog: Catalog, snapshots: Iterable[SnapshotId], tagged: dict[str, refs.Ref]
+) -> list[SnapshotId]:
+    with catalog.index.env.read() as transaction:
+        known = contents.pruned(catalog.index, transaction)
+    named = {ref.snapshot_id() for ref in tagged.values()}
+    return [id for id in snapshots if id not in known or id in named]

@@ -1,0 +1,159 @@
+"""Copying payloads out of packs, as they are stored, after each has been checked.
+
+Neighbours stay neighbours, and raw runs keep their place within a page.  A payload that is not
+what its id says is not copied: its row stays, and so does its pack.  The copies lie in the
+directory of a lease until they are published.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
+from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.gc.survey import Place
+from mstore.ids import (
+    BlockId,
+    Buffer,
+    CoverageId,
+    Id,
+    ManifestId,
+    PlanId,
+    SignatureId,
+    SnapshotId,
+    TensorId,
+    VirtualId,
+)
+from mstore.reach import Inventory
+from mstore.store.catalog import Catalog
+
+MAX_PACK_BYTES = 512 << 20
+_ID_TYPES: dict[Kind, type[Id]] = {
+    Kind.TENSOR: TensorId,
+    Kind.MANIFEST: ManifestId,
+    Kind.SNAPSHOT: SnapshotId,
+    Kind.PLAN: PlanId,
+    Kind.COVERAGE: CoverageId,
+    Kind.VIRTUAL: VirtualId,
+    Kind.SIGNATURE: SignatureId,
+}
+
+
+class Copies:
+    """Packs of copies.  Belongs to one thread; `packs` and `rows` are what was sealed.
+
+    rows: by database and key, each row as it was when its payload was copied.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        inventory: Inventory,
+        directory: Path,
+        *,
+        max_pack: int = MAX_PACK_BYTES,
+    ) -> None:
+        self._catalog = catalog
+        self._inventory = inventory
+        self._directory = directory
+        self._max_pack = max_pack
+        self._writer: PackWriter | None = None
+        self.packs: list[SealedPack] = []
+        self.rows: dict[tuple[str, bytes], bytes] = {}
+        self.left: list[str] = []
+        self.copied_bytes = 0
+        self.ran_out = False
+        self._unsealed: list[tuple[tuple[str, bytes], bytes, int]] = []
+
+    def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
+        """Copy the payloads at these places, and seal.  A full disk ends it early, in order."""
+        try:
+            for place in places:
+                tick(self._copy(place))
+            self._seal()
+        except StorageFailed as error:
+            self.abandon()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.ran_out = True
+            self.left.append("the disk is full: not all packs could be rewritten")
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove the pack that is not sealed."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        self._unsealed.clear()
+
+    def _copy(self, place: Place) -> int:
+        table = self._inventory.tables[place.kind]
+        id, row = table.id(place.row), table.row(place.row)
+        location = self._inventory.location(table, place.row)
+        length = location.stored_length
+        if row is None:
+            self.left.append(f"{place.kind.name.lower()} {id.hex()}: its base is missing")
+            return length
+        try:
+            payload = self._payload(place, id)
+        except MstoreError as error:
+            if isinstance(error, StorageFailed) and error.errno != errno.EIO:
+                raise
+            self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
+            return length
+        writer = self._pack()
+        if place.kind == Kind.BLOCK:
+            base = None if location.base == NO_BASE else BlockId(location.base)
+            encoded = Encoded(
+                Codec(location.codec), location.width, payload, location.raw_length, base
+            )
+            # The old pack stands for the file: what touched there touches here.
+            writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
+            name = ("blocks", id)
+        else:
+            writer.append_small(
+                id, place.kind, Codec(location.codec), location.width, bytes(payload), length
+            )
+            name = ("records", bytes([place.kind]) + id)
+        self._unsealed.append((name, row, length))
+        return length
+
+    def _payload(self, place: Place, id: bytes) -> Buffer:
+        """The bytes at rest, once they have been found to be what the id says."""
+        table = self._inventory.tables[place.kind]
+        location = self._inventory.location(table, place.row)
+        if place.kind != Kind.BLOCK:
+            return self._catalog.record_bytes(_ID_TYPES[place.kind](id), location)
+        if max(location.raw_length, location.stored_length) > self._catalog.block_size:
+            raise Corrupt("longer than the block size", where=f"block {id.hex()}")
+        payload = self._catalog.packs.read(location.pack, location.offset, location.stored_length)
+        base = None
+        if location.base != NO_BASE:
+            base = self._catalog.read_block(BlockId(location.base))
+        data = codecs.decode(location.codec, payload, location.width, location.raw_length, base)
+        if BlockId.of(data) != id:
+            raise Corrupt("the stored bytes do not match the id", where=f"block {id.hex()}")
+        return payload
+
+    def _pack(self) -> PackWriter:
+        if self._writer is not None and self._writer.size >= self._max_pack:
+            self._seal()
+        if self._writer is None:
+            path = self._directory / f"c{len(self.packs)}.pack"
+            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+        return self._writer
+
+    def _seal(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            self.packs.append(writer.seal())
+            for name, row, length in self._unsealed:
+                self.rows[name] = row
+                self.copied_bytes += length
+            self._unsealed.clear()

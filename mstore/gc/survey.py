@@ -1,0 +1,179 @@
+"""What of an inventory is dead, and what is to be done about each pack.
+
+A pack's use is counted over its footer: of the payload bytes that it was sealed with, those that
+live rows point at are used, all others are dead (rows that are gone or going, copies of blocks that
+another pack has).  Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mstore.blocks.packs import ENTRY, PAGE, Kind, pack_path, read_table
+from mstore.errors import MstoreError
+from mstore.ids import PackId, SnapshotId
+from mstore.reach import Flags, Inventory, Numbers, Reach, Table
+
+DEAD_SHARE = 0.3
+"""A pack is rewritten from this share of dead payload bytes on."""
+SMALL_BYTES = 8 << 20
+SMALL_PACKS = 8
+"""Packs below SMALL_BYTES are put together where there are so many."""
+_STEP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A pack and its rows; `rows` counts dead ones too, `dead_bytes` is None if the pack is
+    damaged."""
+
+    number: int
+    pack: PackId
+    size: int
+    rows: int
+    live_rows: int
+    live_bytes: int
+    dead_bytes: int | None
+
+    @property
+    def dead_share(self) -> float:
+        dead = self.dead_bytes or 0
+        return dead / (dead + self.live_bytes) if dead else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is to be done: packs without a live row go, others are rewritten."""
+
+    remove: tuple[Use, ...]
+    rewrite: tuple[Use, ...]
+    left: tuple[str, ...]
+    short_of_room: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The rows that go, by kind."""
+
+    rows: dict[Kind, Flags]
+    snapshots: tuple[SnapshotId, ...]
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, reach: Reach) -> Dead:
+        """All that was not reached."""
+        rows = {kind: ~live for kind, live in reach.live.items()}
+        stored = sum(
+            int(table.heads["stored"][rows[kind]].astype(np.int64).sum())
+            for kind, table in reach.inventory.tables.items()
+        )
+        gone = reach.inventory.snapshots - reach.snapshots
+        return cls(rows, tuple(sorted(gone)), stored)
+
+    def count(self, *kinds: Kind) -> int:
+        """How many rows of these kinds go."""
+        return sum(int(self.rows[kind].sum()) for kind in kinds)
+
+
+def uses(reach: Reach, packs: Path) -> list[Use]:
+    """How each pack is used, by pack number.  Footers are read only where they may decide."""
+    inventory = reach.inventory
+    tops = [int(table.heads["pack"].max()) for table in inventory.tables.values() if len(table)]
+    length = 1 + max([*inventory.packs, *tops], default=-1)
+    rows = np.zeros(length, np.int64)
+    live_rows = np.zeros(length, np.int64)
+    live_bytes = np.zeros(length, np.int64)
+    for kind, table in inventory.tables.items():
+        _count(table, reach.live[kind], rows, live_rows, live_bytes)
+    found = []
+    for number, (pack, size) in sorted(inventory.packs.items()):
+        live = int(live_rows[number])
+        used = int(live_bytes[number])
+        dead = _dead_bytes(pack_path(packs, pack), size, live, used)
+        found.append(Use(number, pack, size, int(rows[number]), live, used, dead))
+    return found
+
+
+def _count(
+    table: Table, live: Flags, rows: Numbers, live_rows: Numbers, live_bytes: Numbers
+) -> None:
+    for start in range(0, len(table), _STEP):
+        heads, flags = table.heads[start : start + _STEP], live[start : start + _STEP]
+        numbers = heads["pack"].astype(np.int64)
+        np.add.at(rows, numbers, 1)
+        np.add.at(live_rows, numbers[flags], 1)
+        np.add.at(live_bytes, numbers[flags], heads["stored"][flags].astype(np.int64))
+
+
+def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int | None:
+    most = size - PAGE - live_bytes - ENTRY.size * live_rows
+    if not live_rows or most < DEAD_SHARE * (most + live_bytes):
+        return max(0, most)
+    try:
+        _, entries = read_table(path)
+    except MstoreError:
+        return None
+    return max(0, sum(entry.stored_length for entry in entries) - live_bytes)
+
+
+def choose(found: Iterable[Use], room: int) -> Choice:
+    """Which packs go and which are rewritten, with `room` bytes for copies."""
+    remove, wanted, small, left = [], [], [], []
+    for use in found:
+        if use.live_rows == 0:
+            remove.append(use)
+        elif use.dead_bytes is None:
+            left.append(f"pack {use.pack.hex()}: damaged; next: mstore fsck --repair")
+        elif use.dead_share >= DEAD_SHARE:
+            wanted.append(use)
+        elif use.size < SMALL_BYTES:
+            small.append(use)
+    # What is copied may be small too, and would be put together with these the next time.
+    if len(small) + bool(wanted) >= SMALL_PACKS:
+        wanted += small
+    rewrite = []
+    short = False
+    for use in sorted(wanted, key=lambda use: (-use.dead_share, use.number)):
+        needed = use.live_bytes + 2 * PAGE + ENTRY.size * use.live_rows
+        if needed <= room:
+            room -= needed
+            rewrite.append(use)
+        else:
+            short = True
+            left.append(f"pack {use.pack.hex()}: no room for a copy of {use.live_bytes} bytes")
+    return Choice(
+        tuple(remove), tuple(sorted(rewrite, key=lambda use: use.number)), tuple(left), short
+    )
+
+
+def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) -> list[Place]:
+    """The live rows of some packs, in the order in which their payloads lie."""
+    numbers = np.array([use.number for use in packs], np.int64)
+    found = []
+    for kind, table in inventory.tables.items():
+        for start in range(0, len(table), _STEP):
+            heads = table.heads[start : start + _STEP]
+            inside = live[kind][start : start + _STEP] & np.isin(heads["pack"], numbers)
+            found += [
+                Place(pack, offset, kind, start + row)
+                for row, (pack, offset) in zip(
+                    np.flatnonzero(inside).tolist(),
+                    heads[inside][["pack", "offset"]].tolist(),
+                    strict=True,
+                )
+            ]
+    return sorted(found, key=lambda place: (place.pack, place.offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row by kind and number, and where its payload lies."""
+
+    pack: int
+    offset: int
+    kind: Kind
+    row: int

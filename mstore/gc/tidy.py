@@ -1,0 +1,43 @@
+"""Rows beside the index whose subject was collected: of the memo table and of statistics.
+
+Nothing but space depends on it.  Not while others are at work: what they have just measured or
+made is for tensors and blocks that they have yet to publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mstore.blocks.packs import Kind
+from mstore.ids import PlanId
+from mstore.stats.store import StatsStore
+from mstore.store.catalog import Catalog
+from mstore.store.memo import Memo
+
+
+def memo(catalog: Catalog, table: Memo) -> None:
+    """Drop outputs whose blocks are gone, and requests if plans are."""
+    index = catalog.index
+    with index.env.read() as transaction:
+
+        def stored(blocks: Sequence[bytes]) -> list[bool]:
+            return [row is not None for row in index.block_rows(transaction, blocks)]
+
+        def planned(plan: PlanId) -> bool:
+            return index.record(transaction, Kind.PLAN, plan) is not None
+
+        table.tidy(stored, planned)
+
+
+def statistics(catalog: Catalog, store: StatsStore) -> None:
+    """Drop the statistics of tensors that are gone."""
+    index = catalog.index
+    with index.env.read() as transaction:
+
+        def stored(tensors: Sequence[bytes]) -> list[bool]:
+            prefix = bytes([Kind.TENSOR])
+            return [
+                index.row(transaction, "records", prefix + tensor) is not None for tensor in tensors
+            ]
+
+        store.tidy(stored)

@@ -1,0 +1,261 @@
+"""The compiled pass of attribution: a chunk of base and experts in, sums out.
+
+Owns the arithmetic that `attribution` promises: one entry, which takes addresses and lengths and
+checks nothing.  Importing this module imports the compiler; `attribution` has it done only where
+no machine code lies at rest (`mstore.numeric.machine`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+
+from mstore.merge.arithmetic import philox, tiles
+from mstore.merge.arithmetic.philox import fill_draws
+from mstore.merge.arithmetic.tiles import ALL, CONSENSUS, DIRECT, DRAWS, LANES, TILE
+from mstore.numeric import floats
+from mstore.numeric.compiling import compiled, entry
+from mstore.numeric.floats import bits_float, float_bits, load_bits
+
+_NOTHING: Final = np.uint32(0)
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_ZERO: Final = np.float32(0.0)
+_ONE: Final = np.float32(1.0)
+
+
+@compiled
+def _subtract(count: int, base: Any, tile: Any) -> None:
+    """Turn an expert's bits into its deltas: expert minus base, +0 where their bits are equal."""
+    for i in range(count):
+        expert = tile[i]
+        delta = float_bits(bits_float(expert) - bits_float(base[i]))
+        tile[i] = _NOTHING if expert == base[i] else delta
+
+
+@compiled
+def _trim(count: int, threshold: Any, quota: int, tile: Any) -> int:
+    """Zero the deltas that are not kept; return what is left of the quota (negative: no limit)."""
+    if quota > 0:
+        for i in range(count):
+            magnitude = bits_float(tile[i] & _MAGNITUDE)
+            ties = magnitude == threshold and quota > 0
+            quota -= ties
+            if not (ties or magnitude > threshold):
+                tile[i] = _NOTHING
+        return quota
+    with_equal = quota != 0
+    for i in range(count):
+        bits = tile[i]
+        magnitude = bits_float(bits & _MAGNITUDE)
+        keep = (magnitude > threshold) | ((magnitude == threshold) & with_equal)
+        tile[i] = bits if keep else _NOTHING
+    return quota
+
+
+@compiled
+def _drop(count: int, own: Any, limit: Any, factor: Any, tile: Any) -> None:
+    """Zero the deltas whose draw is not below the limit, and scale the others."""
+    for i in range(count):
+        scaled = float_bits(bits_float(tile[i]) * factor)
+        tile[i] = scaled if own[i] < limit and tile[i] != _NOTHING else _NOTHING
+
+
+@compiled
+def _product(count: int, weight: Any, tile: Any, part: Any) -> None:
+    for i in range(count):
+        part[i] = np.float64(bits_float(tile[i])) * np.float64(weight)
+
+
+@compiled
+def _difference(count: int, weight: Any, base: Any, tile: Any, part: Any) -> None:
+    for i in range(count):
+        gap = np.float64(bits_float(tile[i])) - np.float64(bits_float(base[i]))
+        part[i] = 0.0 if tile[i] == base[i] else gap * np.float64(weight)
+
+
+@compiled
+def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
+    """Weigh in float32; add to the sum, and to the weights for up and for down, in `votes`."""
+    for i in range(count):
+        vote = np.float32(bits_float(tile[i]) * weight)
+        mixed[i] = vote
+        votes[0, i] = np.float32(votes[0, i] + vote)
+        votes[1, i] = np.float32(votes[1, i] + (weight if vote > _ZERO else _ZERO))
+        votes[2, i] = np.float32(votes[2, i] + (weight if vote < _ZERO else _ZERO))
+
+
+@compiled
+def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
+    """Zero what lost the election: the sign of the sum wins, and zero counts as positive."""
+    for i in range(count):
+        agrees = mixed[i] > _ZERO if votes[0, i] >= _ZERO else mixed[i] < _ZERO
+        part[i] = part[i] if agrees else 0.0
+
+
+@compiled
+def _side_factors(count: int, lam: Any, normalize: Any, votes: Any, factor: Any) -> None:
+    for i in range(count):
+        divisor = votes[1, i] if votes[0, i] >= _ZERO else votes[2, i]
+        divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
+        factor[i] = np.float64(lam) / np.float64(divisor)
+
+
+@compiled
+def _begin(count: int, surplus: Any, base: Any, own: Any, total: Any) -> None:
+    """The base's own contribution, with which the sum begins."""
+    for i in range(count):
+        # Not zero times the base: that is NaN where the base is infinite.
+        own[i] = surplus * np.float64(bits_float(base[i])) if surplus != 0.0 else 0.0
+        total[i] = own[i]
+
+
+@compiled
+def _scale_and_add(count: int, factor: Any, part: Any, total: Any) -> None:
+    for i in range(count):
+        part[i] *= factor[i]
+        total[i] += part[i]
+
+
+@compiled
+def _find_finite(count: int, total: Any, finite: Any) -> int:
+    """Mark the elements with a finite total; return how many have none."""
+    wild = 0
+    for i in range(count):
+        finite[i] = np.isfinite(total[i])
+        wild += not finite[i]
+    return wild
+
+
+@compiled
+def _clear(count: int, finite: Any, part: Any) -> None:
+    for i in range(count):
+        part[i] = part[i] if finite[i] else 0.0
+
+
+@compiled
+def _accumulate(count: int, part: Any, total: Any, products: Any, squares: Any) -> int:
+    """Add part * total and part * part to the lanes; return how many parts are not zero."""
+    moved = 0
+    for i in range(count):
+        moved += part[i] != 0.0
+    for start in range(0, count, LANES):
+        # Slices, from zero: an index that might be negative keeps a loop from being vectorised.
+        own, all_of = part[start : start + LANES], total[start : start + LANES]
+        for lane in range(min(LANES, count - start)):
+            products[lane] += own[lane] * all_of[lane]
+            squares[lane] += own[lane] * own[lane]
+    return moved
+
+
+@entry("iippiiiiipiipiippippppppppppp", floats, philox, tiles)
+def attribute(
+    experts: int,
+    kind: int,
+    weights_at: Any,
+    factors_at: Any,
+    normalizes: int,
+    trims: int,
+    limit: int,
+    base_code: int,
+    base_length: int,
+    base_at: Any,
+    rows_count: int,
+    stride: int,
+    rows_at: Any,
+    codes_count: int,
+    n: int,
+    codes_at: Any,
+    row_of_at: Any,
+    first_index: int,
+    thresholds_at: Any,
+    quotas_at: Any,
+    keys_at: Any,
+    sums_at: Any,
+    counts_at: Any,
+    words_at: Any,
+    votes_at: Any,
+    parts_at: Any,
+    lanes_at: Any,
+    finite_at: Any,
+    left_at: Any,
+) -> None:
+    """As `attribution.attribute`, into `sums` and `counts`; the last six are room to work in."""
+    weights = carray(weights_at, (experts,), np.float32)
+    factors = carray(factors_at, (3,), np.float32)
+    base = carray(base_at, (base_length,), np.uint8)
+    rows = carray(rows_at, (rows_count, stride), np.uint8)
+    row_codes = carray(codes_at, (codes_count,), np.int64)
+    row_of = carray(row_of_at, (experts,), np.int64)
+    thresholds = carray(thresholds_at, (experts,), np.float32)
+    quotas = carray(quotas_at, (experts,), np.int64)
+    keys = carray(keys_at, (experts, 2), np.uint32)
+    sums = carray(sums_at, (2, experts + 2), np.float64)
+    counts = carray(counts_at, (experts + 3,), np.int64)
+    words = carray(words_at, (2 * TILE + DRAWS,), np.uint32)
+    bases, tile, draws = words[:TILE], words[TILE : 2 * TILE], words[2 * TILE :]
+    # Who won is known after the last expert.
+    voting = carray(votes_at, (experts + 3, TILE), np.float32)
+    votes, mixed = voting[:3], voting[3:]
+    # Behind the experts' contributions stand the base's own, and the sum of all.
+    parts = carray(parts_at, (experts + 3, TILE), np.float64)
+    own, total, factor = parts[experts], parts[experts + 1], parts[experts + 2]
+    lanes = carray(lanes_at, (2, experts + 2, LANES), np.float64)
+    products, squares = lanes[0], lanes[1]
+    finite = carray(finite_at, (TILE,), np.uint8)
+    left = carray(left_at, (experts,), np.int64)
+    normalize = normalizes != 0
+    divisor, lam, rescale = factors[0], factors[1], factors[2]
+    for k in range(experts):
+        left[k] = quotas[k]
+    surplus = -1.0
+    for k in range(experts):
+        surplus += np.float64(weights[k])
+    if kind != DIRECT or normalize:
+        surplus = 0.0
+    for start in range(0, n, TILE):
+        count = min(TILE, n - start)
+        load_bits(base_code, base, start, count, bases, 0)
+        votes[:] = _ZERO
+        for k in range(experts):
+            p = row_of[k]
+            if p < 0:
+                continue
+            load_bits(row_codes[p], rows[p], start, count, tile, 0)
+            if kind == DIRECT:
+                _difference(count, weights[k], bases, tile, parts[k])
+                continue
+            _subtract(count, bases, tile)
+            if trims:
+                left[k] = _trim(count, thresholds[k], left[k], tile)
+            if limit < ALL:
+                first = first_index + start
+                skipped = first % 4
+                blocks = (skipped + count + 3) // 4
+                fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
+                _drop(count, draws[skipped : skipped + count], np.uint32(limit), rescale, tile)
+            _product(count, weights[k], tile, parts[k])
+            if kind == CONSENSUS:
+                _vote(count, weights[k], tile, mixed[k], votes)
+        if kind == CONSENSUS:
+            _side_factors(count, lam, normalize, votes, factor)
+        else:
+            factor[:count] = np.float64(lam) / np.float64(divisor)
+        _begin(count, surplus, bases, own, total)
+        for k in range(experts):
+            if row_of[k] >= 0:
+                if kind == CONSENSUS:
+                    _agreeing(count, mixed[k], votes, parts[k])
+                _scale_and_add(count, factor, parts[k], total)
+        counts[experts + 2] += _find_finite(count, total, finite)
+        for k in range(experts + 2):
+            if k >= experts or row_of[k] >= 0:
+                _clear(count, finite, parts[k])
+        for k in range(experts + 2):
+            if k >= experts or row_of[k] >= 0:
+                counts[k] += _accumulate(count, parts[k], total, products[k], squares[k])
+    for k in range(experts + 2):
+        for lane in range(LANES):
+            sums[0, k] += products[k, lane]
+            sums[1, k] += squares[k, lane]

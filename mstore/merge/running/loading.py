@@ -1,0 +1,304 @@
+"""Loading: the blocks that chunks need, from packs into memory, each checked against its id.
+
+Undoes how blocks are stored.  What a delta is the difference to is mostly the base's block at the
+same place, which is read anyway; where it is another one, that is read too.
+
+Every read is charged to a meter before it happens: a block of an expert costs its bytes at rest,
+and what is read only to undo a delta is charged to the base.  Needs packs but no index.
+
+Memory: a `Scratch` holds one side a row of the chunks that are loaded together, for each thread
+that uses it, and `SPARE_SIDES` more.  Reading, decoding and hashing release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.index import Location
+from mstore.blocks.meter import Meter
+from mstore.blocks.packs import PackFiles, PackGone
+from mstore.errors import Corrupt, Incompatible
+from mstore.ids import BlockId
+from mstore.merge.running.task import ChunkTask, Row, Source, item_size
+from mstore.store.catalog import FSCK
+
+SPARE_SIDES: Final = 3
+"""Sides that loading may need beyond the chunk's own: what the base's deltas are differences to,
+what an expert's are, and payloads before they are decoded."""
+
+_ROW_ALIGNMENT: Final = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+Moved = Callable[[Source], Location]
+"""Where a block lies now that was somewhere else before; raises MstoreError where it is gone."""
+
+
+class Scratch(threading.local):
+    """Buffers, each thread's own, grown to the largest that the thread has asked for."""
+
+    def __init__(self) -> None:
+        self._flat = np.empty(0, dtype=np.uint8)
+        self._payloads = bytearray()
+
+    def rows(self, count: int, length: int) -> Bytes:
+        """uint8[count, >= length], contiguous, each row aligned; contents are anything."""
+        stride = -(-max(length, 1) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        wanted = count * stride
+        if self._flat.size < wanted:
+            # np.empty alone promises 16 bytes.
+            flat = np.empty(wanted + _ROW_ALIGNMENT, dtype=np.uint8)
+            start = -flat.ctypes.data % _ROW_ALIGNMENT
+            self._flat = flat[start : start + wanted]
+        return self._flat[:wanted].reshape(count, stride)
+
+    def payloads(self, length: int) -> memoryview:
+        """Room for so many encoded bytes."""
+        if len(self._payloads) < length:
+            self._payloads = bytearray(length)
+        return memoryview(self._payloads)[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A chunk in memory: row 0 of `sides` is the base, row 1 + r is `task.rows[r]`.
+
+    plain: the bytes of the blocks of the base, and of those that they are differences to.
+    """
+
+    task: ChunkTask
+    sides: Bytes
+    plain: Mapping[BlockId, memoryview]
+
+    def delta_base(self, number: int) -> tuple[BlockId, memoryview]:
+        """What block `number` of an output like the base may be a difference to: no delta itself,
+        and at hand without another read."""
+        source = self.task.base.sources[number]
+        id = source.id if source.base is None else source.base.id
+        return id, self.plain[id]
+
+
+def load(
+    tasks: Sequence[ChunkTask],
+    packs: PackFiles,
+    scratch: Scratch,
+    expert_meter: Meter,
+    base_meter: Meter,
+    moved: Moved | None = None,
+) -> list[Loaded]:
+    """Read the chunks of one tensor; valid until the scratch is used again.
+
+    Blocks that are neighbours in a pack are read in one go, also over several chunks.  moved: who
+    is asked where the blocks of a pack lie that is gone; None where no pack goes, because a lease
+    holds it.  Raises BudgetExceeded, Corrupt, StorageFailed.
+    """
+    length = max(task.row_bytes for task in tasks)
+    counts = [1 + len(task.rows) for task in tasks]
+    rows = scratch.rows(sum(counts) + 2 * len(tasks), length)
+    plain: dict[BlockId, memoryview] = {}
+    loaded = []
+    start = 0
+    for task, count in zip(tasks, counts, strict=True):
+        loaded.append(Loaded(task, rows[start : start + count], plain))
+        start += count
+    lasting, passing = (flat.data for flat in rows[start:].reshape(2, -1))
+    reader = _Reader(packs, scratch, moved)
+    base_side = [target for one in loaded for target in _targets(one, 0)]
+    plain |= reader.read_bases(_bases(base_side).values(), lasting, base_meter)
+    plain |= reader.read(base_side, plain, base_meter)
+    # Experts of one kind are mostly differences to the same blocks: these are read once.
+    others: dict[BlockId, memoryview] = {}
+    # An expert's blocks in neighbouring chunks are neighbours at rest more often than not.
+    for k in range(len(tasks[0].row_of)):
+        wanted = []
+        for one in loaded:
+            row = one.task.row_of[k]
+            if row >= 0 and row not in one.task.row_of[:k]:
+                wanted += _targets(one, 1 + row)
+        needed = {id: base for id, base in _bases(wanted).items() if id not in plain}
+        if not needed.keys() <= others.keys():
+            others = reader.read_bases(needed.values(), passing, base_meter)
+        plain |= reader.read(wanted, plain | others, expert_meter)
+    return loaded
+
+
+def will_need(tasks: Sequence[ChunkTask], packs: PackFiles) -> None:
+    """Ask the kernel to read ahead what `load` is going to read; advice only, never an error."""
+    sources = [source for task in tasks for source in task.base.sources]
+    for k in range(len(tasks[0].row_of)):
+        for task in tasks:
+            row = task.row_of[k]
+            if row >= 0 and row not in task.row_of[:k]:
+                sources += task.rows[row].sources
+    there = {source.id for source in sources}
+    sources += {
+        source.base.id: source.base
+        for source in sources
+        if source.base is not None and source.base.id not in there
+    }.values()
+    for run in _runs([(source, _NOWHERE) for source in sources]):
+        length = sum(source.at.stored_length for source, _ in run)
+        packs.will_need(run[0][0].at.pack, run[0][0].at.offset, length)
+
+
+Targets = list[tuple[Source, memoryview]]
+_NOWHERE = memoryview(b"")
+
+
+def _targets(loaded: Loaded, side: int) -> Targets:
+    """Where the blocks of one side go.  Raises Corrupt where their lengths are not the chunk's."""
+    task = loaded.task
+    row: Row = task.base if side == 0 else task.rows[side - 1]
+    wanted = task.n * item_size(row.dtype)
+    if sum(source.at.raw_length for source in row.sources) != wanted or any(
+        map(_is_odd, row.sources)
+    ):
+        # An index row is not proof that a length is sane.
+        raise Corrupt(
+            "blocks of other lengths than the tensor has",
+            where=f"{task.tensor.name}, chunk {task.number}",
+            hint="mstore fsck",
+        )
+    return _placed(row.sources, loaded.sides[side].data)
+
+
+def _is_odd(source: Source) -> bool:
+    """Whether a block takes more room than its plain bytes, or is not as long as its base."""
+    at = source.at
+    if source.base is not None and (
+        source.base.at.raw_length != at.raw_length or _is_odd(source.base)
+    ):
+        return True
+    return at.stored_length > at.raw_length or (
+        at.codec == Codec.RAW and at.stored_length < at.raw_length
+    )
+
+
+def _bases(targets: Targets) -> dict[BlockId, Source]:
+    """The blocks that these are differences to."""
+    return {source.base.id: source.base for source, _ in targets if source.base is not None}
+
+
+def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
+    """Sources one after the other."""
+    targets = []
+    done = 0
+    for source in sources:
+        targets.append((source, room[done : done + source.at.raw_length]))
+        done += source.at.raw_length
+    return targets
+
+
+class _Reader:
+    """Reads blocks, neighbours at rest in one go, and checks each against its id."""
+
+    def __init__(self, packs: PackFiles, scratch: Scratch, moved: Moved | None) -> None:
+        self._packs = packs
+        self._scratch = scratch
+        self._moved = moved
+
+    def read(
+        self, targets: Targets, bases: Mapping[BlockId, memoryview], meter: Meter
+    ) -> dict[BlockId, memoryview]:
+        """Fill the targets; by id, what is there now.  bases: what the deltas are differences to.
+
+        Raises BudgetExceeded, Corrupt, StorageFailed.
+        """
+        for run in _runs(targets):
+            self._decoded(run, bases, meter)
+            for source, view in run:
+                _verify(source, view, bases)
+        return {source.id: view for source, view in targets}
+
+    def read_bases(
+        self, bases: Iterable[Source], room: memoryview, meter: Meter
+    ) -> dict[BlockId, memoryview]:
+        """Read into `room` what deltas are differences to.
+
+        Not checked against their ids: what is decoded with them is.  Raises as `read`.
+        """
+        targets = _placed(bases, room)
+        for run in _runs(targets):
+            self._decoded(run, {}, meter)
+        return {source.id: view for source, view in targets}
+
+    def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview], meter: Meter) -> None:
+        meter.charge(sum(source.at.stored_length for source, _ in run))
+        for source, payload, view in self._fetched(run):
+            _decode(source, payload, view, bases)
+
+    def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
+        """Read neighbours: raw ones into their targets, the payloads of others for decoding."""
+        lengths = (source.at.stored_length for source, _ in run if source.at.codec != Codec.RAW)
+        room = self._scratch.payloads(sum(lengths))
+        payloads = []
+        views = []
+        for source, view in run:
+            if source.at.codec == Codec.RAW:
+                views.append(view)
+                continue
+            payload, room = room[: source.at.stored_length], room[source.at.stored_length :]
+            views.append(payload)
+            payloads.append((source, payload, view))
+        self._fill(run, views)
+        return payloads
+
+    def _fill(self, run: Targets, views: list[memoryview]) -> None:
+        first = run[0][0].at
+        try:
+            self._packs.read_scattered(first.pack, first.offset, views)
+        except PackGone:
+            if self._moved is None:
+                raise
+            # Paid for already: what is moved is as long as it was, and nothing was read yet.
+            for (source, _), view in zip(run, views, strict=True):
+                place = self._moved(source)
+                self._packs.read_scattered(place.pack, place.offset, [view])
+
+
+def _decode(
+    source: Source,
+    payload: memoryview,
+    target: memoryview,
+    bases: Mapping[BlockId, memoryview],
+) -> None:
+    base = None if source.base is None else bases[source.base.id]
+    try:
+        codecs.decode_into(source.at.codec, payload, source.at.width, target, base)
+    except (Corrupt, Incompatible) as error:
+        where = f"block {source.id}"
+        raise type(error)(error.what, where=where, hint=error.hint or FSCK) from error
+
+
+def _runs(targets: Targets) -> Iterator[Targets]:
+    """Blocks that follow each other at rest, together."""
+    run: Targets = []
+    for source, view in targets:
+        if run:
+            last = run[-1][0].at
+            if last.pack != source.at.pack or last.offset + last.stored_length != source.at.offset:
+                yield run
+                run = []
+        run.append((source, view))
+    if run:
+        yield run
+
+
+def _verify(source: Source, data: memoryview, bases: Mapping[BlockId, memoryview]) -> None:
+    if BlockId.of(data) != source.id:
+        if source.base is not None:
+            _verify(source.base, bases[source.base.id], {})
+        raise Corrupt(
+            f"the stored bytes do not match the id (pack {source.at.pack.short}, "
+            f"offset {source.at.offset})",
+            where=f"block {source.id}",
+            hint=FSCK,
+        )

@@ -1,0 +1,548 @@
+"""The nearest base: which stored snapshot a checkpoint was most likely fine-tuned from.
+
+A candidate has the checkpoint's tensors: the same names, dtypes and shapes.  Those that the
+checkpoint names itself (`checkpoint.declared`) come first; where none of them fits, every
+snapshot that a ref reaches may be it.  Among them the values decide: a few blocks of the
+checkpoint, picked by hash, are compared with the candidate's blocks at the same places, and the
+nearest wins.  A model trained from scratch agrees in nothing but its shapes, and is no base.
+
+Deltas have depth 1, so a base of a base serves no better than its own base does: of a family,
+the root is taken, unless a later member is clearly nearer or is called the base by the checkpoint.
+
+Costs a few dozen blocks of the checkpoint and a few of each candidate, whatever the model's size.
+Virtual snapshots have no bytes and pruned ones may have lost theirs: neither is a candidate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from blake3 import blake3
+
+from mstore.checkpoint.declared import Declared, declared_bases
+from mstore.checkpoint.directory import Checkpoint
+from mstore.checkpoint.dtypes import DTYPES
+from mstore.checkpoint.header import TensorSlot
+from mstore.checkpoint.partition import block_count
+from mstore.checkpoint.paths import quoted
+from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.tree import given_name, hub_snapshot
+from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
+from mstore.objects.manifest import Manifest
+from mstore.objects.snapshot import BASE, SnapshotRecord
+from mstore.store.catalog import Catalog
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# Unrelated weights come to 0.03, those moved by 1 % of their size to 0.7, by 30 % to 0.17.
+NEAR_ENOUGH = 0.12
+# A later member of a family is the base only where the root is less than this share as near.
+ROOT_SHARE = 0.5
+# As many leading bits of a float's fraction as a difference is measured in.
+_BITS_COMPARED = 7
+_FRACTION_BITS = {
+    "F64": 52,
+    "F32": 23,
+    "F16": 10,
+    "BF16": 7,
+    "F8_E4M3": 3,
+    "F8_E4M3FNUZ": 3,
+    "F8_E5M2": 2,
+    "F8_E5M2FNUZ": 2,
+}
+_ELEMENTS_COMPARED = 1 << 16
+_MIN_ID_DIGITS = 12
+# Blocks of one value that are passed over before a run of blocks goes without.
+_TRIES = 4
+_NOTHING_CALLED: Mapping[SnapshotId, Declared] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """How far the search goes; what lies beyond is not found.
+
+    blocks, block_bytes: of the checkpoint, at most, whichever is less.  unequal: blocks read of a
+    candidate.  candidates: snapshots that are compared.  manifests: snapshots that are looked at,
+    the newest that refs name, with their bases.
+    """
+
+    blocks: int = 32
+    block_bytes: int = 64 << 20
+    unequal: int = 8
+    candidates: int = 16
+    manifests: int = 1024
+
+
+DEFAULT_LIMITS = SearchLimits()
+
+
+class Nearest(NamedTuple):
+    """The base that was found, or None, and why, in words."""
+
+    snapshot: SnapshotId | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A snapshot that has bytes; `root` is the first of its family, itself where it has no base."""
+
+    id: SnapshotId
+    record: SnapshotRecord
+    name: str
+    names: tuple[str, ...]
+    root: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """One block of the checkpoint."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    number: int
+    data: bytes
+    id: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """How near a candidate is, from 0 to 1, and the count of sampled blocks that are equal."""
+
+    candidate: _Candidate
+    nearness: float
+    equal: int
+    blocks: int
+
+    @property
+    def words(self) -> str:
+        if self.equal == self.blocks:
+            return f"all {self.blocks} sampled blocks are equal"
+        return (
+            f"{self.equal} of {self.blocks} sampled blocks are equal, nearness {self.nearness:.2f}"
+        )
+
+
+def nearest(
+    catalog: Catalog, checkpoint: Checkpoint, *, limits: SearchLimits = DEFAULT_LIMITS
+) -> Nearest:
+    """The stored snapshot that is the checkpoint's base, as far as can be told.
+
+    Raises what reading the checkpoint raises.  A candidate whose own bytes cannot be read is
+    passed over: no add fails for a base that nobody asked for.
+    """
+    return _Search(catalog, checkpoint, limits).run()
+
+
+def bases_first(checkpoints: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """Paths and their names-to-be, each after those that it declares as its base; else as given.
+
+    A checkpoint that cannot be read keeps its place: adding it will say what is wrong.
+    """
+    called = [{_last(given_name(path)), _last(name)} for path, name in checkpoints]
+    wanted = [{_last(each.name) for each in _declared_at(path)} for path, _ in checkpoints]
+    ordered: list[int] = []
+    waiting = set(range(len(checkpoints)))
+    while waiting:
+        # Of those that declare each other in a ring the first goes first.
+        ready = (
+            at
+            for at in sorted(waiting)
+            if not any(wanted[at] & called[other] for other in waiting - {at})
+        )
+        taken = next(ready, min(waiting))
+        waiting.remove(taken)
+        ordered.append(taken)
+    return [checkpoints[at] for at in ordered]
+
+
+def _declared_at(path: Path) -> tuple[Declared, ...]:
+    with suppress(MstoreError):
+        directory = hub_snapshot(path)
+
+        def read(name: str, length: int) -> bytes | None:
+            with suppress(MstoreError):
+                return _read(directory / name, 0, length)
+            return None
+
+        return declared_bases(read)
+    return ()
+
+
+class _Search:
+    """One search: the checkpoint's tensors, its sampled blocks, and the candidates."""
+
+    def __init__(self, catalog: Catalog, checkpoint: Checkpoint, limits: SearchLimits) -> None:
+        self._catalog = catalog
+        self._limits = limits
+        self._files = {file.path: file.absolute for file in checkpoint.files}
+        self._slots = _slots(checkpoint)
+        self._sizes = {name: slot.nbytes for name, (_, _, slot) in self._slots.items()}
+        self._declared = declared_bases(self._read_own)
+        found = _candidates(catalog, self._declared, limits.manifests)
+        self._candidates = {each.id: each for each in found}
+        self._sample: list[_Sampled] | None = None
+
+    def run(self) -> Nearest:
+        if not self._candidates:
+            return Nearest(None, "the store holds no other model")
+        named = self._named()
+        fitting = self._fitting(self._candidates[id] for id in named)
+        found = self._choose(fitting, called=named)
+        if found is not None:
+            score, chosen = found
+            word = named[score.candidate.id]
+            return self._told(score, chosen, f"{word.source} names {quoted(word.name)}")
+        fitting = self._fitting(self._candidates.values())
+        if not fitting:
+            return Nearest(None, "no other model in the store has these tensors")
+        found = self._choose(fitting)
+        if found is not None:
+            return self._told(*found, "it has the same tensors")
+        return Nearest(
+            None, "models with these tensors are in the store, but none with values near these"
+        )
+
+    def _told(self, best: _Score, chosen: _Score, why: str) -> Nearest:
+        if chosen.candidate is not best.candidate:
+            why = f"it is the base of {best.candidate.name}, which is as near ({why})"
+        return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
+
+    # -- who may be it -----------------------------------------------------------------------
+
+    def _named(self) -> dict[SnapshotId, Declared]:
+        """The candidates that a declared name stands for, each with that."""
+        found: dict[SnapshotId, Declared] = {}
+        for number, candidate in enumerate(self._candidates.values()):
+            says = () if number >= self._limits.manifests else self._says(candidate)
+            for each in self._declared:
+                if _is_called(candidate, each.name) or each.name in says:
+                    found.setdefault(candidate.id, each)
+        return found
+
+    def _says(self, candidate: _Candidate) -> set[str]:
+        """The names that a candidate declares itself."""
+        if not self._declared:
+            return set()
+        with suppress(NotFound, Corrupt, StorageFailed):
+            manifest = self._catalog.manifest(candidate.record.manifest_id())
+            return {
+                each.name
+                for each in declared_bases(
+                    lambda path, length: _read_stored(self._catalog, manifest, path, length)
+                )
+            }
+        return set()
+
+    def _fitting(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
+        """Those whose tensors have the same names and sizes, as many as are compared."""
+        fitting: list[_Candidate] = []
+        for number, candidate in enumerate(candidates):
+            if number == self._limits.manifests or len(fitting) == self._limits.candidates:
+                break
+            with suppress(NotFound, Corrupt, StorageFailed):
+                manifest = self._catalog.manifest(candidate.record.manifest_id())
+                if _tensor_sizes(manifest) == self._sizes:
+                    fitting.append(candidate)
+        return fitting
+
+    # -- which is nearest --------------------------------------------------------------------
+
+    def _choose(
+        self, candidates: list[_Candidate], called: Mapping[SnapshotId, Declared] = _NOTHING_CALLED
+    ) -> tuple[_Score, _Score] | None:
+        """The nearest that is near enough, and the member of its family to take."""
+        scores = [score for each in candidates if (score := self._score(each)) is not None]
+        # Stable: among equally near ones the order of the candidates decides.
+        for best in sorted(scores, key=lambda score: -score.nearness):
+            if best.nearness < NEAR_ENOUGH:
+                break
+            if self._has_same_tensors(best.candidate):
+                word = called.get(best.candidate.id)
+                is_meant = word is not None and word.is_base and best.equal < best.blocks
+                return best, best if is_meant else self._root_or(best)
+        return None
+
+    def _root_or(self, best: _Score) -> _Score:
+        root = self._candidates.get(best.candidate.root)
+        if root is None or root is best.candidate or not self._fitting([root]):
+            return best
+        score = self._score(root)
+        if score is None or score.nearness < NEAR_ENOUGH or not self._has_same_tensors(root):
+            return best
+        # A copy's base is the base of what it is a copy of.
+        is_copy = best.equal == best.blocks
+        return score if is_copy or score.nearness >= ROOT_SHARE * best.nearness else best
+
+    def _score(self, candidate: _Candidate) -> _Score | None:
+        """None where a sampled tensor is of another kind, or the candidate cannot be read."""
+        sample = self._blocks()
+        if not sample:
+            return None
+        try:
+            tensors = self._tensors(candidate)
+            same = 0
+            unequal: list[tuple[_Sampled, BlockId]] = []
+            for each in sample:
+                tensor = self._catalog.tensor(tensors[each.tensor])
+                if (tensor.dtype, tensor.shape) != (each.dtype, each.shape):
+                    return None
+                other = tensor.block(each.number)
+                if other == each.id:
+                    same += len(each.data)
+                else:
+                    unequal.append((each, other))
+            near = self._mean_closeness(unequal)
+        except (NotFound, Corrupt, StorageFailed):
+            return None
+        total = sum(len(each.data) for each in sample)
+        nearness = (same + near * (total - same)) / total
+        return _Score(candidate, nearness, len(sample) - len(unequal), len(sample))
+
+    def _mean_closeness(self, pairs: list[tuple[_Sampled, BlockId]]) -> float:
+        """Over the first few of the blocks that differ, by length."""
+        read = pairs[: self._limits.unequal]
+        if not read:
+            return 0.0
+        summed = sum(
+            closeness(each.data, self._catalog.read_block(other), each.dtype) * len(each.data)
+            for each, other in read
+        )
+        return summed / sum(len(each.data) for each, _ in read)
+
+    def _has_same_tensors(self, candidate: _Candidate) -> bool:
+        """Whether every tensor has the dtype and shape it has in the checkpoint."""
+        try:
+            tensors = self._tensors(candidate)
+            records = self._catalog.tensors(list(tensors.values()))
+        except (NotFound, Corrupt, StorageFailed):
+            return False
+        return all(
+            (record.dtype, record.shape) == (slot.dtype, slot.shape)
+            for record, (_, _, slot) in zip(
+                records, (self._slots[name] for name in tensors), strict=True
+            )
+        )
+
+    def _tensors(self, candidate: _Candidate) -> dict[str, TensorId]:
+        return self._catalog.manifest(candidate.record.manifest_id()).tensors()
+
+    # -- the checkpoint's side ---------------------------------------------------------------
+
+    def _read_own(self, path: str, length: int) -> bytes | None:
+        absolute = self._files.get(path)
+        return None if absolute is None else _read(absolute, 0, length)
+
+    def _blocks(self) -> list[_Sampled]:
+        if self._sample is None:
+            self._sample = list(self._sampled())
+        return self._sample
+
+    def _sampled(self) -> Iterator[_Sampled]:
+        """One block out of each of equal runs of all blocks, those of one value passed over.
+
+        Only of floating tensors where there are any: models that share nothing else have the same
+        masks and position ids.
+        """
+        block_size = self._catalog.block_size
+        floating = [name for name, (_, _, slot) in self._slots.items() if _is_floating(slot)]
+        names = sorted(floating or self._slots)
+        ends = list(accumulate(block_count(self._sizes[name], block_size) for name in names))
+        total = ends[-1] if ends else 0
+        runs = min(total, self._limits.blocks, max(4, self._limits.block_bytes // block_size))
+        for run in range(runs):
+            first, end = run * total // runs, (run + 1) * total // runs
+            start = _drawn(run, total) % (end - first)
+            for step in range(min(_TRIES, end - first)):
+                place = first + (start + step) % (end - first)
+                sampled = self._block(names, ends, place)
+                if sampled is not None:
+                    yield sampled
+                    break
+
+    def _block(self, names: list[str], ends: list[int], place: int) -> _Sampled | None:
+        """Block number `place` of all; None where all its elements are one."""
+        at = bisect_right(ends, place)
+        number = place - (ends[at - 1] if at else 0)
+        path, start, slot = self._slots[names[at]]
+        block_size = self._catalog.block_size
+        offset = number * block_size
+        length = min(block_size, slot.nbytes - offset)
+        data = _read(path, start + slot.begin + offset, length)
+        if len(data) != length or _is_constant(data, slot.dtype):
+            # A file cut short meanwhile is noticed by the add itself.
+            return None
+        return _Sampled(slot.name, slot.dtype, slot.shape, number, data, BlockId.of(data))
+
+
+def closeness(data: Buffer, other: Buffer, dtype: str) -> float:
+    """How close the elements of two blocks of one dtype are, from 0 to 1.
+
+    Of a float: the share of the leading seven bits of the fraction (or of all there are) in which
+    the two agree as numbers in order; 0 across signs, and from a factor of two on.  Of anything
+    else: the share of equal elements.
+    """
+    import numpy as np
+
+    if len(data) != len(other):
+        return 0.0
+    kind = DTYPES[dtype]
+    width = kind.bits // 8 if kind.bits in (8, 16, 32, 64) else 1
+    words = np.dtype(f"<u{width}")
+    step = max(1, len(data) // width // _ELEMENTS_COMPARED)
+    a, b = (np.frombuffer(each, words)[::step] for each in (data, other))
+    fraction = _FRACTION_BITS.get(dtype)
+    if fraction is None:
+        return float(np.mean(a == b))
+    _, length = np.frexp(np.abs(_ordered(a) - _ordered(b)))
+    compared = min(fraction, _BITS_COMPARED)
+    return float(np.mean(np.clip((fraction - length) / compared, 0, 1)))
+
+
+def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
+    """Numbers in the order of the floats with these bits, one apart where the floats are next."""
+    import numpy as np
+
+    sign = words.dtype.type(1 << (8 * words.dtype.itemsize - 1))
+    size = (words & ~sign).astype(np.float64)
+    return np.where(words & sign, -size, size)
+
+
+# -- of a checkpoint and of stored snapshots ----------------------------------------------------
+
+
+def _slots(checkpoint: Checkpoint) -> dict[str, tuple[Path, int, TensorSlot]]:
+    """Each tensor by name: file, offset of that file's data, slot.  The first of a name counts."""
+    found: dict[str, tuple[Path, int, TensorSlot]] = {}
+    for file in checkpoint.files:
+        if file.header is not None:
+            for slot in file.header.tensors:
+                found.setdefault(slot.name, (file.absolute, file.header.data_start, slot))
+    return found
+
+
+def _tensor_sizes(manifest: Manifest) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for file in manifest.files:
+        for part in file.tensors():
+            assert part.name is not None
+            found.setdefault(part.name, part.nbytes)
+    return found
+
+
+def _is_floating(slot: TensorSlot) -> bool:
+    return DTYPES[slot.dtype].floating
+
+
+def _is_constant(data: bytes, dtype: str) -> bool:
+    width = max(1, DTYPES[dtype].bits // 8)
+    return data[width:] == data[:-width]
+
+
+def _drawn(run: int, total: int) -> int:
+    return int.from_bytes(blake3(b"%d of %d" % (run, total)).digest(8))
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    with open_regular(path) as (descriptor, _):
+        return read_range(descriptor, offset, length)
+
+
+def _read_stored(catalog: Catalog, manifest: Manifest, path: str, length: int) -> bytes | None:
+    """At most `length` first bytes of a stored opaque file."""
+    file = manifest.file(path)
+    if file is None or len(file.parts) != 1:
+        return None
+    data = b""
+    for block in catalog.tensor(file.parts[0].tensor_id()).block_ids():
+        data += catalog.read_block(block)
+        if len(data) >= length:
+            break
+    return data[:length]
+
+
+def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> list[_Candidate]:
+    """The newest snapshots that refs name, those that are declared, and every base of one.
+
+    Roots of families first, then those without a base, then the others; newest first, ties by id.
+    """
+    names: dict[SnapshotId, list[str]] = {}
+    for name, ref in catalog.refs().items():
+        names.setdefault(ref.snapshot_id(), []).append(name)
+    records: dict[SnapshotId, SnapshotRecord] = {}
+    bases: dict[SnapshotId, SnapshotId] = {}
+    called = {_last(each.name) for each in declared}
+    pending = [id for id, refs in names.items() if called & {_last(ref) for ref in refs}]
+    pending += _newest(catalog, names, most)
+    while pending:
+        id = pending.pop()
+        if id in records:
+            continue
+        with suppress(NotFound, Corrupt, StorageFailed):
+            record = records[id] = catalog.snapshot(id)
+            base = next((p.snapshot_id() for p in record.parents if p.role == BASE), None)
+            if base is not None:
+                bases[id] = base
+                pending.append(base)
+    lost = _pruned(catalog) - names.keys()
+    is_base = set(bases.values())
+    found = [
+        _Candidate(
+            id,
+            record,
+            names[id][0] if id in names else id.short,
+            tuple(names.get(id, ())),
+            _root(id, bases),
+        )
+        for id, record in records.items()
+        if not record.is_virtual and id not in lost
+    ]
+    return sorted(
+        found,
+        key=lambda each: (each.id in bases, each.id not in is_base, -each.record.time_ns, each.id),
+    )
+
+
+def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[SnapshotId]:
+    """At most so many of these snapshots, by their rows of the index alone."""
+    index = catalog.index
+    with index.env.read() as transaction:
+        rows = {id: transaction.get(id, db=index.db("snapshots")) for id in ids}
+    # A row ends with the time, big-endian.
+    times = {id: bytes(row[-8:]) for id, row in rows.items() if row is not None}
+    return sorted(times, key=lambda id: (times[id], id), reverse=True)[:most]
+
+
+def _last(name: str) -> str:
+    """The last part of a model's or a ref's name, for comparing."""
+    return name.strip("/").casefold().rpartition("/")[2]
+
+
+def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
+    while id in bases:
+        id = bases[id]
+    return id
+
+
+def _pruned(catalog: Catalog) -> set[SnapshotId]:
+    index = catalog.index
+    with index.env.read() as transaction, transaction.cursor(db=index.db("pruned")) as cursor:
+        return {SnapshotId(key) for key, _ in cursor}
+
+
+def _is_called(candidate: _Candidate, name: str) -> bool:
+    """Whether a declared name is the candidate's id, its ref, or the last part of its ref."""
+    if len(name) >= _MIN_ID_DIGITS and str(candidate.id).startswith(name.casefold()):
+        return True
+    return any(_last(ref) == _last(name) for ref in candidate.names)

@@ -1,0 +1,63 @@
+"""What a record may hold: the numbers beyond which it is refused, all in one place.
+
+Records may come from strangers.  A decoded record takes time and memory linear in its bytes (at
+most about 25 bytes of memory a byte), so bounding the bytes bounds the cost; the counts bound
+what is done with a record afterwards.  docs/security.md has the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mstore.blocks.packs import Kind
+
+MIB = 1 << 20
+MAX_COUNT = (1 << 63) - 1
+"""The largest length, offset, dimension or time in any record: what an off_t can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLimits:
+    """A caller who trusts a record raises them; counts are of items, the rest is in bytes.
+
+    `tensors` are those that a manifest, plan or coverage names; `name_bytes` is for the names of
+    tensors, methods, parameters and patterns; `text_bytes` for messages, notes and reasons.
+    """
+
+    tensor_record_bytes: int = 512 * MIB
+    record_bytes: int = 256 * MIB
+    small_record_bytes: int = 4 * MIB
+    files: int = 100_000
+    tensors: int = 1_000_000
+    rank: int = 64
+    parents: int = 4096
+    experts: int = 4096
+    parameters: int = 256
+    patterns: int = 10_000
+    notes: int = 10_000
+    name_bytes: int = 4096
+    text_bytes: int = MIB
+
+    def bytes_of(self, kind: Kind) -> int:
+        """The most bytes that a record of this kind may take."""
+        if kind == Kind.TENSOR:
+            return self.tensor_record_bytes
+        if kind in (Kind.MANIFEST, Kind.PLAN, Kind.COVERAGE):
+            return self.record_bytes
+        return self.small_record_bytes
+
+
+DEFAULT_LIMITS = RecordLimits()
+
+
+def too_many(what: str, count: int, limit: int) -> str | None:
+    """The complaint about a count, or None."""
+    return f"{count} {what}; the limit is {limit}" if count > limit else None
+
+
+def too_long(what: str, text: str, limit: int) -> str | None:
+    """The complaint about a text of more than `limit` bytes of UTF-8, or None."""
+    # A character is at most four bytes: nearly every name is short without being encoded.
+    if 4 * len(text) > limit and len(text.encode()) > limit:
+        return f"{what} of more than {limit} bytes"
+    return None

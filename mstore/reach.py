@@ -1,0 +1,462 @@
+"""Reachability: from names to snapshots, records and blocks.
+
+    roots      refs, reflog moves of the last days, pins of live processes
+    snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
+    pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
+    virtual    keeps the contents of its plan's base and experts as well
+    delta      keeps its base
+    plan       lives as long as the contents of all its inputs do, and keeps nothing alive
+    signature  lives with its snapshot
+
+An `Inventory` is all rows of an index at one moment, as arrays: about 67 bytes a block.  `Reach`
+marks what of it is reached, and only ever marks more; every record is read and decoded once, past
+the catalog's cache.  Takes time linear in what is reached.  Used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE, Kind, PackGone
+from mstore.errors import Corrupt, MstoreError
+from mstore.ids import ID_BYTES, BlockId, ManifestId, PackId, PlanId, SnapshotId, TensorId
+from mstore.objects.canonical import Record, decode
+from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.objects.virtual import VirtualTensor
+from mstore.store import contents, leases, refs
+from mstore.store.catalog import Catalog
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+NS_A_DAY = 86_400 * 10**9
+HEAD = np.dtype(
+    [
+        ("pack", ">u4"),
+        ("offset", ">u8"),
+        ("stored", ">u4"),
+        ("plain", ">u4"),
+        ("codec", "u1"),
+        ("width", "u1"),
+    ]
+)
+_BATCH = 1 << 16
+_NO_BASE, _LOST_BASE = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """What keeps snapshots: `refs` must be there, `loose` (reflog, pins) may be gone already."""
+
+    refs: frozenset[SnapshotId]
+    loose: frozenset[SnapshotId]
+    pruned: frozenset[SnapshotId]
+
+    @classmethod
+    def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> Roots:
+        """As they are now; of reflogs, the moves that are not older than `since_ns`.
+
+        `since_ns` is what people want of a history.  That nothing in use is taken follows from
+        locks alone.
+        """
+        index = catalog.index
+        named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
+        loose = leases.pins(catalog.layout)
+        for _, move in refs.walk_reflogs(index, transaction):
+            if move.time_ns >= since_ns:
+                loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
+        return cls(
+            frozenset(named),
+            frozenset(loose - named),
+            frozenset(contents.pruned(index, transaction)),
+        )
+
+
+class Table:
+    """The rows of one kind in id order; a row's number is its place there."""
+
+    def __init__(self, keys: bytearray, heads: bytearray) -> None:
+        self.ids = np.frombuffer(keys, ">u8").reshape(-1, ID_BYTES // 8)
+        self.heads = np.frombuffer(heads, HEAD)
+        self._keys = memoryview(keys)
+        self._heads = memoryview(heads)
+        self._first = self.ids[:, 0].astype(np.uint64)
+        self.base = np.empty(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def id(self, number: int) -> bytes:
+        """The id of a row."""
+        return bytes(self._keys[number * ID_BYTES : (number + 1) * ID_BYTES])
+
+    def row(self, number: int) -> bytes | None:
+        """The row as it is in the index; None for a delta whose base is not stored."""
+        head = bytes(self._heads[number * HEAD.itemsize : (number + 1) * HEAD.itemsize])
+        base = int(self.base[number]) if len(self.base) else _NO_BASE
+        if base == _LOST_BASE:
+            return None
+        return head if base == _NO_BASE else head + self.id(base)
+
+    def find(self, ids: bytes) -> Numbers:
+        """The numbers of rows by their ids, one after the other; -1 for one that is not there."""
+        wanted = np.frombuffer(ids, ">u8").reshape(-1, ID_BYTES // 8)
+        first = wanted[:, 0].astype(np.uint64)
+        # In order, each search finds in the processor's cache what the one before it looked at.
+        order = np.argsort(first)
+        found = np.empty(len(first), np.int64)
+        found[order] = np.searchsorted(self._first, first[order])
+        result = np.full(len(wanted), -1, np.int64)
+        open_ = np.flatnonzero(found < len(self))
+        # Ids that begin with the same eight bytes are neighbours: step on among them.
+        while len(open_):
+            open_ = open_[self._first[found[open_]] == first[open_]]
+            same = (self.ids[found[open_]] == wanted[open_]).all(axis=1)
+            result[open_[same]] = found[open_[same]]
+            open_ = open_[~same]
+            found[open_] += 1
+            open_ = open_[found[open_] < len(self)]
+        return result
+
+    def resolve_bases(self, numbers: list[int], bases: bytes) -> None:
+        """Say what the bases of these rows are."""
+        self.base = np.full(len(self), _NO_BASE, np.int32)
+        for start in range(0, len(numbers), _BATCH):
+            some = numbers[start : start + _BATCH]
+            found = self.find(bases[start * ID_BYTES : (start + len(some)) * ID_BYTES])
+            self.base[some] = np.where(found < 0, _LOST_BASE, found)
+
+
+class Inventory:
+    """All rows of an index at one moment: blocks, records by kind, and packs by number."""
+
+    def __init__(self, catalog: Catalog, transaction: Any) -> None:
+        index = catalog.index
+        self.packs: dict[int, tuple[PackId, int]] = {}
+        with transaction.cursor(db=index.db("packs")) as cursor:
+            for key, value in cursor:
+                number = int.from_bytes(key, "big")
+                self.packs[number] = PackId(value[:32]), int.from_bytes(value[32:40], "big")
+        self.snapshots = snapshot_ids(catalog, transaction)
+        self.tables = _record_tables(catalog, transaction)
+        self.tables[Kind.BLOCK] = _block_table(catalog, transaction)
+
+    @classmethod
+    def read(cls, catalog: Catalog) -> Inventory:
+        """As the index is now."""
+        with catalog.index.env.read() as transaction:
+            return cls(catalog, transaction)
+
+    @property
+    def blocks(self) -> Table:
+        """The rows of blocks."""
+        return self.tables[Kind.BLOCK]
+
+    def location(self, table: Table, number: int) -> Location:
+        """Where a row says that its payload lies.  Raises Corrupt for an unknown pack."""
+        head = table.heads[number]
+        pack = self.packs.get(int(head["pack"]))
+        if pack is None:
+            raise Corrupt(f"the index names an unknown pack {head['pack']}", hint="mstore fsck")
+        base = int(table.base[number]) if len(table.base) else _NO_BASE
+        return Location(
+            pack[0],
+            int(head["offset"]),
+            int(head["stored"]),
+            int(head["plain"]),
+            int(head["codec"]),
+            int(head["width"]),
+            NO_BASE if base < 0 else table.id(base),
+        )
+
+
+def snapshot_ids(catalog: Catalog, transaction: Any) -> set[SnapshotId]:
+    """Every snapshot that the index lists."""
+    with transaction.cursor(db=catalog.index.db("snapshots")) as cursor:
+        return {SnapshotId(key) for key, _ in cursor}
+
+
+def _block_table(catalog: Catalog, transaction: Any) -> Table:
+    keys, heads, bases = bytearray(), bytearray(), bytearray()
+    deltas: list[int] = []
+    size = HEAD.itemsize
+    with transaction.cursor(db=catalog.index.db("blocks")) as cursor:
+        rows = iter(cursor)
+        while batch := list(islice(rows, _BATCH)):
+            start = len(keys) // ID_BYTES
+            keys += b"".join([key for key, _ in batch])
+            heads += b"".join([row[:size] for _, row in batch])
+            for number, (_, row) in enumerate(batch, start):
+                if len(row) > size:
+                    deltas.append(number)
+                    bases += row[size:]
+    table = Table(keys, heads)
+    table.resolve_bases(deltas, bytes(bases))
+    return table
+
+
+def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:
+    keys = {kind: bytearray() for kind in Kind}
+    heads = {kind: bytearray() for kind in Kind}
+    with transaction.cursor(db=catalog.index.db("records")) as cursor:
+        for key, row in cursor:
+            keys[Kind(key[0])] += key[1:]
+            heads[Kind(key[0])] += row[: HEAD.itemsize]
+    return {kind: Table(keys[kind], heads[kind]) for kind in Kind}
+
+
+class Reach:
+    """What is reached in an inventory.
+
+    live: by kind, a flag for each row.  missing: blocks that are needed and not stored (what was
+    damaged and dropped; nothing is lost by going on without them).  snapshots: all that were
+    reached, pruned or not.
+    """
+
+    def __init__(self, catalog: Catalog, inventory: Inventory) -> None:
+        self._catalog = catalog
+        self.inventory = inventory
+        self.live: dict[Kind, Flags] = {
+            kind: np.zeros(len(table), np.bool_) for kind, table in inventory.tables.items()
+        }
+        self.snapshots: set[SnapshotId] = set()
+        self.missing = 0
+        self._whole: set[SnapshotId] = set()
+        self._contents: set[ManifestId] = set()
+        self._manifests: list[ManifestId] = []
+        self._blocks: list[bytes] = []
+        self._blocks_waiting = 0
+        # Rows that came after the inventory: nothing of them is for anyone to drop.
+        self._later: Any = None
+
+    def of(self, snapshots: Iterable[SnapshotId]) -> Flags:
+        """The blocks of just these snapshots' contents, with the bases of deltas: a flag a row."""
+        alone = Reach(self._catalog, self.inventory)
+        for id in snapshots:
+            alone._keep_contents(alone._snapshot(id))
+        alone._finish()
+        return alone.live[Kind.BLOCK]
+
+    def grow(self, roots: Roots, later: Any = None) -> None:
+        """Mark all that these roots keep.
+
+        later: an open index transaction, newer than the inventory, in which the roots were read.
+        Raises Corrupt where a record is missing or damaged: then nobody can say what is needed.
+        """
+        self._later = later
+        try:
+            known = {id for id in roots.loose if self._has_snapshot(id)}
+            for id in roots.refs | known:
+                # What a reflog names may have been collected when it was kept for fewer days.
+                named = id in roots.refs or id not in roots.pruned or self._has_contents(id)
+                self._keep_snapshot(id, named=named, pruned=roots.pruned)
+            self._finish()
+            self._keep_plans()
+        finally:
+            self._later = None
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    def _has_snapshot(self, id: SnapshotId) -> bool:
+        if id in self.inventory.snapshots:
+            return True
+        db = self._catalog.index.db("snapshots")
+        return self._later is not None and self._later.get(id, db=db) is not None
+
+    def _has_contents(self, id: SnapshotId) -> bool:
+        manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
+        return all(
+            self.inventory.tables[Kind.TENSOR].find(part.tensor)[0] >= 0
+            or self.inventory.tables[Kind.VIRTUAL].find(part.tensor)[0] >= 0
+            or self._found_later(Kind.TENSOR, part.tensor) is not None
+            or self._found_later(Kind.VIRTUAL, part.tensor) is not None
+            for file in manifest.files
+            for part in file.parts
+        )
+
+    def _keep_snapshot(self, id: SnapshotId, *, named: bool, pruned: frozenset[SnapshotId]) -> None:
+        waiting = [(id, named)]
+        while waiting:
+            id, named = waiting.pop()
+            wanted = named or id not in pruned
+            if id in self.snapshots and (id in self._whole or not wanted):
+                continue
+            record = self._snapshot(id)
+            if id not in self.snapshots:
+                self.snapshots.add(id)
+                waiting += [(parent.snapshot_id(), False) for parent in record.parents]
+            if wanted:
+                self._whole.add(id)
+                self._keep_contents(record)
+
+    def _snapshot(self, id: SnapshotId) -> SnapshotRecord:
+        """A snapshot's record; it, its manifest, plan, coverage and signatures are marked."""
+        record: SnapshotRecord = self._load(SnapshotRecord, id)
+        self._mark(Kind.MANIFEST, record.manifest)
+        if record.plan is not None:
+            self._mark(Kind.PLAN, record.plan)
+        if record.coverage is not None:
+            self._mark(Kind.COVERAGE, record.coverage)
+        index = self._catalog.index
+        if self._later is not None:
+            self._mark_signatures(self._later, id)
+        else:
+            with index.env.read() as transaction:
+                self._mark_signatures(transaction, id)
+        return record
+
+    def _mark_signatures(self, transaction: Any, id: SnapshotId) -> None:
+        with transaction.cursor(db=self._catalog.index.db("signatures")) as cursor:
+            more = cursor.set_range(bytes(id))
+            while more and cursor.key().startswith(id):
+                self._mark(Kind.SIGNATURE, cursor.key()[len(id) :])
+                more = cursor.next()
+
+    def _keep_contents(self, record: SnapshotRecord) -> None:
+        self._manifests.append(record.manifest_id())
+        if record.is_virtual:
+            self._keep_inputs(PlanId(record.plan or b""))
+
+    def _keep_inputs(self, id: PlanId) -> None:
+        plan = self._load(Plan, id)
+        for manifest in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
+            self._mark(Kind.MANIFEST, manifest)
+            self._manifests.append(manifest)
+
+    def _keep_plans(self) -> None:
+        """Plans that nobody names live on while they could be run."""
+        table = self.inventory.tables[Kind.PLAN]
+        for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
+            try:
+                plan = self._load(Plan, PlanId(table.id(number)), mark=False)
+            except MstoreError:
+                # Nobody can say what it is; it is small.
+                self.live[Kind.PLAN][number] = True
+                continue
+            inputs = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
+            if all(id in self._contents for id in inputs):
+                self.live[Kind.PLAN][number] = True
+
+    # -- contents ----------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        while self._manifests:
+            id = self._manifests.pop()
+            if id not in self._contents:
+                self._contents.add(id)
+                self._keep_manifest(id)
+        self._flush()
+
+    def _keep_manifest(self, id: ManifestId) -> None:
+        manifest = self._load(Manifest, id)
+        parts = {part.tensor for file in manifest.files for part in file.parts}
+        ids = b"".join(parts)
+        found = self.inventory.tables[Kind.TENSOR].find(ids)
+        new = found[found >= 0]
+        new = new[~self.live[Kind.TENSOR][new]]
+        table = self.inventory.tables[Kind.TENSOR]
+        heads = table.heads[new]
+        # In the order in which they lie, so that a disk reads forward.
+        for number in new[np.lexsort((heads["offset"], heads["pack"]))].tolist():
+            self._keep_tensor(TensorId(table.id(number)))
+        for at in np.flatnonzero(found < 0).tolist():
+            self._keep_stranger(TensorId(ids[at * ID_BYTES : (at + 1) * ID_BYTES]))
+
+    def _keep_tensor(self, id: TensorId) -> None:
+        tensor = self._load(Tensor, id)
+        tensor.check(self._catalog.block_size, f"tensor {id}")
+        self._blocks.append(tensor.blocks)
+        self._blocks_waiting += tensor.block_count()
+        if self._blocks_waiting >= _BATCH:
+            self._flush()
+
+    def _keep_stranger(self, id: TensorId) -> None:
+        """What is no tensor of the inventory: a virtual one, one that came later, or missing."""
+        virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
+        if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:
+            self._keep_tensor(id)
+            return
+        if virtual[0] >= 0 and self.live[Kind.VIRTUAL][virtual[0]]:
+            return
+        record = self._load(VirtualTensor, id)
+        self._mark(Kind.PLAN, record.plan)
+        self._keep_inputs(record.plan_id())
+
+    def _flush(self) -> None:
+        """Mark the blocks that have been gathered, and what they are differences to."""
+        ids, self._blocks, self._blocks_waiting = b"".join(self._blocks), [], 0
+        for start in range(0, len(ids), _BATCH * ID_BYTES):
+            some = ids[start : start + _BATCH * ID_BYTES]
+            found = self.inventory.blocks.find(some)
+            self._mark_blocks(found[found >= 0])
+            for at in np.flatnonzero(found < 0).tolist():
+                self._mark_later(BlockId(some[at * ID_BYTES : (at + 1) * ID_BYTES]))
+
+    def _mark_blocks(self, numbers: Numbers) -> None:
+        live = self.live[Kind.BLOCK]
+        while len(numbers):
+            live[numbers] = True
+            bases = self.inventory.blocks.base[numbers]
+            numbers = bases[bases >= 0].astype(np.int64)
+            numbers = numbers[~live[numbers]]
+
+    def _mark_later(self, block: BlockId) -> None:
+        """A block that came after the inventory may be a difference to one that was there."""
+        location = None
+        if self._later is not None:
+            location = self._catalog.index.block(self._later, block)
+        if location is None:
+            self.missing += 1
+        elif location.base != NO_BASE:
+            found = self.inventory.blocks.find(location.base)
+            self._mark_blocks(found[found >= 0])
+
+    # -- records -----------------------------------------------------------------------------
+
+    def _mark(self, kind: Kind, id: bytes) -> None:
+        number = self.inventory.tables[kind].find(id)[0]
+        if number >= 0:
+            self.live[kind][number] = True
+
+    def _found_later(self, kind: Kind, id: bytes) -> Location | None:
+        if self._later is None:
+            return None
+        row = self._later.get(bytes([kind]) + id, db=self._catalog.index.db("records"))
+        return None if row is None else self._catalog.index.location(self._later, row)
+
+    def _load(self, kind: type[Any], id: bytes, *, mark: bool = True) -> Any:
+        """A record, checked and past the cache.  Raises Corrupt where it is not stored."""
+        record_type: type[Record] = kind
+        table = self.inventory.tables[record_type.kind]
+        number = int(table.find(id)[0])
+        name = record_type.id_type(id)
+        if number >= 0:
+            if mark:
+                self.live[record_type.kind][number] = True
+            location: Location | None = self.inventory.location(table, number)
+        else:
+            location = self._found_later(record_type.kind, id)
+        if location is None:
+            raise Corrupt(
+                f"this {record_type.kind.name.lower()} is needed and is not stored",
+                where=str(name),
+                hint="mstore fsck --repair; while it is missing nobody can say what it needs",
+            )
+        try:
+            data = self._catalog.record_bytes(name, location)
+        except PackGone:
+            with self._catalog.index.env.read() as transaction:
+                location = self._catalog.index.record(transaction, record_type.kind, name)
+            if location is None:
+                raise
+            data = self._catalog.record_bytes(name, location)
+        return decode(record_type, data, str(name))

@@ -1,0 +1,404 @@
+"""Signatures: who vouches for a snapshot, made with ed25519 keys and checked against trusted ones.
+
+    signatures   SnapshotId + SignatureId   -> empty
+
+Owns reading of keys and of trusted signers, making and checking signatures, and their rows in the
+index.  Whom to trust is the caller's to say: nothing in a store makes a key trusted.  Signatures
+need the library `cryptography` (extra `sign`), which is imported when the first one is made or
+checked; a store without signatures never needs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mstore.blocks.packs import Kind
+from mstore.checkpoint.paths import CONTROL, quoted
+from mstore.checkpoint.reading import open_regular, read_range
+from mstore.errors import BadRequest, Conflict, Corrupt, Unavailable
+from mstore.ids import BlockId, ManifestId, SignatureId, SnapshotId
+from mstore.objects.coverage import Coverage
+from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.plan import Plan
+from mstore.objects.signature import (
+    ED25519,
+    KEY_BYTES,
+    NAMESPACE,
+    Signature,
+    signed_message,
+    ssh_string,
+)
+from mstore.objects.tensor import Tensor
+from mstore.reports import (
+    BAD_SIGNATURE,
+    GOOD_SIGNATURE,
+    UNCHECKED,
+    UNKNOWN_KEY,
+    Progress,
+    SignatureReport,
+)
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.transaction import Transaction
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+MAX_KEY_BYTES = 1 << 16
+MAX_SIGNERS_BYTES = 1 << 20
+KEY_TYPE = "ssh-ed25519"
+Trusted = Mapping[bytes, str]
+"""Public key -> the name that it is trusted under."""
+
+
+def require_library() -> None:
+    """Raise Unavailable unless signatures can be checked here."""
+    try:
+        import cryptography.exceptions  # noqa: F401 -- only whether it is there
+    except ImportError as error:
+        raise _library_is_missing(error) from error
+
+
+def _library_is_missing(error: ImportError) -> Unavailable:
+    return Unavailable(
+        f"signatures need the library cryptography ({error})", hint="pip install 'mstore[sign]'"
+    )
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """An ed25519 private key.  Its secret never appears in a repr."""
+
+    _key: Ed25519PrivateKey
+
+    def __repr__(self) -> str:
+        return f"SigningKey({fingerprint(self.public_key)})"
+
+    @property
+    def public_key(self) -> bytes:
+        """32 bytes (RFC 8032)."""
+        return self._key.public_key().public_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes; the same each time."""
+        return self._key.sign(message)
+
+
+def load_key(path: Path, passphrase: Callable[[], str] | None = None) -> SigningKey:
+    """The private key in a file that `ssh-keygen -t ed25519` or `openssl genpkey` wrote.
+
+    `passphrase` is called once, and only where the key is encrypted.  Raises BadRequest for what
+    is no such key, a passphrase that is wrong or missing; NotFound, StorageFailed, Unavailable.
+    """
+    with open_regular(path) as (descriptor, status):
+        if status.st_size > MAX_KEY_BYTES:
+            raise BadRequest("too long for a private key", where=str(path))
+        data = read_range(descriptor, 0, status.st_size)
+    return _parse_key(data, str(path), passphrase)
+
+
+def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) -> SigningKey:
+    try:
+        from cryptography.exceptions import InternalError, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    except ImportError as error:
+        raise _library_is_missing(error) from error
+    is_ssh = b"BEGIN OPENSSH PRIVATE KEY" in data
+    load: Callable[[bytes, bytes | None], object] = (
+        serialization.load_ssh_private_key if is_ssh else serialization.load_pem_private_key
+    )
+    try:
+        try:
+            key = load(data, None)
+        except TypeError:
+            # That is how both say that the key is encrypted.
+            if passphrase is None:
+                raise BadRequest(
+                    "the key is encrypted and there is no passphrase",
+                    where=where,
+                    hint="mstore sign REF --key FILE --passphrase-file FILE",
+                ) from None
+            key = load(data, passphrase().encode())
+    except UnsupportedAlgorithm as error:
+        raise BadRequest(f"this key cannot be read here: {error}", where=where) from error
+    except (ValueError, InternalError) as error:
+        raise BadRequest(
+            "not a private key, or the passphrase is wrong",
+            where=where,
+            hint="ssh-keygen -t ed25519 -f FILE makes one",
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BadRequest(
+            "not an ed25519 key", where=where, hint="ssh-keygen -t ed25519 -f FILE makes one"
+        )
+    return SigningKey(key)
+
+
+def fingerprint(public_key: bytes) -> str:
+    """The key's fingerprint as `ssh-keygen -l` prints it."""
+    digest = sha256(_key_blob(public_key)).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+def _key_blob(public_key: bytes) -> bytes:
+    return ssh_string(KEY_TYPE.encode()) + ssh_string(public_key)
+
+
+# -- trusted keys --------------------------------------------------------------------------------
+
+_OPTION = re.compile(r'([a-z-]+)(?:="([^"]*)")?(?:,|$)')
+_LINE = re.compile(r'(?P<who>"[^"]*"|[^\s"]+)\s+(?P<rest>\S.*)')
+_KEY = re.compile(
+    r'(?:(?P<options>(?:[^\s"]|"[^"]*")+)\s+)??'
+    r"(?P<type>(?:ssh|sk-ssh|ecdsa|sk-ecdsa)-[a-z0-9@.-]+)\s+(?P<key>[A-Za-z0-9+/]+=*)(?:\s.*)?"
+)
+
+
+def read_signers(path: Path) -> Trusted:
+    """The trusted keys of a file in the form of OpenSSH's allowed_signers (ssh-keygen(1)).
+
+    Raises BadRequest, NotFound, StorageFailed.
+    """
+    with open_regular(path) as (descriptor, status):
+        if status.st_size > MAX_SIGNERS_BYTES:
+            raise BadRequest("too long for a list of signers", where=str(path))
+        data = read_range(descriptor, 0, status.st_size)
+    return parse_signers(data, str(path))
+
+
+def parse_signers(data: bytes, where: str) -> Trusted:
+    """`principals [options] ssh-ed25519 BASE64 [comment]` a line; `#` begins a comment line.
+
+    A key whose `namespaces` are neither `mstore` nor `*` is not trusted, nor is a certificate
+    authority or a key of another type: such lines are passed over.  What bounds a key in time is
+    refused, because no time in a signature can be believed.  A key keeps the name of its
+    first line.  Raises BadRequest naming the line.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise BadRequest("a list of signers is UTF-8 text", where=where) from None
+    trusted: dict[bytes, str] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        try:
+            found = _signer(stripped)
+        except ValueError as error:
+            raise BadRequest(
+                f"line {number}: {error}",
+                where=where,
+                hint='a line reads: alice@example.org namespaces="mstore" ssh-ed25519 AAAA...',
+            ) from None
+        if found is not None:
+            trusted.setdefault(*found)
+    return trusted
+
+
+def _signer(line: str) -> tuple[bytes, str] | None:
+    """(public key, name) of a line, None where it trusts no key of ours.  Raises ValueError."""
+    head = _LINE.fullmatch(line)
+    found = head and _KEY.fullmatch(head["rest"])
+    if head is None or found is None or CONTROL.search(line.replace("\t", " ")):
+        raise ValueError("not a name, a key type and a key")
+    if not _may_sign(found["options"] or "") or found["type"] != KEY_TYPE:
+        return None
+    try:
+        blob = base64.b64decode(found["key"], validate=True)
+    except binascii.Error:
+        raise ValueError("the key is not base64") from None
+    public_key = blob[-KEY_BYTES:]
+    if blob != _key_blob(public_key):
+        raise ValueError("the key is not an ed25519 key")
+    return public_key, head["who"].strip('"')
+
+
+def _may_sign(options: str) -> bool:
+    trusted = True
+    at = 0
+    while at < len(options):
+        found = _OPTION.match(options, at)
+        if found is None:
+            raise ValueError(f"not an option: {quoted(options[at:])}")
+        at = found.end()
+        name, value = found[1], found[2] or ""
+        if name == "namespaces":
+            trusted &= not {NAMESPACE, "*"}.isdisjoint(value.split(","))
+        elif name == "cert-authority":
+            trusted = False
+        else:
+            raise ValueError(f"mstore does not know the option {quoted(name)}")
+    return trusted
+
+
+# -- signatures ----------------------------------------------------------------------------------
+
+
+def sign(
+    catalog: Catalog, snapshot: SnapshotId, key: SigningKey, *, signer: str | None = None
+) -> SignatureReport:
+    """Sign a snapshot and publish the signature; what this key has signed already stays.
+
+    `signer` is a name for people, and proves nothing.  Raises BadRequest, Conflict, StorageFailed.
+    """
+    record = Signature(
+        snapshot=snapshot,
+        algorithm=ED25519,
+        public_key=key.public_key,
+        signature=key.sign(signed_message(snapshot)),
+        signer=signer,
+        time_ns=now_ns(),
+    )
+    problem = record.problem(DEFAULT_LIMITS)
+    if problem is not None or (signer is not None and (not signer or CONTROL.search(signer))):
+        raise BadRequest(f"cannot sign as {quoted(signer or '')}: {problem or 'not a name'}")
+    for id, known in signatures_of(catalog, snapshot):
+        # A bad one says the same of itself: it does not stand in for the good one.
+        if (known.public_key, known.signature) == (record.public_key, record.signature):
+            return _report(id, known, {})
+    with Transaction(catalog, "sign") as transaction:
+        id = SignatureId(transaction.put_record(record))
+
+        def insert(rows: Any) -> None:
+            if catalog.index.record(rows, Kind.SNAPSHOT, snapshot) is None:
+                raise Conflict(
+                    "the snapshot was collected while this command was running",
+                    where=str(snapshot),
+                    hint="mstore log",
+                )
+            insert_row(catalog, rows, record)
+
+        transaction.commit(also=insert)
+    return _report(id, record, {})
+
+
+def insert_row(catalog: Catalog, transaction: Any, record: Signature) -> None:
+    """Have a stored signature found with its snapshot, in an open index transaction."""
+    transaction.put(record.snapshot + record.id(), b"", db=catalog.index.db("signatures"))
+
+
+def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
+    """The signatures of a snapshot, oldest first by their own account.  Checks none of them."""
+    found = []
+    with (
+        catalog.index.env.read() as transaction,
+        transaction.cursor(db=catalog.index.db("signatures")) as cursor,
+    ):
+        more = cursor.set_range(snapshot)
+        while more and cursor.key().startswith(snapshot):
+            found.append(SignatureId(cursor.key()[len(snapshot) :]))
+            more = cursor.next()
+    records = [(id, catalog.record(Signature, id)) for id in found]
+    return sorted(records, key=lambda one: (one[1].time_ns, one[0]))
+
+
+def states(catalog: Catalog, snapshot: SnapshotId, trusted: Trusted) -> tuple[SignatureReport, ...]:
+    """Every signature of a snapshot, checked if the library for that is there.  Raises Corrupt."""
+    reports = []
+    for id, record in signatures_of(catalog, snapshot):
+        if record.snapshot_id() != snapshot:
+            raise Corrupt(
+                "the index gives it to another snapshot than it signs",
+                where=f"signature {id}",
+                hint="mstore fsck",
+            )
+        reports.append(_report(id, record, trusted))
+    return tuple(reports)
+
+
+def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureReport:
+    signer = trusted.get(record.public_key)
+    try:
+        made_by_key = is_good(record)
+    except Unavailable:
+        state = UNCHECKED
+    else:
+        known = UNKNOWN_KEY if signer is None else GOOD_SIGNATURE
+        state = known if made_by_key else BAD_SIGNATURE
+    return SignatureReport(
+        signature=id,
+        snapshot=record.snapshot_id(),
+        state=state,
+        key=fingerprint(record.public_key),
+        signer=signer,
+        claimed_signer=record.signer,
+        time_ns=record.time_ns,
+    )
+
+
+def is_good(record: Signature) -> bool:
+    """Whether the key in the record made the signature in it.  Raises Unavailable."""
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as error:
+        raise _library_is_missing(error) from error
+    try:
+        key = Ed25519PublicKey.from_public_bytes(record.public_key)
+        key.verify(record.signature, signed_message(record.snapshot_id()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+# -- what a signature stands for -----------------------------------------------------------------
+
+
+def read_everything(
+    catalog: Catalog, snapshot: SnapshotId, progress: Callable[[Progress], None] | None = None
+) -> int:
+    """Read every byte that a SnapshotId names and check it; returns how many of blocks.
+
+    Records are checked against their ids and blocks against theirs, so that what was signed is
+    what is there.  Of a virtual snapshot that is what its bytes are computed from.  Ancestors
+    are named, not read.  Raises Corrupt, NotFound, StorageFailed.
+    """
+    record = catalog.snapshot(snapshot)
+    plan, coverage = record.plan_id(), record.coverage_id()
+    manifests = [record.manifest_id()]
+    if plan is not None:
+        made = catalog.record(Plan, plan)
+        if coverage is None:
+            manifests += [made.base_id(), *(expert.manifest_id() for expert in made.experts)]
+    if coverage is not None:
+        catalog.record(Coverage, coverage)
+    blocks = _blocks(catalog, manifests)
+    total = sum(blocks.values())
+    done = 0
+    for block in _in_pack_order(catalog, blocks):
+        done += len(catalog.read_block(block))
+        if progress is not None:
+            progress(Progress("verify", done, total))
+    return done
+
+
+def _blocks(catalog: Catalog, manifests: Iterable[ManifestId]) -> dict[BlockId, int]:
+    found: dict[BlockId, int] = {}
+    for id in manifests:
+        for file in catalog.manifest(id).files:
+            for part in file.parts:
+                content = catalog.content(part.tensor_id())
+                if content.nbytes != part.nbytes:
+                    raise Corrupt("not as long as its tensor", where=file.path)
+                if isinstance(content, Tensor):
+                    for number, block in enumerate(content.block_ids()):
+                        found[block] = content.block_length(number, catalog.block_size)
+    return found
+
+
+def _in_pack_order(catalog: Catalog, blocks: Iterable[BlockId]) -> Sequence[BlockId]:
+    wanted = list(blocks)
+    places = catalog.locate(wanted)
+    order = sorted(range(len(wanted)), key=lambda n: (places[n].pack, places[n].offset))
+    return [wanted[n] for n in order]

@@ -1,0 +1,105 @@
+"""A store's own settings: the TOML file `config` in it.
+
+    codec = "auto"       which codecs new blocks may take: auto, raw, dense
+    reflog_days = 30     for how many days the reflog keeps what refs pointed at
+
+Owns the keys, what they may be, and the file.  What is not in the file has its default; without a
+file, everything.  A key or value that this version does not know is an error: what somebody set is
+never silently left out.  Settings say how the store is written, never how it is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final, Self
+
+from mstore import fs
+from mstore.blocks.codecs import Policy
+from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore.store.layout import Layout
+
+MAX_BYTES: Final = 1 << 16
+MAX_REFLOG_DAYS: Final = 36_500
+
+Value = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a store is set to."""
+
+    codec: Policy = Policy.AUTO
+    reflog_days: int = 30
+
+    @classmethod
+    def load(cls, layout: Layout) -> Self:
+        """What the store's file says.  Raises Corrupt naming the file, StorageFailed."""
+        path = layout.config
+        try:
+            with fs.translated(path), path.open("rb") as file:
+                text = file.read(MAX_BYTES + 1)
+        except StorageFailed as error:
+            if error.errno == errno.ENOENT:
+                return cls()
+            raise
+        try:
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"longer than {MAX_BYTES} bytes")
+            values = tomllib.loads(text.decode())
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"not a config file: {error}", where=str(path)) from error
+        try:
+            return cls().changed(values)
+        except BadRequest as error:
+            raise Corrupt(error.what, where=str(path), hint=error.hint) from error
+
+    def changed(self, values: Mapping[str, object]) -> Self:
+        """The same with other values of some keys.  Raises BadRequest."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**known | {key: _parsed(key, value) for key, value in values.items()})
+
+    def values(self) -> dict[str, Value]:
+        """Every key, in order, and what it is."""
+        return {"codec": self.codec.value, "reflog_days": self.reflog_days}
+
+    def save(self, layout: Layout) -> None:
+        """Replace the file: at any time it is the old one or the new one, whole."""
+        lines = [
+            f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
+            for key, value in self.values().items()
+        ]
+        fs.replace_text(layout.config, "".join(lines), staging=layout.tmp)
+
+
+KEYS: Final = tuple(field.name for field in fields(Config))
+
+
+def _parsed(key: str, value: object) -> Policy | int:
+    match key, value:
+        case "codec", str() if value in list(Policy):
+            return Policy(value)
+        case "codec", _:
+            raise _refused(key, value, ", ".join(Policy))
+        case "reflog_days", int() if type(value) is int and 0 <= value <= MAX_REFLOG_DAYS:
+            return value
+        case "reflog_days", _:
+            raise _refused(key, value, f"0 to {MAX_REFLOG_DAYS}")
+    raise BadRequest(f"no such setting: {key!r}; there are {', '.join(KEYS)}", hint="mstore config")
+
+
+def _refused(key: str, value: object, allowed: str) -> BadRequest:
+    return BadRequest(
+        f"{key} cannot be {value!r}; it can be {allowed}", hint=f"mstore config {key}"
+    )
+
+
+def typed(key: str, text: str) -> Value:
+    """A value as a person types it.  Raises BadRequest."""
+    if key == "reflog_days":
+        if not text.isascii() or not text.isdigit():
+            raise _refused(key, text, f"0 to {MAX_REFLOG_DAYS}")
+        return int(text[:9])
+    return text

@@ -1,0 +1,88 @@
+"""Whether a snapshot's contents are stored, or were let go.
+
+    pruned    SnapshotId -> time_ns u64
+
+A snapshot that was pruned stays in the lineage: its record, manifest, plan and coverage.  Its
+contents may go with the next garbage collection, and until then they can be read and kept.  A
+tensor record that is stored has all its blocks, so the records tell whether contents are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mstore.blocks.index import Index
+from mstore.blocks.packs import Kind
+from mstore.errors import Conflict, NotFound
+from mstore.ids import SnapshotId
+from mstore.objects.manifest import Manifest
+from mstore.store.catalog import Catalog
+
+
+def pruned(index: Index, transaction: Any) -> set[SnapshotId]:
+    """The snapshots that were pruned."""
+    with transaction.cursor(db=index.db("pruned")) as cursor:
+        return {SnapshotId(key) for key, _ in cursor}
+
+
+def prune(index: Index, transaction: Any, snapshots: Iterable[SnapshotId], time_ns: int) -> None:
+    """Let the contents of these snapshots go."""
+    for id in snapshots:
+        transaction.put(id, time_ns.to_bytes(8, "big"), db=index.db("pruned"), overwrite=False)
+
+
+def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
+    """Raise NotFound if a snapshot's contents were pruned and are gone."""
+    with catalog.index.env.read() as transaction:
+        if not _is_pruned(catalog.index, transaction, id):
+            return
+    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    with catalog.index.env.read() as transaction:
+        if not _is_whole(catalog.index, transaction, manifest):
+            raise _gone(called)
+
+
+def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
+    """A ref is about to name this snapshot: it is not pruned any more.
+
+    Within an open index transaction.  Raises Conflict if it was collected meanwhile, NotFound if
+    its contents were.
+    """
+    index = catalog.index
+    if transaction.get(id, db=index.db("snapshots")) is None:
+        raise Conflict(
+            f"snapshot {id.short} was collected while this command was running",
+            where=name,
+            hint="mstore log",
+        )
+    if _is_pruned(index, transaction, id):
+        manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+        if not _is_whole(index, transaction, manifest):
+            raise _gone(id.short)
+        transaction.delete(id, db=index.db("pruned"))
+
+
+def _is_pruned(index: Index, transaction: Any, id: SnapshotId) -> bool:
+    return transaction.get(id, db=index.db("pruned")) is not None
+
+
+def _is_whole(index: Index, transaction: Any, manifest: Manifest) -> bool:
+    return all(
+        index.record(transaction, Kind.TENSOR, part.tensor_id()) is not None
+        or _has_virtual(index, transaction, part.tensor)
+        for file in manifest.files
+        for part in file.parts
+    )
+
+
+def _has_virtual(index: Index, transaction: Any, id: bytes) -> bool:
+    return transaction.get(bytes([Kind.VIRTUAL]) + id, db=index.db("records")) is not None
+
+
+def _gone(called: str) -> NotFound:
+    return NotFound(
+        "its contents were pruned",
+        where=called,
+        hint="mstore log shows which snapshots have theirs",
+    )

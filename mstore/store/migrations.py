@@ -1,0 +1,123 @@
+"""Migrations: how a store of an older format becomes one of this version.
+
+A table of steps, each from one format version to the next.  A step changes the store's directory
+under the writer lock, with nobody at work, and is *idempotent*: done half and done again, it ends
+in the same place, so that a crash costs nothing but another `mstore migrate`.  The version in the
+`format` file is raised after each step, in one rename, when what the step made is durable: until
+then the store is one of the older version, and programs of that version still read it.
+
+No format was released before version 1, so the table is empty.  What is added to it stays for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstore import fs
+from mstore.errors import Conflict, Incompatible
+from mstore.reports import MigrateReport
+from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, too_new, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From format version `source` to `source + 1`.
+
+    apply: changes the directory through `mstore.fs`; every name and byte that it makes is durable
+    when it returns.
+    """
+
+    source: int
+    what: str
+    apply: Callable[[Path], None]
+
+
+STEPS: tuple[Step, ...] = ()
+
+
+def migrate(
+    root: Path,
+    *,
+    dry_run: bool = False,
+    steps: Sequence[Step] = STEPS,
+    target: int = FORMAT_VERSION,
+) -> MigrateReport:
+    """Bring the store at `root` to format version `target`; says what was, or would be, done.
+
+    Raises NotFound, Corrupt (no format file), Incompatible (a newer format, or one that no step
+    leads from), Conflict while somebody uses the store, StorageFailed.
+    """
+    found = version_of(root)
+    way = _way(root, found, steps, target)
+    if way and not dry_run:
+        fs.require_local(root)
+        lock = fs.LockFile(root / "lock")
+        try:
+            if not lock.acquire(blocking=False):
+                raise Conflict(
+                    "another command is publishing",
+                    where=str(root),
+                    hint="run the command again when it has ended",
+                )
+            # Whoever held the lock before may have migrated.
+            way = _way(root, version_of(root), steps, target)
+            _require_idle(root)
+            for step in way:
+                step.apply(root)
+                _set_version(root, step.source + 1)
+        finally:
+            lock.release()
+    return MigrateReport(
+        path=str(root),
+        found=found,
+        target=target,
+        steps=tuple(step.what for step in way),
+        done=not dry_run,
+    )
+
+
+def _way(root: Path, found: int, steps: Sequence[Step], target: int) -> list[Step]:
+    if found > target:
+        raise too_new(root, found)
+    by_source = {step.source: step for step in steps}
+    missing = [version for version in range(found, target) if version not in by_source]
+    if missing:
+        raise Incompatible(
+            f"store format {found}; no step leads from format {missing[0]} to {missing[0] + 1}",
+            where=str(root),
+            hint="pip install -U mstore",
+        )
+    return [by_source[version] for version in range(found, target)]
+
+
+def _require_idle(root: Path) -> None:
+    """Whatever the layout, whoever is at work or reads holds a lock file in tmp/."""
+    with fs.translated(root / "tmp"):
+        found = sorted((root / "tmp").iterdir()) if (root / "tmp").is_dir() else []
+        locks = [path for path in found if path.suffix in (".lock", ".pin")]
+    for path in locks:
+        lock = fs.LockFile(path, create=False)
+        try:
+            if not lock.acquire(blocking=False):
+                raise Conflict(
+                    "somebody is at work in this store",
+                    where=str(path),
+                    hint="unmount it and let commands end, then: mstore migrate",
+                )
+        finally:
+            lock.release()
+
+
+def _set_version(root: Path, version: int) -> None:
+    """Raise the version in the format file; the rest of its line stays."""
+    with fs.translated(root / "format"), (root / "format").open("rb") as file:
+        line = file.read(FORMAT_LIMIT).decode("ascii")
+    name, _, rest = line.split(" ", 2)
+    staging = root / "tmp"
+    fs.replace_text(
+        root / "format",
+        f"{name} {version} {rest}",
+        staging=staging if staging.is_dir() else None,
+    )

@@ -1,0 +1,392 @@
+"""Usage: what takes the space of a store, who shares it, and what would be freed.
+
+Counts the stored bytes of blocks (records are less than a thousandth beside them).  A block has
+one row, however many snapshots have it.  Rows that the same refs need make a *sharing*, and every
+figure is a sum over sharings, so that figures add up exactly:
+
+    what a ref takes    the blocks of its snapshot, and the bases of those that are deltas
+    unique + shared     of it: what no other ref takes, and the rest
+    freed               what nothing keeps once refs and their reflogs are gone: not only their
+                        snapshots but all that these reach through the history, as gc sees it
+
+Reads the index and records, never a block, and each record once.  Blocks that are needed and not
+stored (a damaged store's) count nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks.codecs import Codec
+from mstore.errors import Incompatible, NotFound
+from mstore.ids import ManifestId, SnapshotId, TensorId
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.reach import NS_A_DAY, Inventory, Roots, Table
+from mstore.reports import CodecUsage, RefUsage, SharedBytes, UsageReport
+from mstore.store import refs as ref_rows
+from mstore.store.catalog import Catalog, now_ns
+
+Numbers = npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.bool_]
+Owners = int
+"""A set of refs: bit k for ref number k."""
+BLOCKS, _PLAIN, STORED = range(3)
+_CHUNK = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """How the blocks of a store are stored; bytes of the packs that are of no use.
+
+    unreachable: of blocks that nothing keeps; dead: what no index row names, footers included;
+    condemned: of packs that wait for their last readers.
+    """
+
+    codecs: tuple[CodecUsage, ...]
+    unreachable_bytes: int
+    dead_bytes: int
+    condemned_bytes: int
+
+
+def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
+    """What refs take and share, and what would be freed without them; all refs for no names.
+
+    Moves that are no older than `reflog_days` keep what they name.  Raises NotFound, Corrupt.
+    """
+    began = time.monotonic()
+    found = Usage.read(catalog, reflog_days)
+    report = found.report(names, reflog_days=reflog_days)
+    return replace(report, seconds=time.monotonic() - began)
+
+
+def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
+    """How all blocks are stored, and what of the packs is of no use."""
+    found = Usage.read(catalog, reflog_days)
+    with catalog.index.env.read() as transaction:
+        condemned = sum(pack.size for pack in catalog.index.condemned(transaction))
+    kept = Sums(found.kept, found.inventory.blocks)
+    tables = found.inventory.tables.values()
+    named = sum(int(table.heads["stored"].sum(dtype=np.int64)) for table in tables)
+    return StoreUsage(
+        codecs=kept.codecs(kept.all()),
+        unreachable_bytes=kept.stored(~kept.of_any()),
+        dead_bytes=sum(size for _, size in found.inventory.packs.values()) - named,
+        condemned_bytes=condemned,
+    )
+
+
+# Who keeps what -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Snapshots, what each came from, and which refs name them: all that decides what is kept.
+
+    names: refs in order.  tips: what each points at.  starts: by ref, what it and its reflog name.
+    held: what no ref that is there names: the reflogs of removed ones, and pins.  pruned: snapshots
+    whose contents are kept only where they are named directly.
+    """
+
+    names: tuple[str, ...]
+    tips: tuple[SnapshotId, ...]
+    starts: tuple[frozenset[SnapshotId], ...]
+    held: frozenset[SnapshotId]
+    pruned: frozenset[SnapshotId]
+    records: Mapping[SnapshotId, SnapshotRecord]
+
+    @classmethod
+    def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> History:
+        """As it is now, without records; of reflogs, the moves that are not older."""
+        index = catalog.index
+        refs = dict(ref_rows.walk(index, transaction))
+        roots = Roots.read(catalog, transaction, since_ns)
+        logged: dict[str, set[SnapshotId]] = defaultdict(set)
+        for name, move in ref_rows.walk_reflogs(index, transaction):
+            if move.time_ns >= since_ns:
+                logged[name].update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
+        of_refs = frozenset[SnapshotId]().union(*(logged[name] for name in refs))
+        gone = frozenset[SnapshotId]().union(*(logged[name] for name in logged if name not in refs))
+        return cls(
+            names=tuple(refs),
+            tips=tuple(ref.snapshot_id() for ref in refs.values()),
+            starts=tuple(frozenset({ref.snapshot_id(), *logged[n]}) for n, ref in refs.items()),
+            held=gone | (roots.loose - of_refs),
+            pruned=roots.pruned,
+            records={},
+        )
+
+    def keepers(self) -> dict[SnapshotId, Owners]:
+        """By which refs each snapshot's contents are kept; `held` is a bit beyond the refs'."""
+        direct: dict[SnapshotId, Owners] = defaultdict(int)
+        for number, starts in enumerate((*self.starts, self.held)):
+            # A reflog, and a pin, may name what is gone already.
+            for id in starts & self.records.keys():
+                direct[id] |= 1 << number
+        reached: dict[SnapshotId, Owners] = defaultdict(int, direct)
+        for id in self._children_first():
+            for parent in self.records[id].parents:
+                reached[parent.snapshot_id()] |= reached[id]
+        kept = {id: (direct if id in self.pruned else reached).get(id, 0) for id in self.records}
+        return {id: owners for id, owners in kept.items() if owners}
+
+    def _children_first(self) -> list[SnapshotId]:
+        waiting: dict[SnapshotId, int] = dict.fromkeys(self.records, 0)
+        for id in self.records:
+            for parent in self._parents(id):
+                waiting[parent] += 1
+        ready = [id for id, count in waiting.items() if count == 0]
+        for id in ready:
+            for parent in self._parents(id):
+                waiting[parent] -= 1
+                if waiting[parent] == 0:
+                    ready.append(parent)
+        return ready
+
+    def _parents(self, id: SnapshotId) -> set[SnapshotId]:
+        parents = {parent.snapshot_id() for parent in self.records[id].parents}
+        return parents & self.records.keys()
+
+
+def needed(catalog: Catalog, history: History) -> Iterator[tuple[Owners, Owners, list[TensorId]]]:
+    """Tensors by who takes them and who keeps them: (takers, keepers, tensors).
+
+    Every manifest that is kept is read once.
+    """
+    takers: dict[SnapshotId, Owners] = defaultdict(int)
+    for number, tip in enumerate(history.tips):
+        takers[tip] |= 1 << number
+    taken: dict[bytes, Owners] = defaultdict(int)
+    kept: dict[bytes, Owners] = defaultdict(int)
+    for id, keepers in history.keepers().items():
+        for manifest in _manifests(catalog, history.records[id]):
+            parts = {
+                part.tensor for file in catalog.manifest(manifest).files for part in file.parts
+            }
+            for tensor in parts:
+                kept[tensor] |= keepers
+            if id in takers:
+                for tensor in parts:
+                    taken[tensor] |= takers[id]
+    together: dict[tuple[Owners, Owners], list[TensorId]] = defaultdict(list)
+    for tensor, keepers in kept.items():
+        together[taken.get(tensor, 0), keepers].append(TensorId(tensor))
+    return ((*owners, tensors) for owners, tensors in together.items())
+
+
+def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]:
+    """What must be stored to read a snapshot."""
+    yield record.manifest_id()
+    plan = record.plan_id()
+    if record.is_virtual and plan is not None:
+        # What it lacks is computed from these.
+        inputs = catalog.record(Plan, plan)
+        yield inputs.base_id()
+        yield from (expert.manifest_id() for expert in inputs.experts)
+
+
+def blocks_of(catalog: Catalog, blocks: Table, tensors: Iterable[TensorId]) -> Numbers:
+    """The numbers of their blocks and of the bases of these, each once, ascending."""
+    records = (catalog.content(id) for id in tensors)
+    ids = b"".join(record.blocks for record in records if isinstance(record, Tensor))
+    found = blocks.find(ids)
+    found = found[found >= 0]
+    bases = blocks.base[found].astype(np.int64)
+    # Sorted by hand: numpy's `unique` takes ten times as long over whole numbers like these.
+    both = np.sort(np.concatenate([found, bases[bases >= 0]]))
+    return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
+
+
+# Sums over sharings -------------------------------------------------------------------------------
+
+
+class Sharings:
+    """Blocks by who needs them.  Filled by `add`; two sharings may have the same owners.
+
+    labels: the sharing of each block, int32[blocks]; 0: nobody's.  owners: of each sharing, sets of
+    numbers below `width`.
+    """
+
+    def __init__(self, blocks: int, width: int) -> None:
+        self.labels = np.zeros(blocks, np.int32)
+        self.owners: list[Owners] = [0]
+        self.width = width
+
+    def add(self, owners: Owners, numbers: Numbers) -> None:
+        """These need these blocks (each once)."""
+        if not owners:
+            return
+        # Of each sharing that is touched, what is touched becomes a sharing of its own.
+        touched, within = np.unique(self.labels[numbers], return_inverse=True)
+        self.labels[numbers] = len(self.owners) + within
+        self.owners += [self.owners[label] | owners for label in touched.tolist()]
+
+    def table(self, blocks: Table) -> Numbers:
+        """Blocks, plain and stored bytes of each sharing by codec: int64[sharings, codecs, 3]."""
+        shape = (len(self.owners), len(Codec))
+        codec = blocks.heads["codec"].astype(np.int64)
+        if len(codec) and codec.max() >= len(Codec):
+            raise Incompatible("a block's codec needs a newer mstore", hint="pip install -U mstore")
+        cells = self.labels * np.int64(len(Codec)) + codec
+        columns = (
+            np.bincount(cells, weights, shape[0] * shape[1]).reshape(shape)
+            for weights in (None, blocks.heads["plain"], blocks.heads["stored"])
+        )
+        # Sums of whole numbers below 2**53 are exact in the float64 that bincount makes.
+        return np.stack([column.astype(np.int64) for column in columns], axis=2)
+
+
+class Sums:
+    """Sums over sharings that the owners choose: every figure of a report."""
+
+    def __init__(self, sharings: Sharings, blocks: Table) -> None:
+        # Sharings of the same owners are one from here on.
+        places = {who: place for place, who in enumerate(dict.fromkeys(sharings.owners))}
+        into = np.array([places[who] for who in sharings.owners])
+        self._table = np.zeros((len(places), len(Codec), 3), np.int64)
+        np.add.at(self._table, into, sharings.table(blocks))
+        self._stored = self._table[:, :, STORED].sum(axis=1)
+        self._owned = flags(list(places), sharings.width)
+        self._owners = self._owned.sum(axis=1)
+
+    def all(self) -> Chosen:
+        """Every sharing."""
+        return np.ones(len(self._owners), np.bool_)
+
+    def of_any(self, *asked: int) -> Chosen:
+        """The sharings that any of these owners has; of anybody at all for no owners."""
+        counted = self._owned[:, list(asked)] if asked else self._owned
+        return np.asarray(counted.any(axis=1), np.bool_)
+
+    def of_none_but(self, asked: Sequence[int]) -> Chosen:
+        """The sharings that these own and nobody else does."""
+        mine = self._owned[:, list(asked)].sum(axis=1)
+        return np.asarray((mine > 0) & (mine == self._owners), np.bool_)
+
+    def stored(self, chosen: Chosen) -> int:
+        """Their stored bytes."""
+        return int(self._stored[chosen].sum())
+
+    def portion(self, chosen: Chosen) -> int:
+        """Their stored bytes, those of a sharing with n owners counted as an n-th."""
+        return int((self._stored[chosen] / self._owners[chosen]).sum())
+
+    def pairs(self, asked: Sequence[int]) -> Numbers:
+        """Stored bytes that each of these owners has in common with each: int64[asked, owners]."""
+        found = np.zeros((len(asked), self._owned.shape[1]))
+        for start in range(0, len(self._owned), _CHUNK):
+            # Whole numbers below 2**53 stay exact in float64, of which products are quick.
+            owned = self._owned[start : start + _CHUNK].astype(np.float64)
+            sizes = self._stored[start : start + _CHUNK, None]
+            found += (owned[:, list(asked)] * sizes).T @ owned
+        return found.astype(np.int64)
+
+    def codecs(self, chosen: Chosen) -> tuple[CodecUsage, ...]:
+        """Counts and bytes by codec."""
+        sums = self._table[chosen].sum(axis=0).tolist()
+        return tuple(
+            CodecUsage(codec.name.lower(), *figures)
+            for codec, figures in zip(Codec, sums, strict=True)
+            if figures[BLOCKS]
+        )
+
+
+def flags(sets: Sequence[Owners], width: int) -> Chosen:
+    """Sets as rows of flags: bool[sets, width]."""
+    size = -(-width // 8)
+    packed = b"".join(who.to_bytes(size, "little") for who in sets)
+    rows = np.frombuffer(packed, np.uint8).reshape(len(sets), size)
+    return np.unpackbits(rows, axis=1, count=width, bitorder="little").astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A store seen once, from which all is told.
+
+    taken: sharings by the refs whose snapshots need a block; kept: by the refs for whose sake gc
+    keeps it (the bit beyond the refs: for what is held without one).
+    """
+
+    catalog: Catalog
+    history: History
+    inventory: Inventory
+    taken: Sharings
+    kept: Sharings
+
+    @classmethod
+    def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
+        """Look at everything.  Raises Corrupt where a record that is needed is missing."""
+        since_ns = now_ns() - reflog_days * NS_A_DAY
+        with catalog.index.env.read() as transaction:
+            inventory = Inventory(catalog, transaction)
+            named = History.read(catalog, transaction, since_ns)
+        records = {id: catalog.snapshot(id) for id in inventory.snapshots}
+        history = replace(named, records=records)
+        width = len(history.names) + 1
+        taken, kept = (Sharings(len(inventory.blocks), width) for _ in range(2))
+        for takers, keepers, tensors in needed(catalog, history):
+            numbers = blocks_of(catalog, inventory.blocks, tensors)
+            taken.add(takers, numbers)
+            kept.add(keepers, numbers)
+        return cls(catalog, history, inventory, taken, kept)
+
+    def report(self, names: Sequence[str], *, reflog_days: int) -> UsageReport:
+        """What these refs take, and what would be freed without them; all refs for no names."""
+        asked = self._numbers(names) if names else list(range(len(self.history.names)))
+        blocks = self.inventory.blocks
+        taken, kept = Sums(self.taken, blocks), Sums(self.kept, blocks)
+        together = taken.of_any(*asked) if asked else ~taken.all()
+        pairs = taken.pairs(asked)
+        return UsageReport(
+            refs=tuple(
+                self._ref(number, taken, kept, common)
+                for number, common in zip(asked, pairs, strict=True)
+            ),
+            stored_bytes=taken.stored(together),
+            freed_bytes=kept.stored(kept.of_none_but(asked)),
+            codecs=taken.codecs(together),
+            live_bytes=kept.stored(kept.of_any()),
+            unreachable_bytes=kept.stored(~kept.of_any()),
+            reflog_days=reflog_days,
+            seconds=0.0,
+        )
+
+    def _numbers(self, names: Sequence[str]) -> list[int]:
+        """The numbers of refs, each once.  Raises NotFound."""
+        known = {name: number for number, name in enumerate(self.history.names)}
+        for name in names:
+            if name not in known:
+                raise NotFound("no such ref", where=name, hint="mstore refs")
+        return [known[name] for name in dict.fromkeys(names)]
+
+    def _ref(self, number: int, taken: Sums, kept: Sums, common: Numbers) -> RefUsage:
+        all_of_it, unique = taken.of_any(number), taken.of_none_but([number])
+        shared = all_of_it & ~unique
+        names, tip = self.history.names, self.history.tips[number]
+        manifest = self.catalog.manifest(self.history.records[tip].manifest_id())
+        others = [
+            SharedBytes(names[other], int(common[other]))
+            for other in np.argsort(-common, kind="stable").tolist()
+            if common[other] and other != number
+        ]
+        return RefUsage(
+            name=names[number],
+            snapshot=tip,
+            plain_bytes=manifest.plain_bytes(),
+            stored_bytes=taken.stored(all_of_it),
+            unique_bytes=taken.stored(unique),
+            shared_bytes=taken.stored(shared),
+            portion_bytes=taken.portion(all_of_it),
+            freed_bytes=kept.stored(kept.of_none_but([number])),
+            shared_with=tuple(others),
+            unique=taken.codecs(unique),
+            shared=taken.codecs(shared),
+        )

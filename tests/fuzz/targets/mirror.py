@@ -1,0 +1,31 @@
+"""The text mirror of the refs, which a rebuilt index believes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+
+from mutation import Form
+
+from mstore.store import refs
+from mstore.store.layout import Layout
+from targets.samples import scratch
+
+FORM = Form.TEXT
+
+
+def target(data: bytes) -> None:
+    layout = Layout(scratch(), uuid.UUID(int=1), 65536)
+    layout.mirror.parent.mkdir(exist_ok=True)
+    layout.mirror.write_bytes(data)
+    for name, ref in refs.read_mirror(layout).items():
+        refs.check_name(name)
+        assert ref.kind in (refs.BRANCH, refs.TAG)
+        ref.snapshot_id()
+
+
+def seeds() -> Iterable[bytes]:
+    yield b"mstore refs 1\n"
+    yield (
+        b"mstore refs 1\nbranch " + b"ab" * 32 + b" llama/base\ntag " + b"cd" * 32 + " é\n".encode()
+    )

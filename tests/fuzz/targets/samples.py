@@ -1,0 +1,86 @@
+"""Small sound records and a small store, which several targets begin with."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import families
+from families import BLOCK
+
+from mstore import Store
+from mstore.objects.coverage import Coverage, TensorCoverage
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.signature import Signature
+from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.objects.virtual import VirtualTensor
+
+A, B, C = (bytes([n]) * 32 for n in (0xAA, 0xBB, 0xCC))
+
+TENSORS = (
+    Tensor("BF16", (3, 300), 1800, A),
+    Tensor("F4", (2,), 1, A),
+    Tensor("F32", (0, 7), 0, b""),
+    Tensor(BYTES, (70_000,), 70_000, A + B),
+)
+MANIFESTS = (
+    Manifest(()),
+    Manifest(
+        (
+            File("config.json", OPAQUE, 2, (Part(None, A, 2),)),
+            File("deep/er/m.safetensors", SAFETENSORS, 3, (Part(None, A, 2), Part("w", B, 1))),
+        )
+    ),
+)
+PARENTS = (Parent(PREVIOUS, B), Parent(BASE, C), Parent(EXPERT, A))
+SNAPSHOTS = (
+    SnapshotRecord(A, (), "add", None, None, "why", 1, "mstore"),
+    SnapshotRecord(A, PARENTS, "merge", B, C, "", 1, "mstore"),
+)
+PLANS = (
+    Plan(
+        method="ties",
+        parameters=(("density", 0.5), ("normalize", True), ("seed", -1)),
+        base=A,
+        experts=(PlanExpert(B, 1.0), PlanExpert(C, 0.5)),
+        dtype=None,
+        block_size=65536,
+        budget=1000,
+        criteria=Criteria("norm", 0.5, None, ("a*",), (), None),
+        full_expert_bytes=2,
+        planned_expert_bytes=1,
+        error_bound=None,
+        error_estimate=0.25,
+        tensors=(PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, -1),) * 2, (-1.0, 0.0)),),
+        copied=(("t", "other dtype"),),
+        notes=("a note",),
+    ),
+)
+COVERAGES = (Coverage(A, (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)),)
+VIRTUALS = (VirtualTensor("BF16", (2, 3), 12, A, "w"),)
+SIGNATURES = (Signature(A, "ed25519", B, C * 2, "alice@example.org", 5),)
+
+
+@cache
+def scratch() -> Path:
+    """A directory of this process's own."""
+    # Kept alive by the cache until the interpreter ends.
+    return Path(_directory().name)
+
+
+@cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mstore-fuzz-")
+
+
+@cache
+def store() -> Store:
+    """A base and two fine-tunes."""
+    family = families.layered(rows=8).write(scratch() / "family")
+    made = Store.init(scratch() / "store", block_size=BLOCK)
+    for name in ("base", "e0", "e1"):
+        made.add(family / name, name=name)
+    return made

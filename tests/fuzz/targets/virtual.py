@@ -1,0 +1,23 @@
+"""The virtual tensor record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mutation import Form
+
+from mstore.objects.canonical import decode
+from mstore.objects.virtual import VirtualTensor
+from targets import samples
+
+FORM = Form.MESSAGEPACK
+
+
+def target(data: bytes) -> None:
+    record = decode(VirtualTensor, data, "input")
+    record.check("input")
+    assert record.blocks(65536) * 65536 >= record.nbytes
+
+
+def seeds() -> Iterable[bytes]:
+    return [one.encode() for one in samples.VIRTUALS]

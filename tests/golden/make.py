@@ -1,0 +1,115 @@
+"""Makes the golden store of this format version: everything that the format knows, in little.
+
+    python tests/golden/make.py tests/golden/format-1
+
+Run it once for a format version; what it made stays as it is, and every later version must read it
+(tests/test_golden.py).  Beside the store it writes a JSON file of what is in it.  Statistics and
+the memo table are left out, as they may be at any time, and so are LMDB's lock file and empty
+directories, which git does not keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT.parent))
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: E402
+from proof_models import BLOCK, model_files, write_files  # noqa: E402
+
+from mstore.api import Store  # noqa: E402
+from mstore.signing import SigningKey  # noqa: E402
+
+
+def make(target: Path) -> None:
+    """A new store at `target`, and `target`.json."""
+    with tempfile.TemporaryDirectory() as scratch:
+        sources = Path(scratch)
+        noise = {
+            "noise.bin": random.Random("golden").randbytes(5000),
+            "sub/ünï.txt": b"",
+            "e": b"\n",
+        }
+        write_files(sources / "base", model_files(1) | noise)
+        for number in (1, 2, 3):
+            write_files(sources / f"tuned{number}", model_files(1, number))
+        with Store.init(target, block_size=BLOCK, codec="dense") as store:
+            store.configure("reflog_days", 0)
+            store.add(sources / "base", name="base", message="the base", codec="raw", threads=1)
+            # Of this one only the lineage stays, and blocks that others are differences to.
+            store.add(sources / "tuned3", name="team/tuned", message="an old one", threads=1)
+            store.add(sources / "tuned1", name="team/tuned", base="base", threads=1)
+            store.add(sources / "tuned2", name="team/other", base="team/tuned@{1}", threads=1)
+            plan = store.plan(
+                base="base",
+                experts=["team/tuned", ("team/other", 0.5)],
+                method="ties",
+                parameters={"density": 0.5},
+                threads=1,
+            )
+            store.merge(plan, name="merged", message="both", threads=1)
+            later = store.plan(base="base", experts=["team/other"], method="linear", threads=1)
+            store.merge(later, name="virtual", virtual=True, threads=1)
+            store.tag("v1", "merged")
+            key = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+            store.sign("v1", key, signer="somebody")
+            store.add(sources / "tuned2", name="gone", threads=1)
+            store.remove("gone")
+            store.prune(keep_last=1)
+            store.gc()
+            expected = contents(store)
+    for name in ("stats", "memo", "tmp"):
+        shutil.rmtree(target / name, ignore_errors=True)
+    (target / "index" / "lock.mdb").unlink()
+    told = json.dumps(expected, indent=1, ensure_ascii=False, sort_keys=True)
+    target.with_suffix(".json").write_text(told + "\n")
+
+
+def contents(store: Store) -> dict[str, object]:
+    """What a store tells of itself by its public face."""
+    return {
+        "refs": {ref.name: [ref.kind, str(ref.snapshot)] for ref in store.refs()},
+        "files": {ref.name: files(store, ref.name) for ref in store.refs()},
+        "log": [
+            {
+                "snapshot": str(one.snapshot),
+                "manifest": str(one.manifest),
+                "parents": [[parent.role, str(parent.snapshot)] for parent in one.parents],
+                "origin": one.origin,
+                "plan": None if one.plan is None else str(one.plan),
+                "virtual": one.virtual,
+                "message": one.message,
+                "time_ns": one.time_ns,
+                "signatures": [[s.key, s.state] for s in one.signatures],
+            }
+            for one in store.log()
+        ],
+        "reflogs": {
+            name: [[str(m.old), str(m.new), m.action, m.time_ns] for m in store.reflog(name)]
+            for name in [*(ref.name for ref in store.refs()), "gone"]
+        },
+        "config": dict(store.config),
+    }
+
+
+def files(store: Store, revision: str) -> dict[str, str]:
+    """path -> SHA-256 of each file, read block by block."""
+    found = {}
+    view = store.view(revision)
+    for path in view.files:
+        hasher = hashlib.sha256()
+        for piece in view.stream(path):
+            hasher.update(piece)
+        found[path] = hasher.hexdigest()
+    return found
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,227 @@
+"""`mstore add` at the command line: several at once, names, bases, conversion, the Hub's cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import Done, Program
+from families import layered
+from small_models import files_of, small_model
+from test_checkpoint_tree import cached_model
+
+from mstore_cli.keys import DOCUMENTS
+
+BLOCK = "64KiB"
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    program = Program(tmp_path / "store")
+    program.succeed("init", "--block-size", BLOCK)
+    return program
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    """Directories base, e0, e1 and e2."""
+    return layered().write(tmp_path / "family")
+
+
+def refs(mstore: Program) -> list[str]:
+    return [ref["name"] for ref in mstore.succeed("refs", "--json").document["refs"]]
+
+
+# One
+
+
+def test_the_base_and_why_are_shown(mstore: Program, family: Path) -> None:
+    """The screen names the base that was found and the reason; so does JSON."""
+    first = mstore.succeed("add", family / "base", "--name", "llama/base")
+    assert "base        none: the store holds no other model" in first.lines
+    done = mstore.succeed("add", family / "e0", "--name", "llama/e0")
+    assert "base           llama/base: it has the same tensors; " in done.out
+    assert "equal to base" in done.out
+    again = mstore.succeed("add", family / "e0", "--name", "llama/e0")
+    assert again.lines[0] == "nothing new: llama/e0 holds these bytes already"
+    assert "base           llama/base: it was added with this base" in again.out
+    document = mstore.succeed("add", family / "e1", "--name", "llama/e1", "--json").document
+    assert document["base"]["refs"] == ["llama/base"]
+    assert document["base_reason"].startswith("it has the same tensors; ")
+
+
+def test_no_base_is_looked_for_with_none(mstore: Program, family: Path) -> None:
+    """--base none records no base and tells no reason; --base REF takes that one."""
+    mstore.succeed("add", family / "base", "--name", "base")
+    alone = mstore.succeed("add", family / "e0", "--name", "alone", "--base", "none", "--json")
+    assert alone.document["base"] is None
+    assert alone.document["base_reason"] is None
+    assert alone.document["blocks_equal_base"] is None
+    named = mstore.succeed("add", family / "e1", "--name", "e1", "--base", "alone", "--json")
+    assert named.document["base"]["refs"] == ["alone"]
+    assert mstore("add", family / "e1", "--name", "x", "--base", "nothing").status == 1
+
+
+def test_a_message_that_is_not_kept_is_told(mstore: Program, family: Path) -> None:
+    """Where nothing is new, a note says that the message went nowhere."""
+    line = ("add", family / "base", "--name", "base")
+    assert "note:" not in mstore.succeed(*line, "-m", "first").out
+    assert "note: the message was not kept" in mstore.succeed(*line, "-m", "second").out
+    assert "note:" not in mstore.succeed(*line).out
+    assert mstore.succeed("show", "base", "--json").document["message"] == "first"
+
+
+@pytest.mark.parametrize("codec", ["auto", "raw", "dense"])
+def test_codecs(mstore: Program, family: Path, tmp_path: Path, codec: str) -> None:
+    """With each --codec the bytes come back as they were."""
+    mstore.succeed("add", family / "base", "--name", "base", "--codec", codec)
+    mstore.succeed("add", family / "e0", "--name", "e0", "--codec", codec)
+    mstore.succeed("checkout", "e0", tmp_path / "copy")
+    assert files_of(tmp_path / "copy") == files_of(family / "e0")
+
+
+def test_an_unknown_codec_stores_nothing(mstore: Program, family: Path) -> None:
+    """Another codec is refused."""
+    done = mstore("add", family / "base", "--name", "base", "--codec", "zip")
+    assert done.status in (1, 2)
+    assert refs(mstore) == []
+
+
+# Several
+
+
+def test_several_by_prefix(mstore: Program, family: Path) -> None:
+    """With --name-prefix each branch is called by that and the name of its directory."""
+    done = mstore.succeed("add", family / "base", family / "e0", "--name-prefix", "team/v1-")
+    assert refs(mstore) == ["team/v1-base", "team/v1-e0"]
+    assert done.out.count("\n\n") == 1
+    assert "base           team/v1-base: " in done.out
+    alone = mstore.succeed("add", family / "e1", "--name-prefix", "team/", "--json").document
+    assert alone["name"] == "team/e1"
+
+
+def test_several_by_name(mstore: Program, family: Path) -> None:
+    """With a --name for each PATH they are taken in order; JSON and -q list them as stored."""
+    line = ["add", family / "base", family / "e0", "--name", "a", "--name", "b"]
+    document = mstore.succeed(*line, "--json").document
+    assert list(document) == [key.name for key in DOCUMENTS["add PATH PATH"]]
+    assert [each["name"] for each in document["added"]] == ["a", "b"]
+    for each in document["added"]:
+        assert list(each) == [key.name for key in DOCUMENTS["add"]]
+    assert mstore.succeed(*line, "-q").lines == [e["snapshot"] for e in document["added"]]
+
+
+def test_a_base_goes_before_its_fine_tune(mstore: Program, family: Path) -> None:
+    """Given the wrong way round, what is declared as a base is stored first, and becomes it."""
+    config = json.loads((family / "e0" / "config.json").read_text())
+    (family / "e0" / "config.json").write_text(json.dumps(config | {"base_model": "org/base"}))
+    done = mstore.succeed(
+        "add", family / "e0", family / "base", "--name-prefix", "llama/", "--json"
+    )
+    first, second = done.document["added"]
+    assert [first["name"], second["name"]] == ["llama/base", "llama/e0"]
+    assert second["base"]["refs"] == ["llama/base"]
+    assert second["base_reason"].startswith("config.json names 'org/base'; ")
+
+
+def test_a_failure_stops_there(mstore: Program, family: Path) -> None:
+    """What was stored before the bad one stays and is named, the rest is not begun."""
+    (family / "e0" / "config.json").unlink()
+    (family / "e0" / "config.json").symlink_to("/etc/hostname")
+    paths = [family / name for name in ("base", "e0", "e1")]
+    done = mstore("add", *paths, "--name-prefix", "x/", "--json")
+    assert done.status == 1
+    assert done.out == ""
+    assert str(family / "e0" / "config.json") in done.err
+    assert f"stored before {family / 'e0'}: x/base" in done.err
+    assert refs(mstore) == ["x/base"]
+    first = mstore("add", family / "e0", family / "e1", "--name-prefix", "y/")
+    assert f"nothing was stored before {family / 'e0'}" in first.err
+    assert refs(mstore) == ["x/base"]
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ([], "no --name was given"),
+        (["--name", "a"], "2 paths and 1 names"),
+        (["--name", "a", "--name", "b", "--name", "c"], "2 paths and 3 names"),
+        (["--name", "a", "--name", "a"], "two checkpoints would be called a"),
+        (["--name", "a", "--name-prefix", "b"], "exclude each other"),
+    ],
+)
+def test_names_that_do_not_fit(
+    mstore: Program, family: Path, names: list[str], problem: str
+) -> None:
+    """Too few, too many or equal names are wrong usage, found before anything is stored."""
+    done = mstore("add", family / "base", family / "e0", *names)
+    assert done.status == 2
+    assert problem in done.err
+    assert "hint:" in done.err
+    assert refs(mstore) == []
+
+
+def test_every_name_is_checked_first(mstore: Program, family: Path) -> None:
+    """A name that cannot be a ref is refused before the first checkpoint is stored."""
+    done = mstore("add", family / "base", family / "e0", "--name", "fine", "--name", "not fine")
+    assert done.status == 1
+    assert refs(mstore) == []
+
+
+def test_one_without_a_name_is_wrong_usage(mstore: Program, family: Path) -> None:
+    """One PATH without a name is told how to give one."""
+    done = mstore("add", family / "base")
+    assert done.status == 2
+    assert f"mstore add {family / 'base'} --name REF" in done.err
+
+
+# From elsewhere
+
+
+def test_a_model_of_the_hub_s_cache(mstore: Program, tmp_path: Path) -> None:
+    """models--ORG--NAME is added like a directory, and comes back as plain files."""
+    model = cached_model(tmp_path / "hub")
+    mstore.succeed("add", model, "--name-prefix", "hub/")
+    assert refs(mstore) == ["hub/tiny-model"]
+    mstore.succeed("checkout", "hub/tiny-model", tmp_path / "copy")
+    assert files_of(tmp_path / "copy").keys() == {
+        "config.json",
+        "model.safetensors",
+        "sub/vocab.txt",
+    }
+
+
+def test_pickles_are_converted_only_when_asked(mstore: Program, tmp_path: Path) -> None:
+    """Pickled weights are refused with the line that converts them, which then does."""
+    torch = pytest.importorskip("torch")
+    model = tmp_path / "model"
+    model.mkdir()
+    torch.save({"a": torch.arange(3.0)}, model / "pytorch_model.bin")
+    line = ["add", model, "--name", "m"]
+    refused = mstore(*line)
+    assert refused.status == 1
+    assert f"mstore add {model} --name NAME --convert" in refused.err
+    done = mstore.succeed(*line, "--convert")
+    assert "note: converted pytorch_model.bin to model.safetensors: 1 tensors" in done.out
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[[], Done]:
+    """A store whose only model cannot be read."""
+    program = Program(tmp_path / "broken")
+    program.succeed("init", "--block-size", BLOCK)
+    program.succeed("add", small_model(tmp_path / "one", "seed"), "--name", "one")
+    shutil.rmtree(tmp_path / "broken" / "packs")
+    (tmp_path / "broken" / "packs").mkdir()
+    other = small_model(tmp_path / "two", "other")
+    return lambda: program("add", other, "--name", "two")
+
+
+def test_a_base_nobody_asked_for_fails_nothing(broken: Callable[[], Done]) -> None:
+    """Where the stored models cannot be read, the new one is added without a base."""
+    done = broken()
+    assert done.status == 0, done.err
+    assert any(line.startswith("base        none: ") for line in done.lines)

@@ -1,0 +1,146 @@
+"""`du` on the command line: what it says, as JSON and as names, and the treemap that it draws."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import families
+import pytest
+from cli_runs import Program
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore_cli import plots
+from mstore_cli.treemap import Box, Node, place, squarified
+
+
+@pytest.fixture(scope="module")
+def mstore(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A store of a base, an expert and a tag.  Tests only read."""
+    root = tmp_path_factory.mktemp("du")
+    families.layered(rows=40).write(root)
+    mstore = Program(root / "store")
+    mstore.succeed("init", "--block-size", "64KiB", "--codec", "raw")
+    mstore.succeed("add", root / "base", "--name", "m/base")
+    mstore.succeed("add", root / "e0", "--name", "m/e0", "--base", "m/base")
+    mstore.succeed("tag", "v1", "m/e0")
+    return mstore
+
+
+def test_all_refs_and_their_sums(mstore: Program) -> None:
+    """Every ref has a line; unique and shared add up to stored; -q names the refs."""
+    told = mstore.succeed("du", "--json").document
+    assert [ref["name"] for ref in told["refs"]] == ["m/base", "m/e0", "v1"]
+    for ref in told["refs"]:
+        assert ref["unique_bytes"] + ref["shared_bytes"] == ref["stored_bytes"] > 0
+    base, expert, tag = told["refs"]
+    assert base["freed_bytes"] == expert["freed_bytes"] == tag["freed_bytes"] == 0
+    assert told["freed_bytes"] == told["live_bytes"] == told["stored_bytes"]
+    assert mstore.succeed("du", "-q").lines == ["m/base", "m/e0", "v1"]
+    shown = mstore.succeed("du").out
+    assert all(word in shown for word in ("m/base", "m/e0", "v1", "UNIQUE", "FREED BY RM", "raw"))
+    assert "SHARES WITH" not in shown
+
+
+def test_some_refs_together(mstore: Program) -> None:
+    """With names, they alone, whom they share with, and what is freed without all of them."""
+    told = mstore.succeed("du", "v1", "m/e0", "--json").document
+    assert [ref["name"] for ref in told["refs"]] == ["v1", "m/e0"]
+    tag, expert = told["refs"]
+    assert tag["shared_with"][0] == {"name": "m/e0", "stored_bytes": expert["stored_bytes"]}
+    base = next(one for one in tag["shared_with"] if one["name"] == "m/base")
+    assert told["freed_bytes"] == tag["stored_bytes"] - base["stored_bytes"]
+    shown = mstore.succeed("du", "v1", "m/e0").out
+    assert "SHARES WITH" in shown
+    assert "by rm and gc" in shown
+
+
+def test_a_name_that_is_none(mstore: Program) -> None:
+    """It fails with the name and draws nothing."""
+    done = mstore("du", "m/nobody")
+    assert (done.status, done.out) == (1, "")
+    assert "m/nobody" in done.err
+
+
+def test_stats_list_codecs(mstore: Program) -> None:
+    """A line for each way in which blocks are stored, and what is of no use."""
+    shown = mstore.succeed("stats").out
+    assert all(word in shown for word in ("CODEC", "RATIO", "raw", "constant", "dead in packs"))
+
+
+def test_a_treemap_names_the_refs(mstore: Program, tmp_path: Path) -> None:
+    """Every ref with its size, what the hatching means, and the same bytes each time."""
+    first, second = tmp_path / "1.svg", tmp_path / "2.svg"
+    mstore.succeed("du", "--svg", first)
+    mstore.succeed("du", "--svg", second)
+    assert first.read_bytes() == second.read_bytes()
+    texts = [
+        "".join(one.itertext()) for one in ET.parse(first).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert any(text.startswith("m/base  ") and text.endswith("KiB") for text in texts)
+    assert {"raw", "shared with other refs"} <= set(texts)
+
+
+def test_without_matplotlib_nothing_is_measured(
+    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra that is missing is named before the work, and no file is made."""
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    done = mstore("du", "--svg", tmp_path / "x.svg")
+    assert done.status == 1
+    assert plots.HINT in done.err
+    assert not (tmp_path / "x.svg").exists()
+
+
+SIZES = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=40).map(lambda s: sorted(s)[::-1])
+
+
+def overlap(a: Box, b: Box) -> float:
+    across = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+    along = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
+    return max(0.0, across) * max(0.0, along)
+
+
+@given(SIZES, st.floats(0.1, 10), st.floats(0.1, 10))
+def test_areas_are_sizes(sizes: list[float], width: float, height: float) -> None:
+    """Rectangles lie inside the box, do not overlap, and each area is its size's share."""
+    boxes = squarified(sizes, Box(2.0, 3.0, width, height))
+    area, slack = width * height, 1e-6 * (1 + width + height)
+    for size, box in zip(sizes, boxes, strict=True):
+        assert math.isclose(box.width * box.height, size / sum(sizes) * area, rel_tol=1e-6)
+        assert 2.0 - slack <= box.x
+        assert box.x + box.width <= 2.0 + width + slack
+        assert 3.0 - slack <= box.y
+        assert box.y + box.height <= 3.0 + height + slack
+    shared = sum(overlap(a, b) for n, a in enumerate(boxes) for b in boxes[:n])
+    assert shared <= 1e-6 * area
+
+
+def test_the_example_of_the_paper() -> None:
+    """Sizes 6, 6, 4, 3, 2, 2, 1 in a box of 6 x 4: two sixes, then 4 and 3, and 2 by itself."""
+    boxes = squarified([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
+    assert [(b.x, b.y) for b in boxes[:4]] == [
+        (0, 0),
+        (0, 2),
+        (3, 0),
+        (pytest.approx(3 + 12 / 7), 0),
+    ]
+    assert (boxes[0].width, boxes[0].height) == (3, 2)
+    assert boxes[2].height == pytest.approx(7 / 3)
+    assert boxes[4].y == pytest.approx(7 / 3)
+
+
+def test_parts_stand_in_their_whole() -> None:
+    """A part lies inside its whole, in the drawing order; what has no size has no rectangle."""
+    tree = Node(
+        "all", 10, (Node("a", 6, (Node("a1", 4), Node("a2", 2))), Node("b", 4), Node("c", 0))
+    )
+    placed = place(tree, Box(0, 0, 5, 2), margin=0.1)
+    assert [one.node.name for one in placed] == ["all", "a", "a1", "a2", "b"]
+    boxes = {one.node.name: one.box for one in placed}
+    for part, whole in (("a1", "a"), ("a2", "a"), ("a", "all"), ("b", "all")):
+        inner, outer = boxes[part], boxes[whole]
+        assert overlap(inner, outer) == pytest.approx(inner.width * inner.height)
+    assert [node.name for node in placed[2].path] == ["all", "a"]

@@ -1,0 +1,63 @@
+"""The commands that let go: rm, reflog, prune, gc, and what log shows after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import Program
+from test_gc import write
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A store with two versions of a branch, and a tag on the newer one."""
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    for seed in (1, 2):
+        mstore.succeed("add", str(write(tmp_path / "in", seed)), "--name", "tiny/a")
+    mstore.succeed("tag", "v1", "tiny/a")
+    return mstore
+
+
+def test_removed_and_brought_back(mstore: Program) -> None:
+    """rm takes several refs and says how each comes back; the words work."""
+    out = mstore.succeed("rm", "tiny/a", "v1").out
+    assert "mstore reset tiny/a 'tiny/a@{1}'" in out
+    assert "mstore tag v1 'v1@{1}'" in out
+    assert "2 snapshots have no ref now" in out
+    every = mstore.succeed("reflog").out
+    assert "tiny/a@{0}" in every
+    assert "v1@{0}" in every
+    mstore.succeed("gc")
+    mstore.succeed("reset", "tiny/a", "tiny/a@{1}")
+    mstore.succeed("tag", "v1", "v1@{1}")
+    assert mstore.succeed("refs", "-q").out.split() == ["tiny/a", "v1"]
+
+
+def test_pruned_and_collected(mstore: Program, tmp_path: Path) -> None:
+    """prune and gc say first what they would do, then do it; log marks what was pruned, and reading
+    it ends in a clear error."""
+    would = mstore.succeed("prune", "--keep-last", "1", "--dry-run").out
+    assert "would prune 1 snapshots" in would
+    assert "(pruned)" not in mstore.succeed("log").out
+    told = mstore.succeed("prune", "--keep-last", "1").out
+    assert "mstore gc --reflog-days 0" in told
+    assert "nothing to collect" in mstore.succeed("gc").out
+    assert "would drop 0 snapshots" in mstore.succeed("gc", "-n", "--reflog-days", "0").out
+    assert "dropped 0 snapshots" in mstore.succeed("gc", "--reflog-days", "0").out
+    assert mstore.succeed("log").out.count("(pruned)") == 1
+    assert "(pruned)" in mstore.succeed("log", "--graph").out
+    assert "(pruned)" in mstore.succeed("show", "tiny/a~1").out
+    assert "config.json" in mstore.succeed("ls", "tiny/a~1").out
+    for line in (
+        ("ls", "--tensors", "tiny/a~1"),
+        ("checkout", "tiny/a~1", str(tmp_path / "out")),
+        ("cat", "tiny/a~1:config.json"),
+        ("diff", "tiny/a~1", "tiny/a"),
+    ):
+        done = mstore(*line)
+        assert done.status == 1
+        assert "its contents were pruned" in done.err
+    mstore.succeed("fsck", "--read-data")
+    assert mstore.succeed("gc", "-q").out == ""

@@ -1,0 +1,404 @@
+"""One flipped byte anywhere in a small store: the right bytes or an error, and fsck finds it.
+
+A nursery process forks workers that flip a byte, look in one way, and put the byte back.  A worker
+that a signal ends is replaced: LMDB trusts its file, so reading a damaged one may end the process,
+which is no wrong answer; fsck must survive even that.  What fsck does not find must change
+nothing that can be told from outside (then the byte has no meaning), or be what `UNCHECKED` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from checkpoints import write_safetensors
+
+from mstore.api import Store
+from mstore.blocks.index import DATABASES
+from mstore.blocks.packs import read_table
+from mstore.errors import MstoreError
+
+BLOCK = 1 << 16
+PATIENCE = 30
+DATA = "index/data.mdb"
+MIRROR = "refs/mirror"
+
+UNCHECKED = {
+    "reflog": "words and times of moves stand nowhere else",
+    "plans": "the names that a plan's inputs were given stand nowhere else",
+}
+"""Databases whose rows fsck cannot check, and why."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A byte of a file of the store, and the bits of it to turn."""
+
+    file: str
+    offset: int
+    bits: int
+
+
+# -- in the nursery ----------------------------------------------------------------------------
+
+
+def read_all(root: Path) -> Any:
+    """Everything that can be read by the names of the refs, and the log; or the error."""
+    found: dict[str, Any] = {}
+    try:
+        with Store.open(root) as store:
+            for name in _NAMES:
+                try:
+                    view = store.view(name)
+                    found[name] = {p: b"".join(view.stream(p)).hex() for p in view.files}
+                    found[f"log {name}"] = [str(one.snapshot) for one in store.log(name)]
+                except MstoreError as error:
+                    found[name] = _told(error)
+            found["refs"] = [[r.name, r.kind, str(r.snapshot)] for r in store.refs()]
+    except MstoreError as error:
+        return _told(error)
+    return found
+
+
+def _told(error: MstoreError) -> str:
+    return f"error: {type(error).__name__}: {error.where}: {error.what}"
+
+
+def check(root: Path) -> str:
+    """What fsck says: `clean`, or what it found first."""
+    try:
+        with Store.open_checked(root) as store:
+            problems = store.fsck(read_data=True).problems
+    except MstoreError as error:
+        return _told(error)
+    return f"found: {problems[0]}" if problems else "clean"
+
+
+def rows(root: Path) -> dict[str, list[list[str]]]:
+    """All rows of the index, by database."""
+    with (
+        lmdb.open(str(root / "index"), max_dbs=64, readonly=True, lock=False) as env,
+        env.begin() as transaction,
+    ):
+        found = {}
+        for name in DATABASES:
+            with suppress(lmdb.NotFoundError):
+                database = env.open_db(name.encode(), transaction, create=False)
+                with transaction.cursor(db=database) as cursor:
+                    found[name] = [[key.hex(), value.hex()] for key, value in cursor]
+        return found
+
+
+def write(root: Path) -> str:
+    """Whether a writer that trusts this store does any harm: adds, then reads everything."""
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    source = root.parent / "more"
+    write_safetensors(source / "model.safetensors", [("x", "U8", (3,), b"xyz")])
+    try:
+        with Store.open(root) as store:
+            store.add(source, name="more", threads=1)
+            store.remove("more")
+        told = check(root)
+        return told if told != "clean" else ("right" if read_all(root) == _TRUTH else "wrong")
+    except MstoreError as error:
+        return _told(error)
+    finally:
+        for path in list(root.rglob("*")):
+            if path.is_file() and path not in before:
+                path.unlink()
+        for path, contents in before.items():
+            path.write_bytes(contents)
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    way.__name__: way for way in (read_all, check, rows, write)
+}
+_NAMES: list[str] = []
+_TRUTH: dict[str, Any] = {}
+
+
+def nursery(pristine: str) -> None:
+    """Read lines `[way, file, offset, bits]` to the end of stdin; answer each with a line."""
+    tasks = [json.loads(line) for line in sys.stdin]
+    store = Path(pristine)
+    with Store.open(store) as opened:
+        _NAMES.extend(ref.name for ref in opened.refs())
+    _TRUTH.update(read_all(store))
+    memory = Path("/dev/shm")
+    done = 0
+    while done < len(tasks):
+        scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+        answers, answer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(answers)
+            _work(store, scratch / "store", tasks[done:], answer)
+        os.close(answer)
+        with os.fdopen(answers) as lines:
+            for line in lines:
+                print(line, end="", flush=True)
+                done += 1
+        _, status = os.waitpid(child, 0)
+        shutil.rmtree(scratch)
+        if status:
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            print(json.dumps(f"died: {signal.Signals(number).name if number else status}"))
+            done += 1
+
+
+def _work(pristine: Path, root: Path, tasks: list[Any], answer: int) -> None:
+    """A worker's life."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    shutil.copytree(pristine, root)
+    for way, file, offset, bits in tasks:
+        signal.alarm(PATIENCE)
+        _turn(root / file, offset, bits)
+        found = WAYS[way](root)
+        if way == "read_all" and isinstance(found, dict):
+            found = _compared(found)
+        elif way == "rows":
+            found = sorted(name for name in _rows_of(pristine) if found.get(name) != _ROWS[name])
+        _turn(root / file, offset, bits)
+        os.write(answer, f"{json.dumps(found)}\n".encode())
+    os._exit(0)
+
+
+_ROWS: dict[str, list[list[str]]] = {}
+
+
+def _rows_of(pristine: Path) -> dict[str, list[list[str]]]:
+    if not _ROWS:
+        _ROWS.update(rows(pristine))
+    return _ROWS
+
+
+def _turn(path: Path, offset: int, bits: int) -> None:
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bits]))
+
+
+def _compared(found: dict[str, Any]) -> str:
+    """`right`, `refs` where only the list of refs is another, `wrong`, or the first error."""
+    differ = [key for key in _TRUTH if found.get(key) != _TRUTH[key]]
+    errors = [found[key] for key in differ if isinstance(found.get(key), str)]
+    silent = {key for key in differ if not isinstance(found.get(key), str)}
+    # After an error there is no log.
+    silent = {key for key in silent if not (key.startswith("log ") and key not in found)}
+    if silent - {"refs"}:
+        return f"wrong: {sorted(silent)}"
+    return errors[0] if errors else "refs" if silent else "right"
+
+
+# -- outside -----------------------------------------------------------------------------------
+
+
+def ask(store: Path, tasks: list[tuple[str, Flip]], workers: int = 2) -> list[Any]:
+    """The answers to (way, flip) tasks, in their order."""
+    shares = [tasks[number::workers] for number in range(workers)]
+    processes = []
+    for share in shares:
+        code = "import sys, test_flips; test_flips.nursery(sys.argv[1])"
+        with tempfile.TemporaryFile("w+") as lines:
+            for way, flip in share:
+                print(json.dumps([way, flip.file, flip.offset, flip.bits]), file=lines)
+            lines.seek(0)
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code, str(store)],
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                    stdin=lines,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+    answers: list[Any] = [None] * len(tasks)
+    for number, process in enumerate(processes):
+        assert process.stdout is not None
+        with process:
+            told = [json.loads(line) for line in process.stdout]
+        assert process.returncode == 0
+        assert len(told) == len(shares[number])
+        answers[number::workers] = told
+    return answers
+
+
+@dataclass
+class Findings:
+    """What came of many flips."""
+
+    counts: Counter[str]
+    violations: list[str]
+
+
+def flip_all(store: Path, flips: list[Flip]) -> Findings:
+    """Flip, read, check; and where fsck finds nothing, look closer."""
+    counts: Counter[str] = Counter()
+    violations: list[str] = []
+    reads = ask(store, [("read_all", flip) for flip in flips])
+    checks = ask(store, [("check", flip) for flip in flips])
+    unseen: list[tuple[Flip, str]] = []
+    for flip, read, checked in zip(flips, reads, checks, strict=True):
+        area = flip.file.partition("/")[0]
+        counts[f"{area}: read {_kind(read)}"] += 1
+        counts[f"{area}: fsck {_kind(checked)}"] += 1
+        if read.startswith("wrong"):
+            violations.append(f"{flip}: {read}")
+        if read.startswith("error") and ": None: " in read:
+            violations.append(f"{flip}: an error that names nothing: {read}")
+        if read.startswith("died") and (flip.file != DATA or "SIGALRM" in read):
+            violations.append(f"{flip}: reading {read}")
+        if checked.startswith("died"):
+            violations.append(f"{flip}: fsck {checked}")
+        if checked == "clean":
+            unseen.append((flip, read))
+    closer = [flip for flip, _ in unseen if flip.file == DATA]
+    changed = dict(zip(closer, ask(store, [("rows", flip) for flip in closer]), strict=True))
+    written = dict(zip(closer, ask(store, [("write", flip) for flip in closer]), strict=True))
+    for flip, read in unseen:
+        told = changed.get(flip, [])
+        if told and set(told) <= UNCHECKED.keys():
+            counts[f"not checked: {told[0]}"] += 1
+        elif flip.file == "config" and read == "right":
+            # Any number of days is as good as another, and a setting stands nowhere else.
+            counts["not checked: config"] += 1
+        elif read != "right" or told:
+            violations.append(f"{flip}: reading says {read}, fsck nothing; other rows: {told}")
+        elif flip.file == DATA:
+            counts["index: without meaning"] += 1
+            if written[flip] != "right":
+                violations.append(f"{flip}: not found, and the next add: {written[flip]}")
+        elif not _means_nothing(store, flip):
+            violations.append(f"{flip}: not found, and no padding")
+        else:
+            counts[f"{flip.file.partition('/')[0]}: without meaning"] += 1
+    return Findings(counts, violations)
+
+
+def _kind(answer: str) -> str:
+    return answer.partition(":")[0]
+
+
+def _means_nothing(store: Path, flip: Flip) -> bool:
+    """Whether a byte of a pack belongs to no payload, nor to the parts that say what is where."""
+    if not flip.file.startswith("packs/"):
+        return False
+    path = store / flip.file
+    size = path.stat().st_size
+    _, entries = read_table(path)
+    used = [(0, 64), (size - 64, 64)]
+    used += [(entry.offset, entry.stored_length) for entry in entries]
+    tail = path.read_bytes()[-64:]
+    used.append((int.from_bytes(tail[:8], "little"), int.from_bytes(tail[8:16], "little")))
+    return not any(start <= flip.offset < start + length for start, length in used)
+
+
+# -- the store ---------------------------------------------------------------------------------
+
+
+def small_store(root: Path) -> Path:
+    """A store of a few kilobytes with a block of each codec, a merge, a tag, and two packs."""
+    draw = random.Random("flips")
+
+    def floats(count: int) -> bytes:
+        # Exponents like those of weights: their planes can be compressed.
+        return b"".join(
+            bytes([draw.randrange(256), 0x3C | draw.randrange(2)]) for _ in range(count)
+        )
+
+    weights, noise = floats(800), draw.randbytes(300)
+    tuned = bytes(b ^ (draw.random() < 0.1) if not n % 2 else b for n, b in enumerate(weights))
+    for name, values in (("base", weights), ("tuned", tuned)):
+        write_safetensors(
+            root / name / "model.safetensors",
+            [
+                ("w", "BF16", (20, 40), values),
+                ("i", "I32", (20, 20), values),
+                ("zeros", "F32", (40,), bytes(160)),
+                ("noise", "U8", (300,), noise),
+            ],
+        )
+    (root / "base" / "config.json").write_text('{"model_type": "none"}\n')
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.add(root / "base", name="base", threads=1)
+        store.add(root / "tuned", name="team/tuned", base="base", message="tuned", threads=1)
+        plan = store.plan(
+            base="base", experts=["team/tuned"], method="task_arithmetic",
+            parameters={"lambda": 0.5}, threads=1,
+        )  # fmt: skip
+        store.merge(plan, name="merged", threads=1)
+        store.tag("v1", "base")
+    # Beside the store's own; they are made when somebody needs them.
+    shutil.rmtree(root / "store" / "stats")
+    (root / "store" / "stats").mkdir()
+    shutil.rmtree(root / "store" / "memo", ignore_errors=True)
+    return root / "store"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_store(tmp_path_factory.mktemp("flips"))
+
+
+def every_byte(store: Path, *, bits: int = 0xFF) -> Iterator[Flip]:
+    """Each byte of packs, index, mirror, format and configuration."""
+    for path in sorted(store.rglob("*")):
+        name = str(path.relative_to(store))
+        if path.is_file() and name not in ("lock", "index/lock.mdb"):
+            yield from (Flip(name, at, bits) for at in range(path.stat().st_size))
+
+
+def is_heavy(flip: Flip) -> bool:
+    """Bytes on which much depends: small files whole, both ends of packs, LMDB's meta pages."""
+    if flip.file == DATA:
+        return flip.offset % 4096 < 160 and flip.offset < 8192
+    return not flip.file.startswith("packs/") or flip.offset < 64
+
+
+def is_plain_zero(store: Path, flip: Flip) -> bool:
+    """Whether the byte is one of those between a pack's header and its first payload."""
+    return flip.file.startswith("packs/") and 64 <= flip.offset < 4096
+
+
+def sample(store: Path, every: int, seed: int) -> list[Flip]:
+    """Every k-th byte, from an offset by the seed, one bit each; and all those that are heavy."""
+    draw = random.Random(seed)
+    start = draw.randrange(every)
+    return [
+        Flip(flip.file, flip.offset, 1 << draw.randrange(8))
+        for number, flip in enumerate(every_byte(store))
+        if is_heavy(flip) or number % every == start
+    ]
+
+
+def test_a_flipped_byte_is_an_error_and_found(store: Path) -> None:
+    """A sample of flips: never wrong bytes, never an error that names nothing, fsck finds it."""
+    seed = random.SystemRandom().randrange(1 << 20)
+    findings = flip_all(store, sample(store, 211, seed))
+    assert findings.violations == [], f"seed {seed}"
+    assert findings.counts["packs: fsck found"] > 100
+
+
+@pytest.mark.slow
+def test_each_flipped_byte_is_an_error_and_found(store: Path) -> None:
+    """Each byte of the store, all of its bits at once."""
+    findings = flip_all(store, list(every_byte(store)))
+    print(*sorted(findings.counts.items()), sep="\n")
+    assert findings.violations == []

@@ -1,0 +1,568 @@
+"""Garbage collection: what is reached is kept to the byte, what is not goes, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mstore import fs
+from mstore.api import Store
+from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
+from mstore.gc.collect import Collector, Limits
+from mstore.gc.survey import DEAD_SHARE, uses
+from mstore.ids import SnapshotId
+from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
+from mstore.reach import Inventory, Reach, Roots
+from mstore.reports import GcReport
+from mstore.store import condemned, leases
+from mstore.store.transaction import Transaction
+
+BLOCK = 1 << 16
+WIDTH = 3 * BLOCK + 100
+
+
+def model(seed: int, tuned: int = 0) -> bytes:
+    """A tensor's bytes: `tuned` changes one block of the four a little, and leaves the others."""
+    data = bytearray(random.Random(seed).randbytes(WIDTH // 4 * 4))
+    if tuned:
+        start = (tuned % 3) * BLOCK
+        for at in range(start, start + BLOCK, 64):
+            data[at] ^= tuned & 0xFF or 1
+    return bytes(data)
+
+
+def write(directory: Path, seed: int, tuned: int = 0, *, first: str = "a") -> Path:
+    """A checkpoint of two tensors and a config."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    data = model(seed, tuned)
+    write_safetensors(
+        directory / "model.safetensors",
+        [
+            (first, "F32", (len(data) // 4,), data),
+            ("b", "F32", (8,), random.Random(seed).randbytes(32)),
+        ],
+    )
+    (directory / "config.json").write_text(f'{{"seed": {seed}}}')
+    return directory
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def contents(store: Store, snapshot: SnapshotId) -> dict[str, bytes]:
+    view = store.view(snapshot)
+    return {path: b"".join(map(bytes, view.stream(path))) for path in view.files}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store whose reflog keeps nothing."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.configure("reflog_days", 0)
+        yield store
+
+
+def sound(store: Store) -> None:
+    """fsck finds nothing wrong, with every byte read."""
+    report = store.fsck(read_data=True)
+    assert not report.problems
+
+
+def told(report: GcReport) -> tuple[object, ...]:
+    """What a dry run and a run must agree on."""
+    return (
+        report.snapshots_dropped,
+        report.blocks_dropped,
+        report.records_dropped,
+        report.plans_dropped,
+        report.dropped_bytes,
+        report.packs_removed,
+        report.packs_rewritten,
+        report.copied_bytes,
+        report.freed_bytes,
+        report.left,
+    )
+
+
+def changes(report: GcReport) -> tuple[object, ...]:
+    return (
+        report.snapshots_dropped,
+        report.blocks_dropped,
+        report.records_dropped,
+        report.packs_removed,
+        report.packs_rewritten,
+    )
+
+
+NOTHING: tuple[object, ...] = ((), 0, 0, (), ())
+
+
+def on_disk(store: Store) -> list[str]:
+    return sorted(str(p) for p in store.path.rglob("*") if p.is_file() and "mdb" not in p.name)
+
+
+def test_a_removed_ref_gives_its_space_back(store: Store, tmp_path: Path) -> None:
+    """What only a removed ref had is gone after gc; what others have too is as it was."""
+    kept = store.add(write(tmp_path / "in", 1), name="kept").snapshot
+    before = files(tmp_path / "in")
+    gone = store.add(write(tmp_path / "in", 1, 5), name="gone").snapshot
+    store.remove("gone")
+    promised = store.gc(dry_run=True)
+    assert promised.snapshots_dropped == (gone,)
+    report = store.gc()
+    assert told(report) == told(promised)
+    assert contents(store, kept) == before
+    assert store.snapshot_ids() == [kept]
+    sound(store)
+    assert changes(store.gc()) == NOTHING
+
+
+def test_the_reflog_keeps_what_a_ref_was(tmp_path: Path) -> None:
+    """Within its days a removed ref can be brought back after gc; without days it is gone."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        first = store.add(write(tmp_path / "in", 1), name="a").snapshot
+        before = files(tmp_path / "in")
+        store.remove("a")
+        assert changes(store.gc()) == NOTHING
+        assert store.reset("a", "a@{1}").snapshot == first
+        assert contents(store, first) == before
+        store.remove("a")
+        assert store.gc(reflog_days=0).snapshots_dropped == (first,)
+        with pytest.raises(NotFound, match="was collected"):
+            store.reset("a", "a@{1}")
+        sound(store)
+
+
+def test_a_dry_run_changes_nothing(store: Store, tmp_path: Path) -> None:
+    """A dry run writes no file, takes no lock file and no row."""
+    store.add(write(tmp_path / "in", 1), name="a")
+    store.remove("a")
+    seen: list[fs.Operation] = []
+    with fs.observed(seen.append):
+        store.gc(dry_run=True)
+    assert [one for one in seen if one.kind != "map"] == []
+
+
+def test_pack_numbers_are_never_used_twice(store: Store, tmp_path: Path) -> None:
+    """After everything was collected a new pack has a number that no pack had."""
+    numbers: set[int] = set()
+    for seed in range(3):
+        store.add(write(tmp_path / "in", seed), name="a")
+        index = store._catalog.index
+        with index.env.read() as rows, rows.cursor(db=index.db("packs")) as cursor:
+            found = {int.from_bytes(key, "big") for key, _ in cursor}
+        assert found
+        assert not found & numbers
+        numbers |= found
+        store.remove("a")
+        store.gc()
+        assert not list(store.path.glob("packs/*/*"))
+
+
+def test_a_pin_keeps_a_snapshot(store: Store, tmp_path: Path) -> None:
+    """What a live process has pinned stays; released, it goes."""
+    snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
+    before = files(tmp_path / "in")
+    store.remove("a")
+    pin = store.pin(snapshot)
+    assert changes(store.gc()) == NOTHING
+    assert contents(store, snapshot) == before
+    pin.release()
+    assert store.gc().snapshots_dropped == (snapshot,)
+
+
+def test_a_pin_of_a_dead_process_keeps_nothing(store: Store, tmp_path: Path) -> None:
+    """The file of a pin that nobody holds is garbage."""
+    snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
+    store.remove("a")
+    (store.path / "tmp" / f"{'0' * 16}.{snapshot}.pin").touch()
+    assert store.gc().snapshots_dropped == (snapshot,)
+    assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_condemned_packs_wait_for_who_may_read_them(store: Store, tmp_path: Path) -> None:
+    """While an operation from before lives its packs stay as files; a later writer removes them."""
+    store.add(write(tmp_path / "in", 1), name="a")
+    pack = next(store.path.glob("packs/*/*"))
+    store.remove("a")
+    catalog = store._catalog
+    lease = leases.Lease(catalog.layout, catalog.index, "a long merge")
+    report = store.gc()
+    assert report.waiting_bytes == pack.stat().st_size
+    assert len(report.waiting_for) == 1
+    assert "a long merge" in report.waiting_for[0]
+    assert pack.exists()
+    assert store.fsck().garbage
+    lease.release()
+    later = leases.Lease(catalog.layout, catalog.index, "a later one")
+    store.add(write(tmp_path / "in", 2), name="b")
+    assert not pack.exists()
+    assert condemned.listed(catalog.index) == []
+    later.release()
+    sound(store)
+
+
+def test_a_pack_that_is_being_published_is_not_taken_for_garbage(
+    store: Store, tmp_path: Path
+) -> None:
+    """A pack in packs/ that no row names stays while a writer lives, and goes when none does."""
+    stray = store.path / "packs" / "ab" / f"{'ab' * 32}.pack"
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    stray.write_bytes(b"x")
+    lease = leases.Lease(store._catalog.layout, store._catalog.index, "add")
+    store.gc()
+    assert stray.exists()
+    lease.release()
+    assert store.gc().packs_removed == (stray.stem,)
+    assert not stray.exists()
+
+
+class Meddler:
+    """Does something once, just before the operation of gc that `at` picks."""
+
+    def __init__(self, at: int, what: Callable[[], None]) -> None:
+        self.count = 0
+        self.error: BaseException | None = None
+        self._at = at
+        self._what = what
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, operation: fs.Operation) -> None:
+        self.count += 1
+        if self.count - 1 == self._at and self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            # A writer waits for the lock if gc holds it; then it goes on when gc is done.
+            self._thread.join(0.3)
+
+    def _run(self) -> None:
+        try:
+            self._what()
+        except BaseException as error:  # noqa: BLE001 -- looked at by the test
+            self.error = error
+
+    def join(self) -> None:
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def scene(root: Path) -> tuple[Store, dict[str, bytes], SnapshotId]:
+    """A store where gc has packs to rewrite and to remove."""
+    shutil.rmtree(root, ignore_errors=True)
+    store = Store.init(root / "store", block_size=BLOCK)
+    store.configure("reflog_days", 0)
+    store.add(write(root / "in", 1), name="base")
+    store.add(write(root / "in", 2), name="a")
+    held = files(root / "in")
+    store.add(write(root / "in", 3, 1), name="b")
+    dead = store.add(write(root / "in", 4), name="d").snapshot
+    # Of the pack of `b`, a part stays: `c` shares two of its blocks.
+    store.add(write(root / "in", 3, 2), name="c")
+    store.remove("b", "d")
+    # And one that was pruned, whose contents are there until gc comes.
+    store.add(write(root / "in", 6), name="p")
+    store.add(write(root / "in", 7), name="p")
+    store.prune(["p"], keep_last=1)
+    return store, held, dead
+
+
+def steps(root: Path) -> int:
+    store, _, _ = scene(root)
+    seen: list[str] = []
+    with store, fs.observed(lambda operation: seen.append(operation.kind)):
+        store.gc()
+    return len(seen)
+
+
+def meddle(what: str, store: Store, root: Path, held: dict[str, bytes], dead: SnapshotId) -> None:
+    """Something that somebody else does while gc is at work."""
+    match what:
+        case "add":
+            store.add(root / "again", name="again")
+        case "tag":
+            store.tag("saved", str(dead))
+        case "reset":
+            store.reset("c", str(dead))
+        case "delta":
+            store.add(write(root / "tuned", 6, 5), name="tuned", base="p~1", codec="dense")
+        case "come and go":
+            store.add(root / "again", name="again")
+            store.remove("again")
+        case "read":
+            assert contents(store, store["a"].id) == held
+
+
+@pytest.mark.parametrize("what", ["add", "tag", "reset", "delta", "come and go", "read"])
+def test_anything_may_happen_at_any_step(tmp_path: Path, what: str) -> None:
+    """Beside gc, at each of its steps: an add that needs dead blocks, one whose blocks are
+    differences to dead ones, a tag on a dead snapshot, a reset, a snapshot that comes and goes, and
+    reads either succeed and stay whole, or are refused; never anything between."""
+    for at in range(steps(tmp_path / "count")):
+        meddle_at(tmp_path / "store", what, at)
+
+
+def meddle_at(root: Path, what: str, at: int) -> None:
+    """One of the steps."""
+    store, held, dead = scene(root)
+    again = files(write(root / "again", 4))
+    other = Store.open(store.path)
+    meddler = Meddler(at, lambda: meddle(what, other, root, held, dead))
+    with store, other:
+        with fs.observed(meddler):
+            store.gc()
+        meddler.join()
+        refused = isinstance(meddler.error, Conflict | NotFound)
+        if what == "delta" and isinstance(meddler.error, Corrupt):
+            # Its pin of what gc was just taking came too late.
+            refused = "does not have this block" in meddler.error.what
+        assert meddler.error is None or (refused and what != "read"), meddler.error
+        if refused and what == "add":
+            # "Run the command again" is what it said.
+            other.add(root / "again", name="again")
+        names = {ref.name for ref in store.refs()}
+        for name in names & {"again", "saved"}:
+            assert contents(store, store[name].id) == again
+        assert what not in ("add", "tag", "delta") or refused or names & {"again", "saved", "tuned"}
+        if "tuned" in names:
+            assert contents(store, store["tuned"].id) == files(root / "tuned")
+        sound(store)
+        store.gc()
+        sound(store)
+
+
+def test_a_commit_that_counted_on_what_went_is_refused(store: Store, tmp_path: Path) -> None:
+    """A writer that found blocks present, and lost them to gc before its commit, is told to run
+    again; the second run publishes."""
+    store.add(write(tmp_path / "in", 1), name="a")
+    store.remove("a")
+    seen = False
+
+    def collect(operation: fs.Operation) -> None:
+        nonlocal seen
+        # The first rename of add puts its pack into packs/: all blocks have been looked up by then.
+        if not seen and operation.kind == "rename" and operation.target.endswith(".pack"):
+            seen = True
+            with Store.open(store.path) as other:
+                other.gc()
+
+    with fs.observed(collect), pytest.raises(Conflict, match="collected") as error:
+        store.add(write(tmp_path / "in", 1, 3), name="b")
+    assert seen
+    assert error.value.hint == "run the command again"
+    assert store.refs() == []
+    store.add(write(tmp_path / "in", 1, 3), name="b")
+    assert contents(store, store["b"].id) == files(tmp_path / "in")
+    sound(store)
+
+
+def test_a_child_of_a_collected_parent_is_refused(store: Store, tmp_path: Path) -> None:
+    """A snapshot is not published when its parent has gone meanwhile."""
+    parent = store.add(write(tmp_path / "in", 1), name="a").snapshot
+    record = store._catalog.snapshot(parent)
+    with Transaction(store._catalog, "test") as transaction:
+        store.remove("a")
+        with Store.open(store.path) as other:
+            other.gc()
+        child = SnapshotRecord(
+            record.manifest, (Parent(PREVIOUS, parent),), "add", None, None, "", 1, "test"
+        )
+        with pytest.raises(Conflict):
+            transaction.commit(snapshots=[child])
+
+
+def test_without_room_the_wholly_dead_goes_first(store: Store, tmp_path: Path) -> None:
+    """A disk without room for copies: packs without anything needed go, and the rest is told."""
+    store.add(write(tmp_path / "in", 1, first="with a header of its own"), name="dead")
+    kept = store.add(write(tmp_path / "in", 3, 1), name="b")
+    store.add(write(tmp_path / "in", 3, 2), name="c")
+    store.remove("dead", "b")
+    collector = Collector(store._catalog, reflog_days=0, limits=Limits(room=0))
+    report = collector.run(store._memo, store._statistics)
+    assert len(report.packs_removed) == 1
+    assert report.packs_rewritten == ()
+    assert any("no room" in note for note in report.left)
+    assert kept.snapshot in report.snapshots_dropped
+    sound(store)
+    assert len(store.gc().packs_rewritten) == 1
+    sound(store)
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "rename", "commit"])
+def test_a_failing_disk_loses_nothing(tmp_path: Path, failing: str) -> None:
+    """Where the N-th write, fsync, rename or commit fails, gc raises or goes on; all is there."""
+    number = 0
+    while failed_at(tmp_path / "s", failing, number):
+        number += 1
+    assert number > 0
+
+
+def failed_at(root: Path, failing: str, number: int) -> bool:
+    """One of the failures; False where gc was done before it came."""
+    store, held, _ = scene(root)
+    seen: list[fs.Operation] = []
+
+    def fail(operation: fs.Operation) -> None:
+        if operation.kind == failing:
+            seen.append(operation)
+            if len(seen) - 1 == number:
+                raise OSError(errno.ENOSPC, "full")
+
+    with store:
+        with suppress(StorageFailed), fs.observed(fail):
+            store.gc()
+        sound(store)
+        assert contents(store, store["a"].id) == held
+        store.gc()
+        sound(store)
+        assert not store.fsck().garbage
+        assert changes(store.gc()) == NOTHING
+    return len(seen) > number
+
+
+def test_a_damaged_block_is_kept_where_it_is(store: Store, tmp_path: Path) -> None:
+    """A block that is not what its id says is not copied: its pack stays and is named."""
+    store.add(write(tmp_path / "in", 3, 1), name="b")
+    pack = next(store.path.glob("packs/*/*"))
+    store.add(write(tmp_path / "in", 3, 2), name="c")
+    store.remove("b")
+    needed = next(iter(store._catalog.tensor(store.view("c").tensors["a"]).block_ids()))
+    location = store._catalog.locate([needed])[0]
+    assert location.pack.hex() == pack.stem
+    pack.chmod(0o644)
+    with pack.open("r+b") as file:
+        file.seek(location.offset + 5)
+        byte = file.read(1)
+        file.seek(location.offset + 5)
+        file.write(bytes([byte[0] ^ 1]))
+    report = store.gc()
+    assert pack.exists()
+    assert any(needed.hex() in note for note in report.left)
+    with pytest.raises(MstoreError):
+        contents(store, store["c"].id)
+    with pack.open("r+b") as file:
+        file.seek(location.offset + 5)
+        file.write(byte)
+    # Mended, the rest is as it was.
+    assert contents(store, store["c"].id) == files(tmp_path / "in")
+
+
+def test_small_packs_are_put_together(store: Store, tmp_path: Path) -> None:
+    """Eight small packs become one, in which neighbours are neighbours; seven stay."""
+    for number in range(7):
+        store.add(write(tmp_path / "in", number), name=f"n{number}")
+    assert changes(store.gc()) == NOTHING
+    store.add(write(tmp_path / "in", 7), name="n7")
+    report = store.gc()
+    assert len(report.packs_rewritten) == 8
+    assert len(list(store.path.glob("packs/*/*"))) == 1
+    for number in range(8):
+        tensor = store._catalog.tensor(store.view(f"n{number}").tensors["a"])
+        places = store._catalog.locate(tensor.block_ids())
+        for left, right in itertools.pairwise(places):
+            assert right.offset == left.offset + left.stored_length
+    sound(store)
+    assert changes(store.gc()) == NOTHING
+
+
+SEEDS = st.integers(1, 3)
+TUNED = st.integers(0, 6)
+NAMES = st.sampled_from(["a", "b", "x/c"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), NAMES, SEEDS, TUNED),
+        st.tuples(st.just("merge"), NAMES, NAMES, st.booleans()),
+        st.tuples(st.just("remove"), NAMES),
+        st.tuples(st.just("tag"), NAMES, st.integers(0, 99)),
+        st.tuples(st.just("reset"), NAMES, NAMES),
+        st.tuples(st.just("prune"), st.integers(1, 2), st.booleans(), st.booleans()),
+        st.tuples(st.just("gc")),
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+def play(store: Store, root: Path, step: tuple[object, ...]) -> None:
+    """One step of a history; what makes no sense just now is refused, and that is fine."""
+    match step:
+        case "add", str(name), int(seed), int(tuned):
+            names = {ref.name for ref in store.refs()}
+            base = "base" if tuned and "base" in names else None
+            store.add(write(root / "in", seed, tuned), name=name, base=base, codec="auto")
+        case "merge", str(name), str(expert), bool(virtual):
+            plan = store.plan(base="base", experts=[expert], method="task_arithmetic", threads=1)
+            store.merge(plan, name=name, virtual=virtual, threads=1)
+        case "remove", str(name):
+            store.remove(name)
+        case "tag", str(name), int(number):
+            store.tag(f"t{number}", name)
+        case "reset", str(name), str(other):
+            store.reset(name, other)
+        case "prune", int(keep), bool(tagged), bool(inputs):
+            store.prune(keep_last=keep, keep_tagged=tagged, unnamed_inputs=inputs)
+        case ("gc",):
+            collect(store)
+
+
+def collect(store: Store) -> None:
+    """gc, and all that must hold of it."""
+    store.gc()
+    sound(store)
+    index = store._catalog.index
+    with index.env.read() as transaction:
+        inventory = Inventory(store._catalog, transaction)
+        roots = Roots.read(store._catalog, transaction, 1 << 64)
+    reach = Reach(store._catalog, inventory)
+    reach.grow(roots)
+    assert all(live.all() for live in reach.live.values())
+    assert all(use.dead_share < DEAD_SHARE for use in uses(reach, store._catalog.layout.packs))
+    assert changes(store.gc(dry_run=True)) == NOTHING
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(history=STEPS)
+def test_any_history(tmp_path: Path, history: list[tuple[object, ...]]) -> None:
+    """After any history, a dry run says what gc does; every reachable snapshot reads as before it,
+    the rows that are left are those that are reached, no pack is a third dead, and a second gc
+    finds nothing to do."""
+    root = tmp_path / "h"
+    shutil.rmtree(root, ignore_errors=True)
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        store.configure("reflog_days", 0)
+        store.add(write(root / "in", 1), name="base")
+        for step in history:
+            try:
+                play(store, root, step)
+            except MstoreError:
+                continue
+        before = {}
+        for one in store.log():
+            if not one.pruned:
+                before[one.snapshot] = contents(store, one.snapshot)
+        lying = on_disk(store)
+        promised = store.gc(dry_run=True)
+        assert on_disk(store) == lying
+        assert told(store.gc()) == told(promised)
+        for snapshot, held in before.items():
+            assert contents(store, snapshot) == held
+        collect(store)
+    with Store.open(root / "store") as again:
+        for snapshot, held in before.items():
+            assert contents(again, snapshot) == held

@@ -1,0 +1,52 @@
+"""Who may read and write what mstore makes: the table of docs/security.md."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import families
+import pytest
+from families import BLOCK
+
+from mstore import Store, fs
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o000], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    try:
+        yield request.param
+    finally:
+        os.umask(before)
+
+
+def test_modes_of_a_store(umask: int, tmp_path: Path) -> None:
+    """Packs are 0444; tmp/ and what lies in it is the owner's alone; the umask decides the rest,
+    and who may not enter the directory of a pack may not read it."""
+    root = families.layered(rows=8).write(tmp_path / "family")
+    private: set[int] = set()
+
+    def look(operation: fs.Operation) -> None:
+        path = Path(operation.path)
+        if operation.kind == "write" and path.suffix == ".pack":
+            private.update((mode(path) & 0o077, mode(path.parent) & 0o077))
+
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store, fs.observed(look):
+        store.add(root / "base", name="base")
+        store.add(root / "e0", name="e0", base="base")
+        store.merge(store.plan(base="base", experts=["e0"], method="linear"), name="merged")
+    packs = list((tmp_path / "store" / "packs").rglob("*.pack"))
+    assert packs
+    assert {mode(path) for path in packs} == {0o444}
+    assert private == {0}
+    assert mode(tmp_path / "store" / "tmp") == 0o700
+    assert mode(tmp_path / "store" / "lock") == 0o600
+    for path in {tmp_path / "store", *(tmp_path / "store").rglob("*")} - set(packs):
+        assert not mode(path) & umask & 0o077, path

@@ -1,0 +1,205 @@
+"""Pruning: contents of old snapshots may go, their place in the lineage stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_gc import BLOCK, contents, files, sound, write
+
+from mstore.api import Store
+from mstore.errors import BadRequest, Conflict, NotFound
+from mstore.ids import SnapshotId
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store whose reflog keeps nothing, so that gc follows refs alone."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.configure("reflog_days", 0)
+        yield store
+
+
+def versions(store: Store, tmp_path: Path, name: str, seeds: list[int]) -> list[SnapshotId]:
+    """Several snapshots of a branch, oldest first."""
+    return [store.add(write(tmp_path / "in", seed), name=name).snapshot for seed in seeds]
+
+
+def marks(store: Store) -> dict[SnapshotId, bool]:
+    return {one.snapshot: one.pruned for one in store.log()}
+
+
+def test_what_is_older_goes_and_stays_in_the_log(store: Store, tmp_path: Path) -> None:
+    """Beyond the newest N of a branch contents go with gc; the log still tells of them."""
+    old, middle, new = versions(store, tmp_path, "a", [1, 2, 3])
+    assert store.prune(keep_last=2, dry_run=True).snapshots == (old,)
+    assert not any(marks(store).values())
+    report = store.prune(keep_last=2)
+    assert report.snapshots == (old,)
+    assert report.held == ()
+    assert marks(store) == {old: True, middle: False, new: False}
+    # Until gc comes, they can be read.
+    assert contents(store, old)
+    assert store.gc().blocks_dropped > 0
+    assert marks(store) == {old: True, middle: False, new: False}
+    assert store.show(str(old)).files == 2
+    assert len(store.files(str(old))) == 2
+    sound(store)
+    assert store.prune(keep_last=2).snapshots == ()
+
+
+def test_reading_what_was_pruned_is_a_clear_error(store: Store, tmp_path: Path) -> None:
+    """Whatever needs contents says that they were pruned; nothing is half done."""
+    old, new = versions(store, tmp_path, "a", [1, 2])
+    store.prune(keep_last=1)
+    store.gc()
+    calls = [
+        lambda: store.view(str(old)),
+        lambda: store.tensors(str(old)),
+        lambda: store.diff("a", "a~1"),
+        lambda: store.checkout(str(old), tmp_path / "out"),
+        lambda: store.plan(base=str(old), experts=["a"], method="ties"),
+        lambda: store.plan(base="a", experts=[str(old)], method="ties"),
+        lambda: store.add(tmp_path / "in", name="b", base=str(old)),
+        lambda: store.tag("t", str(old)),
+        lambda: store.reset("b", str(old)),
+        lambda: b"".join(map(bytes, store.read_file(str(old), "config.json"))),
+    ]
+    for call in calls:
+        with pytest.raises(NotFound, match="contents were pruned"):
+            call()
+    assert not (tmp_path / "out").exists()
+    assert [ref.snapshot for ref in store.refs()] == [new]
+
+
+def test_naming_it_again_takes_it_back(store: Store, tmp_path: Path) -> None:
+    """Before gc, a tag on a pruned snapshot keeps its contents, also once the tag is gone."""
+    old, _ = versions(store, tmp_path, "a", [1, 2])
+    store.prune(keep_last=1)
+    store.tag("t", str(old))
+    store.gc()
+    held = contents(store, old)
+    store.remove("t")
+    store.gc()
+    assert contents(store, old) == held
+    assert not any(marks(store).values())
+
+
+def test_adding_it_again_brings_the_contents_back(store: Store, tmp_path: Path) -> None:
+    """Contents that are stored again can be read under the old snapshot too."""
+    old, _ = versions(store, tmp_path, "a", [1, 2])
+    store.prune(keep_last=1)
+    store.gc()
+    store.add(write(tmp_path / "in", 1), name="again")
+    assert contents(store, old) == files(tmp_path / "in")
+    sound(store)
+
+
+def test_tags_keep_what_they_name_or_go(store: Store, tmp_path: Path) -> None:
+    """--keep-tagged leaves what a tag names; without it the tag is removed as well."""
+    old, middle, new = versions(store, tmp_path, "a", [1, 2, 3])
+    store.tag("v1", str(old))
+    assert store.prune(keep_last=1).snapshots == (middle,)
+    report = store.prune(keep_last=1, keep_tagged=False)
+    assert report.snapshots == (old,)
+    assert report.tags_removed == ("v1",)
+    assert [ref.name for ref in store.refs()] == ["a"]
+    store.gc()
+    assert marks(store) == {old: True, middle: True, new: False}
+    sound(store)
+
+
+def test_what_another_branch_keeps_is_kept(store: Store, tmp_path: Path) -> None:
+    """A snapshot among the newest of any branch, or of one that was not asked for, stays."""
+    old, new = versions(store, tmp_path, "a", [1, 2])
+    store.reset("b", str(old))
+    assert store.prune(keep_last=1).snapshots == ()
+    older = versions(store, tmp_path, "b", [3])
+    assert store.prune(["a"], keep_last=1).snapshots == ()
+    assert store.prune(keep_last=1).snapshots == (old,)
+    assert new != older[0]
+
+
+def test_inputs_that_no_ref_names(store: Store, tmp_path: Path) -> None:
+    """--unnamed-inputs lets bases and experts of a merge go, but those that a ref names."""
+    base = store.add(write(tmp_path / "in", 1), name="base").snapshot
+    expert = store.add(write(tmp_path / "in", 1, 4), name="expert", base="base").snapshot
+    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    merged = store.merge(plan, name="m").snapshot
+    store.remove("expert")
+    assert store.prune(keep_last=1).snapshots == ()
+    assert store.prune(keep_last=1, unnamed_inputs=True).snapshots == (expert,)
+    held = contents(store, merged)
+    store.gc()
+    assert contents(store, merged) == held
+    assert marks(store) == {base: False, expert: True, merged: False}
+    assert store.explain("m")
+    sound(store)
+
+
+def test_a_virtual_merge_keeps_its_inputs(store: Store, tmp_path: Path) -> None:
+    """What a virtual merge is computed from stays, pruned or not."""
+    store.add(write(tmp_path / "in", 1), name="base")
+    store.add(write(tmp_path / "in", 1, 4), name="expert", base="base")
+    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    merged = store.merge(plan, name="m", virtual=True).snapshot
+    held = contents(store, merged)
+    store.remove("expert", "base")
+    store.prune(keep_last=1, unnamed_inputs=True)
+    store.gc()
+    store.close()
+    with Store.open(store.path) as again:
+        assert contents(again, merged) == held
+        sound(again)
+        again.materialize("m")
+        again.gc()
+        assert contents(again, again["m"].id) == held
+
+
+def test_the_reflog_holds_what_was_pruned(tmp_path: Path) -> None:
+    """A move in the window of the reflog keeps contents; prune says so, and gc can be told."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        old, _ = versions(store, tmp_path, "a", [1, 2])
+        assert store.prune(keep_last=1).held == (old,)
+        assert store.gc().blocks_dropped == 0
+        assert contents(store, old)
+        assert store.gc(reflog_days=0).blocks_dropped > 0
+        sound(store)
+        # The reflog names it still, and a reader may pin it: neither can have it back.
+        pin = store.pin(old)
+        assert store.gc().blocks_dropped == 0
+        pin.release()
+        assert store.usage().refs
+        sound(store)
+
+
+def test_senseless_wishes(store: Store, tmp_path: Path) -> None:
+    """No snapshot to keep, no such branch, a tag for a branch: refused."""
+    versions(store, tmp_path, "a", [1])
+    store.tag("t", "a")
+    with pytest.raises(BadRequest):
+        store.prune(keep_last=0)
+    for name in ("t", "nobody"):
+        with pytest.raises(NotFound):
+            store.prune([name], keep_last=1)
+
+
+def test_refs_are_removed_all_or_none(store: Store, tmp_path: Path) -> None:
+    """`remove` of several names takes all of them, or, where one is unknown, none."""
+    versions(store, tmp_path, "a", [1, 2])
+    store.tag("t", "a")
+    with pytest.raises(NotFound):
+        store.remove("a", "nobody")
+    assert len(store.refs()) == 2
+    report = store.remove("a", "t", "a")
+    assert report.removed == ("a", "t")
+    assert report.kinds == ("branch", "tag")
+    assert report.unnamed_snapshots == 2
+    assert store.refs() == []
+    # All that ever was is in the reflog of everything.
+    assert {one.name for one in store.reflog()} == {"a", "t"}
+    assert {one.action for one in store.reflog()[:2]} == {"rm"}
+    store.reset("a", "a@{1}")
+    with pytest.raises(Conflict):
+        store.tag("a", "a~1")

@@ -1,0 +1,402 @@
+"""Repair: what is broken is healed from any good copy, and what has none is dropped and listed."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import BLOCK, files_of, small_model
+
+from mstore import fs
+from mstore.api import Store
+from mstore.blocks.packs import PAGE, Kind
+from mstore.errors import BadCheckpoint, NotFound, StorageFailed
+from mstore.ids import SnapshotId
+
+ADDED = ("base", "expert", "second")
+
+
+def fine_tune(directory: Path, base: Path, step: int) -> Path:
+    """A copy of a small model in which every `step`-th element differs by its last bit."""
+    shutil.copytree(base, directory)
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 2 * step):
+        data[at] ^= 1
+    file.write_bytes(data)
+    return directory
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """A base and two fine-tunes, by name."""
+    base = small_model(root / "base", "s")
+    return {
+        "base": base,
+        "expert": fine_tune(root / "expert", base, 3),
+        "second": fine_tune(root / "second", base, 5),
+    }
+
+
+def build(root: Path) -> None:
+    """A store with a base, fine-tunes of it, a merge and a virtual merge; its sources beside."""
+    with Store.init(root / "store", block_size=BLOCK, codec="dense") as store:
+        for name, path in sources(root).items():
+            base = None if name == "base" else "base"
+            store.add(path, name=name, base=base, threads=1)
+        experts = ["expert", "second"]
+        plan = store.plan(base="base", experts=experts, method="linear", threads=1)
+        store.merge(plan, name="merged", threads=1)
+        plan = store.plan(base="base", experts=experts, method="task_arithmetic", threads=1)
+        store.merge(plan, name="virtual", threads=1, virtual=True)
+        store.tag("v1", "expert")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `build` makes."""
+    root = tmp_path_factory.mktemp("template")
+    build(root)
+    return root
+
+
+@pytest.fixture
+def root(template: Path, tmp_path: Path) -> Path:
+    """A copy of it: `store`, `other` (an intact copy of the store), and what was added."""
+    shutil.copytree(template, tmp_path / "root")
+    shutil.copytree(template / "store", tmp_path / "root" / "other")
+    return tmp_path / "root"
+
+
+def contents(path: Path) -> dict[SnapshotId, dict[str, bytes]]:
+    """Every file of every snapshot."""
+    found = {}
+    with Store.open(path) as store:
+        for id in store.snapshot_ids():
+            snapshot = store[str(id)]
+            found[id] = {file.path: snapshot.read(file.path) for file in snapshot.files()}
+    return found
+
+
+def overwrite(path: Path, place: int, data: bytes) -> None:
+    """Write into a read-only file."""
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(data)
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of a file."""
+    overwrite(path, place, bytes([path.read_bytes()[place] ^ 1]))
+
+
+def packs(path: Path) -> list[Path]:
+    """The packs of a store, the largest first."""
+    return sorted((path / "packs").glob("*/*.pack"), key=lambda pack: (-pack.stat().st_size, pack))
+
+
+def break_payloads(path: Path) -> int:
+    """Flip a bit in every block; returns how many there are."""
+    with Store.open(path) as store:
+        index = store._catalog.index
+        with index.env.read() as rows:
+            places = [
+                (store._catalog.packs.path(where.pack), where.offset + where.stored_length // 2)
+                for _, where in index.blocks(rows)
+            ]
+    for pack, place in places:
+        flip(pack, place)
+    return len(places)
+
+
+def test_a_sound_store_is_left_alone(root: Path) -> None:
+    """Repairing what is not broken writes nothing at all."""
+    before = files_of(root / "store")
+    with Store.open(root / "store") as store:
+        report = store.repair(read_data=True)
+    assert (report.healed, report.dropped, report.bytes_written) == ((), (), 0)
+    assert report.before == report.after
+    after = files_of(root / "store")
+    assert {k: v for k, v in after.items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
+
+
+def test_every_block_is_healed_from_another_store(root: Path) -> None:
+    """With each block broken, an intact store gives all of them back, deltas among them."""
+    before = contents(root / "other")
+    count = break_payloads(root / "store")
+    with Store.open(root / "store") as store:
+        assert len(store.fsck(read_data=True).problems) >= count
+        report = store.repair(read_data=True, sources=[root / "other"])
+        assert len(report.healed) == count
+        assert (report.dropped, report.after.problems) == ((), ())
+        assert store.fsck(read_data=True).problems == ()
+    assert contents(root / "store") == before
+
+
+def test_every_added_block_is_healed_from_checkpoints(root: Path) -> None:
+    """The directories that were added give back what they have, cut as add cuts it."""
+    before = contents(root / "other")
+    break_payloads(root / "store")
+    with Store.open(root / "store") as store:
+        report = store.repair(read_data=True, sources=[root / name for name in ADDED])
+        assert report.healed
+        # What the merge made is in no checkpoint; its files are named.
+        assert report.dropped
+        assert {hurt.refs for hurt in report.after.hurt} == {("merged",)}
+    after = contents_but(root / "store", "merged")
+    assert after == {id: files for id, files in before.items() if id in after}
+    assert len(after) == len(before) - 1
+
+
+def contents_but(path: Path, ref: str) -> dict[SnapshotId, dict[str, bytes]]:
+    """The files of every snapshot but one."""
+    found = {}
+    with Store.open(path) as store:
+        for id in store.snapshot_ids():
+            if id != store[ref].id:
+                snapshot = store[str(id)]
+                found[id] = {file.path: snapshot.read(file.path) for file in snapshot.files()}
+    return found
+
+
+def test_what_has_no_copy_is_dropped_and_comes_back_with_good_files(root: Path) -> None:
+    """Damage, repair without a copy, add the same files again: everything is exact."""
+    before = contents(root / "other")
+    break_payloads(root / "store")
+    with Store.open(root / "store") as store:
+        report = store.repair(read_data=True)
+        assert report.healed == ()
+        assert report.dropped
+        hurt = {(ref, hurt.path, hurt.tensor) for hurt in report.after.hurt for ref in hurt.refs}
+        for ref in ("base", "expert", "v1"):
+            assert (ref, "model.safetensors", "a") in hurt
+            assert (ref, "config.json", None) in hurt
+        assert ("merged", "model.safetensors", "b") in hurt
+        with pytest.raises(Exception, match="does not have"):
+            store["base"].read("model.safetensors")
+        for name in ADDED:
+            base = None if name == "base" else "base"
+            store.add(root / name, name=name, base=base, threads=1)
+        plan = store.plan(base="base", experts=["expert", "second"], method="linear", threads=1)
+        store.merge(plan, name="merged", threads=1)
+        assert store.fsck(read_data=True).problems == ()
+    after = contents(root / "store")
+    assert {id: after[id] for id in before} == before
+
+
+def truncate(path: Path) -> None:
+    """Cut a pack's end off: the footer and some payloads."""
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-PAGE][: 3 * PAGE])
+
+
+def break_table(path: Path) -> None:
+    """Damage a footer's table."""
+    data = path.read_bytes()
+    flip(path, struct.unpack_from("<Q", data, len(data) - 64)[0])
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, break_table])
+def test_a_damaged_pack_is_healed_and_condemned(
+    root: Path, damage: Callable[[Path], None], which: int
+) -> None:
+    """A pack that is missing, cut or broken is emptied with the help of another store."""
+    before = contents(root / "other")
+    path = packs(root / "store")[which]
+    damage(path)
+    with Store.open(root / "store") as store:
+        assert store.fsck().problems
+        report = store.repair(sources=[root / "other"])
+        assert (report.dropped, report.after.problems) == ((), ())
+        assert [pack.hex() for pack in report.condemned] == [path.stem]
+        assert store.fsck(read_data=True).problems == ()
+    assert contents(root / "store") == before
+
+
+def test_payloads_under_a_broken_footer_are_saved(root: Path) -> None:
+    """Where only the footer is damaged, all payloads move to a new pack; no copy is needed."""
+    before = contents(root / "other")
+    for path in packs(root / "store"):
+        break_table(path)
+    with Store.open(root / "store") as store:
+        report = store.repair()
+        assert (report.dropped, report.after.problems) == ((), ())
+        assert len(report.condemned) == len(packs(root / "other"))
+        assert store.fsck(read_data=True).problems == ()
+    assert contents(root / "store") == before
+
+
+def test_a_row_that_lies_is_healed_from_its_own_pack(root: Path) -> None:
+    """An index row that differs from the footer is put right from the pack itself."""
+    before = contents(root / "other")
+    with Store.open(root / "store") as store:
+        index = store._catalog.index
+        with index.env.write() as rows:
+            with rows.cursor(db=index.db("blocks")) as cursor:
+                found = [(bytes(key), bytes(value)) for key, value in cursor]
+            for key, value in found:
+                changed = value[:11] + bytes([value[11] ^ 1]) + value[12:]
+                rows.put(key, changed, db=index.db("blocks"))
+        report = store.repair()
+        assert (report.dropped, report.after.problems) == ((), ())
+    assert contents(root / "store") == before
+
+
+@pytest.mark.parametrize("kind", [k for k in Kind if k not in (Kind.BLOCK, Kind.SIGNATURE)])
+def test_broken_records_are_healed_by_id(root: Path, kind: Kind) -> None:
+    """Each kind of record is taken from another store, broken or without a row."""
+    before = contents(root / "other")
+    with Store.open(root / "store") as store:
+        index = store._catalog.index
+        with index.env.read() as rows:
+            found = [(id, where) for k, id, where in index.records(rows) if k == kind]
+        assert found
+        for number, (id, where) in enumerate(found):
+            if number % 2:
+                with index.env.write() as rows:
+                    rows.delete(bytes([kind]) + id, db=index.db("records"))
+            else:
+                flip(store._catalog.packs.path(where.pack), where.offset + 1)
+        assert store.fsck().problems
+        report = store.repair(sources=[root / "other"])
+        assert (report.dropped, report.after.problems) == ((), ())
+    assert contents(root / "store") == before
+
+
+def test_the_tensors_and_manifest_of_a_checkpoint_are_healed_from_it(root: Path) -> None:
+    """A checkpoint directory gives back the records that adding it would make."""
+    with Store.open(root / "store") as store:
+        index = store._catalog.index
+        manifest = store["base"].manifest
+        with index.env.write() as rows:
+            for file in store._catalog.manifest(manifest).files:
+                for part in file.parts:
+                    rows.delete(bytes([Kind.TENSOR]) + part.tensor, db=index.db("records"))
+            rows.delete(bytes([Kind.MANIFEST]) + manifest, db=index.db("records"))
+        report = store.repair(sources=[root / "base"])
+        assert (report.dropped, report.after.problems) == ((), ())
+        assert any(key.startswith("manifest ") for key in report.healed)
+
+
+def test_a_lost_snapshot_record_leaves_its_ref_and_says_so(root: Path) -> None:
+    """Without a copy, the ref stays where it was, is named, and is the user's to remove."""
+    with Store.open(root / "store") as store:
+        index = store._catalog.index
+        id = store["virtual"].id
+        with index.env.read() as rows:
+            where = index.record(rows, Kind.SNAPSHOT, id)
+        assert where is not None
+        flip(store._catalog.packs.path(where.pack), where.offset + 1)
+        report = store.repair()
+        assert report.dropped == (f"snapshot {id}",)
+        assert report.after.problems
+        again = store.repair(sources=[root / "other"])
+        assert again.healed == (f"snapshot {id}",)
+        assert again.after.problems == ()
+
+
+def test_a_damaged_mirror_is_written_anew(root: Path) -> None:
+    """The mirror is a copy of the refs, and repair makes it one again."""
+    mirror = root / "store" / "refs" / "mirror"
+    good = mirror.read_bytes()
+    mirror.write_bytes(b"nonsense")
+    with Store.open(root / "store") as store:
+        assert store.repair().after.problems == ()
+    assert mirror.read_bytes() == good
+
+
+def test_a_source_that_is_none_stops_it_before_anything_changes(root: Path) -> None:
+    """A place that is missing or no checkpoint is refused, and nothing was repaired."""
+    break_payloads(root / "store")
+    before = files_of(root / "store")
+    (root / "empty").mkdir()
+    with Store.open(root / "store") as store:
+        with pytest.raises(NotFound):
+            store.repair(read_data=True, sources=[root / "nowhere"])
+        with pytest.raises(BadCheckpoint):
+            store.repair(read_data=True, sources=[root / "empty"])
+    assert files_of(root / "store")["index/data.mdb"] == before["index/data.mdb"]
+
+
+def test_another_stores_index_is_never_opened(root: Path) -> None:
+    """Of the store that copies come from, packs are enough: its index may be anything."""
+    break_payloads(root / "store")
+    (root / "other" / "index" / "data.mdb").write_bytes(b"\xff" * 10_000)
+    with Store.open(root / "store") as store:
+        assert store.repair(read_data=True, sources=[root / "other"]).after.problems == ()
+
+
+def test_a_lie_in_another_store_is_not_taken(root: Path) -> None:
+    """A copy whose bytes are wrong is no copy."""
+    break_payloads(root / "store")
+    break_payloads(root / "other")
+    with Store.open(root / "store") as store:
+        report = store.repair(read_data=True, sources=[root / "other"])
+    assert report.healed == ()
+
+
+def test_failing_at_any_step_leaves_the_store_no_worse(root: Path) -> None:
+    """Whatever operation fails, what could be read before can still be, and repair can go on."""
+    before = contents(root / "other")
+    break_table(packs(root / "store")[0])
+    with Store.open(root / "store") as store:
+        index = store._catalog.index
+        with index.env.read() as rows:
+            where = max((at for _, at in index.blocks(rows)), key=lambda at: at.stored_length)
+        flip(store._catalog.packs.path(where.pack), where.offset + where.stored_length // 2)
+        problems = {problem.where for problem in store.fsck(read_data=True).problems}
+    for at in range(100):
+        seen = 0
+
+        def fail(operation: fs.Operation, at: int = at) -> None:
+            nonlocal seen
+            seen += operation.kind not in ("committed", "map")
+            if seen > at and operation.kind not in ("committed", "map"):
+                raise OSError(5, "Input/output error")
+
+        shutil.copytree(root / "store", root / "trial")
+        with Store.open(root / "trial") as store:
+            is_done = True
+            try:
+                with fs.observed(fail):
+                    store.repair(read_data=True, sources=[root / "other"])
+            except StorageFailed:
+                is_done = False
+            left = {problem.where for problem in store.fsck(read_data=True).problems}
+            assert left <= problems
+            assert store.repair(read_data=True, sources=[root / "other"]).after.problems == ()
+        assert contents(root / "trial") == before
+        shutil.rmtree(root / "trial")
+        if is_done:
+            break
+    else:
+        pytest.fail("it never ends")
+    assert at > 10
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_random_damage_is_healed_from_an_intact_copy(
+    template: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever bytes of whatever packs are wrong, a good copy restores every snapshot exactly."""
+    root = tmp_path_factory.mktemp("random")
+    shutil.copytree(template / "store", root / "store")
+    for path in packs(root / "store"):
+        size = path.stat().st_size
+        places = data.draw(st.lists(st.integers(0, size - 1), max_size=6))
+        for place in places:
+            noise = data.draw(st.integers(1, 255))
+            overwrite(path, place, bytes([path.read_bytes()[place] ^ noise]))
+    with Store.open(root / "store") as store:
+        store.repair(read_data=True, sources=[template / "store"])
+        assert store.fsck(read_data=True).problems == ()
+    assert contents(root / "store") == contents(template / "store")

@@ -1,0 +1,121 @@
+"""Settings of a store: what may be said, and that what was said is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import Program
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore.api import Store
+from mstore.blocks.codecs import Policy
+from mstore.errors import BadRequest, Corrupt
+from mstore.store.config import MAX_BYTES, MAX_REFLOG_DAYS, Config, typed
+
+BLOCK = 1 << 16
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An empty store."""
+    Store.init(tmp_path / "store", block_size=BLOCK).close()
+    return tmp_path / "store"
+
+
+@given(codec=st.sampled_from(Policy), days=st.integers(0, MAX_REFLOG_DAYS))
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, codec: Policy, days: int
+) -> None:
+    """Every setting comes back from the file as it was put in."""
+    root = tmp_path_factory.mktemp("config") / "store"
+    with Store.init(root, block_size=BLOCK, codec=codec) as store:
+        store.configure("reflog_days", days)
+        assert dict(store.config) == {"codec": codec, "reflog_days": days}
+    with Store.open(root) as store:
+        assert dict(store.config) == {"codec": codec, "reflog_days": days}
+
+
+def test_what_is_missing_has_its_default(root: Path) -> None:
+    """Without the file, or with an empty one, everything is as in a new store."""
+    with Store.open(root) as store:
+        fresh = dict(store.config)
+    for text in ("", "# nothing\n", None):
+        (root / "config").unlink()
+        if text is not None:
+            (root / "config").write_text(text)
+        with Store.open(root) as store:
+            assert dict(store.config) == fresh == Config().values()
+        (root / "config").touch()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("codec = 'zip'", "auto, raw, dense"),
+        ("codec = 1", "auto, raw, dense"),
+        ("codec = true", "auto, raw, dense"),
+        ("reflog_days = '3'", "0 to"),
+        ("reflog_days = -1", "0 to"),
+        ("reflog_days = 1.5", "0 to"),
+        ("reflog_days = true", "0 to"),
+        (f"reflog_days = {MAX_REFLOG_DAYS + 1}", "0 to"),
+        ("colour = 'red'", "no such setting"),
+        ("[codec]", "auto, raw, dense"),
+        ("codec = 'auto'\ncodec = 'raw'", "not a config file"),
+        ("codec", "not a config file"),
+        ("\0", "not a config file"),
+        ("#" * (MAX_BYTES + 1), "longer"),
+        ("a = " + "[" * 5000, "not a config file"),
+    ],
+)
+def test_a_file_that_says_something_else(root: Path, text: str, why: str) -> None:
+    """An unknown key, a value of another kind, or no TOML at all: Corrupt, which names the file."""
+    (root / "config").write_text(text)
+    with pytest.raises(Corrupt, match=why) as refusal:
+        Store.open(root)
+    assert refusal.value.where == str(root / "config")
+
+
+def test_refused_settings_change_nothing(root: Path) -> None:
+    """A key or value that cannot be raises BadRequest, and the file is as it was."""
+    before = (root / "config").read_bytes()
+    with Store.open(root) as store:
+        for key, value in (
+            ("codec", "fast"), ("codec", 1), ("reflog_days", "soon"), ("reflog_days", "-1"),
+            ("reflog_days", "9" * 20), ("nope", "1"),
+        ):  # fmt: skip
+            with pytest.raises(BadRequest):
+                store.configure(key, value)
+        with pytest.raises(BadRequest):
+            store.add(root, name="x", codec="fast")
+    assert (root / "config").read_bytes() == before
+    with pytest.raises(BadRequest):
+        Store.init(root.parent / "other", codec="fast")
+    assert not (root.parent / "other").exists()
+
+
+@pytest.mark.parametrize("text", ["\u0663", "1e2", " 3", "", "0x3"])
+def test_numbers_are_typed_in_plain_digits(text: str) -> None:
+    """What a person types for a number is digits, and nothing else that looks like some."""
+    with pytest.raises(BadRequest):
+        typed("reflog_days", text)
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """`config` shows all settings or one, and changes one; `init` takes a codec."""
+    mstore = Program(tmp_path / "store")
+    assert mstore.succeed("init", "--codec", "dense", "--json").document["codec"] == "dense"
+    assert mstore.succeed("config", "--json").document == {"codec": "dense", "reflog_days": 30}
+    assert mstore.succeed("config", "codec", "-q").out == "dense\n"
+    mstore.succeed("config", "reflog_days", "7")
+    assert "7" in mstore.succeed("config", "reflog_days").out
+    assert mstore.succeed("config", "codec", "raw", "--json").document == {
+        "codec": "raw",
+        "reflog_days": 7,
+    }
+    for words in (("nope",), ("nope", "1"), ("codec", "fast")):
+        result = mstore("config", *words)
+        assert result.status == 1
+        assert "mstore config" in result.err
