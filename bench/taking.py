@@ -45,7 +45,7 @@ class Bench:
     def fresh(self, block_size: str) -> None:
         """An empty store."""
         shutil.rmtree(self.store, ignore_errors=True)
-        self.mstore("init", "--block-size", block_size, str(self.store))
+        self.mstore("init", "--codec", "raw", "--block-size", block_size, str(self.store))
 
     def add(self, name: str, *words: str) -> Run:
         """Store one member of the family."""
@@ -59,7 +59,7 @@ class Bench:
         self.store.rename(self.saved)
         found: dict[str, list[Run]] = {"add": [], "add --base": []}
         for number in range(rounds + 1):
-            for kind, words in (("add", ()), ("add --base", ("--base", "base"))):
+            for kind, words in (("add", ("--base", "none")), ("add --base", ("--base", "base"))):
                 shutil.rmtree(self.store, ignore_errors=True)
                 shutil.copytree(self.saved, self.store)
                 os.sync()

@@ -203,3 +203,27 @@ def test_refs_are_removed_all_or_none(store: Store, tmp_path: Path) -> None:
     store.reset("a", "a@{1}")
     with pytest.raises(Conflict):
         store.tag("a", "a~1")
+
+
+def test_a_merge_of_what_was_pruned_is_not_run_again(store: Store, tmp_path: Path) -> None:
+    """Replay, blame and the plan itself name the input that is gone; the merge stays readable."""
+    store.add(write(tmp_path / "in", 1), name="base")
+    store.add(write(tmp_path / "in", 2), name="expert")
+    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    store.merge(plan, name="merged")
+    merged = contents(store, store["merged"].id)
+    store.remove("expert")
+    store.prune(keep_last=1, unnamed_inputs=True)
+    assert store.gc().blocks_dropped > 0
+    for call in (
+        lambda: store.replay("merged"),
+        lambda: store.blame("merged"),
+        lambda: store.merge(plan, name="again"),
+    ):
+        with pytest.raises(NotFound, match="contents were pruned"):
+            call()
+    assert contents(store, store["merged"].id) == merged
+    told = store.explain("merged").plan
+    assert told is not None
+    assert told.plan == plan.plan
+    sound(store)

@@ -132,6 +132,20 @@ def test_without_an_index(path: Path, damage: Callable[[Path], None]) -> None:
         assert [move.action for move in store.reflog("base")] == ["reindex"]
 
 
+def test_a_copy_of_what_cannot_be_made_again_is_enough(path: Path, tmp_path: Path) -> None:
+    """docs/keeping.md: format, refs/mirror and packs are a backup; reindex makes the rest."""
+    before = told(path, with_history=False)
+    copy = tmp_path / "copy"
+    (copy / "refs").mkdir(parents=True)
+    for name in ("format", "refs/mirror"):
+        shutil.copy(path / name, copy / name)
+    shutil.copytree(path / "packs", copy / "packs")
+    Store.reindex(copy)
+    assert told(copy, with_history=False) == before
+    with Store.open(copy) as store:
+        assert store.fsck(read_data=True).problems == ()
+
+
 def test_the_old_index_can_be_left_alone(path: Path) -> None:
     """Asked not to look at it, reindex takes the refs from the mirror."""
     report = Store.reindex(path, use_old_index=False)

@@ -60,6 +60,7 @@ def reindex(
     """
     began = time.monotonic()
     layout = locate(root)
+    _make_directories(layout)
     with _alone(layout):
         old = OldIndex.read(layout) if use_old_index else None
         workplace = layout.tmp / f"reindex-{secrets.token_hex(4)}"
@@ -93,6 +94,16 @@ def reindex(
         notes=tuple(built.notes),
         seconds=time.monotonic() - began,
     )
+
+
+def _make_directories(layout: Layout) -> None:
+    """Those that a copy of a store need not have: what lies in them is made anew."""
+    made = [
+        fs.make_directory(directory, mode=mode, exist_ok=True)
+        for directory, mode in ((layout.tmp, 0o700), (layout.index, 0o777), (layout.stats, 0o777))
+    ]
+    if any(made):
+        fs.sync_directory(layout.root)
 
 
 @contextmanager

@@ -64,6 +64,9 @@ def _print(screen: Screen, report: GcReport) -> None:
         screen.line(f"and {more} more")
     if not (report.blocks_dropped or report.records_dropped or report.freed_bytes):
         screen.line("nothing to collect", style="green")
+        screen.line(
+            "history keeps what it names: mstore prune lets go of it, mstore du says of how much"
+        )
     else:
         verb = "would drop" if report.dry_run else "dropped"
         screen.line(

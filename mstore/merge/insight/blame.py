@@ -23,14 +23,13 @@ from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.fitting import check_fits
-from mstore.merge.running.commit import made_from
+from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
 from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
-from mstore.store import leases
 from mstore.store.catalog import Catalog
 from mstore.store.plans import sources_of
 
@@ -49,7 +48,8 @@ def blame(
     """Shares of a merged snapshot, or of one tensor of it; virtual merges too.
 
     Without `tensor`, tensors that are the base's own are not listed.  Raises BadRequest for a
-    snapshot that no merge made, NotFound for an unknown tensor, Corrupt, StorageFailed.
+    snapshot that no merge made, NotFound for an unknown tensor or if an input was pruned, Corrupt,
+    StorageFailed.
     """
     began = time.monotonic()
     record = catalog.snapshot(snapshot)
@@ -64,10 +64,9 @@ def blame(
     if tensor is not None and tensor not in names:
         raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
     plan = catalog.record(Plan, plan_id)
-    check_fits(catalog, plan)
-    run = _Run(catalog, plan, threads, progress)
-    inputs = (parent.snapshot_id() for parent in made_from(record))
-    with leases.pinned(catalog.layout, (snapshot, *inputs)):
+    with inputs_held(catalog, snapshot, record):
+        check_fits(catalog, plan)
+        run = _Run(catalog, plan, threads, progress)
         measured = run.attributions(tensor)
     sources = sources_of(catalog, plan_id, plan).experts
     who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]

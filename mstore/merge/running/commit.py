@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mstore.blocks.codecs import Policy
@@ -16,7 +16,7 @@ from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.reports import Progress
-from mstore.store import leases, refs
+from mstore.store import contents, leases, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Sources, put_sources
@@ -67,15 +67,18 @@ def run_merge(
     moved, nothing is published.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
-    memory), BudgetExceeded, Corrupt, StorageFailed; then nothing is published.
+    memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing
+    is published.
     """
     current = branch_to_move(catalog, name) if materialized is None else materialized
     means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
-    inputs = (source.snapshot_id() for source in (sources.base, *sources.experts))
+    inputs = (sources.base, *sources.experts)
     with (
-        leases.pinned(catalog.layout, inputs),
+        leases.pinned(catalog.layout, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
+        for source in inputs:
+            contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(
             catalog, plan, transaction, means=means, policy=policy, memo=memo, progress=progress
         ).run()
@@ -107,6 +110,19 @@ def parents_of(sources: Sources) -> tuple[Parent, ...]:
 def made_from(record: SnapshotRecord) -> tuple[Parent, ...]:
     """The parents of a merge that are its inputs: all but what its branch was before."""
     return tuple(parent for parent in record.parents if parent.role != PREVIOUS)
+
+
+@contextmanager
+def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) -> Iterator[None]:
+    """Keep a merge and its inputs from garbage collection while its plan is run again.
+
+    Raises NotFound if the contents of an input were pruned.
+    """
+    inputs = made_from(record)
+    with leases.pinned(catalog.layout, (snapshot, *(one.snapshot_id() for one in inputs))):
+        for one in inputs:
+            contents.require(catalog, one.snapshot_id(), f"{one.role} {one.snapshot_id().short}")
+        yield
 
 
 def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:

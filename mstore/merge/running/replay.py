@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
-from mstore.merge.running.commit import made_from
+from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.reports import Progress, ReplayReport
-from mstore.store import leases
 from mstore.store.catalog import Catalog
 
 
@@ -25,7 +24,8 @@ def replay(
 ) -> ReplayReport:
     """Compute everything anew, without the memo table, and compare ManifestIds.
 
-    Raises BadRequest for a snapshot that no plan made, or that is virtual.
+    Raises BadRequest for a snapshot that no plan made, or that is virtual, NotFound if an input
+    was pruned.
     """
     record = catalog.snapshot(snapshot)
     plan_id = record.plan_id()
@@ -38,8 +38,7 @@ def replay(
     catalog.require_real(snapshot, snapshot.short)
     began = time.monotonic()
     plan = catalog.record(Plan, plan_id)
-    inputs = (parent.snapshot_id() for parent in made_from(record))
-    with leases.pinned(catalog.layout, (snapshot, *inputs)):
+    with inputs_held(catalog, snapshot, record):
         outcome = Engine(catalog, plan, None, means=Means(threads), progress=progress).run()
     manifest = outcome.manifest
     same = manifest.id() == record.manifest_id()
