@@ -1,0 +1,154 @@
+"""Filling a store: settings, checkpoints, statistics.
+
+Part of `mstore.api.Store`, which is all of them in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.reports import (
+    AddReport,
+    AnalyzeReport,
+)
+from mstore.store.config import typed
+from mstore.store.transaction import branch_to_move
+
+if TYPE_CHECKING:
+    from mstore.add import Base
+    from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
+    from mstore.convert.conversion import ConversionLimits
+
+
+class Adding(OpenStore):
+    """Filling a store: settings, checkpoints, statistics."""
+
+    @property
+    def config(self) -> Mapping[str, str | int]:
+        """Every setting of the store and what it is."""
+        return self._catalog.config.values()
+
+    def configure(self, key: str, value: str | int) -> None:
+        """Change a setting, for this store and whoever opens it later.
+
+        codec: which codecs new blocks may take (auto, raw, dense).  reflog_days: for how many days
+        the reflog keeps what refs pointed at.  Raises BadRequest for another key or value.
+        """
+        self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
+
+    def add(
+        self,
+        path: str | Path,
+        *,
+        name: str,
+        base: str | None = None,
+        detect_base: bool = False,
+        codec: str | None = None,
+        message: str = "",
+        threads: int | None = None,
+        convert: ConversionLimits | None = None,
+        limits: CheckpointLimits | None = None,
+        progress: Report | None = None,
+    ) -> AddReport:
+        """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
+
+        With `base`, statistics of the differences are kept for planning merges.  detect_base:
+        where none is named, find the nearest of the stored snapshots; the report says which and
+        why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
+        pickled weights in a child process with these limits, and store them as safetensors.
+        limits: what the checkpoint may cost, for who trusts one that is refused.
+
+        Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
+        (conversion without torch); then nothing is published.
+        """
+        from mstore.add import add
+        from mstore.store.leases import pinned
+
+        config = self._catalog.config
+        policy = (config if codec is None else config.changed({"codec": codec})).codec
+        branch_to_move(self._catalog, name)
+        with self._scanned(Path(path), convert, limits) as (checkpoint, notes):
+            chosen = self._base(checkpoint, base, detect=detect_base)
+            held = [] if chosen.snapshot is None else [chosen.snapshot]
+            with pinned(self._catalog.layout, held):
+                report = add(
+                    self._catalog,
+                    self._statistics,
+                    checkpoint,
+                    name=name,
+                    base=chosen,
+                    policy=policy,
+                    message=message,
+                    threads=thread_count(threads),
+                    progress=progress,
+                )
+        return replace(report, notes=notes + report.notes)
+
+    @contextmanager
+    def _scanned(
+        self, path: Path, convert: ConversionLimits | None, limits: CheckpointLimits | None
+    ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
+        """A checkpoint, converted if asked for, and what there is to say of that.
+
+        What was converted lies in the store's tmp/ until the block ends, and under a lease: after a
+        kill the next writer removes it.
+        """
+        from mstore.checkpoint.directory import DEFAULT_LIMITS, scan
+
+        allowed = limits or DEFAULT_LIMITS
+        if convert is None:
+            yield scan(path, limits=allowed), ()
+            return
+        from mstore.convert import conversion
+        from mstore.store.leases import Lease
+
+        lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
+        try:
+            made = conversion.convert(
+                path, lease.directory, limits=convert, checkpoint_limits=allowed
+            )
+            yield scan(path, limits=allowed, replacement=made.replacement), made.notes
+        finally:
+            lease.release()
+
+    def _base(self, checkpoint: Checkpoint, base: str | None, *, detect: bool) -> Base:
+        """What a checkpoint is to be compared with: as named, as found, or nothing."""
+        from mstore.add import NO_BASE, Base
+
+        if base is not None:
+            return Base(self._real(base), None, given=True)
+        if not detect:
+            return NO_BASE
+        from mstore.nearest import nearest
+
+        found = nearest(self._catalog, checkpoint)
+        return Base(found.snapshot, found.reason, given=False)
+
+    def analyze(
+        self,
+        expert: str,
+        base: str,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> AnalyzeReport:
+        """Take the statistics of expert minus base that are missing; what is there is kept.
+
+        Merges plan from them; `add` with a base has taken them already.  Raises NotFound,
+        BadRequest (a virtual merge), Incompatible (other tensors or shapes), Corrupt.
+        """
+        from mstore.stats.analysis import Side, analyze
+
+        return analyze(
+            self._catalog,
+            self._statistics,
+            Side(self._real(expert), expert),
+            Side(self._real(base), base),
+            threads=thread_count(threads),
+            progress=progress,
+        )

@@ -1,0 +1,182 @@
+"""Space and soundness: collection, pruning, checking, repair, sizes.
+
+Part of `mstore.api.Store`, which is all of them in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mstore import lineage
+from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.blocks.packs import Kind
+from mstore.reports import (
+    CheckReport,
+    GcReport,
+    MigrateReport,
+    PruneReport,
+    ReindexReport,
+    RepairReport,
+    StoreReport,
+    UsageReport,
+)
+from mstore.store.layout import FORMAT_VERSION
+
+
+class Keeping(OpenStore):
+    """Space and soundness: collection, pruning, checking, repair, sizes."""
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        wait: float = 0.0,
+        reflog_days: int | None = None,
+        progress: Report | None = None,
+    ) -> GcReport:
+        """Drop all that no ref, reflog or pin reaches, and give its space back.
+
+        Safe beside everything else; a second one waits for the first.  dry_run: only say what would
+        go.  wait: seconds to wait for running operations, so that packs they may be reading can go
+        too; else the next writer removes them.  reflog_days: as the store is set (30 days) where
+        None.  Raises Corrupt where a needed record is damaged, StorageFailed; nothing is lost then.
+        """
+        from mstore.gc.collect import Collector, Limits
+
+        collector = Collector(
+            self._catalog,
+            reflog_days=self._reflog_days(reflog_days),
+            limits=Limits(wait=wait),
+            progress=progress,
+        )
+        return collector.dry_run() if dry_run else collector.run(self._memo, self._statistics)
+
+    def prune(
+        self,
+        branches: Sequence[str] = (),
+        *,
+        keep_last: int,
+        keep_tagged: bool = True,
+        unnamed_inputs: bool = False,
+        dry_run: bool = False,
+    ) -> PruneReport:
+        """Let the contents of old snapshots go: of a branch, those beyond the newest `keep_last`.
+
+        branches: all of them where none is named.  keep_tagged: but for those that a tag names;
+        else these tags are removed.  unnamed_inputs: also what was merged in and no ref names.
+        They stay in the lineage.  Space comes back with `gc`.  Raises BadRequest, NotFound.
+        """
+        from mstore.gc.prune import Wish, prune
+
+        wish = Wish(keep_last, tuple(branches), keep_tagged, unnamed_inputs)
+        return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
+
+    def fsck(
+        self,
+        *,
+        read_data: bool = False,
+        sample: float | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> CheckReport:
+        """Check the store's structure, and with `read_data` every byte.  Changes nothing.
+
+        sample: reads this share of the blocks instead, drawn by `seed`.
+        Raises Corrupt where the index is too damaged to be walked.
+        """
+        from mstore.check.fsck import Checker, Scope
+
+        scope = Scope.chosen(read_data=read_data, sample=sample, seed=seed)
+        threads = thread_count(threads)
+        return Checker(self._catalog.layout, scope, threads=threads, progress=progress).run()
+
+    def repair(
+        self,
+        *,
+        sources: Sequence[str | Path] = (),
+        read_data: bool = False,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> RepairReport:
+        """Check the store, put good copies in the place of what is broken, and drop the rest.
+
+        sources: other stores, or checkpoints, that may have copies.  read_data: look for broken
+        payloads everywhere, and not only where the structure is damaged.
+        """
+        from mstore.check.fsck import Scope
+        from mstore.check.repair import Repair
+
+        scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
+        paths = [Path(source) for source in sources]
+        threads = thread_count(threads)
+        return Repair(self._catalog.layout, scope, paths, threads=threads, progress=progress).run()
+
+    @staticmethod
+    def reindex(
+        path: str | Path, *, use_old_index: bool = True, progress: Report | None = None
+    ) -> ReindexReport:
+        """Make the index of a store anew, from its packs and its ref mirror.
+
+        use_old_index: take refs, reflogs, plans and prunings over from the index that is there, as
+        far as it can be read and agrees with the packs.  Raises Conflict while anybody uses the
+        store.
+        """
+        from mstore.check.reindex import reindex
+
+        return reindex(Path(path), use_old_index=use_old_index, progress=progress)
+
+    @staticmethod
+    def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
+        """Bring a store of an older format to this one.  Raises Conflict while it is in use."""
+        from mstore.store.migrations import migrate
+
+        return migrate(Path(path), dry_run=dry_run)
+
+    def stats(self) -> StoreReport:
+        """Sizes and counts."""
+        from mstore.usage import store_usage
+
+        catalog = self._catalog
+        used = store_usage(catalog, reflog_days=catalog.config.reflog_days)
+        with catalog.index.env.read() as transaction:
+            packs = list(catalog.index.packs(transaction))
+            unique = sum(location.raw_length for _, location in catalog.index.blocks(transaction))
+            tensors = sum(
+                1 for kind, _, _ in catalog.index.records(transaction) if kind == Kind.TENSOR
+            )
+            blocks = catalog.index.count(transaction, "blocks")
+        ids = catalog.snapshot_ids()
+        reached = lineage.ancestry(catalog, lineage.names_of(catalog))
+        manifests = [catalog.snapshot(id).manifest_id() for id in reached]
+        return StoreReport(
+            path=str(self.path),
+            uuid=self.uuid,
+            format_version=FORMAT_VERSION,
+            block_size=self.block_size,
+            refs=len(catalog.refs()),
+            snapshots=len(ids),
+            packs=len(packs),
+            blocks=blocks,
+            tensors=tensors,
+            plain_bytes=sum(catalog.manifest(id).plain_bytes() for id in manifests),
+            unique_bytes=unique,
+            stored_bytes=sum(size for _, size in packs),
+            index_bytes=catalog.index.env.file_bytes(),
+            statistics_bytes=self._statistics.file_bytes(),
+            memo_bytes=self._memo.file_bytes(),
+            codecs=used.codecs,
+            unreachable_bytes=used.unreachable_bytes,
+            dead_bytes=used.dead_bytes,
+            condemned_bytes=used.condemned_bytes,
+        )
+
+    def usage(self, names: Sequence[str] = ()) -> UsageReport:
+        """What refs take and share, and what gc would free without them; all refs for no names.
+
+        Raises NotFound, and Corrupt where something that is needed is missing.
+        """
+        from mstore.usage import usage
+
+        return usage(self._catalog, names, reflog_days=self._catalog.config.reflog_days)

@@ -1,0 +1,408 @@
+"""Plans, merges, and what is told of them afterwards.
+
+Part of `mstore.api.Store`, which is all of them in one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.errors import NotFound
+from mstore.ids import PlanId
+from mstore.reports import (
+    BlameReport,
+    Explanation,
+    MaterializeReport,
+    MergeReport,
+    PlanReport,
+    ReplayReport,
+    SweepReport,
+)
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from mstore.merge.planning.request import Input, Request
+    from mstore.merge.virtual.deferred import Deferred
+    from mstore.objects.plan import Plan
+    from mstore.store.plans import Sources
+
+
+class Merging(OpenStore):
+    """Plans, merges, and what is told of them afterwards."""
+
+    def plan(
+        self,
+        *,
+        base: str,
+        experts: Sequence[str | tuple[str, float]],
+        method: str,
+        parameters: Mapping[str, object] | None = None,
+        budget: float | None = None,
+        max_error: float | None = None,
+        dtype: str | None = None,
+        analyze: bool = True,
+        score: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        expert_budget: float | None = None,
+        top_p: float | None = None,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> PlanReport:
+        """Plan a merge and keep the plan.  An expert is a revision, or (revision, weight).
+
+        budget: bytes (int), share of the full cost (float in (0, 1]) or None.  max_error: find the
+        cheapest plan within this relative error.  score: norm, trimmed, conflict or random, None
+        for the method's own.  only, skip: patterns of tensor names; what they leave out is the
+        base's own.  expert_budget: as budget, for any one expert.  top_p: share of the output's
+        blocks that may differ from the base's.  Raises BadRequest, NotFound, Incompatible.
+        """
+        from mstore.merge.insight.explain import plan_report
+
+        began = time.monotonic()
+        asked = self._asked(
+            base,
+            experts,
+            method=method,
+            parameters=parameters or {},
+            budget=budget,
+            max_error=max_error,
+            dtype=dtype,
+            analyze=analyze,
+            score=score,
+            only=only,
+            skip=skip,
+            expert_budget=expert_budget,
+            top_p=top_p,
+        )
+        plan, sources, analyzed = self._made(asked, thread_count(threads), progress)
+        memo = self._memo_expert_bytes(plan)
+        seconds = time.monotonic() - began
+        return plan_report(plan, plan.id(), sources, analyzed=analyzed, memo=memo, seconds=seconds)
+
+    def _made(
+        self, asked: Request, threads: int, progress: Report | None
+    ) -> tuple[Plan, Sources, int]:
+        """The stored plan of a request, made now unless it was before; statistics bytes read."""
+        from mstore.merge.planning.planning import Planning, request_key
+        from mstore.merge.running.commit import store_plan
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import Source, Sources
+
+        sources = Sources(
+            Source(asked.base.snapshot, asked.base.name),
+            tuple(Source(expert.snapshot, expert.name) for expert in asked.experts),
+        )
+        key = request_key(self._catalog, asked)
+        # Without analysis a plan depends on which statistics happen to be there.
+        known = self._memo.plan(key) if asked.analyze else None
+        if known is not None:
+            with suppress(NotFound):
+                plan = self._catalog.record(Plan, known)
+                store_plan(self._catalog, plan, sources)
+                return plan, sources, 0
+        planning = Planning(
+            self._catalog, self._statistics, asked, threads=threads, progress=progress
+        )
+        plan = planning.plan()
+        id = store_plan(self._catalog, plan, sources)
+        if asked.analyze:
+            self._memo.put_plan(key, id)
+            self._memo.flush()
+        return plan, sources, planning.analyzed
+
+    def sweep(
+        self,
+        *,
+        base: str,
+        experts: Sequence[str | tuple[str, float]],
+        method: str,
+        parameters: Mapping[str, object] | None = None,
+        shares: Sequence[float] | None = None,
+        measure: bool = False,
+        dtype: str | None = None,
+        analyze: bool = True,
+        score: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        expert_budget: float | None = None,
+        top_p: float | None = None,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> SweepReport:
+        """What merges cost and leave as error at many budgets; nothing is stored but statistics.
+
+        shares: of the full cost, 5 % to 100 % unless given.  measure: also make the merges in
+        memory and compare them with the full one, which reads all experts once.  The rest is as
+        in `plan`; a point is the plan that `plan` makes with that budget.
+        """
+        from mstore.merge.insight.sweep import SHARES, check_shares, sweep
+        from mstore.merge.planning.planning import Planning
+
+        wanted = check_shares(SHARES if shares is None else shares)
+        asked = self._asked(
+            base,
+            experts,
+            method=method,
+            parameters=parameters or {},
+            budget=None,
+            max_error=None,
+            dtype=dtype,
+            analyze=analyze,
+            score=score,
+            only=only,
+            skip=skip,
+            expert_budget=expert_budget,
+            top_p=top_p,
+        )
+        number = thread_count(threads)
+        return sweep(
+            Planning(self._catalog, self._statistics, asked, threads=number, progress=progress),
+            wanted,
+            memo_expert_bytes=self._memo_expert_bytes,
+            measure=measure,
+            threads=number,
+            progress=progress,
+        )
+
+    def plans(self) -> list[PlanReport]:
+        """Every stored plan, by base, method and cost."""
+        from mstore.merge.insight.explain import plan_report
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import plan_ids, sources_of
+
+        found = []
+        for id in plan_ids(self._catalog):
+            plan = self._catalog.record(Plan, id)
+            # A plan whose inputs were removed can neither be named nor run.
+            with suppress(NotFound):
+                found.append(plan_report(plan, id, sources_of(self._catalog, id, plan)))
+        return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))
+
+    def _asked(
+        self, base: str, experts: Sequence[str | tuple[str, float]], **options: Any
+    ) -> Request:
+        from mstore.merge.planning.request import request
+
+        given = [(e, 1.0) if isinstance(e, str) else e for e in experts]
+        return request(
+            base=self._input(base),
+            experts=[(self._input(revision), weight) for revision, weight in given],
+            **options,
+        )
+
+    def _memo_expert_bytes(self, plan: Plan) -> int:
+        """Of what a plan reads, what the memo table saves right now."""
+        from mstore.merge.running.memo_hits import memo_expert_bytes
+
+        return memo_expert_bytes(self._catalog, self._memo, plan)
+
+    def _input(self, revision: str) -> Input:
+        from mstore.merge.planning.request import Input
+
+        return Input(self._real(revision), revision)
+
+    def export_plan(self, plan: str) -> str:
+        """A stored plan (id or prefix) as JSON text."""
+        from mstore.merge.insight.exchange import export_plan
+
+        return export_plan(self._catalog, plan)
+
+    def import_plan(self, text: str) -> PlanReport:
+        """Keep a plan that `export_plan` wrote.  Raises BadRequest, NotFound."""
+        from mstore.merge.insight.exchange import import_plan
+
+        return import_plan(self._catalog, text)
+
+    def merge(
+        self,
+        plan: PlanReport | PlanId | str,
+        *,
+        name: str,
+        message: str = "",
+        virtual: bool = False,
+        threads: int | None = None,
+        memo: bool = True,
+        memory: int | None = None,
+        executor: Executor | None = None,
+        progress: Report | None = None,
+    ) -> MergeReport:
+        """Run a stored plan and publish the result under the ref `name`, or publish nothing.
+
+        memo: take from the memo table what merges made before, and add to it.  memory: most
+        anonymous memory in bytes (512 MiB).  executor: where slices are computed instead of in
+        threads; its workers need the store's directory, and not its index.
+        virtual: publish the plan itself; blocks are computed when they are read, and
+        `materialize` computes all.
+        """
+        from mstore.merge.insight.explain import plan_report
+        from mstore.merge.running.commit import run_merge
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import find, sources_of
+
+        began = time.monotonic()
+        id = plan.plan if isinstance(plan, PlanReport) else find(self._catalog, str(plan))
+        analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
+        record = self._catalog.record(Plan, id)
+        sources = sources_of(self._catalog, id, record)
+        if virtual:
+            from mstore.merge.virtual.deferred import commit_virtual
+
+            deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
+            return deferred_report(
+                deferred,
+                plan_report(record, id, sources, analyzed=analyzed),
+                name=name,
+                seconds=time.monotonic() - began,
+            )
+        merged = run_merge(
+            self._catalog,
+            record,
+            sources,
+            name=name,
+            message=message,
+            threads=thread_count(threads),
+            progress=progress,
+            memo=self._memo if memo else None,
+            memory=memory,
+            executor=executor,
+        )
+        planned = plan_report(record, id, sources)
+        return MergeReport(
+            name=name,
+            plan=id,
+            snapshot=merged.snapshot,
+            manifest=merged.manifest,
+            new_snapshot=merged.is_new,
+            virtual=False,
+            method=record.method,
+            budget_bytes=record.budget,
+            full_expert_bytes=record.full_expert_bytes,
+            planned_expert_bytes=record.planned_expert_bytes,
+            expert_bytes_read=merged.outcome.expert_bytes_read,
+            memo_expert_bytes=merged.outcome.memo_expert_bytes,
+            resumed_expert_bytes=merged.outcome.resumed_expert_bytes,
+            analyze_bytes_read=analyzed,
+            base_bytes_read=merged.outcome.base_bytes_read,
+            bytes_written=merged.bytes_written,
+            blocks_total=merged.outcome.blocks_total,
+            blocks_reused=merged.outcome.blocks_reused,
+            error_bound=record.error_bound,
+            error_estimate=record.error_estimate,
+            notes=planned.notes,
+            seconds=time.monotonic() - began,
+        )
+
+    def materialize(
+        self,
+        name: str,
+        *,
+        message: str = "",
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> MaterializeReport:
+        """Compute all of the virtual merge at a branch and move the branch to the real one.
+
+        The content is that of an ordinary merge of the same plan; the message stays unless another
+        is given.  Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
+        """
+        from mstore.merge.virtual.deferred import materialize
+
+        began = time.monotonic()
+        made = materialize(
+            self._catalog,
+            self._memo,
+            name,
+            message=message,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+        outcome = None if made.merged is None else made.merged.outcome
+        return MaterializeReport(
+            name=name,
+            plan=made.record.plan_id(),
+            snapshot=made.snapshot,
+            manifest=made.record.manifest_id(),
+            new_snapshot=made.merged is not None,
+            expert_bytes_read=0 if outcome is None else outcome.expert_bytes_read,
+            base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
+            bytes_written=0 if made.merged is None else made.merged.bytes_written,
+            blocks_total=0 if outcome is None else outcome.blocks_total,
+            blocks_reused=0 if outcome is None else outcome.blocks_reused,
+            seconds=time.monotonic() - began,
+        )
+
+    def explain(self, revision: str, tensor: str | None = None) -> Explanation:
+        """Which experts made a merge, block by block, what was left out and why."""
+        from mstore.merge.insight.explain import explain
+
+        return explain(self._catalog, self._catalog.resolve(revision), tensor)
+
+    def blame(
+        self,
+        revision: str,
+        tensor: str | None = None,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> BlameReport:
+        """Each expert's share of what a merge changed, measured by running its plan again.
+
+        Raises BadRequest if it is no merge, NotFound for an unknown tensor.
+        """
+        from mstore.merge.insight.blame import blame
+
+        return blame(
+            self._catalog,
+            self._catalog.resolve(revision),
+            tensor,
+            threads=thread_count(threads),
+            progress=progress,
+        )
+
+    def replay(
+        self, revision: str, *, threads: int | None = None, progress: Report | None = None
+    ) -> ReplayReport:
+        """Run a merge's recorded plan again and compare.
+
+        Raises BadRequest if it is no merge, or a virtual one: that has no bytes to compare with.
+        """
+        from mstore.merge.running.replay import replay
+
+        id = self._real(revision)
+        return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+
+def deferred_report(
+    merged: Deferred, plan: PlanReport, *, name: str, seconds: float
+) -> MergeReport:
+    """What a merge that was committed as its plan tells of itself: nothing was read."""
+    return MergeReport(
+        name=name,
+        plan=plan.plan,
+        snapshot=merged.snapshot,
+        manifest=merged.manifest,
+        new_snapshot=merged.is_new,
+        virtual=merged.is_virtual,
+        method=plan.method,
+        budget_bytes=plan.budget_bytes,
+        full_expert_bytes=plan.full_expert_bytes,
+        planned_expert_bytes=plan.planned_expert_bytes,
+        expert_bytes_read=0,
+        memo_expert_bytes=0,
+        resumed_expert_bytes=0,
+        analyze_bytes_read=plan.analyze_bytes_read,
+        base_bytes_read=0,
+        bytes_written=merged.bytes_written,
+        blocks_total=merged.blocks_total,
+        blocks_reused=merged.blocks_reused,
+        error_bound=plan.error_bound,
+        error_estimate=plan.error_estimate,
+        notes=plan.notes,
+        seconds=seconds,
+    )

@@ -1,0 +1,127 @@
+"""Refs and their reflogs, and signatures.
+
+Part of `mstore.api.Store`, which is all of them in one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mstore import lineage
+from mstore.api.opened import OpenStore, Report
+from mstore.errors import Conflict
+from mstore.ids import SnapshotId
+from mstore.reports import (
+    GOOD_SIGNATURE,
+    ReflogReport,
+    RefReport,
+    RemoveReport,
+    SignatureReport,
+    VerifyReport,
+)
+from mstore.store import leases, refs
+from mstore.store.transaction import RefMove, move_refs
+
+if TYPE_CHECKING:
+    from mstore.signing import SigningKey
+
+
+class Naming(OpenStore):
+    """Refs and their reflogs, and signatures."""
+
+    def refs(self) -> list[RefReport]:
+        """All refs by name."""
+        return lineage.refs(self._catalog)
+
+    def _ref(self, name: str) -> RefReport:
+        return next(ref for ref in self.refs() if ref.name == name)
+
+    def tag(self, name: str, revision: str) -> RefReport:
+        """Name a snapshot for good.  Raises Conflict if the name is taken."""
+        refs.check_name(name)
+        snapshot = self._catalog.resolve(revision)
+        if self._catalog.ref(name) is not None:
+            raise Conflict("the name is taken", where=name, hint=f"mstore rm {name}")
+        new = refs.Ref(refs.TAG, snapshot)
+        move_refs(self._catalog, [RefMove(name, None, new, f"tag: {revision}")])
+        return self._ref(name)
+
+    def reset(self, name: str, revision: str) -> RefReport:
+        """Point a branch at another snapshot; the old position stays in the reflog."""
+        refs.check_name(name)
+        current = self._catalog.ref(name)
+        if current is not None and current.kind == refs.TAG:
+            raise Conflict("is a tag, and tags do not move", where=name, hint=f"mstore rm {name}")
+        new = refs.Ref(refs.BRANCH, self._catalog.resolve(revision))
+        if new != current:
+            move_refs(self._catalog, [RefMove(name, current, new, f"reset: {revision}")])
+        return self._ref(name)
+
+    def reflog(self, name: str | None = None) -> list[ReflogReport]:
+        """Every move of a ref, or of all that ever were, newest first.
+
+        Position N of a name is NAME@{N}, also of one that was removed.
+        """
+        return lineage.reflog(self._catalog, name)
+
+    def remove(self, *names: str) -> RemoveReport:
+        """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
+
+        Raises NotFound, Conflict (one moved meanwhile).
+        """
+        with self._catalog.index.env.read() as transaction:
+            moves = [
+                RefMove(name, refs.require(self._catalog.index, transaction, name), None, "rm")
+                for name in dict.fromkeys(names)
+            ]
+        told = lineage.unnamed_without(self._catalog, set(names))
+        move_refs(self._catalog, moves)
+        return RemoveReport(
+            removed=tuple(move.name for move in moves),
+            kinds=tuple(m.expect.kind for m in moves if m.expect is not None),
+            snapshots=tuple(SnapshotId(m.expect.snapshot) for m in moves if m.expect is not None),
+            unnamed_snapshots=told,
+            reflog_days=self._catalog.config.reflog_days,
+        )
+
+    def sign(self, revision: str, key: SigningKey, *, signer: str | None = None) -> SignatureReport:
+        """Sign a snapshot: every byte, its lineage and its plan.  `signing.load_key` reads keys.
+
+        signer: a name for people; whom a key belongs to is what its verifier says.  Raises
+        NotFound, BadRequest, Conflict, StorageFailed.
+        """
+        from mstore.signing import sign
+
+        return sign(self._catalog, self._catalog.resolve(revision), key, signer=signer)
+
+    def verify(
+        self,
+        revision: str,
+        signers: Mapping[bytes, str],
+        *,
+        read_data: bool = False,
+        progress: Report | None = None,
+    ) -> VerifyReport:
+        """Check the signatures of a snapshot against trusted keys (`mstore.signing.read_signers`).
+
+        read_data: also read and check every byte.  A missing or unknown signature is no error, and
+        `verified` is False then.  Raises Corrupt (bytes that are not what was signed), NotFound,
+        Unavailable (no library to check with), StorageFailed.
+        """
+        from mstore.signing import read_everything, require_library, states
+
+        began = time.monotonic()
+        require_library()
+        id = self._catalog.resolve(revision)
+        found = states(self._catalog, id, signers)
+        with leases.pinned(self._catalog.layout, [id]):
+            read = read_everything(self._catalog, id, progress) if read_data else 0
+        return VerifyReport(
+            snapshot=id,
+            verified=any(one.state == GOOD_SIGNATURE for one in found),
+            signatures=found,
+            bytes_read=read,
+            seconds=time.monotonic() - began,
+        )

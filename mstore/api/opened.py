@@ -1,0 +1,166 @@
+"""What every part of the public face stands on: the open catalog and what is opened with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from mstore.errors import BadRequest
+from mstore.ids import SnapshotId
+from mstore.reports import (
+    Progress,
+)
+from mstore.store import contents
+from mstore.store.catalog import Catalog
+from mstore.store.config import Config
+from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
+from mstore.store.memo import Memo
+
+# numpy, numba and the merge engine are imported by the calls that need them: `log` must not
+# wait for a compiler.
+if TYPE_CHECKING:
+    from mstore.merge.virtual.blocks import VirtualBlocks
+    from mstore.stats.store import StatsStore
+    from mstore.view import BlockCache, SnapshotView
+
+
+Report = Callable[[Progress], None]
+
+
+class OpenStore:
+    """An open store, bare.  Use as a context manager, or call `close`."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._stats: StatsStore | None = None
+        self._remembered: Memo | None = None
+        self._cache: BlockCache | None = None
+        self._views: dict[SnapshotId, SnapshotView] = {}
+        self._views_lock = Lock()
+        self._virtual: VirtualBlocks | None = None
+        self._virtual_lock = Lock()
+
+    @classmethod
+    def init(
+        cls,
+        path: str | Path,
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        codec: str | None = None,
+    ) -> Self:
+        """Make a store in a new or empty directory.
+
+        block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
+        codec: which codecs new blocks may take, as `configure` sets it.  Raises Conflict if
+        something is there, BadRequest, Incompatible on a network filesystem.
+        """
+        config = Config() if codec is None else Config().changed({"codec": codec})
+        return cls(Catalog.create(Path(path), block_size, config))
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a store.  Raises NotFound, Incompatible (newer format, network filesystem)."""
+        return cls(Catalog.open(Path(path)))
+
+    @classmethod
+    def open_checked(cls, path: str | Path) -> Self:
+        """Open a store whose index may be damaged: it is looked at before LMDB is given it.
+
+        Raises as `open` does, and Corrupt where the index cannot be trusted.
+        """
+        from mstore.check.index_file import require_sound
+
+        require_sound(locate(Path(path)))
+        return cls.open(path)
+
+    def close(self) -> None:
+        """Let go of files and index."""
+        if self._virtual is not None:
+            self._virtual.close()
+            self._virtual = None
+        if self._stats is not None:
+            self._stats.close()
+            self._stats = None
+        if self._remembered is not None:
+            self._remembered.close()
+            self._remembered = None
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self._catalog.layout.root
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a full block."""
+        return self._catalog.block_size
+
+    @property
+    def uuid(self) -> str:
+        """The store's own name."""
+        return str(self._catalog.layout.uuid)
+
+    @property
+    def _statistics(self) -> StatsStore:
+        if self._stats is None:
+            from mstore.stats.store import StatsStore
+
+            self._stats = StatsStore(self._catalog.layout.stats)
+        return self._stats
+
+    def _computing(self) -> VirtualBlocks:
+        """What computes virtual blocks, made when the first one is read."""
+        with self._virtual_lock:
+            if self._virtual is None:
+                from mstore.merge.virtual.blocks import VirtualBlocks
+
+                self._virtual = VirtualBlocks(self._catalog, self._memo, threads=thread_count(None))
+            return self._virtual
+
+    @property
+    def _memo(self) -> Memo:
+        if self._remembered is None:
+            self._remembered = Memo(self._catalog.layout.memo)
+        return self._remembered
+
+    def _real(self, revision: str) -> SnapshotId:
+        """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
+        id = self._whole(revision)
+        self._catalog.require_real(id, revision)
+        return id
+
+    def _whole(self, revision: str) -> SnapshotId:
+        """A snapshot whose contents were not let go.  Raises NotFound, BadName."""
+        id = self._catalog.resolve(revision)
+        contents.require(self._catalog, id, revision)
+        return id
+
+    def _reflog_days(self, days: int | None) -> int:
+        if days is None:
+            return self._catalog.config.reflog_days
+        return self._catalog.config.changed({"reflog_days": days}).reflog_days
+
+
+def thread_count(threads: int | None) -> int:
+    """As many threads as this process may use, unless a number is given.  Raises BadRequest."""
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    if not 1 <= threads <= 256:
+        raise BadRequest(f"threads must be between 1 and 256, not {threads}")
+    return threads

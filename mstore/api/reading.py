@@ -1,0 +1,148 @@
+"""Looking: views, logs, files, differences, checkouts.
+
+Part of `mstore.api.Store`, which is all of them in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mstore import lineage
+from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.ids import Buffer, SnapshotId
+from mstore.reports import (
+    CheckoutReport,
+    DiffReport,
+    FileReport,
+    SnapshotReport,
+    TensorReport,
+)
+from mstore.store import contents, leases
+
+if TYPE_CHECKING:
+    from mstore.view import SnapshotView
+
+
+VIEWS_KEPT = 8
+
+
+class Reading(OpenStore):
+    """Looking: views, logs, files, differences, checkouts."""
+
+    def view(self, revision: str | SnapshotId) -> SnapshotView:
+        """A snapshot as read-only files, as a mount shows it."""
+        from mstore.view import BlockCache, SnapshotView
+
+        id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
+        contents.require(self._catalog, id, str(revision))
+        with self._views_lock:
+            view = self._views.pop(id, None)
+            if view is None:
+                if self._cache is None:
+                    self._cache = BlockCache(self._catalog, computing=self._computing)
+                view = SnapshotView(self._catalog, id, self._cache)
+            # The view last used goes out last: `tensor` after `tensor` decodes one manifest.
+            self._views[id] = view
+            if len(self._views) > VIEWS_KEPT:
+                del self._views[next(iter(self._views))]
+        return view
+
+    def snapshot_ids(self) -> list[SnapshotId]:
+        """Every snapshot of the store."""
+        return self._catalog.snapshot_ids()
+
+    def log(
+        self,
+        revision: str | None = None,
+        limit: int | None = None,
+        *,
+        signers: Mapping[bytes, str] | None = None,
+    ) -> list[SnapshotReport]:
+        """The lineage of a revision, or of all refs: children before parents, newest first.
+
+        signers: trusted keys and their names (`read_signers`), to tell whose signatures there are.
+        """
+        starts = None if revision is None else [self._catalog.resolve(revision)]
+        return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
+
+    def show(self, revision: str, *, signers: Mapping[bytes, str] | None = None) -> SnapshotReport:
+        """One snapshot.  signers: as for `log`."""
+        id = self._catalog.resolve(revision)
+        report = lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
+        return self._signed([report], signers or {})[0]
+
+    def _signed(
+        self, snapshots: list[SnapshotReport], signers: Mapping[bytes, str]
+    ) -> list[SnapshotReport]:
+        """The same with the state of their signatures; free in a store without any."""
+        with self._catalog.index.env.read() as transaction:
+            if self._catalog.index.count(transaction, "signatures") == 0:
+                return snapshots
+        from mstore.signing import states
+
+        return [
+            replace(one, signatures=states(self._catalog, one.snapshot, signers))
+            for one in snapshots
+        ]
+
+    def files(self, revision: str) -> list[FileReport]:
+        """The files of a snapshot."""
+        return lineage.files(self._catalog, self._catalog.resolve(revision))
+
+    def tensors(self, revision: str) -> list[TensorReport]:
+        """The tensors of a snapshot, in file and data order."""
+        return lineage.tensors(self._catalog, self._whole(revision))
+
+    def read_file(self, revision: str, path: str) -> Iterator[Buffer]:
+        """The bytes of one file, block by block.  Raises NotFound before the first piece."""
+        view = self.view(revision)
+        view.require(path)
+        return view.stream(path)
+
+    def diff(
+        self, a: str, b: str, *, blocks: bool = False, threads: int | None = None
+    ) -> DiffReport:
+        """How snapshot b differs from snapshot a."""
+        from mstore.diff import diff
+
+        older, newer = self._whole(a), self._whole(b)
+        with leases.pinned(self._catalog.layout, [older, newer]):
+            return diff(
+                self._catalog,
+                older,
+                newer,
+                blocks=blocks,
+                threads=thread_count(threads),
+                computing=self._computing,
+            )
+
+    def checkout(
+        self,
+        revision: str,
+        directory: str | Path,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> CheckoutReport:
+        """A byte-exact copy in a new or empty directory."""
+        from mstore.checkout import checkout
+
+        return checkout(
+            self._catalog,
+            self._whole(revision),
+            Path(directory),
+            threads=thread_count(threads),
+            progress=progress,
+            computing=self._computing,
+        )
+
+    def pin(self, snapshot: SnapshotId) -> leases.Pin:
+        """Keep a snapshot's contents from garbage collection until the pin is released.
+
+        The pin ends with the process.  Where it cannot be made (a store that may only be read), it
+        keeps nothing, and that is no error.
+        """
+        return leases.Pin(self._catalog.layout, snapshot)

@@ -1,0 +1,73 @@
+"""One immutable snapshot of an open store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mstore import lineage
+from mstore.api.reading import Reading
+from mstore.ids import ManifestId, SnapshotId
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.reports import (
+    FileReport,
+    ParentReport,
+    SnapshotReport,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Snapshot:
+    """One immutable snapshot of an open store."""
+
+    def __init__(self, store: Reading, id: SnapshotId) -> None:
+        self._store = store
+        self._record: SnapshotRecord = store._catalog.snapshot(id)
+        self.id = id
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.id.short})"
+
+    @property
+    def manifest(self) -> ManifestId:
+        """What it contains: equal ids, equal bytes."""
+        return self._record.manifest_id()
+
+    @property
+    def parents(self) -> tuple[ParentReport, ...]:
+        """Role (previous, base, expert), snapshot and refs of each parent."""
+        return lineage.parents(self._record, lineage.names_of(self._store._catalog))
+
+    @property
+    def message(self) -> str:
+        """What its maker wrote."""
+        return self._record.message
+
+    @property
+    def time_ns(self) -> int:
+        """When it was made, in nanoseconds since the epoch."""
+        return self._record.time_ns
+
+    def files(self) -> list[FileReport]:
+        """Its files by path."""
+        return lineage.files(self._store._catalog, self.id)
+
+    def tensor_names(self) -> list[str]:
+        """Names of its tensors in file and data order."""
+        return list(self._store.view(self.id).tensors)
+
+    def tensor(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor as a read-only array; bfloat16 and float8 through ml_dtypes.
+
+        Raises NotFound, Corrupt.
+        """
+        return self._store.view(self.id).tensor(name)
+
+    def read(self, path: str) -> bytes:
+        """The bytes of one file."""
+        return b"".join(self._store.view(self.id).stream(path))
+
+    def lineage(self) -> list[SnapshotReport]:
+        """This snapshot and all that it came from, children before parents."""
+        return lineage.log(self._store._catalog, [self.id], None)
