@@ -480,7 +480,8 @@ def _snapshot(
         tip = catalog.snapshot(current.snapshot_id())
         told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
         as_told = not base.given or base.snapshot is None or base.snapshot in told
-        if tip.manifest == manifest.id() and as_told:
+        # A virtual merge that takes all from its base has the manifest of these bytes, and is none.
+        if tip.manifest == manifest.id() and as_told and not tip.is_virtual:
             return tip, False
         parents.append(Parent(PREVIOUS, current.snapshot))
     if base.snapshot is not None:

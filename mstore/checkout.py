@@ -26,7 +26,7 @@ from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest
 from mstore.ids import BlockId, SnapshotId
 from mstore.reports import CheckoutReport, Progress
-from mstore.store import leases
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, Extent, SnapshotView
 
@@ -65,7 +65,7 @@ def checkout(
     total = sum(view.files.values())
     tree = fs.NewTree(directory)
     try:
-        with leases.pinned(catalog.layout, [snapshot]):
+        with contents.held(catalog, [snapshot]):
             _Checkout(catalog, view, tree).run(threads, total, progress)
         tree.publish()
     except BaseException:

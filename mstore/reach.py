@@ -15,7 +15,7 @@ the catalog's cache.  Takes time linear in what is reached.  Used by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -127,13 +127,12 @@ class Table:
             open_ = open_[found[open_] < len(self)]
         return result
 
-    def resolve_bases(self, numbers: list[int], bases: bytes) -> None:
-        """Say what the bases of these rows are."""
+    def resolve_bases(self, deltas: Iterable[tuple[list[int], bytes]]) -> None:
+        """Say what the bases of some rows are: their numbers, and the bases' ids in one string."""
         self.base = np.full(len(self), _NO_BASE, np.int32)
-        for start in range(0, len(numbers), _BATCH):
-            some = numbers[start : start + _BATCH]
-            found = self.find(bases[start * ID_BYTES : (start + len(some)) * ID_BYTES])
-            self.base[some] = np.where(found < 0, _LOST_BASE, found)
+        for numbers, bases in deltas:
+            found = self.find(bases)
+            self.base[numbers] = np.where(found < 0, _LOST_BASE, found)
 
 
 class Inventory:
@@ -186,22 +185,36 @@ def snapshot_ids(catalog: Catalog, transaction: Any) -> set[SnapshotId]:
 
 
 def _block_table(catalog: Catalog, transaction: Any) -> Table:
-    keys, heads, bases = bytearray(), bytearray(), bytearray()
-    deltas: list[int] = []
+    keys, heads = bytearray(), bytearray()
     size = HEAD.itemsize
+    for batch in _batches(catalog, transaction):
+        keys += b"".join([key for key, _ in batch])
+        heads += b"".join([row[:size] for _, row in batch])
+    table = Table(keys, heads)
+    # Looked at again: kept meanwhile, the bases would take as much as all ids.
+    table.resolve_bases(_deltas(_batches(catalog, transaction)))
+    return table
+
+
+def _batches(catalog: Catalog, transaction: Any) -> Iterator[list[tuple[bytes, bytes]]]:
+    """All rows of blocks, some at a time."""
     with transaction.cursor(db=catalog.index.db("blocks")) as cursor:
         rows = iter(cursor)
         while batch := list(islice(rows, _BATCH)):
-            start = len(keys) // ID_BYTES
-            keys += b"".join([key for key, _ in batch])
-            heads += b"".join([row[:size] for _, row in batch])
-            for number, (_, row) in enumerate(batch, start):
-                if len(row) > size:
-                    deltas.append(number)
-                    bases += row[size:]
-    table = Table(keys, heads)
-    table.resolve_bases(deltas, bytes(bases))
-    return table
+            yield batch
+
+
+def _deltas(batches: Iterable[list[tuple[bytes, bytes]]]) -> Iterator[tuple[list[int], bytes]]:
+    """The numbers of rows that name a base, and those bases."""
+    start = 0
+    for batch in batches:
+        found = [
+            (number, row[HEAD.itemsize :])
+            for number, (_, row) in enumerate(batch, start)
+            if len(row) > HEAD.itemsize
+        ]
+        yield [number for number, _ in found], b"".join([base for _, base in found])
+        start += len(batch)
 
 
 def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:

@@ -29,6 +29,7 @@ from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, Virtua
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 
 CACHE_BYTES = 64 << 20
@@ -338,9 +339,10 @@ class SnapshotView:
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Up to `size` bytes from `offset`; fewer at the end of the file, b'' beyond it.
 
-        Raises NotFound, Corrupt (naming the block), StorageFailed.
+        Raises NotFound, Corrupt (naming the block), Conflict (collected meanwhile), StorageFailed.
         """
-        pieces = [self._cache.read(extent) for extent in self.extents(path, offset, size)]
+        with contents.or_collected(self._catalog, [self.id]):
+            pieces = [self._cache.read(extent) for extent in self.extents(path, offset, size)]
         if len(pieces) == 1:
             return bytes(pieces[0])
         return b"".join(pieces)
@@ -349,7 +351,11 @@ class SnapshotView:
         """The file from end to end, block by block, past the cache; virtual blocks are computed a
         few ahead of the one that is yielded."""
         extents = self.extents(path, 0, self._opened(path).file.size)
-        return _whole_blocks(self._catalog, self._cache, extents)
+        return self._told_if_collected(_whole_blocks(self._catalog, self._cache, extents))
+
+    def _told_if_collected(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
+        with contents.or_collected(self._catalog, [self.id]):
+            yield from blocks
 
     def prefetch(self, path: str, offset: int, size: int) -> None:
         """Ask for these bytes ahead of their reader; advice only, never an error.

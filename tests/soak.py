@@ -187,13 +187,9 @@ class Worker:
         store.prune(keep_last=1, unnamed_inputs=True)
 
     def fsck(self, store: Store) -> None:
-        # What is collected while fsck looks may be told as missing; damage is told each time.
-        for _ in range(4):
-            problems = store.fsck().problems
-            if not problems:
-                return
-            self._tell(again=[str(problem) for problem in problems])
-        raise AssertionError(f"fsck: {problems}")
+        """Whatever the others do meanwhile, nothing looks like damage."""
+        problems = store.fsck().problems
+        assert problems == ()
 
     def _acknowledged(self, name: str, snapshot: SnapshotId | None) -> None:
         if snapshot is None:
@@ -275,8 +271,6 @@ def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
                 slowest[told["call"]] = max(slowest.get(told["call"], 0), told["seconds"])
             if "conflict" in told:
                 calls["conflicts"] += 1
-            if "again" in told:
-                calls["fsck that looked again"] += 1
             if "gone" in told:
                 calls["reads of refs that went"] += 1
             if "end" in told:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints import write_safetensors
 from small_models import BLOCK, small_model
 from test_repair import fine_tune
 
 from mstore.api import Store
+from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadRequest
 from mstore.ids import PackId
+from mstore.objects.manifest import Manifest
 from mstore.reports import Progress
 from mstore.store import refs
 from mstore.store.refs import BRANCH, Ref
@@ -65,6 +70,55 @@ def test_a_sound_store(store: Store) -> None:
     with store._catalog.index.env.read() as rows:
         stored = [where.stored_length for _, where in store._catalog.index.blocks(rows)]
     assert (thorough.bytes_read, thorough.blocks) == (sum(stored), len(stored))
+
+
+def test_what_is_collected_meanwhile_is_no_damage(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two looks into the index, refs go, come, and are pruned, and gc collects: fsck
+    finds nothing wrong, for what is gone was not damaged, and what is new is whole."""
+    small_model(tmp_path / "new", "new")
+    real, at, count = Environment.read, 0, 1
+
+    def meddling(env: Environment) -> AbstractContextManager[Any]:
+        nonlocal count
+        if env.path.name == "index":
+            count += 1
+            if count - 1 == at:
+                with Store.open(tmp_path / "s") as other:
+                    other.remove("expert", "merged")
+                    other.add(tmp_path / "new", name="base", threads=1)
+                    other.add(tmp_path / "new", name="other", threads=1)
+                    other.prune(["base"], keep_last=1)
+                    other.gc(reflog_days=0)
+        return real(env)
+
+    while count > at:
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        shutil.copytree(template, tmp_path / "s")
+        with Store.open(tmp_path / "s") as store:
+            store.configure("reflog_days", 0)
+            store.tag("v1", "expert")
+            store.remove("v1")
+            count = 0
+            with monkeypatch.context() as patch:
+                patch.setattr(Environment, "read", meddling)
+                problems = store.fsck().problems
+        assert problems == (), at
+        at += 1
+    assert at > 10
+
+
+def test_a_record_may_be_longer_than_a_block(tmp_path: Path) -> None:
+    """A manifest of many tensors is longer than a small block; that is no finding."""
+    names = [f"layer.{number}.{'x' * 60}" for number in range(1000)]
+    write_safetensors(
+        tmp_path / "m" / "model.safetensors", [(name, "U8", (3,), b"abc") for name in names]
+    )
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(tmp_path / "m", name="m")
+        assert len(store._catalog.record(Manifest, store["m"].manifest).encode()) > BLOCK
+        assert store.fsck(read_data=True).problems == ()
 
 
 def test_progress_reaches_the_end(store: Store) -> None:

@@ -388,6 +388,7 @@ def fill_a_disk(mount_point: str, scratch: str) -> list[str]:
         assert report.problems == ()
         assert report.garbage == ()
     (mount / "filler").unlink()
+    _collect_in_a_young_store(mount, models)
     for room in (0, 40, 80, 120):
         _leave(mount, room << 10)
         try:
@@ -398,6 +399,29 @@ def fill_a_disk(mount_point: str, scratch: str) -> list[str]:
             assert not (mount / "another").exists(), "a failed init left a directory"
         (mount / "filler").unlink()
     return outcomes
+
+
+def _collect_in_a_young_store(mount: Path, models: Path) -> None:
+    """An index without free pages must grow to commit: gc is refused, says how little it takes, and
+    then does its work with that."""
+    with Store.init(mount / "young", block_size=BLOCK) as store:
+        store.add(small_model(models / "young", "young"), name="only", threads=1)
+        store.remove("only")
+    _leave(mount, 0)
+    with Store.open(mount / "young") as store:
+        with pytest.raises(StorageFailed) as refused:
+            store.gc(reflog_days=0)
+        assert refused.value.errno == errno.ENOSPC
+        assert "1 MiB" in (refused.value.hint or "")
+        assert store.fsck(read_data=True).problems == ()
+    (mount / "filler").unlink()
+    _leave(mount, 1 << 20)
+    with Store.open(mount / "young") as store:
+        freed = store.gc(reflog_days=0).freed_bytes
+        assert freed > 40 << 10, freed
+        assert store.fsck(read_data=True).problems == ()
+    (mount / "filler").unlink()
+    shutil.rmtree(mount / "young")
 
 
 def _refusal(error: StorageFailed) -> str:

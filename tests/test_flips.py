@@ -166,13 +166,13 @@ def _work(pristine: Path, root: Path, tasks: list[Any], answer: int) -> None:
     shutil.copytree(pristine, root)
     for way, file, offset, bits in tasks:
         signal.alarm(PATIENCE)
-        _turn(root / file, offset, bits)
+        turn(root / file, offset, bits)
         found = WAYS[way](root)
         if way == "read_all" and isinstance(found, dict):
             found = _compared(found)
         elif way == "rows":
             found = sorted(name for name in _rows_of(pristine) if found.get(name) != _ROWS[name])
-        _turn(root / file, offset, bits)
+        turn(root / file, offset, bits)
         os.write(answer, f"{json.dumps(found)}\n".encode())
     os._exit(0)
 
@@ -186,7 +186,8 @@ def _rows_of(pristine: Path) -> dict[str, list[list[str]]]:
     return _ROWS
 
 
-def _turn(path: Path, offset: int, bits: int) -> None:
+def turn(path: Path, offset: int, bits: int) -> None:
+    """Flip these bits of the byte at `offset`."""
     path.chmod(0o644)
     with path.open("r+b") as file:
         file.seek(offset)

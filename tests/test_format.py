@@ -571,6 +571,24 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
         assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
 
 
+def row_check(database: str, key: bytes, value: bytes) -> bytes:
+    """The check of a row of stats/ or memo/, as the page has it."""
+    told = database.encode() + b"\0" + key + value
+    return blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
+
+
+def test_memo(made: Made) -> None:
+    """Every row of memo/ ends with the check that the page says."""
+    path = str(made.path / "memo")
+    with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
+        for name in ("outputs", "requests"):
+            with reading.cursor(db=env.open_db(name.encode(), reading, create=False)) as cursor:
+                rows = list(cursor)
+            assert rows
+            for key, row in rows:
+                assert row[-8:] == row_check(name, key, row[:-8])
+
+
 def test_statistics(made: Made, indexed: IndependentStore) -> None:
     """The databases of stats/ have the page's keys; squares and thresholds are true."""
     base, one = (tensor_ids(indexed, made.snapshots[key])["head.weight"] for key in ("base", "one"))
@@ -581,15 +599,20 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
         names = [bytes(name).decode() for name, _ in reading.cursor()]
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
         assert sorted(names) == ["pairs", "squares", "tables", "thresholds"]
-        batch, offset, length = struct.unpack(">III", reading.get(pair, db=handles["pairs"]))
+        place = reading.get(pair, db=handles["pairs"])
+        batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])
         assert tables[offset : offset + 4] == b"MDT2"
         assert offset + length <= len(tables)
-        (squares,) = struct.unpack(">d", reading.get(pair[:32], db=handles["squares"]))
+        assert check == row_check("pairs", pair, tables[offset : offset + length])
+        row = reading.get(pair[:32], db=handles["squares"])
+        squares, check = struct.unpack(">d8s", row)
+        assert check == row_check("squares", pair[:32], row[:-8])
         key = pair + struct.pack(">Q", 15000)
         row = reading.get(key, db=handles["thresholds"])
     assert squares == pytest.approx(np.sum(a.astype(np.float64) ** 2), rel=1e-12)
-    magnitude, quota = struct.unpack(">fQ", row)
+    magnitude, quota, check = struct.unpack(">fQ8s", row)
+    assert check == row_check("thresholds", key, row[:-8])
     assert np.count_nonzero(np.abs(b - a) > np.float32(magnitude)) + quota == 15000
 
 

@@ -112,6 +112,28 @@ def test_what_is_no_lmdb_file_is_refused(tmp_path: Path, data: bytes) -> None:
         LmdbFile(tmp_path / "data.mdb")
 
 
+def test_a_page_is_read_for_one_owner(tmp_path: Path) -> None:
+    """Rows that share their pages are read once, so that no file makes a reader go on and on."""
+    env = lmdb.open(str(tmp_path), map_size=1 << 30, max_dbs=8)
+    with env.begin(write=True) as transaction:
+        big = env.open_db(b"big", txn=transaction)
+        for number in range(9):
+            transaction.put(b"key %d" % number, bytes(20_000), db=big)
+    env.close()
+    data = bytearray((tmp_path / "data.mdb").read_bytes())
+    places = [data.index(b"key %d" % number) + 5 for number in range(9)]
+    for place in places[1:]:
+        data[place : place + 8] = data[places[0] : places[0] + 8]
+    (tmp_path / "data.mdb").write_bytes(data)
+    told: list[str] = []
+    with LmdbFile(tmp_path / "data.mdb") as file:
+        tree = file.databases(told.append)[b"big"]
+        assert told == []
+        assert list(file.rows(b"big", tree, told.append)) == [(b"key 0", bytes(20_000))]
+    assert len(told) == 8
+    assert all("has two owners" in line for line in told)
+
+
 def test_it_knows_when_the_file_has_moved_on(tmp_path: Path) -> None:
     """A commit by somebody else shows, so that a reader can look again."""
     fill(tmp_path, 3)

@@ -152,7 +152,7 @@ def test_leftovers_survive_a_second_interruption(store: Store) -> None:
     assert list((store.path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["payload", "footer", "receipt", "missing", "cut"])
+@pytest.mark.parametrize("where", ["payload", "footer", "receipt", "missing", "cut", "link"])
 def test_damaged_leftovers_are_not_taken(where: str, store: Store) -> None:
     """A pack or receipt that is not what it was is not used; the rest is, and all is sound."""
     plan = plan_of(store)
@@ -162,6 +162,9 @@ def test_damaged_leftovers_are_not_taken(where: str, store: Store) -> None:
     damaged = left[0] if where != "receipt" else left[0].with_suffix(".receipt")
     if where == "missing":
         damaged.unlink()
+    elif where == "link":
+        damaged.rename(store.path.parent / "elsewhere.pack")
+        damaged.symlink_to(store.path.parent / "elsewhere.pack")
     elif where == "cut":
         os.truncate(damaged, damaged.stat().st_size - 4096)
     else:

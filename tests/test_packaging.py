@@ -1,9 +1,10 @@
-"""What the wheel holds."""
+"""What the wheel and the source archive hold."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -52,3 +53,26 @@ def test_command_is_declared(wheel: list[str]) -> None:
     """Installing the wheel gives the command `mstore`."""
     assert [name for name in wheel if name.endswith(".dist-info/entry_points.txt")]
     assert "mstore_cli/main.py" in wheel
+
+
+def test_the_tests_travel(tmp_path: Path) -> None:
+    """The source archive holds every file of the tests, the golden store's and the corpus too."""
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    done = subprocess.run(
+        [*command, "--outdir", tmp_path, ROOT],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    tests = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*")
+        if path.is_file() and not {"__pycache__", ".hypothesis"} & set(path.parts)
+    }
+    assert tests - found == set()
+    assert {"tests/golden/format-1/refs/mirror", "constraints.txt", "LICENSE"} <= found

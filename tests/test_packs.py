@@ -341,12 +341,18 @@ def test_neighbours_are_scattered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_link_is_not_a_pack(tmp_path: Path) -> None:
-    """A symlink under a pack's name is not followed."""
+    """A symlink under a pack's name is not followed, and a fifo there is not waited for."""
     pack = small_pack(tmp_path, b"x" * 100)
     pack.path.rename(tmp_path / "elsewhere")
     pack.path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageFailed):
-        PackFiles(tmp_path / "packs").read(pack.id, PAGE, 100)
+    for name in ("link", "fifo", "directory"):
+        if name != "link":
+            pack.path.unlink()
+            os.mkfifo(pack.path) if name == "fifo" else pack.path.mkdir()
+        with pytest.raises(Corrupt, match="not a regular file"):
+            PackFiles(tmp_path / "packs").read(pack.id, PAGE, 100)
+        with pytest.raises(Corrupt, match="not a regular file"):
+            read_table(pack.path)
 
 
 def test_open_packs_are_bounded(tmp_path: Path) -> None:

@@ -274,6 +274,18 @@ def test_a_damaged_mirror_is_refused(catalog: Catalog) -> None:
         assert refusal.value.where == str(catalog.layout.mirror)
 
 
+def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of it is read than the limit, and one byte more is Corrupt."""
+    move(catalog, "a", None, ref(1))
+    refs.write_mirror(catalog.layout, catalog.index)
+    monkeypatch.setattr(refs, "MAX_MIRROR", catalog.layout.mirror.stat().st_size)
+    assert refs.read_mirror(catalog.layout) == catalog.refs()
+    with catalog.layout.mirror.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(Corrupt, match="longer than"):
+        refs.read_mirror(catalog.layout)
+
+
 @given(st.binary(max_size=200))
 def test_no_mirror_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     """Any bytes give refs with sound names, or an error of ours."""

@@ -379,3 +379,18 @@ def test_a_snapshot_that_is_in_no_pack_is_told(path: Path) -> None:
     assert any(str(id) in note for note in report.notes)
     with Store.open(path) as store:
         assert any(p.where == "v1" for p in store.fsck().problems)
+
+
+def test_gc_waits_for_it(path: Path) -> None:
+    """Reindex holds the lock of garbage collection whenever it changes anything."""
+    taken = []
+
+    def look(operation: fs.Operation) -> None:
+        lock = fs.LockFile(path / "packs", create=False)
+        taken.append(lock.acquire(blocking=False))
+        lock.release()
+
+    with fs.observed(look):
+        Store.reindex(path)
+    assert taken
+    assert not any(taken)

@@ -400,3 +400,21 @@ def test_random_damage_is_healed_from_an_intact_copy(
         store.repair(read_data=True, sources=[template / "store"])
         assert store.fsck(read_data=True).problems == ()
     assert contents(root / "store") == contents(template / "store")
+
+
+def test_gc_waits_for_it(root: Path) -> None:
+    """Repair holds the lock of garbage collection whenever it changes anything."""
+    taken = []
+
+    def look(operation: fs.Operation) -> None:
+        lock = fs.LockFile(root / "store" / "packs", create=False)
+        taken.append(lock.acquire(blocking=False))
+        lock.release()
+
+    with Store.open(root / "store") as store:
+        (largest := packs(root / "store")[0]).chmod(0o644)
+        flip(largest, largest.stat().st_size // 2)
+        with fs.observed(look):
+            assert store.repair(sources=[root / "other"], read_data=True, threads=1).healed
+    assert taken
+    assert not any(taken)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from families import BLOCK
+from small_models import small_model
 
 from mstore import Store
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
@@ -294,3 +295,23 @@ def test_without_anything_to_compute_with(store: Store) -> None:
     with pytest.raises(BadRequest, match="virtual"):
         view.tensor("model.embed.weight")
     assert view.read("tokenizer.json", 0, 5) == b'{"ver'
+
+
+def test_adding_the_bytes_of_a_virtual_merge_stores_them(tmp_path: Path) -> None:
+    """Where all of a virtual merge is the base's own, its manifest is that of the same bytes added;
+    adding those under its name makes a snapshot that is not virtual, and once more makes none."""
+    source = small_model(tmp_path / "model", "s")
+    with Store.init(tmp_path / "trivial", block_size=BLOCK) as store:
+        for name in ("base", "expert"):
+            base = None if name == "base" else "base"
+            store.add(source, name=name, base=base, threads=1)
+        plan = store.plan(base="base", experts=["expert"], method="task_arithmetic", threads=1)
+        virtual = store.merge(plan, name="merged", virtual=True, threads=1)
+        assert virtual.virtual
+        added = store.add(source, name="merged", threads=1)
+        assert added.new_snapshot
+        assert added.manifest == virtual.manifest
+        assert not store.show("merged").virtual
+        assert [parent.snapshot for parent in store.show("merged").parents] == [virtual.snapshot]
+        assert not store.add(source, name="merged", threads=1).new_snapshot
+        assert store.fsck(read_data=True).problems == ()

@@ -67,7 +67,7 @@ class Adding(OpenStore):
         (conversion without torch); then nothing is published.
         """
         from mstore.add import add
-        from mstore.store.leases import pinned
+        from mstore.store import contents
 
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
@@ -75,7 +75,7 @@ class Adding(OpenStore):
         with self._scanned(Path(path), convert, limits) as (checkpoint, notes):
             chosen = self._base(checkpoint, base, detect=detect_base)
             held = [] if chosen.snapshot is None else [chosen.snapshot]
-            with pinned(self._catalog.layout, held):
+            with contents.held(self._catalog, held):
                 report = add(
                     self._catalog,
                     self._statistics,

@@ -21,7 +21,7 @@ from mstore.reports import (
     SignatureReport,
     VerifyReport,
 )
-from mstore.store import leases, refs
+from mstore.store import contents, refs
 from mstore.store.transaction import RefMove, move_refs
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Naming(OpenStore):
         require_library()
         id = self._catalog.resolve(revision)
         found = states(self._catalog, id, signers)
-        with leases.pinned(self._catalog.layout, [id]):
+        with contents.held(self._catalog, [id]):
             read = read_everything(self._catalog, id, progress) if read_data else 0
         return VerifyReport(
             snapshot=id,

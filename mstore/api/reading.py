@@ -109,7 +109,7 @@ class Reading(OpenStore):
         from mstore.diff import diff
 
         older, newer = self._whole(a), self._whole(b)
-        with leases.pinned(self._catalog.layout, [older, newer]):
+        with contents.held(self._catalog, [older, newer]):
             return diff(
                 self._catalog,
                 older,

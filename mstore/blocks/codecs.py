@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 LEVEL: Final = 1
 MAX_WINDOW: Final = 1 << 20
 
+FLOATS_HASH_LOG: Final = 7
+"""Planes of weights are noise: what matches in them by chance costs more than it saves.  So many
+places are enough to find again what recurs as a whole, such as rows of an embedding."""
+
+FLOATS_MIN_MATCH: Final = 7
+
+PLANES_WINDOW_LOG: Final = 19
+DELTA_WINDOW_LOG: Final = 16
+"""A window bounds the stretch that one table of codes serves: classes are shorter than 128 KiB."""
+
 DELTA_GAIN: Final = 0.85
 """What a delta's payload is of the best without a base, at most, where the policy is auto."""
 
@@ -156,7 +166,7 @@ def encode(
     if base is not None and len(base[1]) != length:
         base = None
     for codec, limit in _candidates(data, elements, policy, base):
-        found = _packed(data, width, codec, base, limit)
+        found = _packed(data, elements, codec, base, limit)
         if found is not None:
             return found
     return raw
@@ -169,21 +179,21 @@ def _candidates(
     length = len(data)
     is_auto = policy is Policy.AUTO
     alone_limit = int(PLANES_GAIN * length) if is_auto else length - 1
-    alone = min(length, _estimate(data, elements.width, Codec.PLANES, None))
+    alone = min(length, _estimate(data, elements, Codec.PLANES, None))
     found = []
     if base is not None:
         codec = Codec.DELTA_FLOATS if elements.floating else Codec.DELTA_INTEGERS
         limit = int(DELTA_GAIN * alone) if is_auto else alone
-        if _estimate(data, elements.width, codec, base[1]) <= SAMPLE_SLACK * limit:
+        if _estimate(data, elements, codec, base[1]) <= SAMPLE_SLACK * limit:
             found.append((codec, min(limit, length - 1)))
     if alone <= SAMPLE_SLACK * alone_limit:
         found.append((Codec.PLANES, alone_limit))
     return found
 
 
-def _estimate(data: Buffer, width: int, codec: Codec, base: Buffer | None) -> int:
+def _estimate(data: Buffer, elements: Elements, codec: Codec, base: Buffer | None) -> int:
     """Bytes that a payload will have, from strips of the block."""
-    length = len(data)
+    width, length = elements.width, len(data)
     room = SAMPLE_STRIPS * SAMPLE_BYTES
     if length > 2 * room:
         data = _strips(data)
@@ -191,9 +201,8 @@ def _estimate(data: Buffer, width: int, codec: Codec, base: Buffer | None) -> in
     planes = memoryview(_own.split(data, width, codec, base))
     # Each plane by itself: in a sample they would share a table of codes, in a block they do not.
     step = max(len(planes) // width, _SHORTEST)
-    size = sum(
-        len(_own.compressor.compress(planes[at : at + step])) for at in range(0, len(planes), step)
-    )
+    compress = _own.compressor(elements, codec).compress
+    size = sum(len(compress(planes[at : at + step])) for at in range(0, len(planes), step))
     return size * length // len(data)
 
 
@@ -205,11 +214,16 @@ def _strips(data: Buffer) -> bytes:
 
 
 def _packed(
-    data: Buffer, width: int, codec: Codec, base: tuple[BlockId, Buffer] | None, limit: int
+    data: Buffer,
+    elements: Elements,
+    codec: Codec,
+    base: tuple[BlockId, Buffer] | None,
+    limit: int,
 ) -> Encoded | None:
     """The block under a codec; None where its payload would have more bytes than `limit`."""
     plain_base = base[1] if base is not None and codec.is_delta else None
-    payload = _own.compressor.compress(_own.split(data, width, codec, plain_base))
+    width = elements.width
+    payload = _own.compressor(elements, codec).compress(_own.split(data, width, codec, plain_base))
     if len(payload) > limit:
         return None
     room = _own.room(len(data))
@@ -223,7 +237,9 @@ def _packed(
 def _same(room: np.ndarray[Any, np.dtype[np.uint8]], data: Buffer) -> bool:
     import numpy as np
 
-    return bool(np.array_equal(room, np.frombuffer(data, dtype=np.uint8)))
+    # An answer for eight bytes each, not for one: this looks at every block that is stored.
+    word = "u8" if room.size % 8 == 0 else "u1"
+    return np.array_equal(room.view(word), np.frombuffer(data, dtype=word))
 
 
 class _Own(threading.local):
@@ -232,18 +248,16 @@ class _Own(threading.local):
     def __init__(self) -> None:
         self._planes: Any = None
         self._room: Any = None
-        self._compressor: zstandard.ZstdCompressor | None = None
+        self._compressors: dict[int | None, zstandard.ZstdCompressor] = {}
         self._decompressor: zstandard.ZstdDecompressor | None = None
 
-    @property
-    def compressor(self) -> zstandard.ZstdCompressor:
-        if self._compressor is None:
-            import zstandard
-
-            self._compressor = zstandard.ZstdCompressor(
-                level=LEVEL, write_checksum=True, write_content_size=True, write_dict_id=False
-            )
-        return self._compressor
+    def compressor(self, elements: Elements, codec: Codec) -> zstandard.ZstdCompressor:
+        window = None
+        if elements.floating:
+            window = DELTA_WINDOW_LOG if codec.is_delta else PLANES_WINDOW_LOG
+        if window not in self._compressors:
+            self._compressors[window] = _compressor(window)
+        return self._compressors[window]
 
     @property
     def decompressor(self) -> zstandard.ZstdDecompressor:
@@ -269,6 +283,26 @@ class _Own(threading.local):
         self._room = room = _grown(self._room, length)
         found: np.ndarray[Any, np.dtype[np.uint8]] = room[:length]
         return found
+
+
+def _compressor(float_window: int | None) -> zstandard.ZstdCompressor:
+    """What makes frames of floats with a window of so many bits; of anything else, for None."""
+    import zstandard
+
+    if float_window is None:
+        return zstandard.ZstdCompressor(
+            level=LEVEL, write_checksum=True, write_content_size=True, write_dict_id=False
+        )
+    chosen = zstandard.ZstdCompressionParameters.from_level(
+        LEVEL,
+        window_log=float_window,
+        hash_log=FLOATS_HASH_LOG,
+        min_match=FLOATS_MIN_MATCH,
+        write_checksum=True,
+        write_content_size=True,
+        write_dict_id=False,
+    )
+    return zstandard.ZstdCompressor(compression_params=chosen)
 
 
 def _grown(room: Any, length: int) -> Any:

@@ -42,8 +42,11 @@ class Environment:
     writer in at a time, over all processes.
     """
 
-    def __init__(self, path: Path, databases: tuple[str, ...], *, create: bool) -> None:
+    def __init__(
+        self, path: Path, databases: tuple[str, ...], *, create: bool, hint: str = "mstore reindex"
+    ) -> None:
         self.path = path
+        self._hint = hint
         self.databases: dict[str, Any] = {}
         self._names = databases
         self._pid = os.getpid()
@@ -82,7 +85,7 @@ class Environment:
         except lmdb.NotFoundError:
             raise
         except lmdb.Error as error:
-            raise _translated(error, self.path) from error
+            raise _translated(error, self.path, self._hint) from error
         self._writable = writable
         self._is_open = True
         self._file_id = _file_id(self.path)
@@ -128,25 +131,32 @@ class Environment:
                 self._env.close()
                 raise
         except lmdb.Error as error:
-            raise _translated(error, self.path) from error
+            raise _translated(error, self.path, self._hint) from error
         self._writable = self._is_open = True
         self._file_id = _file_id(self.path)
 
     def _damaged(self, what: str) -> Corrupt:
-        # Of the index; who owns another environment says what to do about it.
-        return Corrupt(what, where=str(self.path), hint="mstore reindex")
+        return Corrupt(what, where=str(self.path), hint=self._hint)
 
     @classmethod
-    def acquire(cls, path: Path, databases: tuple[str, ...], *, create: bool = True) -> Environment:
+    def acquire(
+        cls,
+        path: Path,
+        databases: tuple[str, ...],
+        *,
+        create: bool = True,
+        hint: str = "mstore reindex",
+    ) -> Environment:
         """The environment of this path, opened at most once in this process.
 
-        Raises Corrupt where it is damaged, or is missing and not to be made; StorageFailed.
+        Raises Corrupt where it is damaged (`hint` says what to do then), or is missing and not to
+        be made; StorageFailed.
         """
         key = os.path.realpath(path)
         with _environments_lock:
             found = _environments.get(key)
             if found is None:
-                found = _environments[key] = cls(path, databases, create=create)
+                found = _environments[key] = cls(path, databases, create=create, hint=hint)
             found._guard()
             found._require_in_place()
             found._users += 1
@@ -285,7 +295,7 @@ class Environment:
         try:
             yield
         except lmdb.Error as error:
-            raise _translated(error, self.path) from error
+            raise _translated(error, self.path, self._hint) from error
 
     def file_bytes(self) -> int:
         """Size of the data file on disk."""
@@ -315,9 +325,9 @@ def _is_born(data: Path) -> bool:
         raise
 
 
-def _translated(error: Any, path: Path) -> StorageFailed | Corrupt:
+def _translated(error: Any, path: Path, hint: str) -> StorageFailed | Corrupt:
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
-        return Corrupt(f"damaged index: {error}", where=str(path), hint="mstore reindex")
+        return Corrupt(f"damaged index: {error}", where=str(path), hint=hint)
     if isinstance(error, lmdb.MapFullError):
         return StorageFailed(
             f"the index has grown to the {MAP_SIZE >> 30} GiB that it may have",

@@ -137,7 +137,7 @@ class LmdbFile:
 
     def databases(self, tell: Callable[[str], None]) -> dict[bytes, Tree]:
         """The named databases; what cannot be read is told."""
-        return self._named(_Walk(self, tell, None), tell)
+        return self._named(_Walk(self, tell), tell)
 
     def _named(self, walk: _Walk, tell: Callable[[str], None]) -> dict[bytes, Tree]:
         found = {}
@@ -155,7 +155,7 @@ class LmdbFile:
         self, name: bytes, tree: Tree, tell: Callable[[str], None]
     ) -> Iterator[tuple[bytes, bytes]]:
         """Every row that can still be read, in key order; what cannot is told and left out."""
-        for key, data, _ in _Walk(self, tell, None).nodes(name.decode(errors="replace"), tree):
+        for key, data, _ in _Walk(self, tell).nodes(name.decode(errors="replace"), tree):
             yield key, data
 
     def check(
@@ -165,9 +165,7 @@ class LmdbFile:
 
         `look` is called with database, key and value of every row.  Returns the databases' names.
         """
-        # One bit a page, so that a page of two owners is seen.
-        claimed = bytearray((self._meta.last >> 3) + 1)
-        walk = _Walk(self, tell, claimed)
+        walk = _Walk(self, tell, counting=True)
         named = self._named(walk, tell)
         for name, tree in named.items():
             for key, data, _ in walk.nodes(name.decode(errors="replace"), tree):
@@ -178,15 +176,20 @@ class LmdbFile:
 
 
 class _Walk:
-    """One pass over trees: tells what is wrong, and goes on where it can."""
+    """One pass over trees: tells what is wrong, and goes on where it can.
+
+    A page is read once, for its first owner: whatever points where, a pass comes to an end.
+    """
 
     def __init__(
-        self, file: LmdbFile, tell: Callable[[str], None], claimed: bytearray | None
+        self, file: LmdbFile, tell: Callable[[str], None], *, counting: bool = False
     ) -> None:
         self._file = file
         self._tell = tell
-        self._claimed = claimed
+        self._counting = counting
         self._last = file._meta.last
+        # One bit a page.
+        self._claimed = bytearray((self._last >> 3) + 1)
         self._counts = [0, 0, 0]
 
     def nodes(
@@ -205,7 +208,7 @@ class _Walk:
         for node in self._below(what, tree.root, tree.depth, b"", None, integers=integers):
             entries += 1
             yield node
-        if self._claimed is not None:
+        if self._counting:
             told = (tree.branches, tree.leaves, tree.overflows, tree.entries)
             if told != (*self._counts, entries):
                 self._tell(f"{what}: {entries} rows were found where {tree.entries} should be")
@@ -214,12 +217,11 @@ class _Walk:
         if not 2 <= number <= number + count - 1 <= self._last:
             self._tell(f"{what}: page {number} is outside of the file")
             return False
-        if self._claimed is not None:
-            for page in range(number, number + count):
-                if self._claimed[page >> 3] >> (page & 7) & 1:
-                    self._tell(f"{what}: page {page} has two owners")
-                    return False
-                self._claimed[page >> 3] |= 1 << (page & 7)
+        for page in range(number, number + count):
+            if self._claimed[page >> 3] >> (page & 7) & 1:
+                self._tell(f"{what}: page {page} has two owners")
+                return False
+            self._claimed[page >> 3] |= 1 << (page & 7)
         return True
 
     def claim_free(self, key: bytes, data: bytes) -> None:

@@ -23,7 +23,9 @@ whole pack.  Writers are for one thread; `PackFiles` may be used from any number
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -46,6 +48,8 @@ MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
 NO_BASE = bytes(32)
+WRITE_BACK_BYTES = 8 << 20
+"""After so many the disk begins with them, so that the sync at the end has little to wait for."""
 IOV_MAX = 1024
 """Buffers that Linux takes in one call (readv(2))."""
 
@@ -134,6 +138,7 @@ class PackWriter:
         self._held: list[tuple[Entry, bytes]] = []
         self._held_bytes = 0
         self._run: tuple[str, int] | None = None
+        self._written_back = 0
         try:
             self._file.append(self._head.ljust(PAGE, b"\0"))
         except BaseException:
@@ -151,7 +156,7 @@ class PackWriter:
             gap = (file_offset - self._file.size) % PAGE
             if gap:
                 self._file.append(bytes(gap))
-        offset = self._file.append(data)
+        offset = self._append(data)
         self._run = (file, file_offset + len(data))
         self._entries.append(Entry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data)))
 
@@ -174,7 +179,7 @@ class PackWriter:
             )
             return
         self._run = None
-        offset = self._file.append(encoded.payload)
+        offset = self._append(encoded.payload)
         self._entries.append(
             Entry(
                 id,
@@ -187,6 +192,14 @@ class PackWriter:
                 NO_BASE if encoded.base is None else encoded.base,
             )
         )
+
+    def _append(self, data: Buffer) -> int:
+        offset = self._file.append(data)
+        waiting = self._file.size - self._written_back
+        if waiting >= WRITE_BACK_BYTES:
+            self._file.begin_writing_back(self._written_back, waiting)
+            self._written_back = self._file.size
+        return offset
 
     def append_small(
         self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
@@ -239,13 +252,29 @@ class PackWriter:
         self._file.abandon()
 
 
+def open_pack(path: Path) -> int:
+    """A descriptor of a regular file that is no symbolic link.  Raises OSError, Corrupt."""
+    try:
+        # O_NONBLOCK: opening a fifo without it waits for a writer for ever.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Corrupt("not a regular file", where=str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Corrupt("not a regular file", where=str(path))
+    return fd
+
+
 def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
     """The id and the entries of a pack, checked against its footer's hash and its own size.
 
     Raises Corrupt naming the pack, Incompatible for a newer version, StorageFailed on I/O errors.
     """
     where = str(path)
-    with fs.translated(path), path.open("rb") as file:
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER.size)
         if size < PAGE + _TAIL.size or size % PAGE:
@@ -294,7 +323,7 @@ class PackFiles:
             if opened is None:
                 path = pack_path(self.directory, pack)
                 try:
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    fd = open_pack(path)
                 except FileNotFoundError as error:
                     raise PackGone(
                         "a pack that the index names is missing",

@@ -18,7 +18,7 @@ from mstore.numeric.compiling import compiled, entry, inlined
 TILE: Final = 2048
 PART: Final = TILE // 4
 TILES: Final = 16 * TILE
-SCRATCH: Final = TILES + TILE + 4 * 256 * 8
+SCRATCH: Final = TILES + TILE + 4 * 256 * 4
 """Bytes that a pass works in: two tiles of the widest elements, a tile of classes, places."""
 
 PLAIN: Final = 0
@@ -98,14 +98,14 @@ def _steps(word: Any, bits: int) -> _Steps:
         """The next place of a class."""
         k = np.uint64(np.uint64(np.uint64(key) << np.uint64(2)) + np.uint64(lane))
         at = places[k]
-        places[k] = np.uint64(at + np.uint64(1))
+        places[k] = np.uint32(at + np.uint32(1))
         return at
 
     @compiled
     def count_classes(bases: Any, lane: int, places: Any) -> None:
         """Where each class of each lane begins in the order of classes, then lanes."""
         for place in range(places.size):
-            places[place] = np.uint64(0)
+            places[place] = np.uint32(0)
         a, b, c = bases[:lane], bases[lane : 2 * lane], bases[2 * lane : 3 * lane]
         d = bases[3 * lane :]
         for j in range(lane):
@@ -115,11 +115,11 @@ def _steps(word: Any, bits: int) -> _Steps:
             take(places, word(d[j] << one) >> key_shift, 3)
         for j in range(lane, d.size):
             take(places, word(d[j] << one) >> key_shift, 3)
-        total = np.uint64(0)
+        total = np.uint32(0)
         for place in range(places.size):
             found = places[place]
             places[place] = total
-            total = np.uint64(total + found)
+            total = np.uint32(total + found)
 
     @compiled
     def scatter(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
@@ -221,7 +221,7 @@ def _steps(word: Any, bits: int) -> _Steps:
         rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
             keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint64)
+            places = scratch[TILES + TILE :].view(np.uint32)
             split_floats(n, words, bases, planes, rooms, keys, places)
             return
         for start in range(0, n, TILE):
@@ -242,7 +242,7 @@ def _steps(word: Any, bits: int) -> _Steps:
         rooms = scratch[:TILES].view(word)
         if mode == FLOATS:
             keys = scratch[TILES : TILES + TILE]
-            places = scratch[TILES + TILE :].view(np.uint64)
+            places = scratch[TILES + TILE :].view(np.uint32)
             join_floats(n, planes, bases, words, rooms, keys, places)
             return
         for start in range(0, n, TILE):

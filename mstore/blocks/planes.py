@@ -16,7 +16,7 @@ step of one size changes a small weight by many units of its last place and a la
 within a class differences look alike, and compress as such (docs/design/006-codecs.md).  Bijective
 for all bit patterns, of NaN too.
 
-Any thread may call; a call releases the GIL and keeps 42 KiB of scratch for its thread.
+Any thread may call; a call releases the GIL and keeps 38 KiB of scratch for its thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODULE: Final = "mstore.blocks.plane_passes"
 _WIDTHS: Final = (1, 2, 4, 8)
 _split: Final = {width: Pass(_MODULE, f"split{width}", "iipppp", _SOURCES) for width in _WIDTHS}
 _join: Final = {width: Pass(_MODULE, f"join{width}", "iipppp", _SOURCES) for width in _WIDTHS}
-_SCRATCH: Final = 17 * 2048 + 4 * 256 * 8
+_SCRATCH: Final = 17 * 2048 + 4 * 256 * 4
 
 
 class Mode(IntEnum):

@@ -27,6 +27,7 @@ from mstore.ids import BlockId, Buffer, PackId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store import layout as layouts
+from mstore.store.catalog import RECORD_LIMIT
 
 Tick = Callable[[int], None]
 """Told how many more bytes were read."""
@@ -119,8 +120,8 @@ class PackCopies:
         return found
 
     def _is_sane(self, entry: Entry) -> bool:
-        is_block = entry.kind == Kind.BLOCK
-        return not is_block or max(entry.raw_length, entry.stored_length) <= self._block_size
+        limit = self._block_size if entry.kind == Kind.BLOCK else RECORD_LIMIT
+        return max(entry.raw_length, entry.stored_length) <= limit
 
     def _plain(
         self,

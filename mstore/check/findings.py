@@ -87,16 +87,23 @@ class Findings:
         for key in gone:
             del self._problems[key]
 
-    def mark(self) -> tuple[int, int]:
-        """How much was found so far, for `forget_since`."""
-        return len(self._problems), len(self.broken)
+    def confirm(self, earlier: Findings) -> None:
+        """Keep what an earlier look has found as well: damage is there each time."""
+        seen = {key[:2] for key in earlier._problems}
+        self._problems = {key: told for key, told in self._problems.items() if key[:2] in seen}
+        self.broken = {key: row for key, row in self.broken.items() if key in earlier.broken}
+        self.incomplete &= earlier.incomplete
+        self.stale_mirror &= earlier.stale_mirror
 
-    def forget_since(self, mark: tuple[int, int]) -> None:
-        """What was looked at was collected meanwhile: nothing of it is damage."""
-        for problem in list(self._problems)[mark[0] :]:
-            del self._problems[problem]
-        for key in list(self.broken)[mark[1] :]:
-            del self.broken[key]
+    def take(self, other: Findings) -> None:
+        """Add what another look at the same store has found."""
+        for key, told in other._problems.items():
+            self._problems.setdefault(key, told)
+        for broken, row in other.broken.items():
+            self.broken.setdefault(broken, row)
+        self.unreadable |= other.unreadable
+        self.incomplete |= other.incomplete
+        self.stale_mirror |= other.stale_mirror
 
     @contextmanager
     def catching(self, kind: str, where: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mstore import fs
 from mstore.blocks.index import Location
-from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table
+from mstore.blocks.packs import NO_BASE, Entry, Kind, open_pack, pack_path, read_table
 from mstore.check import rows
 from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt, MstoreError, StorageFailed
@@ -75,7 +75,9 @@ class Footers:
                 found[number] = (PackId(value[:32]), int.from_bytes(value[32:40], "big"))
         with index.env.read() as transaction:
             for number, (pack, _) in found.items():
-                if transaction.get(pack, db=index.db("pack_ids")) != number:
+                # One that was collected since has no number any more.
+                is_here = transaction.get(number, db=index.db("packs")) is not None
+                if is_here and transaction.get(pack, db=index.db("pack_ids")) != number:
                     self._findings.tell("index", pack.hex(), "the pack has two numbers, or none")
         return found
 
@@ -167,7 +169,7 @@ class Footers:
             return None
         try:
             id, entries = read_table(path)
-            with fs.translated(path), path.open("rb") as file:
+            with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
                 found = os.fstat(file.fileno()).st_size
                 head = file.read(_STORE_UUID.stop)
         except MstoreError as error:
@@ -196,7 +198,10 @@ class Footers:
         if told != mine or entry.base != location.base:
             what = "index and pack footer do not agree"
             self._findings.tell_row(kind, entry.id, row, what)
-        elif max(entry.raw_length, entry.stored_length) > self._catalog.block_size:
+            return
+        # How long a record may be is for its decoder to say.
+        longest = max(entry.raw_length, entry.stored_length)
+        if kind == Kind.BLOCK and longest > self._catalog.block_size:
             self._findings.tell_row(kind, entry.id, row, "longer than the block size")
 
     def _deltas(self, transaction: Any, deltas: list[tuple[Entry, bytes]]) -> None:

@@ -1,14 +1,14 @@
 """One run of fsck: all passes over one store.  Reads only.
 
 Findings are collected, not raised.  Others may add, move and collect meanwhile: what looks wrong
-is looked at once more at the end, and dropped where its row has changed or its pack was
-collected in an orderly way.
+is looked at once more at the end, and dropped where its row has changed, its pack was collected in
+an orderly way, or nothing that is there now asks for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -83,10 +83,12 @@ class Checker:
         began = time.monotonic()
         findings = self.findings
         totals = Footers(catalog, findings).run()
-        graph = Graph(catalog, findings)
+        graph = Graph(catalog, Findings())
         graph.run()
         bytes_read = self._payloads(catalog, totals)
         self._settle(catalog)
+        graph = _confirmed(catalog, graph)
+        findings.take(graph.findings)
         findings.garbage += self._leftovers()
         return CheckReport(
             read_data=self._scope.share == 1,
@@ -102,7 +104,7 @@ class Checker:
             garbage=tuple(findings.garbage),
             problems=findings.problems,
             hurt=Wounds(catalog, findings).all(graph.names, graph.pruned),
-            hint=self._hint(),
+            hint=self._hint(graph.names.keys()),
             seconds=time.monotonic() - began,
         )
 
@@ -143,7 +145,7 @@ class Checker:
         root = self._layout.root
         return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
 
-    def _hint(self) -> str | None:
+    def _hint(self, refs: Container[str]) -> str | None:
         findings = self.findings
         if not findings.problems:
             return None
@@ -153,6 +155,17 @@ class Checker:
         if findings.stale_mirror:
             return "mstore fsck --repair"
         names = [problem.where for problem in findings.problems if problem.kind == "ref"]
-        if names:
+        # Of a ref whose row cannot be read, the mirror has what it said.
+        if names and all(name in refs for name in names):
             return f"mstore rm {names[0]}"
         return "mstore reindex"
+
+
+def _confirmed(catalog: Catalog, graph: Graph) -> Graph:
+    """What is wrong along names and snapshots, now and before: not what somebody just collected."""
+    if not graph.findings.problems:
+        return graph
+    again = Graph(catalog, Findings())
+    again.run()
+    again.findings.confirm(graph.findings)
+    return again

@@ -1,7 +1,8 @@
 """Names and snapshots down to their blocks: is everything there that a reader would ask for?
 
 Each tensor is looked at once, whoever shares it.  Of a snapshot that was pruned, the record,
-manifest, plan and coverage must be there and its tensors need not.
+manifest, plan and coverage must be there and its tensors need not.  What others publish and collect
+during a pass may look like damage in it; a second pass tells the two apart.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import refs
+from mstore.store import plans, refs
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog
 
 
@@ -28,7 +29,7 @@ class Graph:
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
         self._index = catalog.index
-        self._findings = findings
+        self.findings = findings
         self._sound: set[TensorId] = set()
         self._planned: dict[PlanId, frozenset[str]] = {}
         self.names: dict[str, refs.Ref] = {}
@@ -42,17 +43,15 @@ class Graph:
         self.snapshots = len(known)
         for name, ref in self.names.items():
             if ref.snapshot_id() not in known:
-                self._findings.incomplete.add(ref.snapshot)
+                self.findings.incomplete.add(ref.snapshot)
                 what = f"points at {ref.snapshot_id().short}, which is missing"
-                self._findings.tell("ref", name, what)
+                self.findings.tell("ref", name, what)
         self._unlisted(known)
         self.pruned = self._pruned()
         for snapshot in sorted(known):
-            mark = self._findings.mark()
             self._snapshot(snapshot, known, with_contents=snapshot not in self.pruned)
-            if self._findings.mark() != mark and not self._is_kept(snapshot):
-                self._findings.forget_since(mark)
         self._signatures(known)
+        self._sources()
         self._mirror()
 
     def _refs(self) -> dict[str, refs.Ref]:
@@ -67,7 +66,7 @@ class Graph:
                             names[name] = ref
                     except (msgspec.MsgspecError, ValueError, MstoreError):
                         shown = key.decode(errors="backslashreplace")
-                        self._findings.tell("ref", shown, "the row cannot be read")
+                        self.findings.tell("ref", shown, "the row cannot be read")
         self._reflogs()
         return names
 
@@ -82,24 +81,12 @@ class Graph:
                 try:
                     refs.reflog(self._index, transaction, raw.decode())
                 except (msgspec.MsgspecError, ValueError, MstoreError):
-                    self._findings.tell("reflog", shown, "a move cannot be read")
+                    self.findings.tell("reflog", shown, "a move cannot be read")
 
     def _pruned(self) -> set[bytes]:
         """Snapshots that need no contents; one that a name stands for directly needs them."""
         marked = {key for batch in rows.batches(self._index, "pruned") for key, _ in batch}
-        return marked - self._named()
-
-    def _is_kept(self, id: SnapshotId) -> bool:
-        """Whether the snapshot is still there, with contents if it had to have them."""
-        index = self._index
-        with index.env.read() as transaction:
-            if transaction.get(id, db=index.db("snapshots")) is None:
-                return False
-            is_pruned = transaction.get(id, db=index.db("pruned")) is not None
-        return id in self.pruned or not is_pruned or id in self._named()
-
-    def _named(self) -> set[bytes]:
-        return {ref.snapshot for ref in self.names.values()}
+        return marked - {ref.snapshot for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:
         """Snapshot records that the list of snapshots does not have."""
@@ -107,9 +94,9 @@ class Graph:
         for batch in rows.batches(self._index, "records"):
             for key, _ in batch:
                 if key.startswith(prefix) and key[1:] not in known:
-                    self._findings.incomplete.add(key[1:])
+                    self.findings.incomplete.add(key[1:])
                     what = "is stored and not in the index's list of snapshots"
-                    self._findings.tell("snapshot", key[1:].hex(), what)
+                    self.findings.tell("snapshot", key[1:].hex(), what)
 
     def _snapshot(self, id: SnapshotId, known: set[SnapshotId], *, with_contents: bool) -> None:
         try:
@@ -120,10 +107,10 @@ class Graph:
         self._own_rows(id, record)
         for parent in record.parents:
             if parent.snapshot_id() not in known:
-                self._findings.incomplete.add(parent.snapshot)
+                self.findings.incomplete.add(parent.snapshot)
                 missing = parent.snapshot_id().short
                 what = f"its {parent.role} {missing} is missing"
-                self._findings.tell("snapshot", id.hex(), what)
+                self.findings.tell("snapshot", id.hex(), what)
         where = f"snapshot {id.short}"
         coverage = record.coverage_id()
         if coverage is not None:
@@ -131,7 +118,7 @@ class Graph:
         plan = record.plan_id()
         has_plan = plan is not None and self._require(Kind.PLAN, plan, where)
         if plan is not None and has_plan and record.is_virtual and with_contents:
-            with self._findings.catching("plan", plan.hex()):
+            with self.findings.catching("plan", plan.hex()):
                 self._inputs(plan)
         self._manifest(record.manifest_id(), where, with_contents=with_contents)
 
@@ -150,9 +137,9 @@ class Graph:
         if row is not None and (
             row != record.manifest + record.time_ns.to_bytes(8, "big") or not there
         ):
-            self._findings.incomplete.add(bytes(id))
+            self.findings.incomplete.add(bytes(id))
             what = "its rows in the index do not agree with its record"
-            self._findings.tell("snapshot", id.hex(), what)
+            self.findings.tell("snapshot", id.hex(), what)
 
     def _require(self, kind: Kind, id: Id, where: str) -> bool:
         with self._index.env.read() as transaction:
@@ -165,7 +152,7 @@ class Graph:
         # A row whose record cannot be read was reported with its pack; what is new is no row.
         if isinstance(error, NotFound):
             what = f"{where}: missing" if where else "missing"
-            self._findings.tell_row(kind, id, None, what)
+            self.findings.tell_row(kind, id, None, what)
 
     def _manifest(self, id: ManifestId, where: str, *, with_contents: bool) -> None:
         try:
@@ -180,7 +167,7 @@ class Graph:
         for file in manifest.files:
             if file.size != sum(part.nbytes for part in file.parts):
                 what = f"{file.path}: parts and size do not agree"
-                self._findings.tell("manifest", id.hex(), what)
+                self.findings.tell("manifest", id.hex(), what)
             for part in file.parts:
                 tensor = part.tensor_id()
                 if tensor in self._sound:
@@ -198,9 +185,9 @@ class Graph:
         tensor = part.tensor_id()
         if record.nbytes != part.nbytes:
             kind = type(record).kind.name.lower()
-            self._findings.tell(kind, tensor.hex(), f"{where}: another length")
+            self.findings.tell(kind, tensor.hex(), f"{where}: another length")
         if isinstance(record, VirtualTensor):
-            with self._findings.catching("virtual", tensor.hex()):
+            with self.findings.catching("virtual", tensor.hex()):
                 self._virtual(tensor, record, where)
             return
         blocks = list(record.block_ids())
@@ -208,10 +195,10 @@ class Graph:
             found = self._index.block_rows(transaction, blocks)
         for number, (block, row) in enumerate(zip(blocks, found, strict=True)):
             if row is None:
-                self._findings.tell_row(Kind.BLOCK, block, None, f"{where}: missing")
+                self.findings.tell_row(Kind.BLOCK, block, None, f"{where}: missing")
             elif rows.raw_length(row) != record.block_length(number, self._catalog.block_size):
                 what = f"{where}: another length"
-                self._findings.tell_row(Kind.BLOCK, block, bytes(row), what)
+                self.findings.tell_row(Kind.BLOCK, block, bytes(row), what)
 
     def _virtual(self, id: TensorId, record: VirtualTensor, where: str) -> None:
         id_of_plan = record.plan_id()
@@ -220,19 +207,25 @@ class Graph:
             self._planned[id_of_plan] = frozenset(tensor.name for tensor in plan.tensors)
         if record.tensor not in self._planned[id_of_plan]:
             what = f"{where}: not in plan {id_of_plan.short}"
-            self._findings.tell("virtual", id.hex(), what)
+            self.findings.tell("virtual", id.hex(), what)
 
     def _signatures(self, known: set[SnapshotId]) -> None:
         for batch in rows.batches(self._index, "signatures"):
             for key, _ in batch:
                 if len(key) != 64:
-                    self._findings.tell("index", key.hex(), "not a row of a signature")
+                    self.findings.tell("index", key.hex(), "not a row of a signature")
                     continue
                 snapshot, signature = SnapshotId(key[:32]), SignatureId(key[32:])
                 if snapshot not in known:
                     what = f"signs {snapshot.short}, which is missing"
-                    self._findings.tell("signature", signature.hex(), what)
+                    self.findings.tell("signature", signature.hex(), what)
                 self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
+
+    def _sources(self) -> None:
+        for batch in rows.batches(self._index, "plans"):
+            for key, row in batch:
+                with self.findings.catching("plan", key.hex()):
+                    plans.decode_sources(PlanId(key), row)
 
     def _mirror(self) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.
@@ -242,14 +235,14 @@ class Graph:
         try:
             mirrored = refs.read_mirror(self._catalog.layout)
         except MstoreError as error:
-            self._findings.stale_mirror = True
-            self._findings.tell("mirror", str(path), error.what)
+            self.findings.stale_mirror = True
+            self.findings.tell("mirror", str(path), error.what)
             return
         for name, ref in mirrored.items():
             if not self._was_there(name, ref):
-                self._findings.stale_mirror = True
+                self.findings.stale_mirror = True
                 what = f"{name} is at {ref.snapshot_id().short}, where no such {ref.kind} ever was"
-                self._findings.tell("mirror", str(path), what)
+                self.findings.tell("mirror", str(path), what)
 
     def _was_there(self, name: str, mirrored: refs.Ref) -> bool:
         """Whether a line of the mirror was true once: a crash leaves it behind, others move on."""

@@ -61,7 +61,7 @@ def reindex(
     began = time.monotonic()
     layout = locate(root)
     _make_directories(layout)
-    with _alone(layout):
+    with leases.collecting(layout), _alone(layout):
         old = OldIndex.read(layout) if use_old_index else None
         workplace = layout.tmp / f"reindex-{secrets.token_hex(4)}"
         fs.make_directory(workplace, mode=0o700)

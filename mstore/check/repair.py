@@ -8,7 +8,8 @@ Copies go the way of everything that is published: lease, pack, fsync, rename, a
 transaction that takes the old row out only if it is still the one that was found broken.  Killed
 anywhere, repair leaves the store as it was, or better.  A pack is condemned once every row that
 named it was moved or belongs to bytes that are wrong; a payload that the disk did not let us read
-keeps its row and its pack, because it may be the only copy.
+keeps its row and its pack, because it may be the only copy.  Repair holds the lock of garbage
+collection: what it counts on is not collected, and what it moves is moved by nobody else.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Repair:
 
     def run(self) -> RepairReport:
         """Check, heal, drop, check again.  Raises Corrupt where the index cannot be walked."""
+        with leases.collecting(self._layout):
+            return self._run()
+
+    def _run(self) -> RepairReport:
         began = time.monotonic()
         checker = self._checker(self._scope)
         before = after = checker.run()

@@ -14,6 +14,7 @@ runs again; whoever published it first, keeps it.  Reasons: docs/design/008-garb
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import Counter
@@ -23,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mstore import fs
@@ -171,7 +171,7 @@ class Collector:
         """Collect.  Raises Corrupt where a needed record is damaged; then nothing was changed."""
         began = time.monotonic()
         catalog, tally = self._catalog, self._tally
-        with leases.collecting(catalog.layout):
+        with _for_a_full_disk(), leases.collecting(catalog.layout):
             # Space first: what is left of others may be what copies need.
             with catalog.publishing():
                 leases.sweep(catalog.layout, catalog.index)
@@ -360,6 +360,17 @@ class Collector:
         return []
 
 
+@contextmanager
+def _for_a_full_disk() -> Iterator[None]:
+    """Say how little it takes: who collects garbage does so because there is no room."""
+    try:
+        yield
+    except StorageFailed as error:
+        if error.errno == errno.ENOSPC:
+            error.hint = "remove a file of 1 MiB from this disk, outside the store, then: mstore gc"
+        raise
+
+
 def _drop_rows(
     catalog: Catalog, transaction: Any, inventory: Inventory, dead: Dead
 ) -> Iterator[int]:
@@ -420,7 +431,6 @@ def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
     found = []
     with catalog.index.env.read() as transaction:
         for name in names:
-            row = transaction.get(name.encode(), db=catalog.index.db("leases"))
-            told = None if row is None else msgspec.msgpack.decode(row, type=leases.LeaseRow)
+            told = leases.told(catalog.index, transaction, name)
             found.append(name if told is None else f"{told.purpose} (process {told.pid})")
     return found

@@ -1,14 +1,16 @@
 """Statistics at rest: an LMDB environment of its own, because it can be thrown away.
 
-    pairs        base TensorId + expert TensorId             -> batch u32, offset u32, length u32
+    pairs        base TensorId + expert TensorId             -> batch u32, offset u32, length u32,
+                                                                check of the table
     tables       batch u32                                   -> tables (`mstore.stats.table`), one
                                                                 after the other
-    squares      TensorId                                    -> sum of squares, f64
-    thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64
+    squares      TensorId                                    -> sum of squares f64, check
+    thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
 
-All of it is a pure function of tensors, so nothing is ever updated; a row that is missing or
-damaged is taken again.  Tables go into batches because LMDB gives a value of more than half a page
-whole pages, and most tables are about that large.  Integers are big-endian.
+All of it is a pure function of tensors, so nothing is ever updated; a row that is missing or does
+not match its check (`mstore.blocks.checked_rows`) is taken again.  Tables go into batches because
+LMDB gives a value of more than half a page whole pages, and most tables are about that large.
+Integers are big-endian.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 from mstore import fs
+from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
@@ -29,7 +32,7 @@ from mstore.stats.table import DeltaTable, MeasuredPair
 DATABASES = ("pairs", "tables", "squares", "thresholds")
 PENDING_ROWS = 256
 BATCH_BYTES = 1 << 16
-_PLACE = struct.Struct(">III")
+_PLACE = struct.Struct(f">III{CHECK_BYTES}s")
 _NUMBER = struct.Struct(">I")
 _SQUARES = struct.Struct(">d")
 _THRESHOLD = struct.Struct(">fQ")
@@ -46,7 +49,7 @@ class StatsStore:
         # Somebody may have deleted it, which costs nothing but time.
         if fs.make_directory(path, exist_ok=True):
             fs.sync_directory(path.parent)
-        self._env = Environment.acquire(path, DATABASES)
+        self._env = Environment.acquire(path, DATABASES, hint=f"rm -r {path}")
         self._lock = Lock()
         self._pending: dict[tuple[str, bytes], bytes] = {}
 
@@ -60,8 +63,7 @@ class StatsStore:
         if waiting is not None:
             return waiting
         with self._env.read() as transaction:
-            value: bytes | None = transaction.get(key, db=self._env.databases[database])
-        return value
+            return opened(database, key, transaction.get(key, db=self._env.databases[database]))
 
     def _put(self, database: str, key: bytes, value: bytes) -> None:
         with self._lock:
@@ -79,7 +81,8 @@ class StatsStore:
             with self._env.write() as transaction:
                 for (database, key), value in waiting.items():
                     if database != "pairs":
-                        transaction.put(key, value, db=self._env.databases[database])
+                        row = sealed(database, key, value)
+                        transaction.put(key, row, db=self._env.databases[database])
                 self._insert_tables(transaction, tables)
 
     def _insert_tables(self, transaction: Any, tables: dict[bytes, bytes]) -> None:
@@ -92,7 +95,8 @@ class StatsStore:
                 transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
                 batch.clear()
                 number += 1
-            transaction.put(key, _PLACE.pack(number, len(batch), len(table)), db=pairs)
+            place = _PLACE.pack(number, len(batch), len(table), check_of("pairs", key, table))
+            transaction.put(key, place, db=pairs)
             batch += table
         if batch:
             transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
@@ -112,11 +116,12 @@ class StatsStore:
                 rows = self._many(transaction, "pairs", asked)
                 # A row of another length is as good as none.
                 places = {k: _PLACE.unpack(r) for k, r in rows.items() if len(r) == _PLACE.size}
-                numbers = sorted({_NUMBER.pack(number) for number, _, _ in places.values()})
+                numbers = sorted({_NUMBER.pack(number) for number, *_ in places.values()})
                 batches = self._many(transaction, "tables", numbers)
-            for key, (number, offset, length) in places.items():
-                batch = batches.get(_NUMBER.pack(number), b"")
-                found[key] = batch[offset : offset + length]
+            for key, (number, offset, length, check) in places.items():
+                table = batches.get(_NUMBER.pack(number), b"")[offset : offset + length]
+                if check_of("pairs", key, table) == check:
+                    found[key] = table
         return [_table(found[key]) for key in wanted]
 
     def _many(self, transaction: Any, database: str, keys: list[bytes]) -> dict[bytes, bytes]:

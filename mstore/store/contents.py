@@ -9,15 +9,21 @@ tensor record that is stored has all its blocks, so the records tell whether con
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind
-from mstore.errors import Conflict, NotFound
+from mstore.errors import Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
+from mstore.store import leases
 from mstore.store.catalog import Catalog
+
+
+class Pruned(NotFound):
+    """A snapshot's contents were let go."""
 
 
 def pruned(index: Index, transaction: Any) -> set[SnapshotId]:
@@ -51,16 +57,62 @@ def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
     """
     index = catalog.index
     if transaction.get(id, db=index.db("snapshots")) is None:
-        raise Conflict(
-            f"snapshot {id.short} was collected while this command was running",
-            where=name,
-            hint="mstore log",
-        )
+        raise _collected(id, name)
     if _is_pruned(index, transaction, id):
         manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
         if not _is_whole(index, transaction, manifest):
             raise _gone(id.short)
         transaction.delete(id, db=index.db("pruned"))
+
+
+@contextmanager
+def held(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
+    """Pin these snapshots while the block runs.
+
+    A pin that is made while gc publishes may come too late: what the reader then misses is told as
+    `or_collected` does.
+    """
+    wanted = list(snapshots)
+    with leases.pinned(catalog.layout, wanted), or_collected(catalog, wanted):
+        yield
+
+
+@contextmanager
+def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
+    """Raise Conflict for what is missing because one of these snapshots was collected meanwhile.
+
+    What is missing of a snapshot that is there is damage, and told as it is.
+    """
+    try:
+        yield
+    except Pruned:
+        raise
+    except (Corrupt, NotFound) as error:
+        gone = next((id for id in snapshots if _is_gone(catalog, id)), None)
+        if gone is None:
+            raise
+        raise _collected(gone, gone.short) from error
+
+
+def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
+    """Whether garbage collection took a snapshot, or its contents."""
+    with catalog.index.env.read() as transaction:
+        if transaction.get(id, db=catalog.index.db("snapshots")) is None:
+            return True
+        if not _is_pruned(catalog.index, transaction, id):
+            return False
+    # The tensor records of a snapshot go in the transaction in which its blocks do.
+    manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
+    with catalog.index.env.read() as transaction:
+        return not _is_whole(catalog.index, transaction, manifest)
+
+
+def _collected(id: SnapshotId, where: str) -> Conflict:
+    return Conflict(
+        f"snapshot {id.short} was collected while this command was running",
+        where=where,
+        hint="mstore refs shows what is there; then run the command again",
+    )
 
 
 def _is_pruned(index: Index, transaction: Any, id: SnapshotId) -> bool:
@@ -80,8 +132,8 @@ def _has_virtual(index: Index, transaction: Any, id: bytes) -> bool:
     return transaction.get(bytes([Kind.VIRTUAL]) + id, db=index.db("records")) is not None
 
 
-def _gone(called: str) -> NotFound:
-    return NotFound(
+def _gone(called: str) -> Pruned:
+    return Pruned(
         "its contents were pruned",
         where=called,
         hint="mstore log shows which snapshots have theirs",

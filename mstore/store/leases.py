@@ -8,10 +8,11 @@ directory of a dead lease is garbage and may be removed by anyone.
 An operation that reads a snapshot *pins* it: tmp/<random>.<SnapshotId>.pin, locked in the same
 way.  A pin keeps the snapshot's contents from garbage collection and needs no row and no
 transaction; where it cannot be made (a store that may only be read), reading goes on without.
-One that is made while gc publishes may come too late: its reader then finds blocks missing, as he
-would have a moment later.
+One that is made while gc publishes may come too late: its reader then finds blocks missing, and is
+told that the snapshot was collected (`mstore.store.contents.held`).
 
-`collecting` is the lock of garbage collection: flock(2) on the directory of packs.
+`collecting` is the lock of garbage collection: flock(2) on the directory of packs.  Repair and
+reindex hold it as well.
 """
 
 from __future__ import annotations
@@ -159,6 +160,14 @@ def is_live(layout: Layout, name: str) -> bool:
     return _is_live(layout, _lock_path(layout, name))
 
 
+def told(index: Index, transaction: Any, name: str) -> LeaseRow | None:
+    """What the index says of a lease; None where it has no row, or none that can be read."""
+    row = transaction.get(name.encode(), db=index.db("leases"))
+    with suppress(msgspec.MsgspecError):
+        return None if row is None else msgspec.msgpack.decode(row, type=LeaseRow)
+    return None
+
+
 def _lock_path(layout: Layout, name: str) -> Path:
     return layout.tmp / f"{name}{LOCK}"
 
@@ -250,12 +259,14 @@ def sweep(layout: Layout, index: Index) -> None:
         with suppress(StorageFailed):
             _sweep_one(layout, path)
     with index.env.read() as transaction, transaction.cursor(db=index.db("leases")) as cursor:
-        names = [bytes(key).decode() for key, _ in cursor]
-    gone = [name for name in names if not _lock_path(layout, name).exists()]
+        names = [bytes(key) for key, _ in cursor]
+    # A damaged key is the name of no lease.
+    locks = [_lock_path(layout, name.decode(errors="replace")) for name in names]
+    gone = [name for name, lock in zip(names, locks, strict=True) if not lock.exists()]
     if gone:
         with index.env.write() as transaction:
             for name in gone:
-                transaction.delete(name.encode(), db=index.db("leases"))
+                transaction.delete(name, db=index.db("leases"))
 
 
 def _sweep_one(layout: Layout, path: Path) -> None:

@@ -1,10 +1,11 @@
 """The memo table at rest: what merges made before, so that it need not be made again.
 
-    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, then the ties it took
-    requests     request key (32 bytes)  -> PlanId
+    outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, check
+    requests     request key (32 bytes)  -> PlanId, check
 
-An LMDB environment of its own, because all of it can be thrown away: a row that is missing costs
-a computation and changes no result.  What goes into a key and what a row's value means is for
+An LMDB environment of its own, because all of it can be thrown away: a row that is missing, or
+does not match its check (`mstore.blocks.checked_rows`), costs a computation and changes no
+result.  What goes into a key and what a row's value means is for
 `mstore.merge` to say; whether the named blocks and plans still exist is for whoever asks.
 """
 
@@ -18,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 from mstore import fs
+from mstore.blocks.checked_rows import opened, sealed
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, PlanId
@@ -75,7 +77,8 @@ class Memo:
         assert env is not None
         with env.write() as transaction:
             for (database, key), value in sorted(waiting.items()):
-                transaction.put(key, value, db=env.databases[database])
+                row = sealed(database, key, value)
+                transaction.put(key, row, db=env.databases[database])
 
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
@@ -91,7 +94,8 @@ class Memo:
             with transaction.cursor(db=env.databases[OUTPUTS]) as cursor:
                 gone = list(_dead_outputs(cursor, stored))
             with transaction.cursor(db=env.databases[REQUESTS]) as cursor:
-                stale = any(len(v) != ID_BYTES or not planned(PlanId(v)) for _, v in cursor)
+                plans = [opened(REQUESTS, key, row) for key, row in cursor]
+            stale = any(p is None or len(p) != ID_BYTES or not planned(PlanId(p)) for p in plans)
         if not gone and not stale:
             return
         with env.write() as transaction:
@@ -107,13 +111,14 @@ class Memo:
 
     def _get(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
         env = self._open(create=False)
-        found: dict[bytes, bytes] = {}
+        found: dict[bytes, bytes | None] = {}
         if env is not None:
             with (
                 env.read() as transaction,
                 transaction.cursor(db=env.databases[database]) as cursor,
             ):
-                found.update(cursor.getmulti(keys))
+                rows = cursor.getmulti(keys)
+                found.update((key, opened(database, key, row)) for key, row in rows)
         with self._lock:
             waiting = self._pending
             return [waiting.get((database, key), found.get(key)) for key in keys]
@@ -131,12 +136,13 @@ class Memo:
                 elif not (self._path / "data.mdb").exists():
                     return None
                 try:
-                    self._env = Environment.acquire(self._path, DATABASES)
+                    hint = f"rm -r {self._path}"
+                    self._env = Environment.acquire(self._path, DATABASES, hint=hint)
                 except Corrupt as error:
                     raise Corrupt(
                         "the memo table is damaged; nothing in it is needed",
                         where=error.where,
-                        hint=f"rm -r {self._path}",
+                        hint=hint,
                     ) from error
             return self._env
 
@@ -144,10 +150,10 @@ class Memo:
 def _dead_outputs(
     rows: Iterable[tuple[bytes, bytes]], stored: Callable[[Sequence[bytes]], list[bool]]
 ) -> Iterator[bytes]:
-    """The keys of rows that name a block which is not stored."""
+    """The keys of rows that are damaged or name a block which is not stored."""
     every: Iterator[Any] = iter(rows)
     while batch := list(islice(every, _BATCH)):
-        named = [_blocks(value) for _, value in batch]
+        named = [_blocks(opened(OUTPUTS, key, row)) for key, row in batch]
         wanted = sorted({block for blocks in named for block in blocks})
         there = dict(zip(wanted, stored(wanted), strict=True))
         for (key, _), blocks in zip(batch, named, strict=True):
@@ -155,9 +161,9 @@ def _dead_outputs(
                 yield key
 
 
-def _blocks(value: bytes) -> list[bytes]:
+def _blocks(value: bytes | None) -> list[bytes]:
     """The blocks that a row of `outputs` names; none where it is no such row."""
-    if len(value) < _TIES.size:
+    if value is None or len(value) < _TIES.size:
         return []
     end = len(value) - _TIES.size - 4 * _TIES.unpack_from(value, len(value) - _TIES.size)[0]
     if end <= 0 or end % ID_BYTES:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mstore.blocks.packs import Kind
-from mstore.errors import BadName, NotFound
+from mstore.errors import BadName, Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
@@ -40,7 +40,22 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
-_decode = msgspec.msgpack.Decoder(Sources).decode
+_sources = msgspec.msgpack.Decoder(Sources)
+
+
+def decode_sources(id: PlanId, row: bytes) -> Sources:
+    """The inputs that a row names.  Raises Corrupt."""
+    try:
+        sources = _sources.decode(row)
+        for source in (sources.base, *sources.experts):
+            source.snapshot_id()
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Corrupt(
+            "the index's row of this plan's inputs cannot be read",
+            where=f"plan {id.short}",
+            hint="mstore reindex",
+        ) from error
+    return sources
 
 
 def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
@@ -49,11 +64,11 @@ def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sourc
 
 
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
-    """The inputs of a plan.  Raises NotFound for one that this store does not have."""
+    """The inputs of a plan.  Raises NotFound for one that this store does not have, Corrupt."""
     with catalog.index.env.read() as transaction:
         row = transaction.get(id, db=catalog.index.db("plans"))
     if row is not None:
-        return _decode(row)
+        return decode_sources(id, row)
     return Sources(
         _stand_in(catalog, plan.base_id()),
         tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
@@ -96,6 +111,6 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
 
 
 def all_sources(catalog: Catalog, transaction: Any) -> list[tuple[PlanId, Sources]]:
-    """The inputs of every plan that has them kept."""
+    """The inputs of every plan that has them kept.  Raises Corrupt."""
     with transaction.cursor(db=catalog.index.db("plans")) as cursor:
-        return [(PlanId(key), _decode(value)) for key, value in cursor]
+        return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in cursor]

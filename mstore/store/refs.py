@@ -14,6 +14,7 @@ import re
 import struct
 import unicodedata
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -56,8 +57,40 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
-_decode_ref = msgspec.msgpack.Decoder(Ref).decode
-_decode_move = msgspec.msgpack.Decoder(Move).decode
+_refs = msgspec.msgpack.Decoder(Ref)
+_moves = msgspec.msgpack.Decoder(Move)
+
+
+def _decode_ref(name: str, value: bytes) -> Ref:
+    with _readable(name, "ref"):
+        ref = _refs.decode(value)
+        ref.snapshot_id()
+        return ref
+
+
+def _decode_move(name: str, value: bytes) -> Move:
+    with _readable(name, "move in the reflog"):
+        move = _moves.decode(value)
+        for id in (move.old, move.new):
+            if id is not None:
+                SnapshotId(id)
+        return move
+
+
+def _name_of(key: bytes) -> str:
+    with _readable(key.decode(errors="backslashreplace"), "name"):
+        return key.decode()
+
+
+@contextmanager
+def _readable(name: str, what: str) -> Iterator[None]:
+    """A row that says nothing is damage of the index; the mirror may still have what it said."""
+    try:
+        yield
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Corrupt(
+            f"the index's row of this {what} cannot be read", where=name, hint="mstore reindex"
+        ) from error
 
 
 def check_name(name: str) -> None:
@@ -92,19 +125,20 @@ def check_name(name: str) -> None:
 
 
 def get(index: Index, transaction: Any, name: str) -> Ref | None:
-    """The ref of this name, or None."""
+    """The ref of this name, or None.  Raises Corrupt where its row cannot be read."""
     key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
         return None
     value = transaction.get(key, db=index.db("refs"))
-    return None if value is None else _decode_ref(value)
+    return None if value is None else _decode_ref(name, value)
 
 
 def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
-    """All refs by name."""
+    """All refs by name.  Raises Corrupt where a row cannot be read."""
     with transaction.cursor(db=index.db("refs")) as cursor:
         for key, value in cursor:
-            yield key.decode(), _decode_ref(value)
+            name = _name_of(bytes(key))
+            yield name, _decode_ref(name, value)
 
 
 def move(
@@ -169,7 +203,7 @@ def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
     with transaction.cursor(db=index.db("reflog")) as cursor:
         found = cursor.set_range(prefix)
         while found and cursor.key().startswith(prefix):
-            moves.append(_decode_move(cursor.value()))
+            moves.append(_decode_move(name, cursor.value()))
             found = cursor.next()
     return moves
 
@@ -178,7 +212,8 @@ def walk_reflogs(index: Index, transaction: Any) -> Iterator[tuple[str, Move]]:
     """All moves of all names, removed ones too: by name, oldest first."""
     with transaction.cursor(db=index.db("reflog")) as cursor:
         for key, value in cursor:
-            yield bytes(key[: -_POSITION.size - 1]).decode(), _decode_move(value)
+            name = _name_of(bytes(key[: -_POSITION.size - 1]))
+            yield name, _decode_move(name, value)
 
 
 def next_position(index: Index, transaction: Any, name: str) -> int:
@@ -203,26 +238,34 @@ def require(index: Index, transaction: Any, name: str) -> Ref:
 # -- the text mirror -------------------------------------------------------------------------
 
 MIRROR_HEAD = "mstore refs 1\n"
+MAX_MIRROR = 1 << 28
+"""Bytes of a mirror that is read: about a million refs with the longest names."""
 
 
 def write_mirror(layout: Layout, index: Index) -> None:
     """Bring the text mirror up to date, if it is not.  Call with the writer lock held."""
-    with index.env.read() as transaction:
-        found = list(walk(index, transaction))
+    try:
+        with index.env.read() as transaction:
+            found = list(walk(index, transaction))
+    except Corrupt:
+        # The mirror may have what the damaged row said: it stays, for reindex.
+        return
     lines = [f"{ref.kind} {ref.snapshot_id()} {name}\n" for name, ref in found]
     text = MIRROR_HEAD + "".join(lines)
-    try:
-        if layout.mirror.read_text() == text:
+    data = text.encode()
+    with suppress(OSError), layout.mirror.open("rb") as file:
+        if file.read(len(data) + 1) == data:
             return
-    except (OSError, UnicodeDecodeError):
-        pass
     fs.replace_text(layout.mirror, text, staging=layout.tmp)
 
 
 def read_mirror(layout: Layout) -> dict[str, Ref]:
     """The refs that the text mirror names.  Raises Corrupt, StorageFailed."""
-    with fs.translated(layout.mirror):
-        text = layout.mirror.read_bytes().decode(errors="replace")
+    with fs.translated(layout.mirror), layout.mirror.open("rb") as file:
+        data = file.read(MAX_MIRROR + 1)
+    if len(data) > MAX_MIRROR:
+        raise Corrupt(f"longer than {MAX_MIRROR} bytes", where=str(layout.mirror))
+    text = data.decode(errors="replace")
     head, *lines = text.split("\n")
     found = {}
     for line in lines[:-1]:

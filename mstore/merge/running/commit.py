@@ -16,7 +16,7 @@ from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.reports import Progress
-from mstore.store import contents, leases, refs
+from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Sources, put_sources
@@ -74,7 +74,7 @@ def run_merge(
     means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
     inputs = (sources.base, *sources.experts)
     with (
-        leases.pinned(catalog.layout, (source.snapshot_id() for source in inputs)),
+        contents.held(catalog, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
         for source in inputs:
@@ -119,7 +119,7 @@ def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) 
     Raises NotFound if the contents of an input were pruned.
     """
     inputs = made_from(record)
-    with leases.pinned(catalog.layout, (snapshot, *(one.snapshot_id() for one in inputs))):
+    with contents.held(catalog, (snapshot, *(one.snapshot_id() for one in inputs))):
         for one in inputs:
             contents.require(catalog, one.snapshot_id(), f"{one.role} {one.snapshot_id().short}")
         yield

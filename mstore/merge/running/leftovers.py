@@ -14,6 +14,7 @@ A pack is looked at only when a chunk that the merge needs is in its receipt.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks import codecs
-from mstore.blocks.packs import NO_BASE, PAGE, Entry, Kind, SealedPack, read_table
+from mstore.blocks.packs import NO_BASE, PAGE, Entry, Kind, SealedPack, open_pack, read_table
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, Buffer
 from mstore.merge.running.memo_keys import Remembered
@@ -35,6 +36,7 @@ from mstore.store.leases import PACK, RECEIPT
 
 _MAGIC: Final = b"mstore receipt 1"
 _HASH_END: Final = len(_MAGIC) + 32
+_MAX_RECEIPT: Final = 1 << 28
 _STORE: Final = struct.Struct("<16x16s")
 _decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
 
@@ -96,9 +98,11 @@ class Leftovers:
 
 def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
     try:
-        with fs.translated(path):
-            data = path.read_bytes()
-        if not data.startswith(_MAGIC) or blake3(data[_HASH_END:]).digest() != data[16:_HASH_END]:
+        with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+            data = file.read(_MAX_RECEIPT + 1)
+        if len(data) > _MAX_RECEIPT or not data.startswith(_MAGIC):
+            return []
+        if blake3(data[_HASH_END:]).digest() != data[len(_MAGIC) : _HASH_END]:
             return []
         return _decode(data[_HASH_END:])
     except (MstoreError, msgspec.MsgspecError):
@@ -107,15 +111,14 @@ def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
 
 def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
     """The pack, if it is this store's, holds blocks only, and each is what its id says."""
-    if path.is_symlink() or not path.is_file():
-        return None
     id, entries = read_table(path)
-    with fs.translated(path), path.open("rb") as file:
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
         if _STORE.unpack(file.read(_STORE.size))[0] != catalog.layout.uuid.bytes:
             return None
         for entry in sorted(entries, key=lambda entry: entry.offset):
             file.seek(entry.offset)
-            if entry.kind != Kind.BLOCK or entry.raw_length > catalog.block_size:
+            longest = max(entry.raw_length, entry.stored_length)
+            if entry.kind != Kind.BLOCK or longest > catalog.block_size:
                 return None
             base = None if entry.base == NO_BASE else catalog.read_block(BlockId(entry.base))
             if not _matches(entry, file.read(entry.stored_length), base):
