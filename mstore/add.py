@@ -13,11 +13,13 @@ transaction commits; a file that changes while it is read stops the add.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mstore import fs
@@ -25,17 +27,17 @@ from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.index import Location
 from mstore.checkpoint.directory import Checkpoint, SourceFile, unchanged
 from mstore.checkpoint.partition import partition
-from mstore.errors import BadCheckpoint
+from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import require_same_shapes
-from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import AddReport, ParentReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
 if TYPE_CHECKING:
@@ -197,7 +199,11 @@ class _FileReader:
 
 
 class _Comparison:
-    """One file's tensors against the base's, block by block, in the threads that read."""
+    """One file's tensors against the base's, block by block, in the threads that read.
+
+    A block of the base that cannot be read serves nothing and stops nothing: `lost` has its id, and
+    the measure of its tensor becomes None.
+    """
 
     def __init__(
         self,
@@ -205,12 +211,14 @@ class _Comparison:
         parts: list[_PartPlan],
         measures: list[PairMeasure | None],
         policy: Policy,
+        lost: set[BlockId],
     ) -> None:
         from mstore.stats.streaming import BaseBlocks
 
         self._parts = parts
         self._measures = measures
         self._encodes = policy is not Policy.RAW
+        self._lost = lost
         self._bases = BaseBlocks(catalog)
 
     def _base(self, span: _Span) -> BlockId | None:
@@ -220,7 +228,16 @@ class _Comparison:
 
     def locate(self, spans: list[_Span]) -> list[Location | None]:
         """Where the base's blocks lie; None where they are of no use."""
-        return self._bases.locate([self._base(span) for span in spans])
+        wanted = [self._base(span) for span in spans]
+        found = self._bases.locate_stored(wanted)
+        for span, base, at in zip(spans, wanted, found, strict=True):
+            if base is not None and at is None:
+                self._lose(span, base)
+        return found
+
+    def _lose(self, span: _Span, base: BlockId) -> None:
+        self._lost.add(base)
+        self._measures[span.part] = None
 
     def take(
         self, span: _Span, data: memoryview, id: BlockId, at: Location | None, *, is_known: bool
@@ -242,10 +259,15 @@ class _Comparison:
         is_encoded = self._encodes and not is_known
         if measure is None and not is_encoded:
             return None
-        plain = self._bases.read(base, at)
+        try:
+            plain = self._bases.read(base, at)
+            delta_base = self._bases.delta_base(base, at, plain) if is_encoded else None
+        except (Corrupt, StorageFailed):
+            self._lose(span, base)
+            return None
         if measure is not None:
             measure.take_chunk(span.number, plain, expert)
-        return self._bases.delta_base(base, at, plain) if is_encoded else None
+        return delta_base
 
 
 def _changed(source: SourceFile) -> BadCheckpoint:
@@ -277,6 +299,8 @@ class _Adder:
         self.spare: deque[bytearray] = deque()
         self.blocks_total = 0
         self.blocks_equal_base = 0
+        self.lost: set[BlockId] = set()
+        self.lost_tensors = 0
 
     def parts(self, source: SourceFile) -> list[_PartPlan]:
         """Header and tensors of a file in data order, or the file as one part."""
@@ -286,7 +310,8 @@ class _Adder:
         parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
         for slot in source.header.tensors:
             base_id = self.base.get(slot.name)
-            base = None if base_id is None else self.catalog.tensor(base_id)
+            base = None if base_id is None else _readable_tensor(self.catalog, base_id)
+            self.lost_tensors += base_id is not None and base is None
             parts.append(
                 _PartPlan(
                     slot.name,
@@ -315,7 +340,7 @@ class _Adder:
 
         comparison = None
         if any(part.base is not None for part in parts):
-            comparison = _Comparison(self.catalog, parts, measures, self.policy)
+            comparison = _Comparison(self.catalog, parts, measures, self.policy, self.lost)
         ids: list[list[BlockId]] = [[] for _ in parts]
         reader = _FileReader(
             source,
@@ -382,13 +407,27 @@ def _head(source: SourceFile) -> bytes:
         return file.read(source.header.data_start)
 
 
+def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
+    """A record of the base; None where damage took it, and the add is perhaps what heals it."""
+    try:
+        return catalog.tensor(id)
+    except (NotFound, Corrupt, StorageFailed):
+        return None
+
+
 def _require_fine_tune(
     base: Manifest, files: tuple[SourceFile, ...], catalog: Catalog, name: str
 ) -> None:
-    slots = [slot for file in files if file.header for slot in file.header.tensors]
+    shapes = {
+        slot.name: slot.shape for file in files if file.header for slot in file.header.tensors
+    }
+    of_base = {}
+    for tensor, id in base.tensors().items():
+        record = _readable_tensor(catalog, id)
+        of_base[tensor] = shapes.get(tensor, ()) if record is None else record.shape
     require_same_shapes(
-        {tensor: catalog.tensor(id).shape for tensor, id in base.tensors().items()},
-        {slot.name: slot.shape for slot in slots},
+        of_base,
+        shapes,
         what="not a fine-tune of this base",
         where=name,
         hint=f"mstore add PATH --name {name}    (without --base)",
@@ -431,6 +470,7 @@ def add(
         adder = _Adder(catalog, statistics, transaction, base_manifest, policy)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
+        _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
@@ -445,9 +485,8 @@ def add(
         elif transaction.has_news:
             # A repair had to drop some of it: it is whole again.
             transaction.commit()
-    notes: tuple[str, ...] = ()
-    if message and not is_new:
-        notes = ("the message was not kept: a snapshot is not made again for its words",)
+    notes = _notes(adder, base, told, message, is_new=is_new)
+    is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
         snapshot=snapshot.id(),
@@ -459,7 +498,7 @@ def add(
         bytes_written=transaction.bytes_written,
         blocks_total=adder.blocks_total,
         blocks_new=transaction.blocks_new,
-        blocks_equal_base=adder.blocks_equal_base if base_manifest is not None else None,
+        blocks_equal_base=adder.blocks_equal_base if is_told else None,
         base=told,
         base_reason=_reason(base, told, is_new=is_new),
         notes=notes,
@@ -475,15 +514,14 @@ def _snapshot(
     message: str,
 ) -> tuple[SnapshotRecord, bool]:
     """The snapshot to publish; or the ref's own and False, where it says the same already."""
-    parents = []
-    if current is not None:
-        tip = catalog.snapshot(current.snapshot_id())
+    tip, previous = tip_of(catalog, current)
+    parents = [*previous]
+    if tip is not None:
         told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
         as_told = not base.given or base.snapshot is None or base.snapshot in told
         # A virtual merge that takes all from its base has the manifest of these bytes, and is none.
         if tip.manifest == manifest.id() and as_told and not tip.is_virtual:
             return tip, False
-        parents.append(Parent(PREVIOUS, current.snapshot))
     if base.snapshot is not None:
         is_copy = catalog.snapshot(base.snapshot).manifest == manifest.id()
         if base.given or not is_copy:
@@ -499,6 +537,39 @@ def _snapshot(
         tool=TOOL,
     )
     return record, True
+
+
+def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path) -> None:
+    """Raise Corrupt where blocks that count as stored lie in packs that are gone.
+
+    Their bytes are not read: that costs as much as storing them.
+    """
+    lost = catalog.out_of_place(blocks)
+    if lost:
+        raise Corrupt(
+            f"{len(lost)} of its blocks were stored before, in packs that are missing now",
+            where=str(path),
+            hint=f"mstore fsck --repair --from {shlex.quote(str(path))}",
+        )
+
+
+def _notes(
+    adder: _Adder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
+) -> tuple[str, ...]:
+    notes = []
+    if message and not is_new:
+        notes.append("the message was not kept: a snapshot is not made again for its words")
+    if told is not None and not is_new and base.given and base.snapshot is None:
+        notes.append(
+            "the snapshot is kept as it is, with its base; another --name makes one without"
+        )
+    if adder.lost or adder.lost_tensors:
+        blocks, tensors = len(adder.lost), adder.lost_tensors
+        notes.append(
+            f"the base is damaged ({blocks} blocks and {tensors} tensor records cannot be read): "
+            "no differences to them were taken; mstore fsck tells more"
+        )
+    return tuple(notes)
 
 
 def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:

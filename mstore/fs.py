@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -345,7 +346,15 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
     staging: the directory of the temporary file, on the same filesystem; else that of `path`.
     """
-    file = NewFile(_temporary(path, staging), mode=0o644)
+    try:
+        file = NewFile(_temporary(path, staging), mode=0o644)
+    except StorageFailed as error:
+        if staging is None:
+            # Nobody asked for the temporary file.
+            error.where = str(path)
+            if error.errno == errno.ENOENT:
+                error.hint = f"mkdir -p {shlex.quote(str(path.parent))}"
+        raise
     try:
         file.append(text.encode())
         file.sync()
@@ -480,7 +489,9 @@ def require_empty(directory: Path) -> None:
     if not os.path.lexists(directory):
         return
     if directory.is_symlink() or not directory.is_dir():
-        raise Conflict("exists and is not a directory", where=str(directory))
+        raise Conflict(
+            "exists and is not a directory", where=str(directory), hint="name a new directory"
+        )
     with translated(directory):
         if any(directory.iterdir()):
             raise Conflict(

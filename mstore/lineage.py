@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 
-from mstore.ids import SnapshotId
+from mstore.errors import Corrupt, NotFound
+from mstore.ids import PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import (
@@ -34,6 +36,8 @@ def describe(
     catalog: Catalog, id: SnapshotId, names: dict[SnapshotId, list[str]]
 ) -> SnapshotReport:
     """One snapshot."""
+    # Of one that was asked for, that it is missing is an error.
+    catalog.manifest(catalog.snapshot(id).manifest_id())
     return _described(catalog, id, names, _pruned(catalog, names))
 
 
@@ -49,8 +53,10 @@ def _described(
     names: dict[SnapshotId, list[str]],
     pruned: set[SnapshotId],
 ) -> SnapshotReport:
-    record = catalog.snapshot(id)
-    manifest = catalog.manifest(record.manifest_id())
+    record = catalog.snapshot_if_there(id)
+    manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
+    if record is None or manifest is None:
+        return _missing(id, record, names)
     plan_id = record.plan_id()
     return SnapshotReport(
         snapshot=id,
@@ -58,7 +64,7 @@ def _described(
         parents=parents(record, names),
         origin=record.origin,
         plan=plan_id,
-        method=None if plan_id is None else catalog.record(Plan, plan_id).method,
+        method=None if plan_id is None else _method(catalog, plan_id),
         virtual=record.is_virtual,
         message=record.message,
         time_ns=record.time_ns,
@@ -68,6 +74,41 @@ def _described(
         tensors=len(manifest.tensors()),
         pruned=id in pruned,
     )
+
+
+def _missing(
+    id: SnapshotId, record: SnapshotRecord | None, names: dict[SnapshotId, list[str]]
+) -> SnapshotReport:
+    """All that is known of a snapshot whose record, or manifest, is lost."""
+    return SnapshotReport(
+        snapshot=id,
+        manifest=None if record is None else record.manifest_id(),
+        parents=() if record is None else parents(record, names),
+        origin="" if record is None else record.origin,
+        plan=None if record is None else record.plan_id(),
+        method=None,
+        virtual=record is not None and record.is_virtual,
+        message="" if record is None else record.message,
+        time_ns=0 if record is None else record.time_ns,
+        refs=tuple(names.get(id, ())),
+        plain_bytes=0,
+        files=0,
+        tensors=0,
+        missing=True,
+    )
+
+
+def _method(catalog: Catalog, plan: PlanId) -> str | None:
+    with suppress(NotFound, Corrupt):
+        return catalog.record(Plan, plan).method
+    return None
+
+
+def plain_bytes(catalog: Catalog, id: SnapshotId) -> int:
+    """Bytes of a snapshot's files; none where it is missing."""
+    record = catalog.snapshot_if_there(id)
+    manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
+    return 0 if manifest is None else manifest.plain_bytes()
 
 
 def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
@@ -83,21 +124,32 @@ def ancestry(
 ) -> list[SnapshotId]:
     """The snapshots that are reached from `starts`: children before parents, newest first.
 
-    A parent never comes before its child, even where clocks disagree.
+    A parent never comes before its child, even where clocks disagree.  One that is missing is
+    among them, and nothing is known of where it came from.
     """
     roots = sorted(set(starts))
     waiting = _children_count(catalog, roots)
-    ready = [(-catalog.snapshot(id).time_ns, id) for id in roots if waiting[id] == 0]
+    ready = [(-_time_ns(catalog, id), id) for id in roots if waiting[id] == 0]
     heapq.heapify(ready)
     found: list[SnapshotId] = []
     while ready and (limit is None or len(found) < limit):
         _, id = heapq.heappop(ready)
         found.append(id)
-        for parent in {p.snapshot_id() for p in catalog.snapshot(id).parents}:
+        for parent in _parents(catalog, id):
             waiting[parent] -= 1
             if waiting[parent] == 0:
-                heapq.heappush(ready, (-catalog.snapshot(parent).time_ns, parent))
+                heapq.heappush(ready, (-_time_ns(catalog, parent), parent))
     return found
+
+
+def _time_ns(catalog: Catalog, id: SnapshotId) -> int:
+    record = catalog.snapshot_if_there(id)
+    return 0 if record is None else record.time_ns
+
+
+def _parents(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:
+    record = catalog.snapshot_if_there(id)
+    return set() if record is None else {parent.snapshot_id() for parent in record.parents}
 
 
 def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotId, int]:
@@ -106,7 +158,7 @@ def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotI
     stack = list(roots)
     seen = set(roots)
     while stack:
-        for parent in {p.snapshot_id() for p in catalog.snapshot(stack.pop()).parents}:
+        for parent in _parents(catalog, stack.pop()):
             counts[parent] = counts.get(parent, 0) + 1
             if parent not in seen:
                 seen.add(parent)
@@ -127,7 +179,8 @@ def log(
 def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
     """How many snapshots no ref leads to once these are removed, of those that refs lead to now."""
     kept = (ref.snapshot_id() for name, ref in catalog.refs().items() if name not in removed)
-    return len(ancestry(catalog, names_of(catalog))) - len(ancestry(catalog, kept))
+    gone = set(ancestry(catalog, names_of(catalog))) - set(ancestry(catalog, kept))
+    return sum(catalog.snapshot_if_there(id) is not None for id in gone)
 
 
 def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
@@ -174,8 +227,11 @@ def refs(catalog: Catalog) -> list[RefReport]:
         }
     found = []
     for name, ref in catalog.refs().items():
-        manifest = catalog.snapshot(ref.snapshot_id()).manifest_id()
-        found.append(RefReport(name, ref.kind, ref.snapshot_id(), manifest, moved.get(name, 0)))
+        id = ref.snapshot_id()
+        record = catalog.snapshot_if_there(id)
+        manifest = None if record is None else record.manifest_id()
+        time_ns = moved.get(name, 0)
+        found.append(RefReport(name, ref.kind, id, manifest, time_ns, missing=record is None))
     return found
 
 

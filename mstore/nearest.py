@@ -215,9 +215,14 @@ class _Search:
         )
 
     def _told(self, best: _Score, chosen: _Score, why: str) -> Nearest:
-        if chosen.candidate is not best.candidate:
-            why = f"it is the base of {best.candidate.name}, which is as near ({why})"
-        return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
+        if chosen.candidate is best.candidate:
+            return Nearest(chosen.candidate.id, f"{why}; {chosen.words}")
+        near = best.candidate.name
+        return Nearest(
+            chosen.candidate.id,
+            f"it is the root of the family of {near} ({why}; {best.words}); "
+            f"of the root, {chosen.words}",
+        )
 
     # -- who may be it -----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
     roots      refs, reflog moves of the last days, pins of live processes
     snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
+    missing    a parent that is not stored any more ends the history there; a ref's must be stored
     pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
     virtual    keeps the contents of its plan's base and experts as well
     delta      keeps its base
@@ -267,6 +268,7 @@ class Reach:
         """
         self._later = later
         try:
+            self._require(roots.refs)
             known = {id for id in roots.loose if self._has_snapshot(id)}
             for id in roots.refs | known:
                 # What a reflog names may have been collected when it was kept for fewer days.
@@ -278,6 +280,19 @@ class Reach:
             self._later = None
 
     # -- snapshots ---------------------------------------------------------------------------
+
+    def _require(self, snapshots: Iterable[SnapshotId]) -> None:
+        """What refs name is there.  Raises Corrupt, naming one that lost its snapshot."""
+        lost = {id for id in snapshots if not self._has_snapshot(id)}
+        if not lost:
+            return
+        for name, ref in self._catalog.refs().items():
+            if ref.snapshot_id() in lost:
+                raise Corrupt(
+                    f"its snapshot {ref.snapshot_id().short} is missing",
+                    where=name,
+                    hint=f"mstore rm {name}, or mstore reset {name} OTHER",
+                )
 
     def _has_snapshot(self, id: SnapshotId) -> bool:
         if id in self.inventory.snapshots:
@@ -306,7 +321,9 @@ class Reach:
             record = self._snapshot(id)
             if id not in self.snapshots:
                 self.snapshots.add(id)
-                waiting += [(parent.snapshot_id(), False) for parent in record.parents]
+                parents = [parent.snapshot_id() for parent in record.parents]
+                # One that a repair had to drop ends the history there.
+                waiting += [(parent, False) for parent in parents if self._has_snapshot(parent)]
             if wanted:
                 self._whole.add(id)
                 self._keep_contents(record)

@@ -257,10 +257,11 @@ class VerifyReport:
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
     """One snapshot as `log` and `show` print it; `virtual` where its bytes are not computed yet,
-    `pruned` where its contents were let go."""
+    `pruned` where its contents were let go.  `missing` where its record or manifest is lost: then
+    `manifest` may be None, and what is not known is empty or zero."""
 
     snapshot: SnapshotId
-    manifest: ManifestId
+    manifest: ManifestId | None
     parents: tuple[ParentReport, ...]
     origin: str
     plan: PlanId | None
@@ -274,6 +275,7 @@ class SnapshotReport:
     tensors: int
     signatures: tuple[SignatureReport, ...] = ()
     pruned: bool = False
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +295,14 @@ class RemoveReport:
 
 @dataclass(frozen=True, slots=True)
 class RefReport:
-    """A name and what it points at; `kind` is branch or tag."""
+    """A name and what it points at; `kind` is branch or tag.  `missing` where that is lost."""
 
     name: str
     kind: str
     snapshot: SnapshotId
-    manifest: ManifestId
+    manifest: ManifestId | None
     time_ns: int
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +588,8 @@ class ReindexReport:
     """The result of `reindex`.
 
     `old_index`: whether refs, reflogs, plans and prunings were taken over from the index that was
-    there.  `notes` says what could not be, in words.
+    there.  `notes` says what could not be, in words.  `recovered` are branches that were made
+    because nothing said what the refs were: one for each snapshot that no other came from.
     """
 
     packs: int
@@ -597,6 +601,7 @@ class ReindexReport:
     old_index: bool
     reflog_moves: int
     index_bytes: int
+    recovered: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
 
@@ -652,12 +657,28 @@ class RefUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Why blocks are kept, in stored bytes: each counts for the first reason that applies to it.
+
+    refs: snapshots that refs name.  virtual_inputs: what virtual merges among these are computed
+    from.  lineage: what these came from.  reflog: what refs named in the last days, with its
+    lineage.  running: what operations that run now are reading.
+    """
+
+    refs: int
+    virtual_inputs: int
+    lineage: int
+    reflog: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
 class UsageReport:
     """What refs take and share, in stored bytes of blocks, and what would be freed without them.
 
     `stored_bytes` counts what several of them share once; `freed_bytes` is for all of them gone
     together.  `live_bytes` are kept for any reason (refs, their history, reflogs not older than
-    `reflog_days`), `unreachable_bytes` for none: the next gc frees them.
+    `reflog_days`): the sum of `held`; `unreachable_bytes` for none: gc drops them.
     """
 
     refs: tuple[RefUsage, ...]
@@ -665,6 +686,7 @@ class UsageReport:
     freed_bytes: int
     codecs: tuple[CodecUsage, ...]
     live_bytes: int
+    held: HeldBytes
     unreachable_bytes: int
     reflog_days: int
     seconds: float
@@ -676,8 +698,9 @@ class StoreReport:
 
     `plain_bytes` is the sum over all snapshots that refs reach, as checked-out copies would take;
     `stored_bytes` is what the packs take; of these `unreachable_bytes` are of blocks that nothing
-    keeps, and `dead_bytes` are named by no index row: dead payloads, headers, footers, padding.
-    `condemned_bytes` more are of packs that go once their last readers are gone.
+    keeps, `dead_bytes` of payloads that no index row names, `overhead_bytes` headers, footers and
+    padding.  `condemned_bytes` more are of packs that go once their last readers are gone, and
+    `leftover_bytes` of files that interrupted commands left.
     """
 
     path: str
@@ -698,7 +721,9 @@ class StoreReport:
     codecs: tuple[CodecUsage, ...]
     unreachable_bytes: int
     dead_bytes: int
+    overhead_bytes: int
     condemned_bytes: int
+    leftover_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,7 +733,10 @@ class GcReport:
     snapshots, blocks, records: that nothing reaches any more (`records` counts snapshots and plans
     too), and `dropped_bytes`, what they take in packs.  packs_removed: without anything that is
     needed, or that no row names.  packs_rewritten: what is needed was copied out of them,
-    `copied_bytes` in all.  `freed_bytes` is what the packs took that go, less the copies;
+    `copied_bytes` in all; `packs_joined` of them only because there were many small ones.
+    `freed_bytes` is what the packs took that go, less the copies; `joined_bytes` of it comes of
+    joining.  `dead_bytes` stay in packs that are not dead enough to be rewritten.
+    leftover_files, leftover_bytes: what interrupted commands had left in tmp/, which goes too;
     `waiting_bytes` of it comes free when the operations in `waiting_for` have ended.  `left` says
     what was not done and why.
     """
@@ -721,8 +749,13 @@ class GcReport:
     dropped_bytes: int
     packs_removed: tuple[str, ...]
     packs_rewritten: tuple[str, ...]
+    packs_joined: tuple[str, ...]
     copied_bytes: int
     freed_bytes: int
+    joined_bytes: int
+    dead_bytes: int
+    leftover_files: int
+    leftover_bytes: int
     waiting_bytes: int
     waiting_for: tuple[str, ...]
     left: tuple[str, ...]

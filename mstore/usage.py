@@ -8,37 +8,47 @@ figure is a sum over sharings, so that figures add up exactly:
     unique + shared     of it: what no other ref takes, and the rest
     freed               what nothing keeps once refs and their reflogs are gone: not only their
                         snapshots but all that these reach through the history, as gc sees it
+    held                what is kept at all, each block counted for the first reason there is:
+                        refs, inputs of virtual merges, lineage, reflogs, running operations
 
-Reads the index and records, never a block, and each record once.  Blocks that are needed and not
-stored (a damaged store's) count nothing.
+Reads the index and records, never a block, and each record once.  What is needed and not stored (a
+damaged store's) counts nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mstore.blocks import packs as packfiles
 from mstore.blocks.codecs import Codec
-from mstore.errors import Incompatible, NotFound
+from mstore.blocks.packs import Kind, pack_path
+from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.reach import NS_A_DAY, Inventory, Roots, Table
-from mstore.reports import CodecUsage, RefUsage, SharedBytes, UsageReport
+from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
+from mstore.store import leases
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
 
 Numbers = npt.NDArray[np.int64]
 Chosen = npt.NDArray[np.bool_]
 Owners = int
-"""A set of refs: bit k for ref number k."""
+"""A set of refs: bit k for ref number k.  Or of reasons."""
+NAMED, INPUTS, LINEAGE, REFLOG, RUNNING = range(5)
+"""Reasons for which contents are kept, the strongest first."""
 BLOCKS, _PLAIN, STORED = range(3)
 _CHUNK = 1 << 10
 
@@ -47,14 +57,17 @@ _CHUNK = 1 << 10
 class StoreUsage:
     """How the blocks of a store are stored; bytes of the packs that are of no use.
 
-    unreachable: of blocks that nothing keeps; dead: what no index row names, footers included;
-    condemned: of packs that wait for their last readers.
+    unreachable: of blocks that nothing keeps; dead: of payloads that no index row names; overhead:
+    headers, footers and padding; condemned: of packs that wait for their last readers; leftover: of
+    files in tmp/ that interrupted commands left.
     """
 
     codecs: tuple[CodecUsage, ...]
     unreachable_bytes: int
     dead_bytes: int
+    overhead_bytes: int
     condemned_bytes: int
+    leftover_bytes: int
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
@@ -76,12 +89,34 @@ def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
     kept = Sums(found.kept, found.inventory.blocks)
     tables = found.inventory.tables.values()
     named = sum(int(table.heads["stored"].sum(dtype=np.int64)) for table in tables)
+    size = sum(size for _, size in found.inventory.packs.values())
+    dead = dead_bytes(found.inventory, catalog.layout.packs)
     return StoreUsage(
         codecs=kept.codecs(kept.all()),
         unreachable_bytes=kept.stored(~kept.of_any()),
-        dead_bytes=sum(size for _, size in found.inventory.packs.values()) - named,
+        dead_bytes=dead,
+        overhead_bytes=size - named - dead,
         condemned_bytes=condemned,
+        leftover_bytes=sum(one.size for one in leases.leftovers(catalog.layout)),
     )
+
+
+def dead_bytes(inventory: Inventory, packs: Path) -> int:
+    """Payload bytes of packs that no row names.  A pack that cannot be read counts nothing."""
+    rows, stored = Counter[int](), Counter[int]()
+    for table in inventory.tables.values():
+        numbers = table.heads["pack"].astype(np.int64)
+        counts = np.bincount(numbers)
+        sums = np.bincount(numbers, table.heads["stored"])
+        for number in np.flatnonzero(counts).tolist():
+            rows[number] += int(counts[number])
+            stored[number] += int(sums[number])
+    dead = 0
+    for number, (pack, _) in inventory.packs.items():
+        # A damaged one is for fsck to tell of; one that has just gone is dead no more.
+        with suppress(MstoreError):
+            dead += packfiles.dead_bytes(pack_path(packs, pack), rows[number], stored[number])
+    return dead
 
 
 # Who keeps what -----------------------------------------------------------------------------------
@@ -92,14 +127,15 @@ class History:
     """Snapshots, what each came from, and which refs name them: all that decides what is kept.
 
     names: refs in order.  tips: what each points at.  starts: by ref, what it and its reflog name.
-    held: what no ref that is there names: the reflogs of removed ones, and pins.  pruned: snapshots
-    whose contents are kept only where they are named directly.
+    held: what no ref that is there names: the reflogs of removed ones, and pins.  logged: what any
+    reflog names.  pruned: snapshots whose contents are kept only where they are named directly.
     """
 
     names: tuple[str, ...]
     tips: tuple[SnapshotId, ...]
     starts: tuple[frozenset[SnapshotId], ...]
     held: frozenset[SnapshotId]
+    logged: frozenset[SnapshotId]
     pruned: frozenset[SnapshotId]
     records: Mapping[SnapshotId, SnapshotRecord]
 
@@ -120,6 +156,7 @@ class History:
             tips=tuple(ref.snapshot_id() for ref in refs.values()),
             starts=tuple(frozenset({ref.snapshot_id(), *logged[n]}) for n, ref in refs.items()),
             held=gone | (roots.loose - of_refs),
+            logged=gone | of_refs,
             pruned=roots.pruned,
             records={},
         )
@@ -137,6 +174,30 @@ class History:
                 reached[parent.snapshot_id()] |= reached[id]
         kept = {id: (direct if id in self.pruned else reached).get(id, 0) for id in self.records}
         return {id: owners for id, owners in kept.items() if owners}
+
+    def reasons(self) -> dict[SnapshotId, int]:
+        """Of each snapshot that is kept, the strongest reason."""
+        named = set(self.tips)
+        came_from = self._lineage(named)
+        logged = self.logged | self._lineage(self.logged)
+        found = {}
+        for id in self.keepers():
+            if id in named:
+                found[id] = NAMED
+            elif id in came_from and id not in self.pruned:
+                found[id] = LINEAGE
+            else:
+                found[id] = REFLOG if id in logged else RUNNING
+        return found
+
+    def _lineage(self, starts: Iterable[SnapshotId]) -> set[SnapshotId]:
+        found: set[SnapshotId] = set()
+        waiting = [id for id in starts if id in self.records]
+        while waiting:
+            new = self._parents(waiting.pop()) - found
+            found |= new
+            waiting += new
+        return found
 
     def _children_first(self) -> list[SnapshotId]:
         waiting: dict[SnapshotId, int] = dict.fromkeys(self.records, 0)
@@ -156,30 +217,51 @@ class History:
         return parents & self.records.keys()
 
 
-def needed(catalog: Catalog, history: History) -> Iterator[tuple[Owners, Owners, list[TensorId]]]:
-    """Tensors by who takes them and who keeps them: (takers, keepers, tensors).
+def needed(
+    catalog: Catalog, history: History, inventory: Inventory
+) -> Iterator[tuple[Owners, Owners, Owners, list[TensorId]]]:
+    """Tensors by who takes them, who keeps them and why: (takers, keepers, reasons, tensors).
 
-    Every manifest that is kept is read once.
+    Every manifest that is kept is read once.  Pruned snapshots whose contents are gone have none.
     """
     takers: dict[SnapshotId, Owners] = defaultdict(int)
     for number, tip in enumerate(history.tips):
         takers[tip] |= 1 << number
     taken: dict[bytes, Owners] = defaultdict(int)
     kept: dict[bytes, Owners] = defaultdict(int)
+    why: dict[bytes, Owners] = defaultdict(int)
+    reasons = history.reasons()
     for id, keepers in history.keepers().items():
+        own = history.records[id].manifest_id()
+        if id in history.pruned and id not in takers:
+            # What a reflog or a pin names may have been collected.
+            parts = _parts(catalog, own)
+            if not all(_is_stored(inventory, tensor) for tensor in parts):
+                continue
         for manifest in _manifests(catalog, history.records[id]):
-            parts = {
-                part.tensor for file in catalog.manifest(manifest).files for part in file.parts
-            }
+            reason = INPUTS if manifest != own and reasons[id] == NAMED else reasons[id]
+            parts = _parts(catalog, manifest)
             for tensor in parts:
                 kept[tensor] |= keepers
+                why[tensor] |= 1 << reason
             if id in takers:
                 for tensor in parts:
                     taken[tensor] |= takers[id]
-    together: dict[tuple[Owners, Owners], list[TensorId]] = defaultdict(list)
+    together: dict[tuple[Owners, Owners, Owners], list[TensorId]] = defaultdict(list)
     for tensor, keepers in kept.items():
-        together[taken.get(tensor, 0), keepers].append(TensorId(tensor))
+        together[taken.get(tensor, 0), keepers, why[tensor]].append(TensorId(tensor))
     return ((*owners, tensors) for owners, tensors in together.items())
+
+
+def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
+    """The tensors of a manifest; none where it is lost."""
+    manifest = catalog.manifest_if_there(id)
+    return {part.tensor for file in manifest.files for part in file.parts} if manifest else set()
+
+
+def _is_stored(inventory: Inventory, tensor: bytes) -> bool:
+    kinds = (Kind.TENSOR, Kind.VIRTUAL)
+    return any(inventory.tables[kind].find(tensor)[0] >= 0 for kind in kinds)
 
 
 def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]:
@@ -188,21 +270,35 @@ def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]
     plan = record.plan_id()
     if record.is_virtual and plan is not None:
         # What it lacks is computed from these.
-        inputs = catalog.record(Plan, plan)
-        yield inputs.base_id()
-        yield from (expert.manifest_id() for expert in inputs.experts)
+        with suppress(NotFound, Corrupt):
+            inputs = catalog.record(Plan, plan)
+            yield inputs.base_id()
+            yield from (expert.manifest_id() for expert in inputs.experts)
 
 
-def blocks_of(catalog: Catalog, blocks: Table, tensors: Iterable[TensorId]) -> Numbers:
-    """The numbers of their blocks and of the bases of these, each once, ascending."""
-    records = (catalog.content(id) for id in tensors)
-    ids = b"".join(record.blocks for record in records if isinstance(record, Tensor))
+def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId]) -> Numbers:
+    """The numbers of their blocks and of the bases of these, each once, ascending.
+
+    Virtual tensors, and those whose records are lost, have none.
+    """
+    blocks = inventory.blocks
+    there = inventory.tables[Kind.TENSOR].find(b"".join(tensors)) >= 0
+    stored = (id for id, is_there in zip(tensors, there.tolist(), strict=True) if is_there)
+    records = (_tensor(catalog, id) for id in stored)
+    ids = b"".join(record.blocks for record in records if record is not None)
     found = blocks.find(ids)
     found = found[found >= 0]
     bases = blocks.base[found].astype(np.int64)
     # Sorted by hand: numpy's `unique` takes ten times as long over whole numbers like these.
     both = np.sort(np.concatenate([found, bases[bases >= 0]]))
     return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
+
+
+def _tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
+    """A record; None where its pack is lost or damaged."""
+    with suppress(NotFound, Corrupt):
+        return catalog.tensor(id)
+    return None
 
 
 # Sums over sharings -------------------------------------------------------------------------------
@@ -312,7 +408,7 @@ class Usage:
     """A store seen once, from which all is told.
 
     taken: sharings by the refs whose snapshots need a block; kept: by the refs for whose sake gc
-    keeps it (the bit beyond the refs: for what is held without one).
+    keeps it (the bit beyond the refs: for what is held without one); why: by the reasons for it.
     """
 
     catalog: Catalog
@@ -320,6 +416,7 @@ class Usage:
     inventory: Inventory
     taken: Sharings
     kept: Sharings
+    why: Sharings
 
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
@@ -328,15 +425,18 @@ class Usage:
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
             named = History.read(catalog, transaction, since_ns)
-        records = {id: catalog.snapshot(id) for id in inventory.snapshots}
+        found = {id: catalog.snapshot_if_there(id) for id in inventory.snapshots}
+        records = {id: record for id, record in found.items() if record is not None}
         history = replace(named, records=records)
         width = len(history.names) + 1
         taken, kept = (Sharings(len(inventory.blocks), width) for _ in range(2))
-        for takers, keepers, tensors in needed(catalog, history):
-            numbers = blocks_of(catalog, inventory.blocks, tensors)
+        why = Sharings(len(inventory.blocks), RUNNING + 1)
+        for takers, keepers, reasons, tensors in needed(catalog, history, inventory):
+            numbers = blocks_of(catalog, inventory, tensors)
             taken.add(takers, numbers)
             kept.add(keepers, numbers)
-        return cls(catalog, history, inventory, taken, kept)
+            why.add(reasons, numbers)
+        return cls(catalog, history, inventory, taken, kept, why)
 
     def report(self, names: Sequence[str], *, reflog_days: int) -> UsageReport:
         """What these refs take, and what would be freed without them; all refs for no names."""
@@ -354,10 +454,16 @@ class Usage:
             freed_bytes=kept.stored(kept.of_none_but(asked)),
             codecs=taken.codecs(together),
             live_bytes=kept.stored(kept.of_any()),
+            held=self._held(),
             unreachable_bytes=kept.stored(~kept.of_any()),
             reflog_days=reflog_days,
             seconds=0.0,
         )
+
+    def _held(self) -> HeldBytes:
+        why = Sums(self.why, self.inventory.blocks)
+        so_far = [why.stored(why.of_any(*range(reason + 1))) for reason in range(RUNNING + 1)]
+        return HeldBytes(so_far[0], *(more - less for less, more in pairwise(so_far)))
 
     def _numbers(self, names: Sequence[str]) -> list[int]:
         """The numbers of refs, each once.  Raises NotFound."""
@@ -365,13 +471,16 @@ class Usage:
         for name in names:
             if name not in known:
                 raise NotFound("no such ref", where=name, hint="mstore refs")
+            tip = self.history.tips[known[name]]
+            if tip not in self.history.records:
+                what = f"its snapshot {tip.short} is missing"
+                raise NotFound(what, where=name, hint="mstore fsck")
         return [known[name] for name in dict.fromkeys(names)]
 
     def _ref(self, number: int, taken: Sums, kept: Sums, common: Numbers) -> RefUsage:
         all_of_it, unique = taken.of_any(number), taken.of_none_but([number])
         shared = all_of_it & ~unique
         names, tip = self.history.names, self.history.tips[number]
-        manifest = self.catalog.manifest(self.history.records[tip].manifest_id())
         others = [
             SharedBytes(names[other], int(common[other]))
             for other in np.argsort(-common, kind="stable").tolist()
@@ -380,7 +489,7 @@ class Usage:
         return RefUsage(
             name=names[number],
             snapshot=tip,
-            plain_bytes=manifest.plain_bytes(),
+            plain_bytes=self._plain_bytes(tip),
             stored_bytes=taken.stored(all_of_it),
             unique_bytes=taken.stored(unique),
             shared_bytes=taken.stored(shared),
@@ -390,3 +499,11 @@ class Usage:
             unique=taken.codecs(unique),
             shared=taken.codecs(shared),
         )
+
+    def _plain_bytes(self, tip: SnapshotId) -> int:
+        """Bytes of a snapshot's files; none where it is missing."""
+        record = self.history.records.get(tip)
+        if record is None:
+            return 0
+        manifest = self.catalog.manifest_if_there(record.manifest_id())
+        return 0 if manifest is None else manifest.plain_bytes()

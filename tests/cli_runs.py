@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,13 @@ class Program:
         """Run one command line, whatever comes of it."""
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         err = io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
-            status = run(["--store", str(self.store), *(str(one) for one in arguments)])
+        heard = signal.getsignal(signal.SIGINT)
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                status = run(["--store", str(self.store), *(str(one) for one in arguments)])
+        finally:
+            # A command that has published hears Ctrl-C no more; the tests do.
+            signal.signal(signal.SIGINT, heard)
         out.flush()
         buffer = out.buffer
         assert isinstance(buffer, io.BytesIO)

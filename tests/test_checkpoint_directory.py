@@ -368,6 +368,47 @@ def test_pickles_beside_weights_are_opaque_files(model: Path) -> None:
     assert found["training_args.bin"].header is None
 
 
+def beside(root: Path, names: dict[str, str], *, config: bool = True) -> Path:
+    """Directories with a tensor of a name each, and a config.json."""
+    for directory, tensor in names.items():
+        (root / directory).mkdir(parents=True)
+        weights = safetensors_bytes([(tensor, "U8", (2,), b"aa")])
+        (root / directory / "model.safetensors").write_bytes(weights)
+        if config:
+            (root / directory / "config.json").write_text("{}")
+    return root
+
+
+def test_several_models_are_not_one(tmp_path: Path) -> None:
+    """Models side by side are refused with the line that adds each of them."""
+    models = beside(tmp_path / "models", {"a": "w", "b b": "w", "c": "v"})
+    (models / "README.md").write_text("three models")
+    with pytest.raises(BadCheckpoint, match="holds 3 models, not one") as refused:
+        scan(models)
+    assert refused.value.where == str(models)
+    assert refused.value.hint == (
+        f"mstore add {models}/a '{models}/b b' {models}/c --name-prefix models/"
+    )
+
+
+@pytest.mark.parametrize(
+    "top", ["config.json", "model_index.json", "modules.json", "model.safetensors", "x.bin"]
+)
+def test_a_model_in_parts_is_one(tmp_path: Path, top: str) -> None:
+    """What has weights or a description at its top may repeat tensors below, as pipelines do."""
+    model = beside(tmp_path / "model", {"text_encoder": "w", "text_encoder_2": "w"})
+    content = safetensors_bytes([("x", "U8", (2,), b"aa")]) if "safe" in top else b"{}"
+    (model / top).write_bytes(content)
+    assert len(scan(model).files) == 5
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_parts_with_other_tensors_are_one_model(tmp_path: Path, config: bool) -> None:
+    """Directories that share no tensor, or that nothing calls models, are parts of one."""
+    names = {"unet": "w", "vae": "v" if config else "w"}
+    assert len(scan(beside(tmp_path / "model", names, config=config)).files) == (4 if config else 2)
+
+
 @pytest.mark.parametrize("place", [".", ".mstore", "deep/er/store"])
 def test_a_store_inside_is_refused(model: Path, place: str) -> None:
     """A checkpoint that is an mstore store, or holds one at any depth, is refused at the store."""

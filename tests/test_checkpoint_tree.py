@@ -88,6 +88,19 @@ def test_a_cached_model_without_main_is_refused(model: Path, main: str | None) -
     with pytest.raises(BadCheckpoint, match="does not name a snapshot") as refused:
         scan(model)
     assert refused.value.where == str(model / "refs" / "main")
+    assert f"which has '{REVISION}'" in refused.value.what
+    assert refused.value.hint == f"mstore add {model}/snapshots/{REVISION} --name tiny-model"
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_whole_cache_is_no_model(model: Path, above: int) -> None:
+    """The Hub's cache, or what holds it, is refused with the line that adds its models."""
+    cached_model(model.parent, "org/other")
+    root = model.parents[above]
+    with pytest.raises(BadCheckpoint, match="is a cache of the Hugging Face Hub") as refused:
+        scan(root)
+    paths = f"{model.parent}/models--org--other {model}"
+    assert refused.value.hint == f"mstore add {paths} --name-prefix {root.name}/"
 
 
 def test_links_elsewhere_are_refused(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +46,7 @@ def test_the_base_and_why_are_shown(mstore: Program, family: Path) -> None:
     assert "equal to base" in done.out
     again = mstore.succeed("add", family / "e0", "--name", "llama/e0")
     assert again.lines[0] == "nothing new: llama/e0 holds these bytes already"
+    assert again.lines[1].endswith("were not read; to check them: mstore fsck --read-data")
     assert "base           llama/base: it was added with this base" in again.out
     document = mstore.succeed("add", family / "e1", "--name", "llama/e1", "--json").document
     assert document["base"]["refs"] == ["llama/base"]
@@ -63,6 +63,9 @@ def test_no_base_is_looked_for_with_none(mstore: Program, family: Path) -> None:
     named = mstore.succeed("add", family / "e1", "--name", "e1", "--base", "alone", "--json")
     assert named.document["base"]["refs"] == ["alone"]
     assert mstore("add", family / "e1", "--name", "x", "--base", "nothing").status == 1
+    again = mstore.succeed("add", family / "e1", "--name", "e1", "--base", "none")
+    assert "note: the snapshot is kept as it is, with its base; another --name" in again.out
+    assert mstore.succeed("show", "e1", "--json").document["snapshot"] == named.document["snapshot"]
 
 
 def test_a_message_that_is_not_kept_is_told(mstore: Program, family: Path) -> None:
@@ -147,7 +150,7 @@ def test_a_failure_stops_there(mstore: Program, family: Path) -> None:
     ("names", "problem"),
     [
         ([], "no --name was given"),
-        (["--name", "a"], "2 paths and 1 names"),
+        (["--name", "a"], "2 paths and 1 name"),
         (["--name", "a", "--name", "b", "--name", "c"], "2 paths and 3 names"),
         (["--name", "a", "--name", "a"], "two checkpoints would be called a"),
         (["--name", "a", "--name-prefix", "b"], "exclude each other"),
@@ -175,7 +178,9 @@ def test_one_without_a_name_is_wrong_usage(mstore: Program, family: Path) -> Non
     """One PATH without a name is told how to give one."""
     done = mstore("add", family / "base")
     assert done.status == 2
-    assert f"mstore add {family / 'base'} --name REF" in done.err
+    assert f"add {family / 'base'} --name base" in done.err
+    (family / "base").rename(family / "not a name")
+    assert "--name REF" in mstore("add", family / "not a name").err
 
 
 # From elsewhere
@@ -203,7 +208,7 @@ def test_pickles_are_converted_only_when_asked(mstore: Program, tmp_path: Path) 
     line = ["add", model, "--name", "m"]
     refused = mstore(*line)
     assert refused.status == 1
-    assert f"mstore add {model} --name NAME --convert" in refused.err
+    assert f"add {model} --name NAME --convert" in refused.err
     done = mstore.succeed(*line, "--convert")
     assert "note: converted pytorch_model.bin to model.safetensors: 1 tensors" in done.out
 
@@ -214,8 +219,9 @@ def broken(tmp_path: Path) -> Callable[[], Done]:
     program = Program(tmp_path / "broken")
     program.succeed("init", "--block-size", BLOCK)
     program.succeed("add", small_model(tmp_path / "one", "seed"), "--name", "one")
-    shutil.rmtree(tmp_path / "broken" / "packs")
-    (tmp_path / "broken" / "packs").mkdir()
+    for pack in (tmp_path / "broken" / "packs").rglob("*.pack"):
+        pack.chmod(0o644)
+        pack.write_bytes(bytes(pack.stat().st_size))
     other = small_model(tmp_path / "two", "other")
     return lambda: program("add", other, "--name", "two")
 

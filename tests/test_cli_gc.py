@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Program
-from test_gc import write
+from test_gc import large_and_small, write
 
 
 @pytest.fixture
@@ -39,11 +39,17 @@ def test_pruned_and_collected(mstore: Program, tmp_path: Path) -> None:
     """prune and gc say first what they would do, then do it; log marks what was pruned, and reading
     it ends in a clear error."""
     would = mstore.succeed("prune", "--keep-last", "1", "--dry-run").out
-    assert "would prune 1 snapshots" in would
+    assert "would prune 1 snapshot" in would
     assert "(pruned)" not in mstore.succeed("log").out
     told = mstore.succeed("prune", "--keep-last", "1").out
     assert "mstore gc --reflog-days 0" in told
-    assert "nothing to collect" in mstore.succeed("gc").out
+    assert "their contents stay until gc" in told
+    nothing = mstore.succeed("gc").out
+    assert "nothing to collect" in nothing
+    assert "what holds the rest (refs, lineage, reflogs, virtual merges): mstore du" in nothing
+    held = mstore.succeed("du").out
+    assert "HELD BY" in held
+    assert "reflogs: moves of the last 30 days" in held
     assert "would drop 0 snapshots" in mstore.succeed("gc", "-n", "--reflog-days", "0").out
     assert "dropped 0 snapshots" in mstore.succeed("gc", "--reflog-days", "0").out
     assert mstore.succeed("log").out.count("(pruned)") == 1
@@ -61,3 +67,29 @@ def test_pruned_and_collected(mstore: Program, tmp_path: Path) -> None:
         assert "its contents were pruned" in done.err
     mstore.succeed("fsck", "--read-data")
     assert mstore.succeed("gc", "-q").out == ""
+
+
+def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path) -> None:
+    """What stays dead is told with the word that frees it, and what a killed command left;
+    joining small packs is not told as freeing."""
+    mstore.succeed("config", "reflog_days", "0")
+    for small in (1, 2):
+        path = large_and_small(tmp_path / "in.safetensors", small)
+        mstore.succeed("add", path, "--name", f"n{small}", "--base", "none")
+    mstore.succeed("rm", "n1")
+    (tmp_path / "store" / "tmp" / "dead").mkdir()
+    (tmp_path / "store" / "tmp" / "dead" / "0.pack").write_bytes(bytes(3 << 20))
+    assert "left by interrupted commands" in mstore.succeed("stats").out
+    would = mstore.succeed("gc", "-n").out
+    assert "1 file that interrupted commands left would be removed: 3.0 MiB" in would
+    assert "would free 0 B" in would
+    assert "dead stay in packs of which less than 30% is dead" in would
+    assert "mstore gc --all" in mstore.succeed("gc").out
+    assert "1 written anew" in mstore.succeed("gc", "--all").out
+    assert "nothing to collect" in mstore.succeed("gc", "--all").out
+    for number in range(8):
+        path = write(tmp_path / "in", 10 + number)
+        mstore.succeed("add", str(path), "--name", f"s{number}", "--base", "none")
+    joined = mstore.succeed("gc").out
+    assert "small packs put together" in joined
+    assert "freed 0 B: 0 packs removed, 0 written anew" in joined

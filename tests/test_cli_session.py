@@ -95,7 +95,7 @@ def test_contradiction_across_the_verb(line: list[str], capsys: pytest.CaptureFi
         (["log", "-n", "0"], "-n", "mstore log --help"),
         (["log", "-n", "many"], "integer", "mstore log --help"),
         (["show"], "REF", "mstore show --help"),
-        (["add", "x"], "--name", "mstore add x --name REF"),
+        (["add", "x"], "--name", "mstore add x --name x"),
         (["show", "a", "b"], "b", "mstore show --help"),
         (["plan", "--method", "ties", "--base", "a"], "--expert", "mstore plan --help"),
         (["merge", "--name", "m"], "--plan", "mstore merge --help"),

@@ -65,7 +65,11 @@ def read_all(root: Path) -> Any:
                 try:
                     view = store.view(name)
                     found[name] = {p: b"".join(view.stream(p)).hex() for p in view.files}
-                    found[f"log {name}"] = [str(one.snapshot) for one in store.log(name)]
+                    log = store.log(name)
+                    found[f"log {name}"] = [str(one.snapshot) for one in log]
+                    # A log goes on past what it cannot read, and marks it.
+                    if lost := [str(one.snapshot) for one in log if one.missing]:
+                        found[f"log {name}"] = f"error: snapshot {lost[0]}: missing"
                 except MstoreError as error:
                     found[name] = _told(error)
             found["refs"] = [[r.name, r.kind, str(r.snapshot)] for r in store.refs()]

@@ -92,8 +92,12 @@ def told(report: GcReport) -> tuple[object, ...]:
         report.dropped_bytes,
         report.packs_removed,
         report.packs_rewritten,
+        report.packs_joined,
         report.copied_bytes,
         report.freed_bytes,
+        report.joined_bytes,
+        report.dead_bytes,
+        report.leftover_bytes,
         report.left,
     )
 
@@ -517,6 +521,8 @@ def test_small_packs_are_put_together(store: Store, tmp_path: Path) -> None:
     store.add(write(tmp_path / "in", 7), name="n7")
     report = store.gc()
     assert len(report.packs_rewritten) == 8
+    assert report.packs_joined == report.packs_rewritten
+    assert report.joined_bytes == report.freed_bytes > 0
     assert len(list(store.path.glob("packs/*/*"))) == 1
     for number in range(8):
         tensor = store._catalog.tensor(store.view(f"n{number}").tensors["a"])
@@ -525,6 +531,61 @@ def test_small_packs_are_put_together(store: Store, tmp_path: Path) -> None:
             assert right.offset == left.offset + left.stored_length
     sound(store)
     assert changes(store.gc()) == NOTHING
+
+
+def large_and_small(path: Path, small: int) -> Path:
+    """A checkpoint of eight blocks that are always the same, and of one that is not."""
+    parts = [("large", 0, 8 * BLOCK), ("small", small, BLOCK)]
+    write_safetensors(
+        path, [(n, "U8", (size,), random.Random(seed).randbytes(size)) for n, seed, size in parts]
+    )
+    return path
+
+
+def test_what_is_dead_and_stays_is_told(store: Store, tmp_path: Path) -> None:
+    """A pack that is less than 30% dead is left; the dead bytes are told until gc is asked to write
+    every such pack anew, and then the disk has them back."""
+    for small in (1, 2):
+        path = large_and_small(tmp_path / "in.safetensors", small)
+        store.add(path, name=f"n{small}", base=None)
+    assert store.stats().dead_bytes == 0
+    store.remove("n1")
+    promised = store.gc(dry_run=True)
+    assert promised.dropped_bytes == promised.dead_bytes > BLOCK
+    report = store.gc()
+    assert told(report) == told(promised)
+    assert (report.freed_bytes, report.packs_rewritten) == (0, ())
+    stats = store.stats()
+    assert (stats.unreachable_bytes, stats.dead_bytes) == (0, report.dead_bytes)
+    assert stats.overhead_bytes < BLOCK, "what is dead is counted once"
+    assert store.gc().dead_bytes == report.dead_bytes
+    promised = store.gc(dry_run=True, dead_share=0)
+    every = store.gc(dead_share=0)
+    assert told(every) == told(promised)
+    assert len(every.packs_rewritten) == 1
+    assert every.dead_bytes == store.stats().dead_bytes == 0
+    assert stats.stored_bytes - store.stats().stored_bytes >= BLOCK
+    assert changes(store.gc(dead_share=0)) == NOTHING
+    sound(store)
+
+
+def test_what_interrupted_commands_left_is_told(store: Store, tmp_path: Path) -> None:
+    """Files of dead leases count in stats and in gc, which removes them; what the next merge would
+    go on from stays, and gc says so."""
+    tmp = store.path / "tmp"
+    for name, size, also in (("dead", 5000, "1.pack"), ("merge", 700, "0.receipt")):
+        (tmp / name).mkdir()
+        (tmp / name / "0.pack").write_bytes(bytes(size))
+        (tmp / name / also).write_bytes(bytes(60))
+    assert store.stats().leftover_bytes == 5060 + 760
+    promised = store.gc(dry_run=True)
+    report = store.gc()
+    assert told(report) == told(promised)
+    for one in (promised, report):
+        assert (one.leftover_files, one.leftover_bytes) == (2, 5060)
+        assert "2 files (760 bytes) of interrupted merges" in one.left[0]
+    assert [path.name for path in tmp.iterdir() if path.is_dir()] == ["merge"]
+    assert store.stats().leftover_bytes == 760
 
 
 SEEDS = st.integers(1, 3)

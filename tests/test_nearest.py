@@ -150,7 +150,11 @@ def test_the_root_of_the_family_is_preferred(models: Models) -> None:
     report = models.add("tuned", moved(tuned, 3, 0.0001))
     assert base_of(report) == "base"
     assert report.base_reason is not None
-    assert report.base_reason.startswith("it is the base of tuned, which is as near")
+    assert report.base_reason.startswith(
+        "it is the root of the family of tuned (it has the same tensors; "
+    )
+    # Each says its own: what was sampled of the fine-tune, and what of the root.
+    assert report.base_reason.count("sampled blocks are equal") == 2
 
 
 def test_a_clearly_nearer_member_is_taken(models: Models) -> None:
@@ -182,6 +186,7 @@ def test_a_copy_is_not_its_own_base(store: Store, models: Models) -> None:
     root = store.add(models.write("base", base), name="again/base", detect_base=True)
     assert root.base is None
     assert root.base_reason == "the store holds these very bytes already"
+    assert root.blocks_equal_base is None
     copy = store.add(models.write("tuned", tuned), name="again/tuned", detect_base=True)
     assert base_of(copy) == "base" or copy.base is not None
     assert copy.base is not None
@@ -248,7 +253,7 @@ def test_what_was_loaded_is_only_a_trace(models: Models) -> None:
     report = models.add("tuned", moved(first, 2, 0.001), config=config)
     assert base_of(report) == "first"
     assert report.base_reason is not None
-    assert report.base_reason.startswith("it is the base of team/second, which is as near")
+    assert report.base_reason.startswith("it is the root of the family of team/second (config")
 
 
 def test_a_declared_stranger_is_not_taken(models: Models) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_models import small_model
 
+from mstore.api import Store
 from mstore.errors import BadName, Conflict, Corrupt, MstoreError, NotFound
 from mstore.ids import SnapshotId
 from mstore.store import refs
@@ -120,6 +122,21 @@ def test_bad_names(name: str, why: str) -> None:
         refs.check_name(name)
     assert refusal.value.hint is not None
     assert str(refusal.value).isprintable()
+
+
+def test_a_new_name_hides_no_snapshot(tmp_path: Path) -> None:
+    """What begins a stored snapshot's id is refused as a new name; other hex digits are fine."""
+    with Store.init(tmp_path / "store") as store:
+        id = str(store.add(small_model(tmp_path / "model", "s"), name="m").snapshot)
+        for length in (4, 8, 12, 15):
+            with pytest.raises(BadName, match="begins with it"):
+                store.add(tmp_path / "model", name=id[:length])
+            with pytest.raises(BadName, match="begins with it"):
+                store.tag(id[:length], "m")
+        assert [ref.name for ref in store.refs()] == ["m"]
+        other = "20250101" if not id.startswith("2025") else "30250101"
+        store.tag(other, "m")
+        assert str(store[id[:12]].id) == id
 
 
 @given(st.text(max_size=220))

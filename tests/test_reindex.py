@@ -394,3 +394,31 @@ def test_gc_waits_for_it(path: Path) -> None:
         Store.reindex(path)
     assert taken
     assert not any(taken)
+
+
+def test_names_are_made_where_all_are_lost(path: Path) -> None:
+    """Without mirror and old index, the newest snapshots get names, so that gc takes nothing."""
+    before = contents(path)
+    shutil.rmtree(path / "index")
+    (path / "refs" / "mirror").unlink()
+    report = Store.reindex(path)
+    assert report.recovered
+    assert report.refs == len(report.recovered)
+    assert all(name.startswith("recovered/") for name in report.recovered)
+    assert any("mstore reset NAME recovered/" in note for note in report.notes)
+    with Store.open(path) as store:
+        assert [ref.name for ref in store.refs()] == sorted(report.recovered)
+        assert store.fsck().problems == ()
+        # What no other snapshot came from, and no more.
+        parents = {parent.snapshot for one in store.log() for parent in one.parents}
+        assert {ref.snapshot for ref in store.refs()} == set(store.snapshot_ids()) - parents
+        store.gc(reflog_days=0)
+    assert contents(path) == before
+    # A second time, the names are there.
+    assert Store.reindex(path).recovered == ()
+
+
+def test_names_that_are_left_stay(path: Path) -> None:
+    """With a mirror, what no ref reaches gets no name: it may have been let go."""
+    shutil.rmtree(path / "index")
+    assert Store.reindex(path).recovered == ()

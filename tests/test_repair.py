@@ -15,7 +15,7 @@ from small_models import BLOCK, files_of, small_model
 from mstore import fs
 from mstore.api import Store
 from mstore.blocks.packs import PAGE, Kind
-from mstore.errors import BadCheckpoint, NotFound, StorageFailed
+from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
 from mstore.ids import SnapshotId
 
 ADDED = ("base", "expert", "second")
@@ -418,3 +418,61 @@ def test_gc_waits_for_it(root: Path) -> None:
             assert store.repair(sources=[root / "other"], read_data=True, threads=1).healed
     assert taken
     assert not any(taken)
+
+
+# Adding again
+
+
+def oldest_pack(root: Path) -> Path:
+    """The pack of what was added first, the base."""
+    packs = (root / "store" / "packs").rglob("*.pack")
+    return min(packs, key=lambda pack: pack.stat().st_mtime_ns)
+
+
+def drop_blocks(root: Path) -> None:
+    """Damage the base's pack and repair without a copy: its blocks go."""
+    pack = oldest_pack(root)
+    pack.chmod(0o644)
+    data = bytearray(pack.read_bytes())
+    for at in range(PAGE, len(data) * 3 // 4, 512):
+        data[at] ^= 0xFF
+    pack.write_bytes(data)
+    with Store.open(root / "store") as store:
+        assert store.repair(read_data=True).dropped
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_adding_again_heals(root: Path, given: bool) -> None:
+    """With a damaged base, named or found, good files are added, and are whole again."""
+    drop_blocks(root)
+    with Store.open(root / "store") as store:
+        for name in reversed(ADDED):
+            base = "base" if given and name != "base" else None
+            store.add(root / name, name=name, base=base, detect_base=not given, threads=2)
+        for name in ADDED:
+            store.checkout(name, root / f"out-{name}")
+            assert files_of(root / f"out-{name}") == files_of(root / name)
+
+
+def test_a_damaged_base_is_told(root: Path, tmp_path: Path) -> None:
+    """A fine-tune of a base that lost blocks is stored whole, and a note tells."""
+    drop_blocks(root)
+    new = fine_tune(tmp_path / "new", root / "base", 7)
+    with Store.open(root / "store") as store:
+        report = store.add(new, name="new", base="base", threads=2)
+        assert any("the base is damaged" in note for note in report.notes)
+        store.checkout("new", tmp_path / "copy")
+        assert files_of(tmp_path / "copy") == files_of(new)
+
+
+def test_bytes_in_a_missing_pack_are_not_held(root: Path) -> None:
+    """Where packs are gone, "nothing new" is not said; the hint is the line that heals."""
+    oldest_pack(root).unlink()
+    with Store.open(root / "store") as store:
+        with pytest.raises(Corrupt, match="packs that are missing") as refused:
+            store.add(root / "base", name="base")
+        assert refused.value.hint == f"mstore fsck --repair --from {root / 'base'}"
+        store.repair(sources=[root / "base"])
+        store.add(root / "base", name="base")
+        store.checkout("base", root / "out")
+        assert files_of(root / "out") == files_of(root / "base")

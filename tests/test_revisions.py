@@ -14,7 +14,7 @@ from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.store import revisions
 from mstore.store.catalog import Catalog
-from mstore.store.refs import BRANCH, TAG, Ref, check_name
+from mstore.store.refs import BRANCH, TAG, Ref, check_name, move
 from mstore.store.revisions import Revision, parse
 from mstore.store.transaction import RefMove, Transaction, move_refs
 
@@ -167,10 +167,16 @@ def test_ambiguous_prefixes_are_refused(lineage: Lineage, tmp_path: Path) -> Non
 
 
 def test_names_go_before_prefixes(tmp_path: Path) -> None:
-    """A ref that reads like the beginning of an id is the ref."""
+    """A ref that reads like the beginning of an id is the ref; a new one is not let in."""
     lineage = Lineage(tmp_path / "store")
     prefix = lineage.chain[0].hex()[:6]
-    move_refs(lineage.catalog, [RefMove(prefix, None, Ref(TAG, lineage.base), "tag")])
+    tag = Ref(TAG, lineage.base)
+    with pytest.raises(BadName, match="begins with it"):
+        move_refs(lineage.catalog, [RefMove(prefix, None, tag, "tag")])
+    index = lineage.catalog.index
+    with index.env.write() as rows:
+        # As if the name had been there first, and the snapshot of that id came later.
+        move(index, rows, prefix, expect=None, new=tag, action="tag", time_ns=1)
     assert lineage.catalog.resolve(prefix) == lineage.base
     assert lineage.catalog.resolve(lineage.chain[0].hex()[:7]) == lineage.chain[0]
     lineage.catalog.close()

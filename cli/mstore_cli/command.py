@@ -63,6 +63,15 @@ class VerbCommand(TyperCommand):
     """A command whose help lists the global options under a heading of their own."""
 
     # The context and formatter types are private to typer.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            # Without it the hint would be the help of the whole program.
+            if getattr(error, "ctx", ctx) is None:
+                error.__dict__["ctx"] = ctx
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
@@ -101,9 +110,12 @@ def command(*, example: str, failure: str = "an error") -> Callable[[Callable[..
         ]
 
         def entry(**given: Any) -> None:
-            outer = given.pop("context").find_object(Choices) or Choices()
+            context = given.pop("context")
             inner = Choices(**{name: given.pop(name) for name in GLOBAL_NAMES})
-            function(Session(inner.over(outer)), **given)
+            choices = inner.over(context.find_object(Choices) or Choices())
+            # For whoever tells of an error: it knows the outermost context alone.
+            context.find_root().obj = choices
+            function(Session(choices), **given)
 
         entry.__name__ = function.__name__
         entry.__doc__ = function.__doc__

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import typer
@@ -22,6 +25,8 @@ USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
+# A command to type: at the beginning of a line, or after the words that lead to it.
+_COMMAND = re.compile(r"(?m)(?:^|(?<=then: )|(?<=then )|(?<=&& ))mstore (?=[a-z])(?!.*--help)")
 
 
 class UsageError(typer.TyperException):
@@ -77,8 +82,19 @@ def rules() -> tuple[Rule, ...]:
     )
 
 
-def report(error: BaseException, stream: TextIO | None = None) -> int:
-    """Say on standard error what went wrong; returns the exit status."""
+def with_store(hint: str, store: Path | None) -> str:
+    """The hint with `--store` in its commands: typed, they act on the store that was asked for."""
+    if store is None:
+        return hint
+    command = f"mstore --store {shlex.quote(str(store))} "
+    return _COMMAND.sub(lambda _: command, hint)
+
+
+def report(error: BaseException, stream: TextIO | None = None, *, store: Path | None = None) -> int:
+    """Say on standard error what went wrong; returns the exit status.
+
+    store: the one named by `--store`, which commands in hints name too.
+    """
     rule = next((rule for rule in rules() if isinstance(error, rule.kind)), None)
     if rule is None:
         raise error
@@ -96,7 +112,7 @@ def report(error: BaseException, stream: TextIO | None = None) -> int:
     _say(stream, "error", "31", _message(error))
     hint = _hint(error, rule)
     if hint:
-        _say(stream, "hint", "36", hint)
+        _say(stream, "hint", "36", with_store(hint, store))
     stream.flush()
     return rule.status
 

@@ -124,6 +124,8 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
 
 def how(snapshot: SnapshotReport) -> str:
     """How a snapshot was made, in a word or three."""
+    if snapshot.missing:
+        return f"{snapshot.origin} (missing)".lstrip()
     made = f"{snapshot.origin} {snapshot.method or ''}".rstrip()
     if snapshot.virtual:
         made = f"{made}, virtual"

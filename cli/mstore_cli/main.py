@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -103,7 +103,12 @@ def build() -> TyperGroup:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit status.  Everything that goes wrong ends here."""
+    """Run one command line; returns its exit status.  Everything that goes wrong ends here.
+
+    Once a command has published its result Ctrl-C stays unheard (`Session.settled`).
+    """
+    # The class of contexts is private to typer.
+    context: Any = None
     try:
         try:
             with build().make_context(PROGRAM, list(arguments)) as context:
@@ -114,7 +119,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return errors.SUCCESS
     except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
-        status = errors.report(error)
+        choices = context.obj if context else None
+        store = choices.store if isinstance(choices, Choices) else None
+        status = errors.report(error, store=store)
         _discard_output()
         return status
 

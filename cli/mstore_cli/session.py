@@ -6,6 +6,8 @@ The only module that reads `MSTORE_STORE`.  Never creates a store.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore_cli import progress
-from mstore_cli.errors import UsageError
+from mstore_cli.errors import UsageError, with_store
 from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
@@ -98,6 +100,19 @@ class Session:
         from mstore import Store
 
         return Store.open_checked(self.store_path())
+
+    def typed(self, hint: str) -> str:
+        """A hint as this user is to type it: with `--store`, where that named the store."""
+        return with_store(hint, self._choices.store)
+
+    def settled(self) -> None:
+        """Say that all is published: from here on Ctrl-C is not heard, until the process ends.
+
+        What is left is closing the store and telling the result, and "interrupted" would be a lie.
+        """
+        # Elsewhere no Ctrl-C arrives, and Python refuses.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def progress(self) -> AbstractContextManager[Callable[[Progress], None] | None]:
         """The callback for a long call: a bar on a terminal, else None."""

@@ -6,6 +6,7 @@ The only module that knows where the user's own list of signers lies.
 from __future__ import annotations
 
 import getpass
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,14 +37,29 @@ def trusted_signers(path: Path | None) -> Mapping[bytes, str]:
     Raises BadRequest, NotFound (only for a file that was asked for), StorageFailed.
     """
     if path is None:
-        from platformdirs import user_config_path
-
-        path = user_config_path("mstore") / SIGNERS_NAME
+        path = own_signers()
         if not path.exists():
             return {}
     from mstore.signing import read_signers
 
     return read_signers(path)
+
+
+def own_signers() -> Path:
+    """Where the user's own list of signers lies, or would."""
+    from platformdirs import user_config_path
+
+    return user_config_path("mstore") / SIGNERS_NAME
+
+
+def how_to_trust(path: Path | None) -> tuple[str, ...]:
+    """Lines that say how a key comes into the list at `path`, or into the user's own."""
+    path = path or own_signers()
+    made = "" if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && "
+    return (
+        f"to trust a key, add a line to {path}: NAME and the text of its .pub file",
+        f'  {made}echo "NAME $(cat KEY.pub)" >> {shlex.quote(str(path))}',
+    )
 
 
 def state_of(signature: SignatureReport) -> str:

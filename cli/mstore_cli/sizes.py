@@ -81,6 +81,11 @@ def format_size(size: int | None) -> str:
     return f"{value:.1f} EiB"
 
 
+def counted(number: int, noun: str) -> str:
+    """A count with its noun: `1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_share(part: int, whole: int) -> str:
     """`part` of `whole` as a percentage; `-` where the whole is nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

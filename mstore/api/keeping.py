@@ -33,6 +33,7 @@ class Keeping(OpenStore):
         dry_run: bool = False,
         wait: float = 0.0,
         reflog_days: int | None = None,
+        dead_share: float | None = None,
         progress: Report | None = None,
     ) -> GcReport:
         """Drop all that no ref, reflog or pin reaches, and give its space back.
@@ -40,14 +41,17 @@ class Keeping(OpenStore):
         Safe beside everything else; a second one waits for the first.  dry_run: only say what would
         go.  wait: seconds to wait for running operations, so that packs they may be reading can go
         too; else the next writer removes them.  reflog_days: as the store is set (30 days) where
-        None.  Raises Corrupt where a needed record is damaged, StorageFailed; nothing is lost then.
+        None.  dead_share: packs of which so much is dead are written anew
+        (0.3 where None; 0: all with anything dead).
+        Raises Corrupt where a needed record is damaged, StorageFailed; nothing is lost then.
         """
         from mstore.gc.collect import Collector, Limits
+        from mstore.gc.survey import DEAD_SHARE
 
         collector = Collector(
             self._catalog,
             reflog_days=self._reflog_days(reflog_days),
-            limits=Limits(wait=wait),
+            limits=Limits(wait=wait, dead_share=DEAD_SHARE if dead_share is None else dead_share),
             progress=progress,
         )
         return collector.dry_run() if dry_run else collector.run(self._memo, self._statistics)
@@ -149,7 +153,7 @@ class Keeping(OpenStore):
             blocks = catalog.index.count(transaction, "blocks")
         ids = catalog.snapshot_ids()
         reached = lineage.ancestry(catalog, lineage.names_of(catalog))
-        manifests = [catalog.snapshot(id).manifest_id() for id in reached]
+        plain_bytes = sum(lineage.plain_bytes(catalog, id) for id in reached)
         return StoreReport(
             path=str(self.path),
             uuid=self.uuid,
@@ -160,7 +164,7 @@ class Keeping(OpenStore):
             packs=len(packs),
             blocks=blocks,
             tensors=tensors,
-            plain_bytes=sum(catalog.manifest(id).plain_bytes() for id in manifests),
+            plain_bytes=plain_bytes,
             unique_bytes=unique,
             stored_bytes=sum(size for _, size in packs),
             index_bytes=catalog.index.env.file_bytes(),
@@ -169,13 +173,15 @@ class Keeping(OpenStore):
             codecs=used.codecs,
             unreachable_bytes=used.unreachable_bytes,
             dead_bytes=used.dead_bytes,
+            overhead_bytes=used.overhead_bytes,
             condemned_bytes=used.condemned_bytes,
+            leftover_bytes=used.leftover_bytes,
         )
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:
         """What refs take and share, and what gc would free without them; all refs for no names.
 
-        Raises NotFound, and Corrupt where something that is needed is missing.
+        What is missing of a damaged store counts nothing.  Raises NotFound.
         """
         from mstore.usage import usage
 

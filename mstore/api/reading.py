@@ -59,13 +59,17 @@ class Reading(OpenStore):
         revision: str | None = None,
         limit: int | None = None,
         *,
+        every: bool = False,
         signers: Mapping[bytes, str] | None = None,
     ) -> list[SnapshotReport]:
         """The lineage of a revision, or of all refs: children before parents, newest first.
 
+        every: instead of refs, of every stored snapshot, also those that no ref reaches.
         signers: trusted keys and their names (`read_signers`), to tell whose signatures there are.
         """
         starts = None if revision is None else [self._catalog.resolve(revision)]
+        if every:
+            starts = self._catalog.snapshot_ids()
         return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
 
     def show(self, revision: str, *, signers: Mapping[bytes, str] | None = None) -> SnapshotReport:

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from threading import Lock
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -275,6 +276,28 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
     """
     where = str(path)
     with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        head, offset, length, digest = _ends(file, where)
+        table = _table(file, offset, length, digest, where)
+    return PackId.of(head + table), tuple(_entries(table, offset, where))
+
+
+def dead_bytes(path: Path, rows: int, stored: int) -> int:
+    """The payload bytes of a pack that are not those of `rows` entries of `stored` bytes in all.
+
+    Reads the footer's table only where there are more entries.  Raises as `read_table` does.
+    """
+    where = str(path)
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        _, offset, length, digest = _ends(file, where)
+        if length == rows * ENTRY.size:
+            return 0
+        table = _table(file, offset, length, digest, where)
+    return max(0, sum(int(entry[3]) for entry in ENTRY.iter_unpack(table)) - stored)
+
+
+def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
+    """A pack's header, and where its table lies, how long it is and what it hashes to."""
+    with fs.translated(Path(where)):
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER.size)
         if size < PAGE + _TAIL.size or size % PAGE:
@@ -288,11 +311,15 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
             raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
         if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
             raise Corrupt("the footer does not fit the file", where=where)
-        file.seek(offset)
-        table = file.read(length)
+    return head, offset, length, digest
+
+
+def _table(file: BinaryIO, offset: int, length: int, digest: bytes, where: str) -> bytes:
+    file.seek(offset)
+    table = file.read(length)
     if blake3(table).digest() != digest:
         raise Corrupt("the footer table does not match its hash", where=where)
-    return PackId.of(head + table), tuple(_entries(table, offset, where))
+    return table
 
 
 def _entries(table: bytes, end: int, where: str) -> Iterator[Entry]:

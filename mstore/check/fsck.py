@@ -8,7 +8,7 @@ an orderly way, or nothing that is there now asks for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -104,7 +104,7 @@ class Checker:
             garbage=tuple(findings.garbage),
             problems=findings.problems,
             hurt=Wounds(catalog, findings).all(graph.names, graph.pruned),
-            hint=self._hint(graph.names.keys()),
+            hint=self._hint(graph.names.keys(), set(graph.lost)),
             seconds=time.monotonic() - began,
         )
 
@@ -145,13 +145,17 @@ class Checker:
         root = self._layout.root
         return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
 
-    def _hint(self, refs: Container[str]) -> str | None:
+    def _hint(self, refs: Container[str], lost: Collection[str]) -> str | None:
         findings = self.findings
         if not findings.problems:
             return None
         if findings.broken or findings.packs or findings.incomplete:
             data = " --read-data" if self._scope.share else ""
-            return f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
+            told = f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
+            if lost:
+                name = min(lost)
+                told += f"; with none left: mstore rm {name}, or mstore reset {name} OTHER"
+            return told
         if findings.stale_mirror:
             return "mstore fsck --repair"
         names = [problem.where for problem in findings.problems if problem.kind == "ref"]

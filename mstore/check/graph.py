@@ -33,6 +33,7 @@ class Graph:
         self._sound: set[TensorId] = set()
         self._planned: dict[PlanId, frozenset[str]] = {}
         self.names: dict[str, refs.Ref] = {}
+        self.lost: list[str] = []
         self.pruned: set[bytes] = set()
         self.snapshots = 0
 
@@ -44,6 +45,7 @@ class Graph:
         for name, ref in self.names.items():
             if ref.snapshot_id() not in known:
                 self.findings.incomplete.add(ref.snapshot)
+                self.lost.append(name)
                 what = f"points at {ref.snapshot_id().short}, which is missing"
                 self.findings.tell("ref", name, what)
         self._unlisted(known)

@@ -44,6 +44,8 @@ class OldIndex:
     @classmethod
     def read(cls, layout: Layout) -> OldIndex:
         """All that can be read; an empty one with a note where nothing can."""
+        if not (layout.index / "data.mdb").exists():
+            return cls(notes=["there was none"])
         old = cls()
         try:
             with LmdbFile(layout.index / "data.mdb") as file:

@@ -3,8 +3,9 @@
 The new LMDB file is built in tmp/ and put in place by one rename: a crash leaves the old index or
 the new one.  What packs do not tell (refs, reflogs, what inputs of plans were called, what was
 pruned) is taken over from the old index where that can be read, else refs come from the mirror and
-reflogs begin anew.  Statistics and the memo table are functions of contents and stay; remembered
-requests go.
+reflogs begin anew.  With neither, each snapshot that no other came from gets a branch, so that the
+next garbage collection takes none.  Statistics and the memo table are functions of contents and
+stay; remembered requests go.
 
 Of a payload that several packs have, the first that reads right is taken, one that needs no base
 before one that does.  A delta whose base is nowhere is left out.
@@ -87,6 +88,7 @@ def reindex(
         records=built.records,
         snapshots=built.snapshots,
         refs=built.refs,
+        recovered=tuple(built.recovered),
         pruned=built.pruned,
         old_index=old is not None and bool(old.refs or old.reflog),
         reflog_moves=built.reflog_moves,
@@ -198,6 +200,7 @@ class _Built:
     refs: int
     pruned: int
     reflog_moves: int
+    recovered: list[str]
     notes: list[str]
 
 
@@ -216,6 +219,7 @@ class _Building:
         self._notes = [f"old index: {note}" for note in self._old.notes]
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
+        self._are_refs_lost = False
 
     def run(self) -> _Built:
         """Fill it."""
@@ -225,6 +229,8 @@ class _Building:
             self._leave_out_orphans()
             snapshots = self._snapshots()
             names, moves = self._refs(set(snapshots))
+            recovered = self._recover(snapshots, names) if self._are_refs_lost else {}
+            names.update(recovered)
             self._plans(snapshots, names)
             pruned = self._pruned(snapshots, names)
         finally:
@@ -234,7 +240,15 @@ class _Building:
                 self._index.count(transaction, name) for name in ("blocks", "records")
             )
         return _Built(
-            packs, blocks, records, len(snapshots), len(names), pruned, moves, self._notes
+            packs,
+            blocks,
+            records,
+            len(snapshots),
+            len(names),
+            pruned,
+            moves,
+            list(recovered),
+            self._notes,
         )
 
     # -- rows of blocks and records ----------------------------------------------------------
@@ -400,6 +414,7 @@ class _Building:
             mirrored = refs.read_mirror(self._layout)
         except MstoreError as error:
             self._notes.append(f"ref mirror: {error.what}")
+            self._are_refs_lost = not old.are_refs_whole
         # The mirror may be a commit behind, and knows nothing of what was removed since.
         named = old.refs if old.are_refs_whole else {**old.refs, **mirrored}
         found = {}
@@ -408,7 +423,8 @@ class _Building:
                 transaction.put(key, value, db=index.db("reflog"))
             for name, ref in sorted(named.items()):
                 if ref.snapshot_id() not in known:
-                    self._notes.append(f"{name} is at {ref.snapshot_id()}, which is in no pack")
+                    what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
+                    self._notes.append(f"{what}; next: mstore fsck")
                 last = refs.reflog(index, transaction, name)[-1:]
                 if last and last[0].new == ref.snapshot:
                     value = msgspec.msgpack.encode(ref, enc_hook=plain_id)
@@ -425,6 +441,43 @@ class _Building:
                     )
                 found[name] = ref
         return found, len(old.reflog)
+
+    def _recover(
+        self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
+    ) -> dict[str, refs.Ref]:
+        """A branch for each snapshot that no other came from, and that no ref reaches.
+
+        Without any ref, the next garbage collection would take all of them.
+        """
+        parents = {p.snapshot_id() for record in snapshots.values() for p in record.parents}
+        named = {ref.snapshot_id() for ref in names.values()}
+        directory = "recovered"
+        while directory in names:
+            directory += "-again"
+        found: dict[str, refs.Ref] = {}
+        with self._index.env.write() as transaction:
+            for id in sorted(snapshots.keys() - parents - named):
+                name = f"{directory}/{id.short}"
+                if name in names or name in found:
+                    name = f"{directory}/{id}"
+                new = refs.Ref(refs.BRANCH, id)
+                refs.move(
+                    self._index,
+                    transaction,
+                    name,
+                    expect=None,
+                    new=new,
+                    action="reindex: recovered",
+                    time_ns=now_ns(),
+                )
+                found[name] = new
+        if found:
+            self._notes.append(
+                f"the names of refs are lost: {len(found)} branches {directory}/... are what no "
+                f"other snapshot came from (mstore log shows all); to name one again: mstore reset "
+                f"NAME {next(iter(found))}, then mstore rm {next(iter(found))}"
+            )
+        return found
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]

@@ -24,7 +24,7 @@ from typing import Any
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
-from mstore.blocks.index import Location
+from mstore.blocks.index import Index, Location
 from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
 from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
@@ -36,7 +36,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import Progress, RepairReport
 from mstore.store import leases, refs
-from mstore.store.catalog import Catalog, insert_snapshot
+from mstore.store.catalog import Catalog, insert_snapshot, unlist_snapshot
 from mstore.store.layout import Layout
 from mstore.store.transaction import MAX_PACK_BYTES
 
@@ -203,6 +203,9 @@ class Repair:
                         dropped.append(key)
                 for snapshot in snapshots:
                     insert_snapshot(index, transaction, snapshot)
+                for kind, id in damage.rows:
+                    if kind == Kind.SNAPSHOT:
+                        _unlist_if_lost(index, transaction, SnapshotId(id))
                 condemned = [
                     pack
                     for pack in sorted(damage.packs)
@@ -433,6 +436,12 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
     for id in sorted(snapshots):
         with suppress(MstoreError):
             yield catalog.snapshot(id)
+
+
+def _unlist_if_lost(index: Index, transaction: Any, id: SnapshotId) -> None:
+    """A snapshot whose record is gone is no longer one; a record that is healed lists it again."""
+    if index.record(transaction, Kind.SNAPSHOT, id) is None:
+        unlist_snapshot(index, transaction, id)
 
 
 def _condemn(catalog: Catalog, transaction: Any, pack: PackId, kept: set[bytes]) -> bool:

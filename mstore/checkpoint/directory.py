@@ -22,12 +22,17 @@ from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
 from mstore.checkpoint.reading import open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.checkpoint.tree import Found, Tree, several, walk
 from mstore.errors import BadCheckpoint
 
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+# Files that a directory of several models has not: of these it is one model's top.
+_TOP_OF_ONE = frozenset(
+    {"config.json", "model_index.json", "modular_model_index.json", "modules.json"}
+)
 
 # An error that lists file names stays one readable line.
 _NAMES_SHOWN = 5
@@ -99,11 +104,12 @@ def scan(
     Raises NotFound where `path` does not exist, StorageFailed where the disk refuses, and
     BadCheckpoint for what `tree.walk` refuses, a header that `read_header` refuses, an index that
     names a missing shard or tensor or has one name in two shards, more tensors than the
-    limits allow, and a checkpoint without any .safetensors file.
+    limits allow, a directory of several models, and a checkpoint without any .safetensors file.
     """
     tree = _replaced(walk(path, max_files=limits.max_files), replacement)
     _require_safetensors(tree, path)
     files = _sources(tree, replacement, limits)
+    _refuse_several(tree, files)
     by_path = {file.path: file for file in files}
     for file in files:
         if file.path.endswith(INDEX_SUFFIX):
@@ -193,6 +199,37 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
     raise BadCheckpoint(
         "holds no .safetensors file", where=str(path), hint="mstore add MODEL_DIRECTORY --name NAME"
     )
+
+
+def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
+    """Models side by side are not one: of tensors with one name only the first would be seen.
+
+    A model may have parts in directories of their own, as a pipeline has.  These have other
+    tensors, or a file at the top that names them.
+    """
+    paths = {file.path for file in files}
+    top = {path for path in paths if "/" not in path}
+    if top & _TOP_OF_ONE or any(
+        path.endswith((SAFETENSORS_SUFFIX, *PICKLE_SUFFIXES)) for path in top
+    ):
+        return
+    models: dict[str, set[str]] = {}
+    for file in files:
+        directory = posixpath.dirname(file.path)
+        if file.header is not None and f"{directory}/config.json" in paths:
+            names = models.setdefault(directory, set())
+            names.update(slot.name for slot in file.header.tensors)
+    seen: dict[str, str] = {}
+    for directory, names in models.items():
+        for name in names:
+            other = seen.setdefault(name, directory)
+            if other != directory:
+                raise several(
+                    tree.shown,
+                    f"holds {len(models)} models, not one: {quoted(other)} and {quoted(directory)} "
+                    f"both have the tensor {quoted(name)}",
+                    sorted(models),
+                )
 
 
 def _check_index(

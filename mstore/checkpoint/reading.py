@@ -14,11 +14,13 @@ from pathlib import Path
 
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
+_MISSING = "check the path"
+
 
 def storage_error(error: OSError, where: str) -> MstoreError:
     """The library's error for an OSError: NotFound where nothing is there, else StorageFailed."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return NotFound("no such file or directory", where=where)
+        return NotFound("no such file or directory", where=where, hint=_MISSING)
     what = error.strerror or str(error)
     return StorageFailed(f"cannot be read: {what}", where=where, errno=error.errno)
 
@@ -38,7 +40,7 @@ def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
             raise BadCheckpoint("is not a regular file", where=where) from None
         raise storage_error(error, where) from error
     except ValueError:
-        raise NotFound("no such file or directory", where=repr(where)) from None
+        raise NotFound("no such file or directory", where=repr(where), hint=_MISSING) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

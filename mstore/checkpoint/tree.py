@@ -18,13 +18,17 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
 from mstore.checkpoint.reading import open_regular, read_range, storage_error
 from mstore.errors import BadCheckpoint, NotFound
 
+# A hint that lists paths stays one line to type.
+_PATHS_SHOWN = 16
 STORE_MARK = b"mstore "
 HUB_PREFIX = "models--"
 # A revision is a commit's hash; a name of this length could still be a file's.
@@ -54,7 +58,8 @@ def walk(path: Path, *, max_files: int) -> Tree:
 
     `path` itself may be a link: whoever named it meant it.  Raises NotFound, StorageFailed, and
     BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
-    that is not portable or has a twin in another case, an mstore store inside, and too many files.
+    that is not portable or has a twin in another case, an mstore store or models of a Hub cache
+    inside, and too many files.
     """
     status = _stat(path)
     if stat.S_ISREG(status.st_mode):
@@ -67,8 +72,32 @@ def walk(path: Path, *, max_files: int) -> Tree:
     root = shown.resolve()
     walker = _Walker(root, shown, _own_blobs(root), max_files)
     found = sorted(walker.files(), key=lambda each: each.path)
+    _refuse_hub(found, shown)
     check_case_twins((each.path for each in found), str(path))
     return Tree(root, shown, tuple(found))
+
+
+def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint:
+    """The refusal of a directory that holds several models, with the line that adds them."""
+    paths = [shlex.quote(str(where / each)) for each in directories[:_PATHS_SHOWN]]
+    more = " ..." if len(directories) > _PATHS_SHOWN else ""
+    return BadCheckpoint(
+        what,
+        where=str(where),
+        hint=f"mstore add {' '.join(paths)}{more} --name-prefix {shlex.quote(where.name)}/",
+    )
+
+
+def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
+    """The Hub's cache itself, or what holds it, is no model."""
+    models: set[str] = set()
+    for found in files:
+        parts = found.path.split("/")
+        for at, (name, below) in enumerate(pairwise(parts)):
+            if name.startswith(HUB_PREFIX) and below == "snapshots":
+                models.add("/".join(parts[: at + 1]))
+    if models:
+        raise several(shown, "is a cache of the Hugging Face Hub, not a model", sorted(models))
 
 
 def hub_snapshot(path: Path) -> Path:
@@ -88,12 +117,26 @@ def hub_snapshot(path: Path) -> Path:
         revision = ""
     snapshot = path / "snapshots" / revision
     if not revision or "/" in revision or revision in (".", "..") or not _is_directory(snapshot):
-        raise BadCheckpoint(
-            "does not name a snapshot of this model in the Hub's cache",
-            where=where,
-            hint=f"mstore add {shlex.quote(str(path / 'snapshots'))}/REVISION --name NAME",
-        )
+        raise _no_revision(path, where)
     return snapshot
+
+
+def _no_revision(path: Path, where: str) -> BadCheckpoint:
+    try:
+        there = sorted(each.name for each in (path / "snapshots").iterdir() if _is_directory(each))
+    except OSError as error:
+        raise storage_error(error, str(path / "snapshots")) from error
+    what = "does not name a snapshot of this model in the Hub's cache"
+    if not there:
+        return BadCheckpoint(f"{what}, which has none", where=where)
+    shown = ", ".join(quoted(each) for each in there[:_PATHS_SHOWN])
+    more = f" and {len(there) - _PATHS_SHOWN} more" if len(there) > _PATHS_SHOWN else ""
+    chosen = shlex.quote(str(path / "snapshots" / there[0]))
+    return BadCheckpoint(
+        f"{what}, which has {shown}{more}",
+        where=where,
+        hint=f"mstore add {chosen} --name {shlex.quote(given_name(path))}",
+    )
 
 
 def given_name(path: Path) -> str:

@@ -288,4 +288,10 @@ def _refuse(answer: _Answer, where: str) -> NoReturn:
             where=where,
             hint="if you trust this file: Store.add(..., convert=ConversionLimits(...)) in Python",
         )
-    raise BadCheckpoint(what, where=where)
+    hint = None
+    if answer.kind == "code":
+        hint = (
+            "ask its author for safetensors; or, where nothing can be harmed, load it and save its "
+            "tensors with safetensors.torch.save_file"
+        )
+    raise BadCheckpoint(what, where=where, hint=hint)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
+import re
 import resource
 import signal
 import sys
@@ -29,8 +31,12 @@ OLDEST_TORCH = (2, 6)
 MIB = 1 << 20
 
 
+# How torch names what a pickle wanted, once it is found among its advice.
+_WANTED = re.compile(r"\bGLOBAL ([A-Za-z_][\w.]{0,200})")
+
+
 class Refused(Exception):
-    """A source that cannot be converted: `kind` is missing, limit or bad."""
+    """A source that cannot be converted: `kind` is missing, limit, code or bad."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
@@ -114,13 +120,24 @@ def load(torch: Any, source: str) -> tuple[dict[str, Any], list[str]]:
     with open(source, "rb") as file:
         is_archive = file.read(4) == b"PK\x03\x04"
     # The form before torch 1.6 cannot be mapped.
-    loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_archive)
+    try:
+        loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        raise Refused("code", unsafe(str(error))) from error
     if not isinstance(loaded, dict):
         raise Refused("bad", f"holds a {type(loaded).__name__}, not tensors by name")
     nested = loaded.get("state_dict")
     if isinstance(nested, dict):
         return nested, sorted(str(key) for key in loaded if key != "state_dict")
     return loaded, []
+
+
+def unsafe(words: str) -> str:
+    """What a pickle wanted that was not allowed.  torch's own words say how to allow it."""
+    wanted = _WANTED.search(words)
+    if wanted is None:
+        return "is a pickle of something else than tensors; nothing in it was run"
+    return f"wants to load {wanted[1].rstrip('.')}, which is no tensor; it was not run"
 
 
 def check(torch: Any, tensors: dict[Any, Any], known: dict[Any, str], most: int) -> int:
@@ -191,6 +208,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "limit", "what": "needs more memory than it is allowed", "file": file}
     except Exception as error:  # noqa: BLE001 -- whatever the loader raises belongs to the file
         text = str(error)
+        if "weights_only" in text:
+            # Other errors come with that advice too.
+            return {"kind": "code", "what": unsafe(text), "file": file}
         if "alloc" in text or "Cannot allocate memory" in text or "mmap" in text:
             return {"kind": "limit", "what": "needs more memory than it is allowed", "file": file}
         words = text.strip().partition("\n")[0][:300]

@@ -32,13 +32,14 @@ from mstore.blocks.packs import Kind, SealedPack, pack_path
 from mstore.errors import StorageFailed
 from mstore.gc import tidy
 from mstore.gc.repack import MAX_PACK_BYTES, Copies
-from mstore.gc.survey import Choice, Dead, Use, choose, places, uses
+from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.reach import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
 from mstore.reports import GcReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import condemned, leases, plans
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
+from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
 
 RESERVE_BYTES = 8 << 20
@@ -50,11 +51,13 @@ _POLL_SECONDS = 0.05
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a run may take: room for copies (None: what the disk has, less a reserve), bytes a pack,
-    and seconds to wait for others before their packs are left to the next writer."""
+    seconds to wait for others before their packs are left to the next writer, and the share of dead
+    bytes from which a pack is written anew (0: with any)."""
 
     room: int | None = None
     max_pack: int = MAX_PACK_BYTES
     wait: float = 0.0
+    dead_share: float = DEAD_SHARE
 
 
 @dataclass(slots=True)
@@ -68,8 +71,13 @@ class _Tally:
     dropped_bytes: int = 0
     removed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
     copied_bytes: int = 0
     freed_bytes: int = 0
+    joined_bytes: int = 0
+    dead_bytes: int = 0
+    leftover_files: int = 0
+    leftover_bytes: int = 0
     waiting_bytes: int = 0
     waiting_for: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -91,8 +99,13 @@ class _Tally:
             dropped_bytes=self.dropped_bytes,
             packs_removed=tuple(sorted(self.removed)),
             packs_rewritten=tuple(sorted(self.rewritten)),
+            packs_joined=tuple(sorted(self.joined)),
             copied_bytes=self.copied_bytes,
             freed_bytes=self.freed_bytes,
+            joined_bytes=self.joined_bytes,
+            dead_bytes=self.dead_bytes,
+            leftover_files=self.leftover_files,
+            leftover_bytes=self.leftover_bytes,
             waiting_bytes=self.waiting_bytes,
             waiting_for=tuple(self.waiting_for),
             left=tuple(self.left),
@@ -128,7 +141,7 @@ class Collector:
         reach = Reach(catalog, inventory)
         reach.grow(roots)
         found = uses(reach, catalog.layout.packs)
-        return reach, Dead.of(reach), choose(found, self._room())
+        return reach, Dead.of(reach), choose(found, self._room(), self._limits.dead_share)
 
     def _room(self) -> int:
         if self._limits.room is not None:
@@ -145,7 +158,8 @@ class Collector:
         tally.drop(dead)
         tally.left += choice.left
         copied = sum(use.live_bytes for use in choice.rewrite)
-        self._count_packs(choice.remove, choice.rewrite, copied)
+        self._count_packs(choice, choice.remove, choice.rewrite, copied)
+        self._count_leftovers(leases.leftovers(catalog.layout), [])
         for path in self._unknown(leases.live(self._catalog.layout)):
             self._count_unknown(path)
         waiting = condemned.listed(catalog.index)
@@ -154,16 +168,35 @@ class Collector:
         self._count_waiting(waiting, held)
         return tally.report(dry_run=True, seconds=time.monotonic() - began)
 
-    def _count_packs(self, removed: Iterable[Use], rewritten: Iterable[Use], copied: int) -> None:
+    def _count_packs(
+        self, choice: Choice, removed: Iterable[Use], rewritten: Iterable[Use], copied: int
+    ) -> None:
         tally = self._tally
+        tally.dead_bytes = choice.stays
         for use in removed:
             tally.removed.append(use.pack.hex())
             tally.freed_bytes += use.size
         for use in rewritten:
             tally.rewritten.append(use.pack.hex())
             tally.freed_bytes += use.size
+            if use.number in choice.joined:
+                tally.joined.append(use.pack.hex())
+                tally.joined_bytes += use.size - use.live_bytes
         tally.copied_bytes += copied
         tally.freed_bytes -= copied
+
+    def _count_leftovers(self, before: list[Leftover], after: list[Leftover]) -> None:
+        tally = self._tally
+        gone = [one for one in before if not one.resumable]
+        still = [one for one in after if not one.resumable]
+        tally.leftover_files += max(0, sum(o.files for o in gone) - sum(o.files for o in still))
+        tally.leftover_bytes += max(0, sum(o.size for o in gone) - sum(o.size for o in still))
+        stays = [one for one in before if one.resumable]
+        if stays:
+            tally.left.append(
+                f"{sum(one.files for one in stays)} files ({sum(one.size for one in stays)} bytes) "
+                "of interrupted merges in tmp: the next merge goes on from them, or removes them"
+            )
 
     # -- doing -------------------------------------------------------------------------------
 
@@ -174,7 +207,9 @@ class Collector:
         with _for_a_full_disk(), leases.collecting(catalog.layout):
             # Space first: what is left of others may be what copies need.
             with catalog.publishing():
+                leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
+                self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
                 self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
             self._remove_unknown()
             again = True
@@ -191,6 +226,7 @@ class Collector:
         reach, dead, choice = self._survey()
         if not (dead.snapshots or dead.count(*Kind) or choice.remove or choice.rewrite):
             tally.left += choice.left
+            tally.dead_bytes = choice.stays
             return False
         lease = leases.Lease(catalog.layout, catalog.index, "gc")
         try:
@@ -283,6 +319,7 @@ class Collector:
                 fs.unlink(pack_path(catalog.layout.packs, useless), missing_ok=True)
         tally.drop(dead)
         self._count_packs(
+            choice,
             [use for use in choice.remove if use.number in empty],
             [use for use in choice.rewrite if use.number in empty],
             copies.copied_bytes,

@@ -108,7 +108,8 @@ def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
     """A snapshot and what its branch held before it, newest first."""
     chain = [tip]
     while True:
-        parents = catalog.snapshot(chain[-1]).parents
+        record = catalog.snapshot_if_there(chain[-1])
+        parents = () if record is None else record.parents
         before = next((p.snapshot_id() for p in parents if p.role == PREVIOUS), None)
         if before is None or before in chain[-1:]:
             return chain
@@ -121,4 +122,6 @@ def _unpruned(
     with catalog.index.env.read() as transaction:
         known = contents.pruned(catalog.index, transaction)
     named = {ref.snapshot_id() for ref in tagged.values()}
-    return [id for id in snapshots if id not in known or id in named]
+    found = [id for id in snapshots if id not in known or id in named]
+    # One that is missing has nothing to let go of.
+    return [id for id in found if catalog.snapshot_if_there(id) is not None]

@@ -7,19 +7,19 @@ another pack has).  Nothing here changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mstore.blocks.packs import ENTRY, PAGE, Kind, pack_path, read_table
+from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
 from mstore.ids import PackId, SnapshotId
 from mstore.reach import Flags, Inventory, Numbers, Reach, Table
 
 DEAD_SHARE = 0.3
-"""A pack is rewritten from this share of dead payload bytes on."""
+"""A pack is rewritten from this share of dead payload bytes on, unless another is asked for."""
 SMALL_BYTES = 8 << 20
 SMALL_PACKS = 8
 """Packs below SMALL_BYTES are put together where there are so many."""
@@ -47,12 +47,18 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is to be done: packs without a live row go, others are rewritten."""
+    """What is to be done: packs without a live row go, others are rewritten.
+
+    joined: numbers of those that are rewritten only because there are many small ones.  stays: dead
+    bytes of packs that are left as they are.
+    """
 
     remove: tuple[Use, ...]
     rewrite: tuple[Use, ...]
     left: tuple[str, ...]
     short_of_room: bool
+    joined: frozenset[int]
+    stays: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Dead:
 
 
 def uses(reach: Reach, packs: Path) -> list[Use]:
-    """How each pack is used, by pack number.  Footers are read only where they may decide."""
+    """How each pack is used, by pack number.  Footers are read only where they list more rows."""
     inventory = reach.inventory
     tops = [int(table.heads["pack"].max()) for table in inventory.tables.values() if len(table)]
     length = 1 + max([*inventory.packs, *tops], default=-1)
@@ -110,17 +116,15 @@ def _count(
 
 
 def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int | None:
-    most = size - PAGE - live_bytes - ENTRY.size * live_rows
-    if not live_rows or most < DEAD_SHARE * (most + live_bytes):
-        return max(0, most)
+    if not live_rows:
+        return max(0, size - PAGE)
     try:
-        _, entries = read_table(path)
+        return dead_bytes(path, live_rows, live_bytes)
     except MstoreError:
         return None
-    return max(0, sum(entry.stored_length for entry in entries) - live_bytes)
 
 
-def choose(found: Iterable[Use], room: int) -> Choice:
+def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> Choice:
     """Which packs go and which are rewritten, with `room` bytes for copies."""
     remove, wanted, small, left = [], [], [], []
     for use in found:
@@ -128,13 +132,13 @@ def choose(found: Iterable[Use], room: int) -> Choice:
             remove.append(use)
         elif use.dead_bytes is None:
             left.append(f"pack {use.pack.hex()}: damaged; next: mstore fsck --repair")
-        elif use.dead_share >= DEAD_SHARE:
+        elif use.dead_bytes and use.dead_share >= dead_share:
             wanted.append(use)
         elif use.size < SMALL_BYTES:
             small.append(use)
     # What is copied may be small too, and would be put together with these the next time.
-    if len(small) + bool(wanted) >= SMALL_PACKS:
-        wanted += small
+    joined = small if len(small) + bool(wanted) >= SMALL_PACKS else []
+    wanted += joined
     rewrite = []
     short = False
     for use in sorted(wanted, key=lambda use: (-use.dead_share, use.number)):
@@ -145,8 +149,14 @@ def choose(found: Iterable[Use], room: int) -> Choice:
         else:
             short = True
             left.append(f"pack {use.pack.hex()}: no room for a copy of {use.live_bytes} bytes")
+    done = {use.number for use in (*remove, *rewrite)}
     return Choice(
-        tuple(remove), tuple(sorted(rewrite, key=lambda use: use.number)), tuple(left), short
+        tuple(remove),
+        tuple(sorted(rewrite, key=lambda use: use.number)),
+        tuple(left),
+        short,
+        frozenset(use.number for use in joined),
+        sum(use.dead_bytes or 0 for use in found if use.number not in done),
     )
 
 

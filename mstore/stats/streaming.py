@@ -41,6 +41,12 @@ class BaseBlocks:
         found = iter(self._catalog.locate(wanted) if wanted else ())
         return [None if block is None else next(found) for block in blocks]
 
+    def locate_stored(self, blocks: Sequence[BlockId | None]) -> list[Location | None]:
+        """The same, and None too for each that is not stored."""
+        wanted = [block for block in blocks if block is not None]
+        stored = dict(zip(wanted, self._catalog.has_blocks(wanted), strict=True)) if wanted else {}
+        return self.locate([block if block and stored[block] else None for block in blocks])
+
     def read(self, block: BlockId, location: Location) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Its plain bytes, checked; they last until this thread's next call."""
         return self._read(0, block, location)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +25,7 @@ from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
 from mstore.errors import BadRequest, Corrupt, NotFound
-from mstore.ids import BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
+from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest
@@ -125,6 +125,39 @@ class Catalog:
         """Whether each block is stored."""
         with self.index.env.read() as transaction:
             return [self.index.has_block(transaction, block) for block in blocks]
+
+    def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
+        """Those whose own bytes, or those of the base of a delta, lie in a pack that is missing.
+
+        One that is not stored is not among them.  Looks at names of files only.
+        """
+        lost = self._in_missing_packs(blocks)
+        # What gc moved meanwhile has its row elsewhere by now.
+        return self._in_missing_packs(lost) if lost else []
+
+    def _in_missing_packs(self, blocks: Collection[BlockId]) -> list[BlockId]:
+        packs: dict[bytes, bool] = {}
+
+        def is_there(place: Location) -> bool:
+            if place.pack not in packs:
+                packs[place.pack] = self.packs.path(place.pack).exists()
+            return packs[place.pack]
+
+        lost = []
+        with self.index.env.read() as transaction:
+            for block in blocks:
+                place = self.index.block(transaction, block)
+                if place is None:
+                    continue
+                base = None
+                if _is_delta(place):
+                    base = self.index.block(transaction, BlockId(place.base))
+                    if base is None:
+                        lost.append(block)
+                        continue
+                if not is_there(place) or (base is not None and not is_there(base)):
+                    lost.append(block)
+        return lost
 
     def read_block(
         self, block: BlockId, location: Location | None = None, meter: Meter | None = None
@@ -354,9 +387,21 @@ class Catalog:
         """A manifest."""
         return self.record(Manifest, id)
 
+    def manifest_if_there(self, id: ManifestId) -> Manifest | None:
+        """A manifest; None where it is missing, damaged, or in a pack that is lost."""
+        with suppress(NotFound, Corrupt):
+            return self.manifest(id)
+        return None
+
     def snapshot(self, id: SnapshotId) -> SnapshotRecord:
         """A snapshot record."""
         return self.record(SnapshotRecord, id)
+
+    def snapshot_if_there(self, id: SnapshotId) -> SnapshotRecord | None:
+        """A snapshot record; None where it is missing, damaged, or in a pack that is lost."""
+        with suppress(NotFound, Corrupt):
+            return self.snapshot(id)
+        return None
 
     def require_real(self, id: SnapshotId, called: str) -> None:
         """Raise BadRequest if a snapshot is virtual: what it lacks is the bytes themselves."""
@@ -449,6 +494,13 @@ def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) ->
     for parent in snapshot.parents:
         key = PARENT_EDGE + parent.snapshot + id + parent.role.encode()
         transaction.put(key, b"", db=index.db("edges"))
+
+
+def unlist_snapshot(index: Index, transaction: Any, id: SnapshotId) -> None:
+    """Take back the rows by which a snapshot is found, where its record is lost."""
+    row = transaction.pop(id, db=index.db("snapshots"))
+    if row is not None:
+        transaction.delete(MANIFEST_EDGE + row[:ID_BYTES] + id, db=index.db("edges"))
 
 
 def now_ns() -> int:

@@ -119,10 +119,12 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     try:
         fs.make_directories(root)
         lock = fs.LockFile(layout.lock)
-    except BaseException:
+    except BaseException as error:
         # Nothing is locked yet: what lies there may be somebody else's.
         if is_new and root.is_dir() and not any(root.iterdir()):
             fs.remove_tree(root)
+        if isinstance(error, StorageFailed) and error.hint is None:
+            error.hint = "name a new directory, in one that you may write to"
         raise
     try:
         # Of two at a time the second waits here, and then finds a store.

@@ -21,6 +21,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,36 @@ def _lock_path(layout: Layout, name: str) -> Path:
 def garbage(layout: Layout) -> list[Path]:
     """Everything in tmp/ that belongs to no live lease, for reports.  Changes nothing."""
     return [path for path in _listed(layout) if not _is_live(layout, path)]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a dead lease left in tmp/: files and their bytes.
+
+    resumable: an interrupted merge's, which the next merge goes on from or removes.
+    """
+
+    files: int
+    size: int
+    resumable: bool
+
+
+def leftovers(layout: Layout) -> list[Leftover]:
+    """What is in tmp/ that belongs to no live lease.  Changes nothing."""
+    found = []
+    for path in garbage(layout):
+        # Its owner's successor may take it at any moment.
+        with suppress(OSError, StorageFailed):
+            resumable = _has_receipts(path)
+            sizes = [
+                one.lstat().st_size
+                for one in ([path, *path.rglob("*")] if not path.is_symlink() else [path])
+                if one.is_symlink() or not one.is_dir()
+            ]
+            # An empty lock is no news.
+            if sum(sizes):
+                found.append(Leftover(len(sizes), sum(sizes), resumable))
+    return found
 
 
 def _listed(layout: Layout) -> list[Path]:

@@ -33,6 +33,8 @@ _FORBIDDEN = frozenset("~^:@{}\\*?[]=\"'<>|$`")
 # Controls, invisible marks (they also turn text round), and all kinds of space.
 _UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 _HEX_NAME = re.compile(r"[0-9a-f]{16,64}")
+# As much of an id as may stand for it.
+_HEX_PREFIX = re.compile(r"[0-9a-f]{4,15}")
 _POSITION = struct.Struct(">Q")
 
 
@@ -190,6 +192,21 @@ def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
         if cursor.set_range(prefix) and cursor.key().startswith(prefix):
             below = cursor.key().decode()
             raise Conflict(f"{below!r} is a ref, so {name!r} cannot be one above it", where=name)
+
+
+def refuse_shadow(index: Index, transaction: Any, name: str) -> None:
+    """Raise BadName for a new name that begins the id of a stored snapshot: it would hide that."""
+    if not _HEX_PREFIX.fullmatch(name):
+        return
+    with transaction.cursor(db=index.db("snapshots")) as cursor:
+        if cursor.set_range(bytes.fromhex(name.ljust(64, "0"))) and cursor.key().hex().startswith(
+            name
+        ):
+            raise BadName(
+                f"{name!r} cannot be a new ref: the id of snapshot "
+                f"{SnapshotId(cursor.key()).short} begins with it",
+                hint="choose another name, as in llama/merged",
+            )
 
 
 def _log_key(name: str, position: int) -> bytes:

@@ -14,6 +14,7 @@ A transaction belongs to one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.store import condemned, contents, leases, refs
 from mstore.store.catalog import Catalog, insert_snapshot, now_ns
@@ -133,6 +134,11 @@ class Transaction:
         """A block that was found stored, or was put here, must be there when this is published."""
         if block not in self._own:
             self._relied_blocks.add(block)
+
+    @property
+    def relied_blocks(self) -> AbstractSet[BlockId]:
+        """The blocks that this publishes and did not store: they were there."""
+        return self._relied_blocks
 
     @property
     def has_news(self) -> bool:
@@ -338,10 +344,30 @@ def _require_unmoved(gone: Sequence[Id]) -> None:
 def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
     """What the branch `name` is now, None if it is new.  Raises BadName, Conflict for a tag."""
     refs.check_name(name)
-    current = catalog.ref(name)
+    with catalog.index.env.read() as transaction:
+        current = refs.get(catalog.index, transaction, name)
+        if current is None:
+            refs.refuse_shadow(catalog.index, transaction, name)
     if current is not None and current.kind == refs.TAG:
         raise Conflict("is a tag, and tags do not move", where=name, hint="choose another --name")
     return current
+
+
+def tip_of(
+    catalog: Catalog, current: refs.Ref | None
+) -> tuple[SnapshotRecord | None, tuple[Parent, ...]]:
+    """What a branch points at, and the parent of what comes next on it.
+
+    Neither is there for a new branch, nor where the snapshot is missing: then the branch begins
+    anew.  One that is stored and cannot be read is a parent that may yet be healed.
+    """
+    if current is None:
+        return None, ()
+    id = current.snapshot_id()
+    with catalog.index.env.read() as transaction:
+        is_stored = catalog.index.record(transaction, Kind.SNAPSHOT, id) is not None
+    parents = (Parent(PREVIOUS, current.snapshot),) if is_stored else ()
+    return catalog.snapshot_if_there(id), parents
 
 
 def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) -> None:
@@ -349,6 +375,9 @@ def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) ->
     for move in moves:
         if move.new is not None:
             contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)
+            # Here and not below: reindex gives back a name that was there before the snapshot.
+            if move.expect is None:
+                refs.refuse_shadow(catalog.index, transaction, move.name)
         refs.move(
             catalog.index,
             transaction,

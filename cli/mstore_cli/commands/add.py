@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.errors import UsageError
+from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size
+from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
     from mstore.convert.conversion import ConversionLimits
@@ -113,6 +113,12 @@ def add(
             except MstoreError as error:
                 error.hint = _with_stored(error.hint, path, reports, len(named))
                 raise
+            except KeyboardInterrupt as stop:
+                if not reports:
+                    raise
+                names = ", ".join(report.name for report in reports)
+                raise Interrupted(f"stored before that: {names}") from stop
+        session.settled()
 
     document = reports[0] if len(named) == 1 else {"added": reports}
     session.output.emit(
@@ -138,13 +144,14 @@ def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tupl
 
         names = [f"{prefix}{given_name(path)}" for path in paths]
     elif not names:
-        hint = f"mstore add {first} --name REF"
+        hint = f"mstore add {first} --name {_suggested(paths[0])}"
         if len(paths) > 1:
             hint = f"mstore add {shlex.join(str(path) for path in paths)} --name-prefix TEXT"
         raise UsageError("no --name was given", hint=hint)
     if len(names) != len(paths):
         raise UsageError(
-            f"{len(paths)} paths and {len(names)} names: each path needs its own",
+            f"{counted(len(paths), 'path')} and {counted(len(names), 'name')}: "
+            "each path needs its own",
             hint="one --name REF for each PATH, or --name-prefix TEXT for all",
         )
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -155,6 +162,20 @@ def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tupl
     for name in names:
         check_name(name)
     return list(zip(paths, names, strict=True))
+
+
+def _suggested(path: Path) -> str:
+    """A name for a checkpoint: its own, where that can be one."""
+    from mstore.checkpoint.tree import given_name
+    from mstore.errors import BadName
+    from mstore.store.refs import check_name
+
+    name = given_name(path)
+    try:
+        check_name(name)
+    except BadName:
+        return "REF"
+    return shlex.quote(name)
 
 
 def _with_stored(hint: str | None, path: Path, stored: list[AddReport], asked: int) -> str | None:
@@ -178,13 +199,15 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
     else:
         screen.line(f"nothing new: {report.name} holds these bytes already")
+        # They were found by their ids: only reading them tells of rot.
+        screen.line("the stored bytes were not read; to check them: mstore fsck --read-data")
     known = report.blocks_total - report.blocks_new
     equal = report.blocks_equal_base
     share = format_share(report.bytes_written, report.plain_bytes)
     screen.fields(
         [
             ("manifest", short(report.manifest)),
-            ("checkpoint", f"{report.files} files, {report.tensors} tensors"),
+            ("checkpoint", f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"),
             ("size", format_size(report.plain_bytes)),
             ("written", f"{format_size(report.bytes_written)} ({share})"),
             ("blocks", f"{report.blocks_total}: {report.blocks_new} new, {known} known"),

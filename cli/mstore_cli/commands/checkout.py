@@ -11,7 +11,7 @@ from mstore_cli.command import command
 from mstore_cli.options import Revision, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_size
+from mstore_cli.sizes import counted, format_seconds, format_size
 
 
 @command(
@@ -32,10 +32,12 @@ def checkout(
     """Write the files of a snapshot into a directory, byte for byte."""
     with session.open() as store, session.progress() as tick:
         report = store.checkout(revision, directory, threads=threads, progress=tick)
+        session.settled()
 
     def human(screen: Screen) -> None:
         screen.line(
-            f"checked out {short(report.snapshot)} to {report.directory}: {report.files} files, "
+            f"checked out {short(report.snapshot)} to {report.directory}: "
+            f"{counted(report.files, 'file')}, "
             f"{format_size(report.bytes_written)} in {format_seconds(report.seconds)}",
             style="green",
         )

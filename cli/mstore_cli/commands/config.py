@@ -37,6 +37,7 @@ def config(
     with session.open() as store:
         if key is not None and value is not None:
             store.configure(key, value)
+            session.settled()
         settings = dict(store.config)
     if key is not None and key not in settings:
         from mstore.errors import BadRequest

@@ -28,6 +28,7 @@ REF_COLUMNS = (
     Column("FREED BY RM", right=True),
 )
 SHARED_COLUMNS = (Column("REF"), Column("SHARES WITH"), Column("STORED", right=True))
+HELD_COLUMNS = (Column("HELD BY"), Column("STORED", right=True))
 CODEC_COLUMNS = (
     Column("CODEC"),
     Column("BLOCKS", right=True),
@@ -67,6 +68,8 @@ def du(
 
     def human(screen: Screen) -> None:
         _draw(screen, report, in_full=bool(names))
+        if svg is not None:
+            screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=[ref.name for ref in report.refs], human=human)
 
@@ -94,9 +97,37 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
             ("together", format_size(report.stored_bytes)),
             ("freed together", f"{format_size(report.freed_bytes)} by rm and gc{later}"),
             ("kept in all", format_size(report.live_bytes)),
-            ("freed by gc now", format_size(report.unreachable_bytes)),
+            ("unreachable", f"{format_size(report.unreachable_bytes)}{_gc(report)}"),
         ]
     )
+    if report.live_bytes:
+        screen.line()
+        screen.table(HELD_COLUMNS, _held_rows(report))
+    if any(ref.stored_bytes > ref.plain_bytes for ref in report.refs):
+        screen.line()
+        screen.line(
+            "STORED above 100 %: it counts the bases of differences too, which others may share"
+        )
+
+
+def _gc(report: UsageReport) -> str:
+    return ": mstore gc --dry-run says what comes back" if report.unreachable_bytes else ""
+
+
+def _held_rows(report: UsageReport) -> list[tuple[str, str]]:
+    """Only what keeps anything; the sum is what is kept in all."""
+    held = report.held
+    rows = (
+        ("refs", held.refs),
+        ("virtual merges: their inputs", held.virtual_inputs),
+        ("lineage: what refs came from (mstore prune)", held.lineage),
+        (
+            f"reflogs: moves of the last {report.reflog_days} days (mstore gc --reflog-days 0)",
+            held.reflog,
+        ),
+        ("operations that run now", held.running),
+    )
+    return [(name, format_size(size)) for name, size in rows if size]
 
 
 def _ref_row(ref: RefUsage) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +15,13 @@ from mstore_cli.merging import parse_share
 from mstore_cli.options import Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_seconds, format_share, format_size
+from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
     from mstore.reports import CheckReport, Hurt, RepairReport
+
+Typed = Callable[[str], str]
+"""A command as this user is to type it."""
 
 PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT"))
 HURT = (Column("HURT", style="red"), Column("FILE"), Column("TENSOR"), Column("BLOCKS LOST"))
@@ -91,7 +95,7 @@ def fsck(
     session.output.emit(
         report,
         ids=[one.where for one in report.problems],
-        human=lambda screen: _show(screen, report),
+        human=lambda screen: _show(screen, report, session.typed),
     )
     if report.problems:
         raise typer.Exit(FAILURE)
@@ -100,16 +104,17 @@ def fsck(
 def _repair(session: Session, places: list[Path], *, read_data: bool, threads: int | None) -> None:
     with session.open_checked() as store, session.progress() as tick:
         report = store.repair(sources=places, read_data=read_data, threads=threads, progress=tick)
+        session.settled()
     session.output.emit(
         report,
         ids=[one.where for one in report.after.problems],
-        human=lambda screen: _show_repair(screen, report),
+        human=lambda screen: _show_repair(screen, report, session.typed),
     )
     if report.after.problems:
         raise typer.Exit(FAILURE)
 
 
-def _show(screen: Screen, report: CheckReport) -> None:
+def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
     _headline(screen, len(report.problems), "found")
     read = format_size(report.bytes_read)
     if report.bytes_read:
@@ -126,10 +131,14 @@ def _show(screen: Screen, report: CheckReport) -> None:
             ("garbage", ", ".join(report.garbage) or None),
         ]
     )
-    _damage(screen, report)
+    if report.garbage:
+        screen.line("garbage is harmless: the next command that writes removes it; nothing to do")
+    if report.blocks and not report.bytes_read:
+        _not_read(screen, typed("mstore fsck --read-data"))
+    _damage(screen, report, typed)
 
 
-def _show_repair(screen: Screen, report: RepairReport) -> None:
+def _show_repair(screen: Screen, report: RepairReport, typed: Typed) -> None:
     _headline(screen, len(report.before.problems), "found")
     screen.fields(
         [
@@ -141,29 +150,40 @@ def _show_repair(screen: Screen, report: RepairReport) -> None:
             ("time", format_seconds(report.seconds)),
         ]
     )
+    if report.condemned:
+        screen.line("condemned packs hold nothing that is used: the next mstore gc removes them")
+    if report.before.blocks and not report.before.bytes_read:
+        _not_read(screen, typed("mstore fsck --repair --read-data"))
     if report.before.problems:
         screen.line()
         _headline(screen, len(report.after.problems), "left")
-        _damage(screen, report.after)
+        _damage(screen, report.after, typed)
+
+
+def _not_read(screen: Screen, command: str) -> None:
+    """Rot inside blocks is only found by reading them."""
+    screen.line(f"the bytes of blocks were not read; to read them: {command}")
 
 
 def _headline(screen: Screen, count: int, word: str) -> None:
     if count:
-        screen.line(f"{count} problem{'s' if count > 1 else ''} {word}", style="red")
+        screen.line(f"{counted(count, 'problem')} {word}", style="red")
     else:
         screen.line(f"no problems {word}", style="green")
 
 
-def _damage(screen: Screen, report: CheckReport) -> None:
+def _damage(screen: Screen, report: CheckReport, typed: Typed) -> None:
     if report.problems:
         screen.line()
     screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in report.problems))
     if report.hurt:
         screen.line()
-    screen.table(HURT, map(_hurt, report.hurt))
+    # Where whole snapshots are hurt and nothing else, their names say it all.
+    columns = len(HURT) if any(one.path is not None for one in report.hurt) else 1
+    screen.table(HURT[:columns], (_hurt(one)[:columns] for one in report.hurt))
     if report.hint:
         screen.line()
-        screen.line(f"next: {report.hint}")
+        screen.line(f"next: {typed(report.hint)}")
 
 
 def _hurt(one: Hurt) -> tuple[str, str, str, str]:

@@ -9,7 +9,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import format_size
+from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from mstore.reports import GcReport
@@ -32,6 +32,12 @@ def gc(
             help="Wait so long for running operations that may still read what goes.",
         ),
     ] = 5.0,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Write anew every pack with anything dead, not only from 30% dead on."
+        ),
+    ] = False,
     reflog_days: Annotated[
         int | None,
         typer.Option(
@@ -46,10 +52,17 @@ def gc(
     """Drop what no ref reaches, and give its space back.
 
     Kept is what refs, their reflogs of the last 30 days (mstore config reflog_days) and running
-    operations reach. Packs that are mostly dead are written anew. Safe beside everything else.
+    operations reach. Packs that are 30% dead are written anew. Safe beside everything else.
     """
     with session.open() as store, session.progress() as progress:
-        report = store.gc(dry_run=dry_run, wait=wait, reflog_days=reflog_days, progress=progress)
+        report = store.gc(
+            dry_run=dry_run,
+            wait=wait,
+            reflog_days=reflog_days,
+            dead_share=0.0 if everything else None,
+            progress=progress,
+        )
+        session.settled()
 
     session.output.emit(
         report, ids=report.snapshots_dropped, human=lambda screen: _print(screen, report)
@@ -62,24 +75,15 @@ def _print(screen: Screen, report: GcReport) -> None:
     more = len(report.snapshots_dropped) - SNAPSHOTS_SHOWN
     if more > 0:
         screen.line(f"and {more} more")
-    if not (report.blocks_dropped or report.records_dropped or report.freed_bytes):
+    if not (report.blocks_dropped or report.records_dropped or _does_anything(report)):
         screen.line("nothing to collect", style="green")
-        screen.line(
-            "history keeps what it names: mstore prune lets go of it, mstore du says of how much"
-        )
+        screen.line("what holds the rest (refs, lineage, reflogs, virtual merges): mstore du")
     else:
-        verb = "would drop" if report.dry_run else "dropped"
+        _print_work(screen, report)
+    if report.dead_bytes:
         screen.line(
-            f"{verb} {len(report.snapshots_dropped)} snapshots, {report.blocks_dropped} blocks, "
-            f"{report.plans_dropped} plans: {format_size(report.dropped_bytes)}",
-            style="green",
-        )
-        verb = "would free" if report.dry_run else "freed"
-        screen.line(
-            f"{verb} {format_size(max(0, report.freed_bytes))}: "
-            f"{len(report.packs_removed)} packs removed, "
-            f"{len(report.packs_rewritten)} written anew "
-            f"({format_size(report.copied_bytes)} copied)"
+            f"{format_size(report.dead_bytes)} dead stay in packs of which less than 30% is dead, "
+            "until more is; to write these anew now: mstore gc --all"
         )
     if report.waiting_bytes:
         screen.line(
@@ -88,3 +92,36 @@ def _print(screen: Screen, report: GcReport) -> None:
         )
     for note in report.left:
         screen.line(f"left: {note}")
+
+
+def _does_anything(report: GcReport) -> bool:
+    return bool(report.packs_removed or report.packs_rewritten or report.leftover_files)
+
+
+def _print_work(screen: Screen, report: GcReport) -> None:
+    verb = "would drop" if report.dry_run else "dropped"
+    screen.line(
+        f"{verb} {counted(len(report.snapshots_dropped), 'snapshot')}, "
+        f"{counted(report.blocks_dropped, 'block')}, {counted(report.plans_dropped, 'plan')}: "
+        f"{format_size(report.dropped_bytes)}",
+        style="green",
+    )
+    would = "would be " if report.dry_run else ""
+    verb = "would free" if report.dry_run else "freed"
+    rewritten = len(report.packs_rewritten) - len(report.packs_joined)
+    screen.line(
+        f"{verb} {format_size(max(0, report.freed_bytes - report.joined_bytes))}: "
+        f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} written anew"
+    )
+    if report.packs_joined:
+        screen.line(
+            f"{counted(len(report.packs_joined), 'small pack')} {would}put together, "
+            f"which gives back {format_size(max(0, report.joined_bytes))} of headers and dead bytes"
+        )
+    if report.packs_rewritten:
+        screen.line(f"{format_size(report.copied_bytes)} {would}copied")
+    if report.leftover_files:
+        screen.line(
+            f"{counted(report.leftover_files, 'file')} that interrupted commands left "
+            f"{would}removed: {format_size(report.leftover_bytes)}"
+        )

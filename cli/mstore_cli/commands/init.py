@@ -58,6 +58,7 @@ def init(
     from mstore import Store
 
     with Store.init(path, block_size=size, codec=codec) as store:
+        session.settled()
         document = {
             "path": str(store.path),
             "uuid": str(store.uuid),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mstore_cli.command import command
+from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
@@ -43,13 +44,22 @@ def log(
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="At most N snapshots.")
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every stored snapshot, also those that no ref reaches.")
+    ] = False,
 ) -> None:
     """List snapshots with what they were made from, newest first."""
+    if every and revision is not None:
+        raise UsageError("--all goes without REF", hint="mstore log --all")
     with session.open() as store:
-        snapshots = store.log(revision, limit, signers=trusted_signers(None))
+        snapshots = store.log(revision, limit, every=every, signers=trusted_signers(None))
+        stored = len(store.snapshot_ids())
 
     def human(screen: Screen) -> None:
-        if not snapshots:
+        if not snapshots and stored:
+            plural = "s" if stored > 1 else ""
+            screen.line(f"{stored} snapshot{plural} that no ref reaches: mstore log --all")
+        elif not snapshots:
             screen.line("no snapshots yet; next: mstore add PATH --name REF")
         elif graph:
             for line in draw(snapshots):
@@ -65,7 +75,7 @@ def log(
 def _row(snapshot: SnapshotReport) -> Sequence[str]:
     return (
         short(snapshot.snapshot),
-        when(snapshot.time_ns),
+        when(snapshot.time_ns) if snapshot.time_ns else "-",
         how(snapshot),
         format_size(snapshot.plain_bytes),
         ", ".join(snapshot.refs),

@@ -35,6 +35,7 @@ def materialize(
     """
     with session.open() as store, session.progress() as tick:
         report = store.materialize(branch, message=message, threads=threads, progress=tick)
+        session.settled()
 
     def human(screen: Screen) -> None:
         if not report.new_snapshot:

@@ -144,6 +144,7 @@ def merge(
                 memory=bound,
                 progress=tick,
             )
+            session.settled()
         except KeyboardInterrupt as stop:
             raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:

@@ -28,6 +28,7 @@ def migrate(
     from mstore import Store
 
     report = Store.migrate(session.store_path(), dry_run=dry_run)
+    session.settled()
 
     def human(screen: Screen) -> None:
         if not report.steps:

@@ -9,6 +9,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.reports import PruneReport
@@ -59,6 +60,7 @@ def prune(
             unnamed_inputs=unnamed_inputs,
             dry_run=dry_run,
         )
+        session.settled()
 
     session.output.emit(report, ids=report.snapshots, human=lambda screen: _print(screen, report))
 
@@ -72,11 +74,12 @@ def _print(screen: Screen, report: PruneReport) -> None:
         screen.line("nothing to prune", style="green")
         return
     verb = "would prune" if report.dry_run else "pruned"
-    screen.line(f"{verb} {len(report.snapshots)} snapshots", style="green")
+    what = counted(len(report.snapshots), "snapshot")
+    screen.line(f"{verb} {what}: their contents stay until gc", style="green")
     if report.held and not report.dry_run:
         screen.line(
             f"the reflog still keeps the contents of {len(report.held)} of them; "
             "to let go of them now: mstore gc --reflog-days 0"
         )
     elif not report.dry_run:
-        screen.line("next: mstore gc")
+        screen.line("next: mstore gc; what still keeps contents then: mstore du")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mstore_cli.command import command
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore.reports import RefReport
 
 COLUMNS = (
     Column("NAME", style="green"),
@@ -24,7 +29,14 @@ def refs(session: Session) -> None:
         if not found:
             screen.line("no refs yet; next: mstore add PATH --name REF")
         screen.table(
-            COLUMNS, ((one.name, one.kind, short(one.snapshot), when(one.time_ns)) for one in found)
+            COLUMNS, ((one.name, one.kind, _snapshot(one), when(one.time_ns)) for one in found)
         )
+        lost = next((one.name for one in found if one.missing), None)
+        if lost is not None:
+            screen.line(f"missing: mstore fsck says what to do, and mstore rm {lost} lets go of it")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
+
+
+def _snapshot(ref: RefReport) -> str:
+    return f"{short(ref.snapshot)} (missing)" if ref.missing else short(ref.snapshot)

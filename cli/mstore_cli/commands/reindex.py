@@ -35,6 +35,7 @@ def reindex(
 
     with session.progress() as tick:
         report = Store.reindex(session.store_path(), use_old_index=not no_old_index, progress=tick)
+        session.settled()
 
     def human(screen: Screen) -> None:
         screen.line("the index was made anew", style="green")
@@ -46,6 +47,7 @@ def reindex(
                 ("records", report.records),
                 ("snapshots", report.snapshots),
                 ("refs", report.refs),
+                ("recovered", "\n".join(report.recovered) or None),
                 ("pruned", report.pruned or None),
                 ("reflogs", history),
                 ("index", format_size(report.index_bytes)),

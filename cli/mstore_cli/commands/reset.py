@@ -24,9 +24,12 @@ def reset(
     """
     with session.open() as store:
         report = store.reset(name, revision)
+        session.settled()
+        was_nowhere = store.reflog(name)[0].old is None
 
     def human(screen: Screen) -> None:
         screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
-        screen.line(f"where it was: mstore reflog {report.name}")
+        if not was_nowhere:
+            screen.line(f"where it was: mstore reflog {report.name}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)

@@ -9,6 +9,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
+from mstore_cli.sizes import counted
 
 if TYPE_CHECKING:
     from mstore.reports import RemoveReport
@@ -28,6 +29,7 @@ def rm(
     """
     with session.open() as store:
         report = store.remove(*names)
+        session.settled()
 
     session.output.emit(report, ids=report.removed, human=lambda screen: _print(screen, report))
 
@@ -39,7 +41,9 @@ def _print(screen: Screen, report: RemoveReport) -> None:
         screen.line(f"to have it back: mstore {back} {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
         days = report.reflog_days
+        have = "has" if report.unnamed_snapshots == 1 else "have"
         kept = f"once the reflog is {days} days older" if days else "the next time"
         screen.line(
-            f"{report.unnamed_snapshots} snapshots have no ref now: mstore gc drops them {kept}"
+            f"{counted(report.unnamed_snapshots, 'snapshot')} {have} no ref now: "
+            f"mstore gc drops what nothing else keeps {kept}"
         )

@@ -10,7 +10,7 @@ from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short, when
 from mstore_cli.session import Session
 from mstore_cli.signers import states_of, trusted_signers
-from mstore_cli.sizes import format_size
+from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from mstore.reports import ParentReport
@@ -30,7 +30,10 @@ def show(session: Session, revision: Revision) -> None:
                 ("made", f"{when(report.time_ns)} by {how(report)}"),
                 ("plan", report.plan),
                 ("refs", ", ".join(report.refs) or None),
-                ("content", f"{report.files} files, {report.tensors} tensors"),
+                (
+                    "content",
+                    f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}",
+                ),
                 ("size", format_size(report.plain_bytes)),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("signatures", states_of(report.signatures)),

@@ -59,6 +59,7 @@ def sign(
 
     with session.open() as store:
         report = store.sign(revision, load_key(key, passphrase), signer=signer)
+        session.settled()
 
     def human(screen: Screen) -> None:
         screen.line(f"signed {short(report.snapshot)} with {report.key}", style="green")

@@ -31,14 +31,20 @@ def stats(session: Session) -> None:
                 ("as plain files", format_size(report.plain_bytes)),
                 ("without repeats", format_size(report.unique_bytes)),
                 ("stored", f"{format_size(report.stored_bytes)} ({share} of plain)"),
-                ("for gc to free", format_size(report.unreachable_bytes)),
+                ("unreachable", format_size(report.unreachable_bytes)),
                 ("dead in packs", format_size(report.dead_bytes)),
+                ("headers, tables", format_size(report.overhead_bytes)),
                 ("condemned", format_size(report.condemned_bytes)),
+                ("left by interrupted commands", format_size(report.leftover_bytes)),
                 ("index", format_size(report.index_bytes)),
                 ("statistics", format_size(report.statistics_bytes)),
                 ("memo table", format_size(report.memo_bytes)),
             ]
         )
+        useless = report.unreachable_bytes + report.dead_bytes + report.condemned_bytes
+        if useless + report.leftover_bytes:
+            screen.line()
+            screen.line("what of these comes back, and how: mstore gc --dry-run")
         if report.codecs:
             screen.line()
         screen.table(CODEC_COLUMNS, codec_rows(report.codecs))

@@ -21,6 +21,7 @@ def tag(
     """Give a snapshot a name that does not move."""
     with session.open() as store:
         report = store.tag(name, revision)
+        session.settled()
 
     def human(screen: Screen) -> None:
         screen.line(f"tag {report.name} is {short(report.snapshot)}", style="green")

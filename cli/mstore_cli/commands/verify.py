@@ -11,7 +11,7 @@ from mstore_cli.command import command
 from mstore_cli.errors import FAILURE
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
-from mstore_cli.signers import SignersOption, state_of, trusted_signers
+from mstore_cli.signers import SignersOption, how_to_trust, state_of, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def verify(
     FILE has the form of OpenSSH's allowed_signers: a name, ssh-ed25519 and the public key, one a
     line; a namespaces option has to include mstore.
     """
+    from mstore.reports import UNKNOWN_KEY
+
     trusted = trusted_signers(signers)
     with session.open() as store, session.progress() as tick:
         named = revisions or [ref.name for ref in store.refs()]
@@ -62,6 +64,9 @@ def verify(
             screen.line("no snapshots yet; next: mstore add PATH --name REF")
         rows = zip(named, reports, strict=True)
         screen.table(COLUMNS, (row for name, one in rows for row in _rows(name, one)))
+        if any(one.state == UNKNOWN_KEY for report in reports for one in report.signatures):
+            for line in how_to_trust(signers):
+                screen.line(line)
 
     session.output.emit(
         {"snapshots": reports},

@@ -20,7 +20,7 @@ from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Sources, put_sources
-from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
 
@@ -140,15 +140,14 @@ def _snapshot(
     transaction: Transaction,
 ) -> tuple[SnapshotRecord, bool]:
     parents = parents_of(sources)
-    if current is not None:
-        tip = catalog.snapshot(current.snapshot_id())
+    tip, previous = tip_of(catalog, current)
+    if tip is not None:
         same = tip.manifest == outcome.manifest.id() and not tip.is_virtual
         if same and is_merge_of(tip, plan, parents):
             return tip, False
-        parents = (Parent(PREVIOUS, current.snapshot), *parents)
     record = SnapshotRecord(
         manifest=outcome.manifest.id(),
-        parents=parents,
+        parents=(*previous, *parents),
         origin="merge",
         plan=transaction.put_record(plan),
         coverage=transaction.put_record(outcome.coverage),

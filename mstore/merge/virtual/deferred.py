@@ -24,7 +24,7 @@ from mstore.merge.running.output import Layout
 from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.reports import Progress
@@ -32,7 +32,7 @@ from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Source, Sources, sources_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
 
@@ -68,15 +68,13 @@ def commit_virtual(
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
         parents = parents_of(sources)
-        tip = None if current is None else catalog.snapshot(current.snapshot_id())
+        tip, previous = tip_of(catalog, current)
         if current is not None and tip is not None and is_merge_of(tip, plan, parents):
             # Whether virtual or real: it is the merge that was asked for.
             return _deferred(current.snapshot_id(), tip, False, 0, output)
-        if current is not None:
-            parents = (Parent(PREVIOUS, current.snapshot), *parents)
         record = SnapshotRecord(
             manifest=transaction.put_record(manifest),
-            parents=parents,
+            parents=(*previous, *parents),
             origin="merge",
             plan=transaction.put_record(plan),
             coverage=None,

@@ -1,0 +1,218 @@
+"""What the program says besides its results: hints that can be typed, and words that are true."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+from mstore_cli.errors import with_store
+from mstore_cli.output import Output
+from mstore_cli.sizes import counted
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A store with one model, `tiny`."""
+    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "U8", (1000,), bytes(1000))])
+    mstore = Program(tmp_path / "a store")
+    mstore.succeed("init")
+    mstore.succeed("add", tmp_path / "m", "--name", "tiny")
+    return mstore
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["add", "MODEL", "--name", "other"],
+        ["merge", "--base", "tiny", "--expert", "tiny", "--method", "linear", "--name", "merged"],
+        ["gc"],
+        ["tag", "v1", "tiny"],
+        ["rm", "tiny"],
+    ],
+    ids=lambda line: str(line[0]),
+)
+def test_interrupt_after_publishing(
+    line: list[str], mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the result is told changes nothing: it is told in full, exit status 0."""
+    emit = Output.emit
+
+    def interrupted(self: Output, *arguments: object, **more: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        emit(self, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Output, "emit", interrupted)
+    done = mstore(*(str(tmp_path / "m") if word == "MODEL" else word for word in line))
+    assert (done.status, done.err) == (0, "")
+    assert done.out
+
+
+def test_interrupt_while_only_looking(mstore: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a command that only prints, as ever."""
+    monkeypatch.setattr(Output, "emit", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert mstore("log").status == 130
+
+
+def test_hints_name_the_store(mstore: Program) -> None:
+    """A hint names the store that --store named, so that typing it acts on the same one."""
+    done = mstore("show", "nothing")
+    assert f"hint: mstore --store {shlex.quote(str(mstore.store))} refs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("hint", "told"),
+    [
+        ("mstore refs", "mstore --store 'a b' refs"),
+        ("stop it, then: mstore reindex", "stop it, then: mstore --store 'a b' reindex"),
+        ("cp X Y && mstore add Y", "cp X Y && mstore --store 'a b' add Y"),
+        ("a\nmstore gc", "a\nmstore --store 'a b' gc"),
+        ("mstore log --help", "mstore log --help"),
+        ("mstore --store x init", "mstore --store x init"),
+        ("pip install 'mstore[plot]'", "pip install 'mstore[plot]'"),
+        ("this is a bug in mstore: please", "this is a bug in mstore: please"),
+    ],
+)
+def test_commands_in_hints(hint: str, told: str) -> None:
+    """Commands in a hint get --store once; help and prose stay as they are."""
+    assert with_store(hint, Path("a b")) == told
+    assert with_store(hint, None) == hint
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["add", "nowhere", "--name", "x"],
+        ["sign", "tiny", "--key", "nowhere"],
+        ["verify", "--signers", "nowhere"],
+        ["fsck", "--repair", "--from", "nowhere"],
+    ],
+    ids=lambda line: str(line[0]),
+)
+def test_missing_files_are_not_refs(line: list[str], mstore: Program) -> None:
+    """What is missing on the disk is no name of the store: the hint is to check the path."""
+    done = mstore(*line)
+    assert done.status == 1
+    assert done.err == "error: nowhere: no such file or directory\nhint: check the path\n"
+
+
+def test_init_where_no_store_can_be(tmp_path: Path) -> None:
+    """`init` on a file, or where no directory can be made, says to name another directory."""
+    taken = tmp_path / "file"
+    taken.touch()
+    for place in (taken, Path("/proc/store")):
+        done = Program(place)("init")
+        assert done.status == 1
+        assert "hint: name a new directory" in done.err
+
+
+def test_verify_says_how_to_trust(
+    mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` of a key that nobody trusts names the file and the line; doing so makes it good."""
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    key = tmp_path / "key"
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "a comment", "-f", str(key)],
+        check=True,
+    )
+    mstore.succeed("sign", "tiny", "--key", key)
+    done = mstore("verify", "tiny")
+    signers = tmp_path / "settings" / "mstore" / "allowed_signers"
+    assert done.status == 1
+    assert (
+        f"to trust a key, add a line to {signers}: NAME and the text of its .pub file" in done.out
+    )
+    command = next(line.strip() for line in done.lines if "echo" in line)
+    subprocess.run(
+        ["sh", "-c", command.replace("KEY.pub", f"{key}.pub").replace("NAME", "alice")], check=True
+    )
+    assert "signed by alice" in mstore.succeed("verify", "tiny").out
+    given = tmp_path / "mine"
+    given.touch()
+    assert f"add a line to {given}:" in mstore("verify", "tiny", "--signers", given).out
+
+
+@pytest.mark.parametrize("line", [["fsck"], ["fsck", "--repair"]], ids=" ".join)
+def test_fsck_says_what_it_did_not_read(line: list[str], mstore: Program) -> None:
+    """A check that read no bytes says so, and which command does; one that did does not."""
+    more = f"mstore --store {shlex.quote(str(mstore.store))} {' '.join(line)} --read-data"
+    assert f"bytes of blocks were not read; to read them: {more}" in mstore.succeed(*line).out
+    assert "were not read" not in mstore.succeed(*line, "--read-data").out
+
+
+def test_du_says_where_it_drew(mstore: Program, tmp_path: Path) -> None:
+    """`du --svg` says where the drawing is."""
+    pytest.importorskip("matplotlib")
+    assert (
+        f"drawn in {tmp_path / 'du.svg'}" in mstore.succeed("du", "--svg", tmp_path / "du.svg").out
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["du", "--svg"],
+        ["plan", "--base", "tiny", "--expert", "tiny", "--method", "linear", "-o"],
+    ],
+    ids=lambda line: str(line[0]),
+)
+def test_writing_into_a_missing_directory(line: list[str], mstore: Program, tmp_path: Path) -> None:
+    """A file for a directory that is not there: the error names the file, the hint makes it."""
+    if "--svg" in line:
+        pytest.importorskip("matplotlib")
+    file = tmp_path / "no such" / "out"
+    done = mstore(*line, file)
+    assert done.status == 1
+    made = f"mkdir -p {shlex.quote(str(file.parent))}"
+    assert done.err == f"error: {file}: no such file or directory\nhint: {made}\n"
+
+
+def test_option_without_a_value(mstore: Program) -> None:
+    """An option without its value: the hint is the help of that command."""
+    done = mstore("du", "--svg")
+    assert done.status == 2
+    assert "hint: mstore du --help" in done.err
+
+
+def test_garbage_needs_nothing_done(mstore: Program) -> None:
+    """`fsck` says of garbage who removes it."""
+    left = mstore.store / "tmp" / "left"
+    left.mkdir()
+    (left / "x.pack").write_bytes(b"x")
+    done = mstore.succeed("fsck")
+    assert "garbage is harmless: the next command that writes removes it" in done.out
+
+
+def test_reindex_without_an_index(mstore: Program) -> None:
+    """`reindex` where no index was says that there was none, not that a file is missing."""
+    for file in (mstore.store / "index").iterdir():
+        file.unlink()
+    done = mstore.succeed("reindex")
+    assert "old index: there was none" in done.lines
+    assert "no such file" not in done.out
+
+
+def test_reset_of_a_new_branch(mstore: Program) -> None:
+    """A branch that `reset` makes was nowhere before."""
+    assert "where it was" not in mstore.succeed("reset", "newer", "tiny").out
+    mstore.succeed("add", mstore.store.parent / "m", "--name", "tiny", "-m", "x")
+
+
+def test_one_is_not_many() -> None:
+    """Counts read as people write them."""
+    assert counted(1, "snapshot") == "1 snapshot"
+    assert counted(0, "snapshot") == "0 snapshots"
+    assert counted(1234, "file") == "1234 files"
+
+
+def test_one_file(mstore: Program) -> None:
+    """A model of one file has 1 file."""
+    assert "1 file, 1 tensor" in mstore.succeed("show", "tiny").out
