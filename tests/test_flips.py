@@ -394,9 +394,13 @@ def sample(store: Path, every: int, seed: int) -> list[Flip]:
 
 
 def test_a_flipped_byte_is_an_error_and_found(store: Path) -> None:
-    """A sample of flips: never wrong bytes, never an error that names nothing, fsck finds it."""
+    """A sample of flips: never wrong bytes, never an error that names nothing, fsck finds it.
+
+    Of all but the index, in which LMDB may stumble for a long time: that is for the long lane.
+    """
     seed = random.SystemRandom().randrange(1 << 20)
-    findings = flip_all(store, sample(store, 211, seed))
+    flips = [flip for flip in sample(store, 211, seed) if flip.file != DATA]
+    findings = flip_all(store, flips)
     assert findings.violations == [], f"seed {seed}"
     assert findings.counts["packs: fsck found"] > 100
 

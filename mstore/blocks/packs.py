@@ -303,7 +303,8 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
         if size < PAGE + _TAIL.size or size % PAGE:
             raise Corrupt("truncated pack", where=where, hint="mstore fsck --read-data")
         file.seek(size - _TAIL.size)
-        offset, length, digest, version, magic = _TAIL.unpack(file.read(_TAIL.size))
+        tail = file.read(_TAIL.size)
+        offset, length, digest, version, magic = _TAIL.unpack(tail)
         head_magic, head_version, _, _ = _HEADER.unpack(head)
         if magic != TAIL_MAGIC or head_magic != MAGIC:
             raise Corrupt("not a pack, or damaged at an end", where=where)
@@ -311,6 +312,8 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
             raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
         if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
             raise Corrupt("the footer does not fit the file", where=where)
+        if tail != _TAIL.pack(offset, length, digest, version, magic):
+            raise Corrupt("the tail has other bytes than zeros between its fields", where=where)
     return head, offset, length, digest
 
 
