@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpoints import write_safetensors
 from small_models import BLOCK, small_model
 
 from mstore import fs
@@ -492,3 +494,15 @@ def test_lengths_at_rest(tmp_path: Path) -> None:
             look([ids[0], missing, ids[1], missing])
         assert refused.value.where == f"block {missing}"
     catalog.close()
+
+
+def test_a_codec_of_a_newer_version_is_named_with_its_block(tmp_path: Path) -> None:
+    """A codec that this version does not know is an error that names the block."""
+    with Store.init(tmp_path / "store", block_size=1 << 16, codec="raw") as store:
+        write_safetensors(tmp_path / "in" / "model.safetensors", [("x", "U8", (3,), b"xyz")])
+        store.add(tmp_path / "in", name="a", threads=1)
+        catalog = store._catalog
+        block = next(catalog.tensor(store.view("a").tensors["x"]).block_ids())
+        place = replace(catalog.locate([block])[0], codec=8)
+        with pytest.raises(Incompatible, match=f"block {block}"):
+            catalog.read_block(block, place)

@@ -24,7 +24,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
-from mstore.errors import BadRequest, Corrupt, NotFound
+from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -466,6 +466,8 @@ def _naming(block: BlockId) -> Iterator[None]:
         yield
     except Corrupt as error:
         raise Corrupt(error.what, where=f"block {block}", hint=FSCK) from error
+    except Incompatible as error:
+        raise Incompatible(error.what, where=f"block {block}", hint=error.hint) from error
 
 
 def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[bytes]:
