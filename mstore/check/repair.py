@@ -25,7 +25,7 @@ from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index, Location
-from mstore.blocks.packs import Kind, PackWriter, SealedPack, pack_path
+from mstore.blocks.packs import Kind, PackWriter, SealedPack, publish
 from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, Key, typed
@@ -294,7 +294,7 @@ class _Shelf:
         self._max_pack = max_pack
         self._writer: PackWriter | None = None
         self._sealed: list[SealedPack] = []
-        self._published: list[SealedPack] = []
+        self._published: list[Path] = []
         self._snapshots: list[SnapshotRecord] = []
         self.keys: set[Key] = set()
         self.bytes_written = 0
@@ -375,16 +375,7 @@ class _Shelf:
         if not self.keys:
             return set()
         self._seal()
-        packs = self._catalog.layout.packs
-        touched = {packs}
-        for pack in self._sealed:
-            target = pack_path(packs, pack.id)
-            fs.make_directory(target.parent, exist_ok=True)
-            touched.add(target.parent)
-            self._published.append(pack)
-            fs.rename(pack.path, target)
-        for directory in sorted(touched, reverse=True):
-            fs.sync_directory(directory)
+        publish(self._catalog.layout.packs, self._sealed, self._published)
         index = self._catalog.index
         with self._catalog.publishing(), index.env.write() as transaction:
             for key in self.keys:
@@ -405,8 +396,8 @@ class _Shelf:
         """Remove what is not published."""
         if self._writer is not None:
             self._writer.abandon()
-        for pack in self._published:
-            fs.unlink(pack_path(self._catalog.layout.packs, pack.id), missing_ok=True)
+        for path in self._published:
+            fs.unlink(path, missing_ok=True)
 
 
 def _form(row: bytes | None, length: int) -> Form | None:

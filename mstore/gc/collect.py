@@ -28,7 +28,7 @@ import numpy as np
 
 from mstore import fs
 from mstore.blocks.index import Condemned
-from mstore.blocks.packs import Kind, SealedPack, pack_path
+from mstore.blocks.packs import Kind, SealedPack, pack_path, publish
 from mstore.errors import StorageFailed
 from mstore.gc import tidy
 from mstore.gc.repack import MAX_PACK_BYTES, Copies
@@ -260,24 +260,15 @@ class Collector:
     @contextmanager
     def _published(self, packs: list[SealedPack]) -> Iterator[list[bool]]:
         """Packs under their final names, durably; taken back unless the commit may stand."""
-        root = self._catalog.layout.packs
         committing: list[bool] = []
-        touched = {root} if packs else set()
-        moved: list[Path] = []
+        published: list[Path] = []
         try:
-            for pack in packs:
-                target = pack_path(root, pack.id)
-                fs.make_directory(target.parent, exist_ok=True)
-                touched.add(target.parent)
-                moved.append(target)
-                fs.rename(pack.path, target)
-            for directory in sorted(touched, reverse=True):
-                fs.sync_directory(directory)
+            publish(self._catalog.layout.packs, packs, published)
             yield committing
         except BaseException:
             # An index commit that failed half way may still be on disk: then the packs stay.
             if not committing:
-                for target in moved:
+                for target in published:
                     with suppress(StorageFailed):
                         fs.unlink(target, missing_ok=True)
             raise

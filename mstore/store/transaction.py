@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack, pack_path
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack, publish
 from mstore.errors import BadRequest, Conflict, StorageFailed
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
@@ -69,7 +69,7 @@ class Transaction:
         self._max_pack = max_pack
         self._writer: PackWriter | None = None
         self._sealed: list[SealedPack] = []
-        self._published: list[SealedPack] = []
+        self._published: list[Path] = []
         self._own: set[bytes] = set()
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
@@ -101,8 +101,7 @@ class Transaction:
                 self._writer = None
             if not self._committing:
                 # An index commit that failed half way may still be on disk: then the packs stay.
-                for pack in self._published:
-                    path = pack_path(self._catalog.layout.packs, pack.id)
+                for path in self._published:
                     fs.unlink(path, missing_ok=True)
         finally:
             if self._resumes and kind is not None and not issubclass(kind, Exception):
@@ -284,17 +283,7 @@ class Transaction:
             refresh_mirror(catalog)
 
     def _publish_packs(self) -> None:
-        packs = self._catalog.layout.packs
-        # Also where no directory is new: another writer may have made it and not synced it yet.
-        touched = {packs} if self._sealed else set()
-        for pack in self._sealed:
-            target = pack_path(packs, pack.id)
-            fs.make_directory(target.parent, exist_ok=True)
-            touched.add(target.parent)
-            self._published.append(pack)
-            fs.rename(pack.path, target)
-        for directory in sorted(touched, reverse=True):
-            fs.sync_directory(directory)
+        publish(self._catalog.layout.packs, self._sealed, self._published)
 
     def _check_relied(self, transaction: Any) -> None:
         index = self._catalog.index
