@@ -33,13 +33,14 @@ from mstore.ids import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change of the disk: create, write, fsync, rename, link, unlink, mkdir, rmtree, syncdir,
-    commit; or map.
+    """One change of the disk: create, write, fsync, rename, exchange, link, unlink, mkdir, rmtree,
+    syncdir, commit; or map.
 
-    `path` is what it acts on; `target` the new name of a rename or link; `offset` and `data`
-    belong to a write (the buffer is only valid during the call).  `commit` is announced before
-    an index transaction is committed and `committed` right after.  `map` changes nothing: it is
-    announced before an index is opened and mapped, so that a test can have that fail.
+    `path` is what it acts on; `target` the new name of a rename or link, or what is exchanged with
+    it; `offset` and `data` belong to a write (the buffer is only valid during the call).  `commit`
+    is announced before an index transaction is committed and `committed` right after.  `map`
+    changes nothing: it is announced before an index is opened and mapped, so that a test can have
+    that fail.
     """
 
     kind: str
@@ -287,6 +288,41 @@ def rename(source: Path, target: Path) -> None:
     with translated(target):
         _announce("rename", source, target)
         os.rename(source, target)
+
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Give two directories each other's names in one step (renameat2(2)).
+
+    Where the kernel or the filesystem cannot, in three: then a crash may leave neither name.
+    Durable after `sync_directory` of both directories above.  Raises StorageFailed.
+    """
+    import ctypes  # late: hardly anybody exchanges anything, and it takes milliseconds
+
+    with translated(second):
+        _announce("exchange", first, second)
+        library = ctypes.CDLL(None, use_errno=True)
+        names = os.fsencode(first), os.fsencode(second)
+        rename = getattr(library, "renameat2", None)
+        if rename and not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+            return
+        code = ctypes.get_errno() if rename else errno.ENOSYS
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), str(second))
+        aside = first.with_name(f"{first.name}.old")
+        os.rename(second, aside)
+        os.rename(first, second)
+        os.rename(aside, first)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name; durable after `sync_directory`.  A name that is taken stays."""
+    with translated(target), suppress(FileExistsError):
+        _announce("link", source, target)
+        os.link(source, target, follow_symlinks=False)
 
 
 def unlink(path: Path, *, missing_ok: bool = False) -> None:

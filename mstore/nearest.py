@@ -38,6 +38,7 @@ from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
+from mstore.store import contents
 from mstore.store.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -523,7 +524,7 @@ def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[Snap
     """At most so many of these snapshots, by their rows of the index alone."""
     index = catalog.index
     with index.env.read() as transaction:
-        rows = {id: transaction.get(id, db=index.db("snapshots")) for id in ids}
+        rows = {id: index.get(transaction, "snapshots", id) for id in ids}
     # A row ends with the time, big-endian.
     times = {id: bytes(row[-8:]) for id, row in rows.items() if row is not None}
     return sorted(times, key=lambda id: (times[id], id), reverse=True)[:most]
@@ -541,9 +542,8 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
 
 
 def _pruned(catalog: Catalog) -> set[SnapshotId]:
-    index = catalog.index
-    with index.env.read() as transaction, transaction.cursor(db=index.db("pruned")) as cursor:
-        return {SnapshotId(key) for key, _ in cursor}
+    with catalog.index.env.read() as transaction:
+        return contents.pruned(catalog.index, transaction)
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:

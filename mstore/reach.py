@@ -16,7 +16,8 @@ the catalog's cache.  Takes time linear in what is reached.  Used by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -142,10 +143,9 @@ class Inventory:
     def __init__(self, catalog: Catalog, transaction: Any) -> None:
         index = catalog.index
         self.packs: dict[int, tuple[PackId, int]] = {}
-        with transaction.cursor(db=index.db("packs")) as cursor:
-            for key, value in cursor:
-                number = int.from_bytes(key, "big")
-                self.packs[number] = PackId(value[:32]), int.from_bytes(value[32:40], "big")
+        for key, value in index.walk(transaction, "packs"):
+            number = int.from_bytes(key, "big")
+            self.packs[number] = PackId(value[:32]), int.from_bytes(value[32:40], "big")
         self.snapshots = snapshot_ids(catalog, transaction)
         self.tables = _record_tables(catalog, transaction)
         self.tables[Kind.BLOCK] = _block_table(catalog, transaction)
@@ -181,8 +181,7 @@ class Inventory:
 
 def snapshot_ids(catalog: Catalog, transaction: Any) -> set[SnapshotId]:
     """Every snapshot that the index lists."""
-    with transaction.cursor(db=catalog.index.db("snapshots")) as cursor:
-        return {SnapshotId(key) for key, _ in cursor}
+    return {SnapshotId(key) for key, _ in catalog.index.walk(transaction, "snapshots")}
 
 
 def _block_table(catalog: Catalog, transaction: Any) -> Table:
@@ -223,17 +222,20 @@ def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:
     heads = {kind: bytearray() for kind in Kind}
     with transaction.cursor(db=catalog.index.db("records")) as cursor:
         for key, row in cursor:
-            keys[Kind(key[0])] += key[1:]
-            heads[Kind(key[0])] += row[: HEAD.itemsize]
+            # A kind that this version does not know is left alone, and its pack with it.
+            with suppress(ValueError):
+                kind = Kind(key[0])
+                keys[kind] += key[1:]
+                heads[kind] += row[: HEAD.itemsize]
     return {kind: Table(keys[kind], heads[kind]) for kind in Kind}
 
 
 class Reach:
     """What is reached in an inventory.
 
-    live: by kind, a flag for each row.  missing: blocks that are needed and not stored (what was
-    damaged and dropped; nothing is lost by going on without them).  snapshots: all that were
-    reached, pruned or not.
+    live: by kind, a flag for each row.  missing: blocks that are needed and have no row.
+    lost_bases: needed blocks that are differences to a block without a row.  snapshots: all that
+    were reached, pruned or not.
     """
 
     def __init__(self, catalog: Catalog, inventory: Inventory) -> None:
@@ -243,7 +245,8 @@ class Reach:
             kind: np.zeros(len(table), np.bool_) for kind, table in inventory.tables.items()
         }
         self.snapshots: set[SnapshotId] = set()
-        self.missing = 0
+        self.missing: set[bytes] = set()
+        self.lost_bases: set[bytes] = set()
         self._whole: set[SnapshotId] = set()
         self._contents: set[ManifestId] = set()
         self._manifests: list[ManifestId] = []
@@ -259,6 +262,12 @@ class Reach:
             alone._keep_contents(alone._snapshot(id))
         alone._finish()
         return alone.live[Kind.BLOCK]
+
+    def live_among(self, kind: Kind, ids: Sequence[bytes]) -> list[bytes]:
+        """Which of these have a row that is reached."""
+        found = self.inventory.tables[kind].find(b"".join(ids))
+        live = (found >= 0) & self.live[kind][found]
+        return [ids[at] for at in np.flatnonzero(live).tolist()]
 
     def grow(self, roots: Roots, later: Any = None) -> None:
         """Mark all that these roots keep.
@@ -297,8 +306,10 @@ class Reach:
     def _has_snapshot(self, id: SnapshotId) -> bool:
         if id in self.inventory.snapshots:
             return True
-        db = self._catalog.index.db("snapshots")
-        return self._later is not None and self._later.get(id, db=db) is not None
+        return (
+            self._later is not None
+            and self._catalog.index.get(self._later, "snapshots", id) is not None
+        )
 
     def _has_contents(self, id: SnapshotId) -> bool:
         manifest = self._load(Manifest, self._load(SnapshotRecord, id).manifest)
@@ -345,11 +356,8 @@ class Reach:
         return record
 
     def _mark_signatures(self, transaction: Any, id: SnapshotId) -> None:
-        with transaction.cursor(db=self._catalog.index.db("signatures")) as cursor:
-            more = cursor.set_range(bytes(id))
-            while more and cursor.key().startswith(id):
-                self._mark(Kind.SIGNATURE, cursor.key()[len(id) :])
-                more = cursor.next()
+        for key, _ in self._catalog.index.walk(transaction, "signatures", id):
+            self._mark(Kind.SIGNATURE, key[len(id) :])
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())
@@ -436,6 +444,8 @@ class Reach:
         while len(numbers):
             live[numbers] = True
             bases = self.inventory.blocks.base[numbers]
+            lost = numbers[bases == _LOST_BASE].tolist()
+            self.lost_bases.update(map(self.inventory.blocks.id, lost))
             numbers = bases[bases >= 0].astype(np.int64)
             numbers = numbers[~live[numbers]]
 
@@ -445,7 +455,7 @@ class Reach:
         if self._later is not None:
             location = self._catalog.index.block(self._later, block)
         if location is None:
-            self.missing += 1
+            self.missing.add(block)
         elif location.base != NO_BASE:
             found = self.inventory.blocks.find(location.base)
             self._mark_blocks(found[found >= 0])

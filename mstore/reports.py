@@ -738,7 +738,8 @@ class GcReport:
     joining.  `dead_bytes` stay in packs that are not dead enough to be rewritten.
     leftover_files, leftover_bytes: what interrupted commands had left in tmp/, which goes too;
     `waiting_bytes` of it comes free when the operations in `waiting_for` have ended.  `left` says
-    what was not done and why.
+    what was not done and why.  put_aside: packs that the index does not know, which were moved to
+    lost+found/; all that lies there takes `lost_found_bytes`.
     """
 
     dry_run: bool
@@ -759,6 +760,8 @@ class GcReport:
     waiting_bytes: int
     waiting_for: tuple[str, ...]
     left: tuple[str, ...]
+    put_aside: tuple[str, ...]
+    lost_found_bytes: int
     seconds: float
 
 

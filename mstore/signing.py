@@ -285,20 +285,16 @@ def sign(
 
 def insert_row(catalog: Catalog, transaction: Any, record: Signature) -> None:
     """Have a stored signature found with its snapshot, in an open index transaction."""
-    transaction.put(record.snapshot + record.id(), b"", db=catalog.index.db("signatures"))
+    catalog.index.put(transaction, "signatures", record.snapshot + record.id(), b"")
 
 
 def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
     """The signatures of a snapshot, oldest first by their own account.  Checks none of them."""
-    found = []
-    with (
-        catalog.index.env.read() as transaction,
-        transaction.cursor(db=catalog.index.db("signatures")) as cursor,
-    ):
-        more = cursor.set_range(snapshot)
-        while more and cursor.key().startswith(snapshot):
-            found.append(SignatureId(cursor.key()[len(snapshot) :]))
-            more = cursor.next()
+    with catalog.index.env.read() as transaction:
+        found = [
+            SignatureId(key[len(snapshot) :])
+            for key, _ in catalog.index.walk(transaction, "signatures", snapshot)
+        ]
     records = [(id, catalog.record(Signature, id)) for id in found]
     return sorted(records, key=lambda one: (one[1].time_ns, one[0]))
 

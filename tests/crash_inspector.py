@@ -18,7 +18,7 @@ from small_models import BLOCK
 
 from mstore.api import Store
 from mstore.errors import Corrupt, MstoreError, NotFound
-from mstore.store import refs
+from mstore.store import mirror
 
 
 class Inspector:
@@ -123,7 +123,7 @@ class Inspector:
             yield "the next add is not what was added"
         if left := sorted(path.name for path in (store.path / "tmp").iterdir()):
             yield f"the next add left {left} in tmp/"
-        if refs.read_mirror(store._catalog.layout) != store._catalog.refs():
+        if mirror.read(store._catalog.layout).refs != store._catalog.refs():
             yield "the next add left the mirror behind"
         if found := store.fsck().problems:
             yield f"after the next add ({report.snapshot.short}), fsck: {found[0].what}"

@@ -42,7 +42,9 @@ CONTEXTS = {
 PACK_CONTEXT = "mstore 1 pack"
 ROLES = ("previous", "base", "expert")
 
-HEADER = struct.Struct("<8s I 4s 16s 32s")
+HEADER = struct.Struct("<8s I 4s 16s 32s Q")
+OLD_HEADER_BYTES = 64
+UNCHECKED = ("blocks", "records", "leases")
 TAIL = struct.Struct("<Q Q 32s I 4s 8s")
 ENTRY = struct.Struct("<32s 32s Q I I B B B 5s")
 LOCATION = struct.Struct(">I Q I I B B")
@@ -562,18 +564,19 @@ def verify_pack_bytes(data: bytes, path: Path) -> Pack:
 
 def _read_pack(data: bytes) -> Pack:
     require(len(data) >= PAGE + TAIL.size and len(data) % PAGE == 0, "no pack has this size")
-    magic, version, zero, owner, _ = HEADER.unpack_from(data)
-    require((magic, version) == (b"MSTOREPK", 1), "magic or version of the header")
-    require(_blank(zero) and _blank(data[HEADER.size : PAGE]), "header with more than zeros")
-    start, length, digest, version, zero, magic = TAIL.unpack(data[-TAIL.size :])
-    require((magic, version) == (b"KPEROTSM", 1), "magic or version of the tail")
+    magic, version, zero, owner, _, _ = HEADER.unpack_from(data)
+    require(magic == b"MSTOREPK" and version in (1, 2), "magic or version of the header")
+    covered = HEADER.size if version == 2 else OLD_HEADER_BYTES
+    require(_blank(zero) and _blank(data[covered:PAGE]), "header with more than zeros")
+    start, length, digest, again, zero, magic = TAIL.unpack(data[-TAIL.size :])
+    require((magic, again) == (b"KPEROTSM", version), "magic or version of the tail")
     require(_blank(zero), "tail with more than zeros")
     require(start >= PAGE and start + length <= len(data) - TAIL.size, "table out of bounds")
     require(length % ENTRY.size == 0, "half an entry")
     table = data[start : start + length]
     require(blake3(table).digest() == digest, "table hash")
     require(_blank(data[start + length : -TAIL.size]), "padding with more than zeros")
-    pack_id = blake3(data[: HEADER.size] + table, derive_key_context=PACK_CONTEXT).hexdigest()
+    pack_id = blake3(data[:covered] + table, derive_key_context=PACK_CONTEXT).hexdigest()
     entries = [_read_entry(row) for row in ENTRY.iter_unpack(table)]
     require(all((a.kind, a.id) < (b.kind, b.id) for a, b in pairwise(entries)), "entry order")
     require(all(e.offset + e.stored <= start for e in entries), "payload in the table")
@@ -810,8 +813,19 @@ class IndependentStore:
         return _check_refs((name, kind, _hex(snapshot, name)) for name, (kind, snapshot) in rows)
 
     def _refs_of_mirror(self) -> dict[str, tuple[str, str]]:
-        first, *lines = (self.path / "refs" / "mirror").read_bytes().decode().split("\n")
-        require(first == "mstore refs 1" and lines[-1:] == [""], "first or last line of the mirror")
+        data = (self.path / "refs" / "mirror").read_bytes()
+        first, *lines = data.decode().split("\n")
+        require(lines[-1:] == [""], "last line of the mirror")
+        if first == "mstore refs 2":
+            body, hash, _ = data[:-72], data[-72:-1].decode(), lines.pop()
+            require(hash == f"blake3 {blake3(body).hexdigest()}", "the mirror's hash")
+            require(lines.pop() == hash, "last line of the mirror")
+            require(
+                re.fullmatch(r"generation (0|[1-9]\d*)", lines.pop(0)), "the mirror's generation"
+            )
+            lines.append("")
+        else:
+            require(first == "mstore refs 1", "first line of the mirror")
         rows = [re.fullmatch(r"(\S+) ([0-9a-f]{64}) (\S+)", line) for line in lines[:-1]]
         require(all(rows), "a line of the mirror")
         refs = _check_refs((row[3], row[1], row[2]) for row in rows if row)
@@ -820,7 +834,7 @@ class IndependentStore:
 
 
 def _read_format(line: bytes) -> tuple[str, int]:
-    row = re.fullmatch(rb"mstore 1 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
+    row = re.fullmatch(rb"mstore 2 ([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}) ([0-9]+)\n", line)
     if row is None:
         raise FormatError("format line")
     block_size = int(row[2])
@@ -837,8 +851,19 @@ def _read_index(path: Path) -> dict[str, dict[bytes, bytes]]:
         for name in names:
             database = env.open_db(name, create=False)
             with env.begin(db=database) as reading:
-                found[name.decode()] = {bytes(k): bytes(v) for k, v in reading.cursor()}
+                rows = {bytes(k): bytes(v) for k, v in reading.cursor()}
+            kind = name.decode()
+            found[kind] = rows if kind in UNCHECKED else _checked(kind, rows)
     return found
+
+
+def _checked(database: str, rows: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Rows without the checks at their ends."""
+    for key, row in rows.items():
+        told = database.encode() + b"\0" + struct.pack(">H", len(key)) + key + row[:-8]
+        check = blake3(told, derive_key_context="mstore 1 row at rest").digest()[:8]
+        require(row[-8:] == check, f"a row of {database} does not match its check")
+    return {key: row[:-8] for key, row in rows.items()}
 
 
 def _check_refs(rows: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from checkpoints import write_safetensors
 from small_models import BLOCK, small_model
 from test_repair import fine_tune
@@ -17,11 +18,12 @@ from test_repair import fine_tune
 from mstore.api import Store
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import PAGE, Kind
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, Corrupt
 from mstore.ids import PackId
 from mstore.objects.manifest import Manifest
 from mstore.reports import Progress
-from mstore.store import refs
+from mstore.store import mirror, refs
+from mstore.store.catalog import Catalog
 from mstore.store.refs import BRANCH, Ref
 
 
@@ -251,15 +253,26 @@ def test_a_ref_to_nowhere(store: Store) -> None:
     assert ("ref", "lost") in {(problem.kind, problem.where) for problem in problems}
 
 
-def test_a_mirror_that_never_was_true(store: Store) -> None:
-    """A line of the mirror that names what its ref never pointed at is named, and written anew."""
-    mirror = store.path / "refs" / "mirror"
-    good = mirror.read_text()
-    mirror.write_text(good.replace(str(store["expert"].id), "0" * 64))
+def test_a_mirror_that_says_other_things(store: Store) -> None:
+    """A mirror that names another snapshot than the index is named; repair leaves both alone."""
+    catalog = store._catalog
+    other = {**catalog.refs(), "expert": refs.Ref(refs.BRANCH, store["base"].id)}
+    replace_mirror(catalog, mirror.Mirror(mirror.read(catalog.layout).generation, other))
+    whole = catalog.layout.mirror.read_bytes()
     (problem,) = store.fsck().problems
     assert problem.kind == "mirror"
-    assert store.repair().after.problems == ()
-    assert mirror.read_text() == good
+    assert store.fsck().hint == "mstore reindex"
+    with pytest.raises(Corrupt):
+        store.repair()
+    assert catalog.layout.mirror.read_bytes() == whole
+
+
+def replace_mirror(catalog: Catalog, told: mirror.Mirror) -> None:
+    """Write a mirror that says this, with a hash that is right."""
+    lines = "".join(f"{r.kind} {r.snapshot_id()} {name}\n" for name, r in told.refs.items())
+    body = f"mstore refs 2\ngeneration {told.generation}\n{lines}".encode()
+    hash = blake3(body).hexdigest().encode()
+    catalog.layout.mirror.write_bytes(body + b"blake3 " + hash + b"\n")
 
 
 def test_a_parent_that_is_missing(store: Store) -> None:
@@ -460,14 +473,15 @@ def test_a_pruned_snapshot_needs_no_contents(store: Store) -> None:
         set(_blocks(store, "expert")) - set(_blocks(store, "base")) - set(_blocks(store, "merged"))
     )
     with index.env.write() as rows:
-        rows.put(id, bytes(8), db=index.db("pruned"))
+        index.put(rows, "pruned", id, bytes(8))
         for block in only or _blocks(store, "expert")[-1:]:
             rows.delete(block, db=index.db("blocks"))
     assert store.fsck().problems
     with index.env.write() as rows:
         for name in ("expert", "merged"):
             rows.delete(name.encode(), db=index.db("refs"))
-        rows.put(_merge_of(store), bytes(8), db=index.db("pruned"))
+        index.put(rows, "pruned", _merge_of(store), bytes(8))
+    mirror.write(store._catalog.layout, index)
     assert store.fsck().problems == ()
     with index.env.write() as rows:
         rows.delete(bytes([Kind.MANIFEST]) + store[str(id)].manifest, db=index.db("records"))
@@ -487,7 +501,7 @@ def test_a_condemned_pack_is_garbage(store: Store) -> None:
     path.write_bytes(b"anything")
     index = store._catalog.index
     with index.env.write() as rows:
-        rows.put(b"\0\0\1\0", pack + bytes(8), db=index.db("condemned"))
+        index.put(rows, "condemned", b"\0\0\1\0", pack + bytes(8))
     report = store.fsck(read_data=True)
     assert report.problems == ()
     assert str(path.relative_to(store.path)) in report.garbage

@@ -404,7 +404,7 @@ def test_directory(made: Made, indexed: IndependentStore) -> None:
     assert {path.name for path in made.path.iterdir()} == listed
     assert list((made.path / "tmp").iterdir()) == []
     assert (made.path / "lock").read_bytes() == b""
-    line = f"mstore 1 {indexed.uuid} {BLOCK_SIZE}\n"
+    line = f"mstore 2 {indexed.uuid} {BLOCK_SIZE}\n"
     assert (made.path / "format").read_bytes() == line.encode()
 
 
@@ -507,7 +507,7 @@ def test_id_table(made: Made, indexed: IndependentStore) -> None:
         data = path.read_bytes()
         start, length = struct.unpack("<QQ", data[-64:-48])
         table_bytes = data[start : start + length]
-        assert is_id(bytes.fromhex(path.stem), data[:64] + table_bytes, pack_context)
+        assert is_id(bytes.fromhex(path.stem), data[:72] + table_bytes, pack_context)
 
 
 def test_index_table(made: Made, indexed: IndependentStore) -> None:
@@ -545,7 +545,9 @@ def test_reflog(made: Made, indexed: IndependentStore) -> None:
     moves: dict[str, list[tuple[str | None, str]]] = {}
     for key, value in indexed.index["reflog"].items():
         name, position = key[:-9].decode(), int.from_bytes(key[-8:], "big")
-        old, new, action, time_ns = reader.decode(value)
+        old, new, action, time_ns, generation, kind = reader.decode(value)
+        assert 0 < generation <= int.from_bytes(indexed.index["counters"][b"generation"], "big")
+        assert kind == indexed.ref_kinds[name][0]
         assert key[-9] == 0
         assert position == len(moves.setdefault(name, []))
         assert isinstance(action, str)
@@ -725,7 +727,7 @@ def test_golden_store(tmp_path: Path) -> None:
     data, path = made.seal()
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_bytes(data)
-    (tmp_path / "format").write_text("mstore 1 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
+    (tmp_path / "format").write_text("mstore 2 00010203-0405-0607-0809-0a0b0c0d0e0f 65536\n")
     snapshot = made.entries["snapshot"]["id"].hex()
     (tmp_path / "refs").mkdir()
     (tmp_path / "refs" / "mirror").write_text(f"mstore refs 1\nbranch {snapshot} hand/made\n")
@@ -783,7 +785,8 @@ def spoil_time(time_ns: bytes) -> Callable[[Draft], object]:
     ("change", "why"),
     [
         (spoil_head(0, 0), "magic or version of the header"),
-        (spoil_head(8, 2), "magic or version of the header"),
+        (spoil_head(8, 2), "magic or version of the tail"),
+        (spoil_head(8, 3), "magic or version of the header"),
         (spoil_head(12, 1), "header with more than zeros"),
         (spoil_head(4095, 1), "header with more than zeros"),
         (spoil_draft(gap=b"\1"), "a gap with more than zeros"),

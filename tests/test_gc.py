@@ -26,7 +26,7 @@ from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.reach import Inventory, Reach, Roots
 from mstore.reports import GcReport
-from mstore.store import condemned, leases
+from mstore.store import condemned, leases, lost_found
 from mstore.store.transaction import Transaction
 
 BLOCK = 1 << 16
@@ -223,7 +223,8 @@ def test_condemned_packs_wait_for_who_may_read_them(store: Store, tmp_path: Path
 def test_a_pack_that_is_being_published_is_not_taken_for_garbage(
     store: Store, tmp_path: Path
 ) -> None:
-    """A pack in packs/ that no row names stays while a writer lives, and goes when none does."""
+    """A pack in packs/ that no row names stays while a writer lives; then it is put aside, and is
+    removed only where that is asked for."""
     stray = store.path / "packs" / "ab" / f"{'ab' * 32}.pack"
     stray.parent.mkdir(parents=True, exist_ok=True)
     stray.write_bytes(b"x")
@@ -231,8 +232,14 @@ def test_a_pack_that_is_being_published_is_not_taken_for_garbage(
     store.gc()
     assert stray.exists()
     lease.release()
-    assert store.gc().packs_removed == (stray.stem,)
+    report = store.gc()
+    assert report.put_aside == (stray.stem,)
+    assert report.packs_removed == ()
     assert not stray.exists()
+    assert report.lost_found_bytes == 1
+    assert [path.read_bytes() for path in lost_found.packs(store._catalog.layout)] == [b"x"]
+    assert store.gc(empty_lost_found=True).lost_found_bytes == 0
+    assert not store._catalog.layout.lost_found.exists()
 
 
 class Meddler:

@@ -20,6 +20,7 @@ from independent_reader import IndependentStore, verify_pack
 
 from mstore.api import Store
 from mstore.errors import NotFound
+from mstore.store.layout import FORMAT_VERSION
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 STORES = sorted(path for path in GOLDEN.iterdir() if (path / "format").is_file())
@@ -45,10 +46,11 @@ def golden(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def copy(golden: Path, tmp_path: Path) -> Path:
-    """A copy that may be used."""
+    """A copy that may be used, migrated to this version."""
     root = tmp_path / "store"
     shutil.copytree(golden, root)
     (root / "tmp").mkdir(mode=0o700, exist_ok=True)
+    Store.migrate(root)
     return root
 
 
@@ -61,7 +63,8 @@ def expected(golden: Path) -> dict[str, Any]:
 
 def test_there_is_one_of_this_version() -> None:
     """Each format version that there was has its store."""
-    assert [path.name for path in STORES] == ["format-1"]
+    assert [path.name for path in STORES] == ["format-1", "format-2"]
+    assert STORES[-1].name == f"format-{FORMAT_VERSION}"
 
 
 def test_it_is_read_exactly(copy: Path, expected: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from mstore.store.migrations import STEPS, Step, migrate
 
 
 def _rename_packs(root: Path) -> None:
-    """Format 0 of these tests has its packs in `blobs`."""
+    """The old format of these tests has its packs in `blobs`."""
     if (root / "blobs").exists():
         fs.rename(root / "blobs", root / "packs")
     fs.sync_directory(root)
@@ -26,7 +26,8 @@ def _nothing(root: Path) -> None:
     fs.sync_directory(root)
 
 
-ONE = (Step(0, "packs move from blobs/ to packs/", _rename_packs),)
+OLD = FORMAT_VERSION - 1
+ONE = (Step(OLD, "packs move from blobs/ to packs/", _rename_packs),)
 
 
 def set_version(root: Path, version: int) -> None:
@@ -37,11 +38,11 @@ def set_version(root: Path, version: int) -> None:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A store of the made-up format 0."""
+    """A store of a made-up format before this one."""
     root = tmp_path / "store"
     Store.init(root).close()
     (root / "packs").rename(root / "blobs")
-    set_version(root, 0)
+    set_version(root, OLD)
     return root
 
 
@@ -64,19 +65,19 @@ def test_a_newer_format_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_this_version_has_nothing_to_do(tmp_path: Path) -> None:
-    """A store of this format is left alone; no format was released before it."""
+    """A store of this format is left alone."""
     root = tmp_path / "store"
     Store.init(root).close()
     report = Store.migrate(root)
     assert (report.found, report.target, report.steps) == (FORMAT_VERSION, FORMAT_VERSION, ())
-    assert STEPS == ()
+    assert [step.source for step in STEPS] == list(range(1, FORMAT_VERSION))
 
 
 def test_a_step_is_done_and_the_store_opens(old: Path) -> None:
     """After its step a store of the older format is one of this format, with the same uuid."""
     rest = (old / "format").read_text().split(" ", 2)[2]
     report = migrate(old, steps=ONE)
-    assert (report.found, report.steps, report.done) == (0, (ONE[0].what,), True)
+    assert (report.found, report.steps, report.done) == (OLD, (ONE[0].what,), True)
     assert (old / "format").read_text() == f"mstore {FORMAT_VERSION} {rest}"
     with Store.open(old) as store:
         assert store.fsck().problems == ()
@@ -87,7 +88,7 @@ def test_a_dry_run_changes_nothing(old: Path) -> None:
     report = migrate(old, steps=ONE, dry_run=True)
     assert (report.steps, report.done) == ((ONE[0].what,), False)
     assert (old / "blobs").exists()
-    assert (old / "format").read_text().startswith("mstore 0 ")
+    assert (old / "format").read_text().startswith(f"mstore {OLD} ")
 
 
 def test_steps_follow_each_other(old: Path) -> None:
@@ -100,11 +101,11 @@ def test_steps_follow_each_other(old: Path) -> None:
 
         return Step(version, f"step {version}", apply)
 
-    with pytest.raises(Incompatible, match="no step leads from format 1"):
-        migrate(old, steps=[note(0)], target=2)
+    with pytest.raises(Incompatible, match=f"no step leads from format {OLD + 1}"):
+        migrate(old, steps=[note(OLD)], target=OLD + 2)
     assert done == []
-    migrate(old, steps=[note(1), note(0)], target=2)
-    assert done == [(0, "0"), (1, "1")]
+    migrate(old, steps=[note(OLD + 1), note(OLD)], target=OLD + 2)
+    assert done == [(OLD, str(OLD)), (OLD + 1, str(OLD + 1))]
 
 
 def test_killed_anywhere_it_can_be_run_again(old: Path) -> None:
@@ -124,7 +125,7 @@ def test_killed_anywhere_it_can_be_run_again(old: Path) -> None:
         except StorageFailed:
             version = (old / "format").read_text().split()[1]
             # The version is raised when the step is done, and never before.
-            assert version == "0" or (old / "packs").exists()
+            assert version == str(OLD) or (old / "packs").exists()
             continue
         break
     else:

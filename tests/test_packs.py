@@ -48,7 +48,7 @@ def publish(packs: Path, writer: PackWriter) -> SealedPack:
 
 def small_pack(directory: Path, *payloads: bytes) -> SealedPack:
     """A pack in packs/ with these raw blocks and one record."""
-    writer = PackWriter(directory / f"{os.urandom(4).hex()}.pack", UUID)
+    writer = PackWriter(directory / f"{os.urandom(4).hex()}.pack", UUID, 1)
     offset = 0
     for payload in payloads:
         writer.append_raw(BlockId.of(payload), payload, 1, "file", offset)
@@ -65,16 +65,17 @@ def test_the_layout_is_that_of_the_format(tmp_path: Path) -> None:
     pack = small_pack(tmp_path, b"x" * 5000, b"y" * 300)
     data = pack.path.read_bytes()
     assert (len(data), len(data) % PAGE) == (pack.size, 0)
-    assert data[:32] == MAGIC + struct.pack("<I", 1) + bytes(4) + UUID
-    assert data[64:PAGE] == bytes(PAGE - 64)
+    assert data[:32] == MAGIC + struct.pack("<I", 2) + bytes(4) + UUID
+    assert data[64:72] == struct.pack("<Q", 1)
+    assert data[72:PAGE] == bytes(PAGE - 72)
     assert data[PAGE : PAGE + 5300] == b"x" * 5000 + b"y" * 300
     offset, length, digest, version, magic = struct.unpack("<QQ32sI4x8s", data[-TAIL:])
-    assert (version, magic) == (1, TAIL_MAGIC)
+    assert (version, magic) == (2, TAIL_MAGIC)
     table = data[offset : offset + length]
     assert len(table) == 3 * 88
     assert blake3(table).digest() == digest
     assert data[offset + length : -TAIL] == bytes(len(data) - TAIL - offset - length)
-    assert PackId.of(data[:64] + table) == pack.id
+    assert PackId.of(data[:72] + table) == pack.id
     assert pack.path.name == f"{pack.id}.pack"
     assert pack.path.parent.name == pack.id.hex()[:2]
     assert pack.path.stat().st_mode & 0o777 == 0o444
@@ -114,7 +115,7 @@ def test_pages_of_a_file_are_pages_of_the_pack(
     """A run lies at its file's offset modulo 4096, its blocks touch, and all payloads read back."""
     directory = tmp_path_factory.mktemp("pack")
     draw = random.Random(0)
-    writer = PackWriter(directory / "t.pack", UUID, held_limit=limit)
+    writer = PackWriter(directory / "t.pack", UUID, 1, held_limit=limit)
     told: dict[bytes, tuple[bytes, int, bytes | None]] = {}
     for number, (start, lengths, smalls) in enumerate(runs):
         previous: bytes | None = None
@@ -147,7 +148,7 @@ def test_pages_of_a_file_are_pages_of_the_pack(
 
 def test_small_payloads_wait_for_the_end_of_a_run(tmp_path: Path) -> None:
     """A record put between two neighbours does not part them."""
-    writer = PackWriter(tmp_path / "t.pack", UUID)
+    writer = PackWriter(tmp_path / "t.pack", UUID, 1)
     writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
     writer.append_small(b"2" * 32, Kind.TENSOR, Codec.RAW, 1, b"record", 6)
     assert writer.size == PAGE + 700 + 6
@@ -158,7 +159,7 @@ def test_small_payloads_wait_for_the_end_of_a_run(tmp_path: Path) -> None:
 
 def test_abandon_leaves_nothing(tmp_path: Path) -> None:
     """An abandoned pack, and one whose disk is full at any write, leaves no file."""
-    writer = PackWriter(tmp_path / "t.pack", UUID)
+    writer = PackWriter(tmp_path / "t.pack", UUID, 1)
     writer.append_raw(b"1" * 32, b"a" * 700, 1, "f", 0)
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
@@ -287,8 +288,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(contents)
         with pytest.raises(Corrupt):
             read_table(path)
-    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=2))
-    with pytest.raises(Incompatible, match="version 2"):
+    path.write_bytes(forged(entry(1).encode(), 2 * PAGE, 88, version=3))
+    with pytest.raises(Incompatible, match="version 3"):
         read_table(path)
     with pytest.raises(StorageFailed):
         read_table(tmp_path / "missing.pack")

@@ -1,4 +1,4 @@
-"""Refs: which names may be, compare-and-swap, the reflog, and the text mirror."""
+"""Refs: which names may be, compare-and-swap, and the reflog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 from mstore.api import Store
-from mstore.errors import BadName, Conflict, Corrupt, MstoreError, NotFound
+from mstore.errors import BadName, Conflict, NotFound
 from mstore.ids import SnapshotId
 from mstore.store import refs
 from mstore.store.catalog import Catalog
@@ -254,66 +254,3 @@ def test_what_is_not_there(catalog: Catalog) -> None:
         assert reflog(catalog, name) == []
         with catalog.index.env.read() as rows, pytest.raises(NotFound):
             refs.require(catalog.index, rows, name)
-
-
-# -- the mirror --------------------------------------------------------------------------------
-
-
-def test_the_mirror_is_text_for_people(catalog: Catalog) -> None:
-    """One line a ref: kind, id, name, sorted by name."""
-    move(catalog, "b", None, ref(2, TAG))
-    move(catalog, "a/ü", None, ref(1))
-    refs.write_mirror(catalog.layout, catalog.index)
-    assert catalog.layout.mirror.read_text(encoding="utf-8") == (
-        f"mstore refs 1\nbranch {ref(1).snapshot_id()} a/ü\ntag {ref(2).snapshot_id()} b\n"
-    )
-    assert refs.read_mirror(catalog.layout) == catalog.refs()
-
-
-def test_a_damaged_mirror_is_refused(catalog: Catalog) -> None:
-    """Cut anywhere, overwritten, or of another kind: Corrupt, or refs that were really there."""
-    move(catalog, "a", None, ref(1))
-    move(catalog, "b/c", None, ref(2))
-    refs.write_mirror(catalog.layout, catalog.index)
-    whole = catalog.layout.mirror.read_bytes()
-    for end in range(len(whole)):
-        catalog.layout.mirror.write_bytes(whole[:end])
-        try:
-            found = refs.read_mirror(catalog.layout)
-        except Corrupt:
-            continue
-        assert found.items() <= catalog.refs().items()
-        assert whole[:end].endswith(b"\n")
-    for contents in (bytes(len(whole)), b"\xff" * 100, whole + b"junk\n", b"mstore refs 2\n"):
-        catalog.layout.mirror.write_bytes(contents)
-        with pytest.raises(Corrupt) as refusal:
-            refs.read_mirror(catalog.layout)
-        assert refusal.value.where == str(catalog.layout.mirror)
-
-
-def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more of it is read than the limit, and one byte more is Corrupt."""
-    move(catalog, "a", None, ref(1))
-    refs.write_mirror(catalog.layout, catalog.index)
-    monkeypatch.setattr(refs, "MAX_MIRROR", catalog.layout.mirror.stat().st_size)
-    assert refs.read_mirror(catalog.layout) == catalog.refs()
-    with catalog.layout.mirror.open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(Corrupt, match="longer than"):
-        refs.read_mirror(catalog.layout)
-
-
-@given(st.binary(max_size=200))
-def test_no_mirror_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
-    """Any bytes give refs with sound names, or an error of ours."""
-    root = tmp_path_factory.getbasetemp() / "mirror store"
-    if not root.exists():
-        Catalog.create(root, 1 << 16).close()
-    catalog = Catalog.open(root)
-    catalog.layout.mirror.write_bytes(b"mstore refs 1\n" + text)
-    try:
-        for name in refs.read_mirror(catalog.layout):
-            refs.check_name(name)
-    except MstoreError:
-        pass
-    catalog.close()

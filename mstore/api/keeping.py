@@ -34,6 +34,7 @@ class Keeping(OpenStore):
         wait: float = 0.0,
         reflog_days: int | None = None,
         dead_share: float | None = None,
+        empty_lost_found: bool = False,
         progress: Report | None = None,
     ) -> GcReport:
         """Drop all that no ref, reflog or pin reaches, and give its space back.
@@ -42,8 +43,10 @@ class Keeping(OpenStore):
         go.  wait: seconds to wait for running operations, so that packs they may be reading can go
         too; else the next writer removes them.  reflog_days: as the store is set (30 days) where
         None.  dead_share: packs of which so much is dead are written anew
-        (0.3 where None; 0: all with anything dead).
-        Raises Corrupt where a needed record is damaged, StorageFailed; nothing is lost then.
+        (0.3 where None; 0: all with anything dead).  Packs that the index does not know go to
+        lost+found/; empty_lost_found: and all that lies there is removed.
+        Raises Corrupt where a needed record is damaged, or where index, mirror and packs do not
+        agree, StorageFailed; nothing is lost then.
         """
         from mstore.gc.collect import Collector, Limits
         from mstore.gc.survey import DEAD_SHARE
@@ -51,7 +54,11 @@ class Keeping(OpenStore):
         collector = Collector(
             self._catalog,
             reflog_days=self._reflog_days(reflog_days),
-            limits=Limits(wait=wait, dead_share=DEAD_SHARE if dead_share is None else dead_share),
+            limits=Limits(
+                wait=wait,
+                dead_share=DEAD_SHARE if dead_share is None else dead_share,
+                empty_lost_found=empty_lost_found,
+            ),
             progress=progress,
         )
         return collector.dry_run() if dry_run else collector.run(self._memo, self._statistics)

@@ -8,12 +8,17 @@ Named databases of one LMDB environment, keys fixed-width and big-endian:
     pack_ids    PackId                     -> pack number u32
     condemned   pack number u32            -> PackId + size u64 + lease names, 16 bytes each
     counters    "packs"                    -> the next pack number, u32
+                "generation"               -> how often something was published, u64
     location =  pack number u32, offset u64, stored length u32, raw length u32, codec u8, width u8
                 [, base BlockId]
 
 A pack number is never used twice, so that whoever remembers one is right for ever.  A condemned
 pack is named by no row any more; its file goes once the leases that were there have ended
 (`mstore.store.condemned`).
+
+Payloads and footers prove the rows of blocks and records.  Nothing proves the others, so each
+ends with a check of its database, key and value (`checked_rows`), and is read through `get` and
+`walk`, which refuse a row that does not match.
 
 Everything here can be rebuilt from packs and the ref mirror.  Functions take an open
 transaction, so that the caller decides what is one atomic step.
@@ -27,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mstore.blocks import checked_rows
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.errors import Corrupt
@@ -51,11 +57,14 @@ DATABASES = (
     "pruned",
     "signatures",
 )
+UNCHECKED = frozenset({"blocks", "records", "leases"})
+"""Databases whose rows end with no check: payloads prove the first two, locks the third."""
 _LOCATION = struct.Struct(">IQIIBB")
 _STORED_LENGTH = slice(12, 16)
 _NUMBER = struct.Struct(">I")
 _SIZE = struct.Struct(">Q")
 _NEXT_PACK = b"packs"
+GENERATION = b"generation"
 _LEASE_NAME_BYTES = 16
 
 
@@ -82,6 +91,34 @@ class Condemned:
     leases: tuple[str, ...]
 
 
+def sealed(database: str, key: bytes, value: bytes) -> bytes:
+    """The row of a value: the value and its check."""
+    return checked_rows.sealed(database, _hashed(key), value)
+
+
+def opened(database: str, key: bytes, row: bytes | None) -> bytes | None:
+    """The value of a row; None where there is no row, or one that does not match its check."""
+    return checked_rows.opened(database, _hashed(key), row)
+
+
+def subject(database: str, key: bytes) -> tuple[str, str]:
+    """What a row is about: a kind and a name for people."""
+    match database:
+        case "refs":
+            return "ref", key.decode(errors="backslashreplace")
+        case "reflog":
+            # Name, a zero byte, eight bytes of position.
+            return "reflog", key[:-9].decode(errors="backslashreplace")
+        case "plans":
+            return "plan", key.hex()
+    return "index", f"{database} {key.hex()}"
+
+
+def _hashed(key: bytes) -> bytes:
+    # Keys differ in length: without it, a bit could pass from a key to its value.
+    return len(key).to_bytes(2, "big") + key
+
+
 def stored_lengths(rows: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Bytes at rest of many blocks: int64[rows], from their rows alone."""
     # Rows differ in length (some name a base block); their heads do not.
@@ -98,6 +135,7 @@ class Index:
         self.path = path
         self.env = Environment.acquire(path, DATABASES, create=create)
         self._pack_ids: dict[int, PackId] = {}
+        self._aborted = 0
 
     def close(self) -> None:
         """Release the environment."""
@@ -106,6 +144,40 @@ class Index:
     def db(self, name: str) -> Any:
         """The handle of a named database."""
         return self.env.databases[name]
+
+    # -- rows with a check -------------------------------------------------------------------
+
+    def get(self, transaction: Any, database: str, key: bytes) -> bytes | None:
+        """The value of a row, None where there is none.  Raises Corrupt where it is damaged."""
+        row = transaction.get(key, db=self.db(database))
+        return None if row is None else _opened(database, key, row)
+
+    def put(
+        self, transaction: Any, database: str, key: bytes, value: bytes, *, overwrite: bool = True
+    ) -> None:
+        """Write a row with its check."""
+        row = sealed(database, key, value)
+        transaction.put(key, row, db=self.db(database), overwrite=overwrite)
+
+    def walk(
+        self, transaction: Any, database: str, prefix: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Key and value of every row whose key begins so.  Raises Corrupt at a damaged one."""
+        with transaction.cursor(db=self.db(database)) as cursor:
+            more = cursor.set_range(prefix) if prefix else cursor.first()
+            while more and cursor.key().startswith(prefix):
+                key = bytes(cursor.key())
+                yield key, _opened(database, key, cursor.value())
+                more = cursor.next()
+
+    def generation(self, transaction: Any) -> int:
+        """How often something was published.  Raises Corrupt where the row is damaged."""
+        value = self.get(transaction, "counters", GENERATION)
+        return 0 if value is None else _SIZE.unpack(value)[0]
+
+    def set_generation(self, transaction: Any, generation: int) -> None:
+        """Say how often something was published, in the transaction that does so."""
+        self.put(transaction, "counters", GENERATION, _SIZE.pack(generation))
 
     # -- locations ---------------------------------------------------------------------------
 
@@ -142,9 +214,13 @@ class Index:
         if value is None:
             return None
         number, offset, stored, raw, codec, width = _LOCATION.unpack_from(value)
+        if self._aborted != self.env.aborted:
+            # A number that was given in a dropped transaction is given again.
+            self._aborted = self.env.aborted
+            self._pack_ids.clear()
         pack = self._pack_ids.get(number)
         if pack is None:
-            row = transaction.get(_NUMBER.pack(number), db=self.db("packs"))
+            row = self.get(transaction, "packs", _NUMBER.pack(number))
             if row is None:
                 raise Corrupt(
                     "the index names an unknown pack",
@@ -171,16 +247,16 @@ class Index:
 
     def _number_pack(self, transaction: Any, pack: SealedPack) -> int:
         """Rows for the pack itself; returns its number, which no pack had before."""
-        counter = transaction.get(_NEXT_PACK, db=self.db("counters"))
+        counter = self.get(transaction, "counters", _NEXT_PACK)
         number = 0 if counter is None else _NUMBER.unpack(counter)[0]
         for database in ("packs", "condemned"):
             with transaction.cursor(db=self.db(database)) as cursor:
                 if cursor.last():
                     number = max(number, _NUMBER.unpack(cursor.key())[0] + 1)
         key = _NUMBER.pack(number)
-        transaction.put(_NEXT_PACK, _NUMBER.pack(number + 1), db=self.db("counters"))
-        transaction.put(key, pack.id + _SIZE.pack(pack.size), db=self.db("packs"))
-        transaction.put(pack.id, key, db=self.db("pack_ids"))
+        self.put(transaction, "counters", _NEXT_PACK, _NUMBER.pack(number + 1))
+        self.put(transaction, "packs", key, pack.id + _SIZE.pack(pack.size))
+        self.put(transaction, "pack_ids", pack.id, key)
         return number
 
     def move_into(
@@ -214,30 +290,31 @@ class Index:
 
         Its file may still be read by whoever holds a lease that is in the index now.
         """
-        number = transaction.get(pack, db=self.db("pack_ids"))
+        number = self.get(transaction, "pack_ids", pack)
         if number is None:
             return
         with transaction.cursor(db=self.db("leases")) as cursor:
             names = b"".join(bytes(key) for key, _ in cursor if len(key) == _LEASE_NAME_BYTES)
-        row = transaction.get(number, db=self.db("packs"))
-        transaction.put(number, row[:40] + names, db=self.db("condemned"))
+        row = self.get(transaction, "packs", number)
+        if row is None:
+            raise Corrupt("the pack has two numbers, or none", where=f"pack {pack.hex()}")
+        self.put(transaction, "condemned", number, row + names)
         transaction.delete(number, db=self.db("packs"))
         transaction.delete(pack, db=self.db("pack_ids"))
 
     def condemned(self, transaction: Any) -> list[Condemned]:
         """Every condemned pack whose file may still be there."""
         found = []
-        with transaction.cursor(db=self.db("condemned")) as cursor:
-            for key, value in cursor:
-                names = value[40:].decode("ascii", "replace")
-                found.append(
-                    Condemned(
-                        _NUMBER.unpack(key)[0],
-                        PackId(value[:32]),
-                        _SIZE.unpack_from(value, 32)[0],
-                        tuple(names[at : at + 16] for at in range(0, len(names), 16)),
-                    )
+        for key, value in self.walk(transaction, "condemned"):
+            names = value[40:].decode("ascii", "replace")
+            found.append(
+                Condemned(
+                    _NUMBER.unpack(key)[0],
+                    PackId(value[:32]),
+                    _SIZE.unpack_from(value, 32)[0],
+                    tuple(names[at : at + 16] for at in range(0, len(names), 16)),
                 )
+            )
         return found
 
     def forget_condemned(self, transaction: Any, packs: Iterable[Condemned]) -> None:
@@ -249,9 +326,8 @@ class Index:
 
     def packs(self, transaction: Any) -> Iterator[tuple[PackId, int]]:
         """(PackId, size in bytes) of every pack."""
-        with transaction.cursor(db=self.db("packs")) as cursor:
-            for _, value in cursor:
-                yield PackId(value[:32]), int.from_bytes(value[32:40], "big")
+        for _, value in self.walk(transaction, "packs"):
+            yield PackId(value[:32]), int.from_bytes(value[32:40], "big")
 
     def blocks(self, transaction: Any) -> Iterator[tuple[BlockId, Location]]:
         """Every block and its location, in id order."""
@@ -272,6 +348,18 @@ class Index:
     def count(self, transaction: Any, name: str) -> int:
         """Rows of a named database."""
         return int(transaction.stat(self.db(name))["entries"])
+
+
+def _opened(database: str, key: bytes, row: bytes) -> bytes:
+    value = opened(database, key, row)
+    if value is None:
+        kind, name = subject(database, key)
+        raise Corrupt(
+            f"the index's row of this {kind} does not match its check",
+            where=f"plan {name}" if kind == "plan" else name,
+            hint="mstore reindex",
+        )
+    return value
 
 
 def _entry_key(entry: Entry) -> tuple[str, bytes]:

@@ -57,6 +57,8 @@ class Environment:
         self._writers: set[int] = set()
         self._changing = False
         self._is_open = False
+        self.aborted = 0
+        """How many write transactions were dropped: what was read in them never was."""
         if not _is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
@@ -70,6 +72,18 @@ class Environment:
             self._create()
 
     def _open(self, *, writable: bool) -> None:
+        """Open the two files of one environment: `reindex` may exchange them in between."""
+        while True:
+            before = _file_id(self.path)
+            self._open_once(writable=writable)
+            self._file_id = _file_id(self.path)
+            # LMDB makes a lock file that is missing.
+            if self._file_id == before or (before[0] == self._file_id[0] and before[1] is None):
+                return
+            self._env.close()
+            self._is_open = False
+
+    def _open_once(self, *, writable: bool) -> None:
         try:
             self._env = self._lmdb(writable=writable)
             try:
@@ -88,7 +102,6 @@ class Environment:
             raise _translated(error, self.path, self._hint) from error
         self._writable = writable
         self._is_open = True
-        self._file_id = _file_id(self.path)
 
     def _lmdb(self, *, writable: bool) -> Any:
         fs.about_to_map(self.path)
@@ -158,7 +171,7 @@ class Environment:
             if found is None:
                 found = _environments[key] = cls(path, databases, create=create, hint=hint)
             found._guard()
-            found._require_in_place()
+            found.require_in_place()
             found._users += 1
             return found
 
@@ -178,17 +191,17 @@ class Environment:
                 hint="close the store before the fork, or start the child with 'spawn'",
             )
 
-    def _require_in_place(self) -> None:
-        # What is committed to a file that was removed or replaced would be gone without a word.
-        try:
-            named = _file_id(self.path)
-        except FileNotFoundError:
-            named = None
-        if named != self._file_id:
+    def require_in_place(self) -> None:
+        """Raise Unavailable where the files that are open here are not those of this path any more.
+
+        What is committed to them would be gone without a word, and what they say may be out of
+        date: `reindex` puts a new environment in the place of an old one.
+        """
+        if _file_id(self.path) != self._file_id:
             raise Unavailable(
                 "this store was removed or replaced while this process has it open",
                 where=str(self.path),
-                hint="close the store first",
+                hint="close the store first, and run the command again",
             )
 
     def _begin(self, *, write: bool) -> Any:
@@ -237,9 +250,12 @@ class Environment:
                 transaction = self._begin(write=True)
                 try:
                     # What goes into the file of an index that was made anew meanwhile is lost.
-                    self._require_in_place()
+                    self.require_in_place()
                     yield transaction
                     self._commit(transaction)
+                except BaseException:
+                    self.aborted += 1
+                    raise
                 finally:
                     # Does nothing after a commit.
                     self._drop(transaction)
@@ -309,9 +325,22 @@ def is_open(path: Path) -> bool:
         return os.path.realpath(path) in _environments
 
 
-def _file_id(path: Path) -> tuple[int, int]:
-    status = os.stat(path / "data.mdb")
-    return status.st_dev, status.st_ino
+_FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
+
+
+def _file_id(path: Path) -> _FileId:
+    """Device and inode of data and of locks.
+
+    Two lock files beside one file of data would be two writers that do not know of each other.
+    """
+    found: list[tuple[int, int] | None] = []
+    for name in ("data.mdb", "lock.mdb"):
+        try:
+            status = os.stat(path / name)
+            found.append((status.st_dev, status.st_ino))
+        except FileNotFoundError:
+            found.append(None)
+    return found[0], found[1]
 
 
 def _is_born(data: Path) -> bool:

@@ -2,7 +2,7 @@
 
     offset            size   what
     0                 4096   header: magic "MSTOREPK", u32 version, 4 zero bytes, store UUID (16),
-                             nonce (32), zero bytes
+                             nonce (32), u64 generation, zero bytes
     4096              ...    payloads, anywhere, with zero bytes between them where a run is aligned
     table_offset      88*n   entries sorted by (kind, id)
                       ...    zero bytes up to the tail
@@ -13,7 +13,10 @@
            u8 kind, u8 codec, u8 element width, 5 zero bytes
 
 All integers are little-endian.  The file's size is a multiple of 4096.  PackId = BLAKE3 with the
-"mstore 1 pack" context over the first 64 header bytes and the table.  Raw payloads of one file
+"mstore 1 pack" context over the first 72 header bytes and the table.  The generation is the one
+after the index's when the writer began: the commit that publishes the pack has this generation or
+a later one (`mstore.store.generation`).  Version 1 has no generation: the bytes are zero, and its
+PackId covers the first 64.  Raw payloads of one file
 follow each other in file order; such a run starts at a pack offset congruent to its file offset
 modulo 4096, so that whole pages of the file are whole pages of the pack.
 
@@ -44,7 +47,9 @@ from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
 from mstore.ids import Buffer, PackId
 
 PAGE = 4096
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, 2)
+"""What is read here."""
 MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
@@ -54,7 +59,8 @@ WRITE_BACK_BYTES = 8 << 20
 IOV_MAX = 1024
 """Buffers that Linux takes in one call (readv(2))."""
 
-_HEADER = struct.Struct("<8sI4x16s32s")
+_HEADER = struct.Struct("<8sI4x16s32sQ")
+_OLD_HEADER_BYTES = 64
 _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
@@ -149,10 +155,13 @@ class PackWriter:
     `abandon` the writer is done.
     """
 
-    def __init__(self, path: Path, store_uuid: bytes, *, held_limit: int = 8 << 20) -> None:
+    def __init__(
+        self, path: Path, store_uuid: bytes, generation: int, *, held_limit: int = 8 << 20
+    ) -> None:
         self._held_limit = held_limit
         self._file = fs.NewFile(path)
-        self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, os.urandom(NONCE_BYTES))
+        nonce = os.urandom(NONCE_BYTES)
+        self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, nonce, generation)
         self._entries: list[Entry] = []
         self._held: list[tuple[Entry, bytes]] = []
         self._held_bytes = 0
@@ -299,6 +308,14 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
     return PackId.of(head + table), tuple(_entries(table, offset, where))
 
 
+def generation_of(path: Path) -> int:
+    """The generation that a pack was written for; 0 of version 1.  Raises as `read_table` does."""
+    where = str(path)
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        head, _, _, _ = _ends(file, where)
+    return int(_HEADER.unpack(head)[4]) if len(head) == _HEADER.size else 0
+
+
 def dead_bytes(path: Path, rows: int, stored: int) -> int:
     """The payload bytes of a pack that are not those of `rows` entries of `stored` bytes in all.
 
@@ -314,7 +331,7 @@ def dead_bytes(path: Path, rows: int, stored: int) -> int:
 
 
 def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
-    """A pack's header, and where its table lies, how long it is and what it hashes to."""
+    """What a PackId covers of the header; where the table lies, its length and its hash."""
     with fs.translated(Path(where)):
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER.size)
@@ -323,15 +340,19 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
         file.seek(size - _TAIL.size)
         tail = file.read(_TAIL.size)
         offset, length, digest, version, magic = _TAIL.unpack(tail)
-        head_magic, head_version, _, _ = _HEADER.unpack(head)
+        head_magic, head_version, _, _, generation = _HEADER.unpack(head)
         if magic != TAIL_MAGIC or head_magic != MAGIC:
             raise Corrupt("not a pack, or damaged at an end", where=where)
-        if version != VERSION or head_version != VERSION:
+        if version != head_version or version not in VERSIONS:
             raise Incompatible(f"pack version {version} needs a newer mstore", where=where)
         if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
             raise Corrupt("the footer does not fit the file", where=where)
         if tail != _TAIL.pack(offset, length, digest, version, magic):
             raise Corrupt("the tail has other bytes than zeros between its fields", where=where)
+        if version == 1:
+            if generation:
+                raise Corrupt("the header has other bytes than zeros", where=where)
+            head = head[:_OLD_HEADER_BYTES]
     return head, offset, length, digest
 
 

@@ -42,6 +42,8 @@ class Findings:
     unreadable: those of them for which the disk, not the bytes, said no.
     packs: damaged packs and what is wrong with each; their rows are not in `broken`.
     incomplete: snapshots whose own rows in the index do not say what their record says.
+    stale_mirror: the mirror is missing or damaged.  is_index_wrong: rows of the index do not match
+    their checks, the mirror or the generations, so that only a new index helps.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,7 @@ class Findings:
         self.packs: dict[PackId, str] = {}
         self.incomplete: set[bytes] = set()
         self.stale_mirror = False
+        self.is_index_wrong = False
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -94,6 +97,7 @@ class Findings:
         self.broken = {key: row for key, row in self.broken.items() if key in earlier.broken}
         self.incomplete &= earlier.incomplete
         self.stale_mirror &= earlier.stale_mirror
+        self.is_index_wrong &= earlier.is_index_wrong
 
     def take(self, other: Findings) -> None:
         """Add what another look at the same store has found."""
@@ -104,6 +108,7 @@ class Findings:
         self.unreadable |= other.unreadable
         self.incomplete |= other.incomplete
         self.stale_mirror |= other.stale_mirror
+        self.is_index_wrong |= other.is_index_wrong
 
     @contextmanager
     def catching(self, kind: str, where: str) -> Iterator[None]:

@@ -76,8 +76,8 @@ class Footers:
         with index.env.read() as transaction:
             for number, (pack, _) in found.items():
                 # One that was collected since has no number any more.
-                is_here = transaction.get(number, db=index.db("packs")) is not None
-                if is_here and transaction.get(pack, db=index.db("pack_ids")) != number:
+                is_here = index.get(transaction, "packs", number) is not None
+                if is_here and index.get(transaction, "pack_ids", pack) != number:
                     self._findings.tell("index", pack.hex(), "the pack has two numbers, or none")
         return found
 

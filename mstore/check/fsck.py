@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
+from mstore.blocks.index import subject
 from mstore.check import index_file, rows
 from mstore.check.findings import Findings
 from mstore.check.footers import Footers, Totals
@@ -20,7 +21,7 @@ from mstore.check.hurt import Wounds
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
 from mstore.reports import CheckReport, Progress
-from mstore.store import leases
+from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 
@@ -82,6 +83,9 @@ class Checker:
     def _run(self, catalog: Catalog) -> CheckReport:
         began = time.monotonic()
         findings = self.findings
+        self._index(catalog)
+        if findings.is_index_wrong:
+            return self._report(catalog, Totals(), None, 0, began)
         totals = Footers(catalog, findings).run()
         graph = Graph(catalog, Findings())
         graph.run()
@@ -90,6 +94,31 @@ class Checker:
         graph = _confirmed(catalog, graph)
         findings.take(graph.findings)
         findings.garbage += self._leftovers()
+        return self._report(catalog, totals, graph, bytes_read, began)
+
+    def _index(self, catalog: Catalog) -> None:
+        """What only a new index mends; by the word of such a one, nothing else can be judged."""
+        findings = self.findings
+        for database, key in rows.damaged(catalog.index):
+            kind, name = subject(database, key)
+            findings.tell(kind, name, "the row does not match its check")
+        why = generation.doubt(catalog.layout, catalog.index, packs=True)
+        if why is not None:
+            findings.tell("index", str(catalog.layout.index), why)
+        findings.is_index_wrong = bool(findings.problems)
+
+    def _report(
+        self,
+        catalog: Catalog,
+        totals: Totals,
+        graph: Graph | None,
+        bytes_read: int,
+        began: float,
+    ) -> CheckReport:
+        findings = self.findings
+        names = {} if graph is None else graph.names
+        lost = set() if graph is None else set(graph.lost)
+        hurt = () if graph is None else Wounds(catalog, findings).all(names, graph.pruned)
         return CheckReport(
             read_data=self._scope.share == 1,
             sample=self._scope.share if self._scope.is_sample else None,
@@ -97,14 +126,14 @@ class Checker:
             packs=totals.packs,
             blocks=totals.blocks,
             records=totals.records,
-            snapshots=graph.snapshots,
-            refs=len(graph.names),
+            snapshots=0 if graph is None else graph.snapshots,
+            refs=len(names),
             bytes_read=bytes_read,
             bytes_total=totals.stored_bytes,
             garbage=tuple(findings.garbage),
             problems=findings.problems,
-            hurt=Wounds(catalog, findings).all(graph.names, graph.pruned),
-            hint=self._hint(graph.names.keys(), set(graph.lost)),
+            hurt=hurt,
+            hint=self._hint(names.keys(), lost),
             seconds=time.monotonic() - began,
         )
 
@@ -138,7 +167,7 @@ class Checker:
                 if row is not None and transaction.get(key, db=index.db(database)) != row:
                     findings.forget_row(kind, id)
             for pack in list(findings.packs):
-                if transaction.get(pack, db=index.db("pack_ids")) is None:
+                if index.get(transaction, "pack_ids", pack) is None:
                     findings.forget_pack(pack)
 
     def _leftovers(self) -> list[str]:
@@ -149,6 +178,8 @@ class Checker:
         findings = self.findings
         if not findings.problems:
             return None
+        if findings.is_index_wrong:
+            return "mstore reindex"
         if findings.broken or findings.packs or findings.incomplete:
             data = " --read-data" if self._scope.share else ""
             told = f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"

@@ -7,6 +7,8 @@ during a pass may look like damage in it; a second pass tells the two apart.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 
 from mstore.blocks.packs import Kind
@@ -19,8 +21,12 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import plans, refs
+from mstore.store import mirror, plans, refs
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog
+
+
+def _shown(ref: refs.Ref | None) -> str:
+    return "no such ref" if ref is None else f"{ref.kind} {ref.snapshot_id().short}"
 
 
 class Graph:
@@ -134,7 +140,7 @@ class Graph:
         edges = [MANIFEST_EDGE + record.manifest + id]
         edges += [PARENT_EDGE + p.snapshot + id + p.role.encode() for p in record.parents]
         with index.env.read() as transaction:
-            row = transaction.get(id, db=index.db("snapshots"))
+            row = index.get(transaction, "snapshots", id)
             there = all(transaction.get(e, db=index.db("edges")) is not None for e in edges)
         if row is not None and (
             row != record.manifest + record.time_ns.to_bytes(8, "big") or not there
@@ -225,9 +231,14 @@ class Graph:
 
     def _sources(self) -> None:
         for batch in rows.batches(self._index, "plans"):
-            for key, row in batch:
-                with self.findings.catching("plan", key.hex()):
-                    plans.decode_sources(PlanId(key), row)
+            for key, _ in batch:
+                with (
+                    self.findings.catching("plan", key.hex()),
+                    self._index.env.read() as transaction,
+                ):
+                    row = self._index.get(transaction, "plans", key)
+                    if row is not None:
+                        plans.decode_sources(PlanId(key), row)
 
     def _mirror(self) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.
@@ -235,28 +246,14 @@ class Graph:
         if not self.names and not path.exists():
             return
         try:
-            mirrored = refs.read_mirror(self._catalog.layout)
+            mirrored = mirror.read(self._catalog.layout)
         except MstoreError as error:
             self.findings.stale_mirror = True
             self.findings.tell("mirror", str(path), error.what)
             return
-        for name, ref in mirrored.items():
-            if not self._was_there(name, ref):
-                self.findings.stale_mirror = True
-                what = f"{name} is at {ref.snapshot_id().short}, where no such {ref.kind} ever was"
+        # That the index cannot say is a finding of its own.
+        with suppress(MstoreError), self._index.env.read() as transaction:
+            for name in mirror.differences(mirrored, self._index, transaction):
+                self.findings.is_index_wrong = True
+                what = f"{name}: the mirror has {_shown(mirrored.refs.get(name))}, the index not"
                 self.findings.tell("mirror", str(path), what)
-
-    def _was_there(self, name: str, mirrored: refs.Ref) -> bool:
-        """Whether a line of the mirror was true once: a crash leaves it behind, others move on."""
-        index = self._catalog.index
-        try:
-            with index.env.read() as transaction:
-                now = refs.get(index, transaction, name)
-                moves = refs.reflog(index, transaction, name)
-        except (msgspec.MsgspecError, ValueError, MstoreError):
-            # That the index cannot say is a finding of its own.
-            return True
-        if now is not None and now.snapshot == mirrored.snapshot:
-            return now.kind == mirrored.kind
-        kinds = (refs.BRANCH, refs.TAG)
-        return mirrored.kind in kinds and mirrored.snapshot in {move.new for move in moves}

@@ -31,7 +31,7 @@ class Wounds:
             return {
                 number
                 for pack in self._findings.packs
-                if (number := transaction.get(pack, db=index.db("pack_ids"))) is not None
+                if (number := index.get(transaction, "pack_ids", pack)) is not None
             }
 
     def all(self, names: dict[str, refs.Ref], pruned: set[bytes]) -> tuple[Hurt, ...]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.blocks.index import DATABASES
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, MstoreError, StorageFailed
@@ -23,9 +24,9 @@ _LOCATIONS = frozenset({_LOCATION, _LOCATION + ID_BYTES})
 _FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
     b"blocks": (frozenset({ID_BYTES}), _LOCATIONS),
     b"records": (frozenset({1 + ID_BYTES}), frozenset({_LOCATION})),
-    b"packs": (frozenset({4}), frozenset({ID_BYTES + 8})),
-    b"pack_ids": (frozenset({ID_BYTES}), frozenset({4})),
-    b"snapshots": (frozenset({ID_BYTES}), frozenset({ID_BYTES + 8})),
+    b"packs": (frozenset({4}), frozenset({ID_BYTES + 8 + CHECK_BYTES})),
+    b"pack_ids": (frozenset({ID_BYTES}), frozenset({4 + CHECK_BYTES})),
+    b"snapshots": (frozenset({ID_BYTES}), frozenset({ID_BYTES + 8 + CHECK_BYTES})),
 }
 _TELL_AT_MOST = 20
 _ATTEMPTS = 20

@@ -1,7 +1,8 @@
 """What an index that is to be replaced still tells: names, their history, plans, prunings.
 
 Reads the file without LMDB, so that no damage can end the process.  A database in which anything
-is out of place is taken for what can be read of it; rows that do not decode are left out.
+is out of place is taken for what can be read of it; rows that do not match their check, or do not
+decode, are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mstore.blocks.index import GENERATION, opened
 from mstore.blocks.lmdb_pages import LmdbFile, Tree
 from mstore.errors import BadName, Corrupt, MstoreError
 from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
@@ -30,14 +32,21 @@ _decode_lease = msgspec.msgpack.Decoder(LeaseRow).decode
 class OldIndex:
     """The rows that cannot be had from packs.  notes: what could not be read.
 
-    are_refs_whole: every ref is here, so that one which is missing is one that was removed.
+    generation: None where it cannot be read.  are_refs_whole: every ref is here, so that one which
+    is missing is one that was removed.  snapshots, pruned: None where not all of them can be read.
+    moves: the newest move of each name that can be read.  packs: those that it named, condemned
+    ones too.
     """
 
+    generation: int | None = None
     refs: dict[str, Ref] = field(default_factory=dict)
     are_refs_whole: bool = False
     reflog: dict[bytes, bytes] = field(default_factory=dict)
+    moves: dict[str, Move] = field(default_factory=dict)
     plans: dict[PlanId, bytes] = field(default_factory=dict)
+    snapshots: set[SnapshotId] | None = None
     pruned: dict[SnapshotId, bytes] | None = None
+    packs: set[PackId] = field(default_factory=set)
     condemned: set[PackId] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -49,26 +58,35 @@ class OldIndex:
         old = cls()
         try:
             with LmdbFile(layout.index / "data.mdb") as file:
-                databases = file.databases(old.notes.append)
-                for name, take in (
-                    (b"refs", old._take_ref),
-                    (b"reflog", old._take_move),
-                    (b"plans", old._take_plan),
-                    (b"condemned", old._take_condemned),
-                ):
-                    faults = old._take_all(file, databases, name, take)
-                    if name == b"refs":
-                        old.are_refs_whole = not faults
-                pruned: dict[SnapshotId, bytes] = {}
-
-                def take_pruned(key: bytes, value: bytes) -> None:
-                    pruned[SnapshotId(key)] = value
-
-                if not old._take_all(file, databases, b"pruned", take_pruned):
-                    old.pruned = pruned
+                old._take_everything(file)
         except MstoreError as error:
             return cls(notes=[error.what])
         return old
+
+    def _take_everything(self, file: LmdbFile) -> None:
+        databases = file.databases(self.notes.append)
+        for name, take in (
+            (b"counters", self._take_counter),
+            (b"reflog", self._take_move),
+            (b"plans", self._take_plan),
+            (b"packs", self._take_pack),
+            (b"condemned", self._take_condemned),
+        ):
+            self._take_all(file, databases, name, take)
+        self.are_refs_whole = not self._take_all(file, databases, b"refs", self._take_ref)
+        snapshots: set[SnapshotId] = set()
+        pruned: dict[SnapshotId, bytes] = {}
+
+        def take_snapshot(key: bytes, value: bytes) -> None:
+            snapshots.add(SnapshotId(key))
+
+        def take_pruned(key: bytes, value: bytes) -> None:
+            pruned[SnapshotId(key)] = value
+
+        if not self._take_all(file, databases, b"snapshots", take_snapshot):
+            self.snapshots = snapshots
+        if not self._take_all(file, databases, b"pruned", take_pruned):
+            self.pruned = pruned
 
     def _take_all(
         self,
@@ -83,9 +101,12 @@ class OldIndex:
             return True
         told: list[str] = []
         count = 0
-        for key, value in file.rows(name, databases[name], told.append):
+        for key, row in file.rows(name, databases[name], told.append):
             count += 1
+            value = opened(name.decode(), key, row)
             try:
+                if value is None:
+                    raise ValueError("does not match its check")
                 take(key, value)
             except (msgspec.MsgspecError, ValueError, BadName, Corrupt):
                 told.append(f"{name.decode()}: a row cannot be read")
@@ -93,6 +114,10 @@ class OldIndex:
             told.append(f"{name.decode()}: {databases[name].entries - count} rows are lost")
         self.notes += told
         return bool(told)
+
+    def _take_counter(self, key: bytes, value: bytes) -> None:
+        if key == GENERATION:
+            self.generation = int.from_bytes(value, "big")
 
     def _take_ref(self, key: bytes, value: bytes) -> None:
         name, ref = key.decode(), _decode_ref(value)
@@ -105,12 +130,15 @@ class OldIndex:
     def _take_move(self, key: bytes, value: bytes) -> None:
         if len(key) <= _POSITION_BYTES + 1 or key[-_POSITION_BYTES - 1]:
             raise ValueError("not a position in a reflog")
-        check_name(key[: -_POSITION_BYTES - 1].decode())
+        name = key[: -_POSITION_BYTES - 1].decode()
+        check_name(name)
         move = _decode_move(value)
         for id in (move.old, move.new):
             if id is not None:
                 SnapshotId(id)
         self.reflog[key] = value
+        # Rows come in the order of positions.
+        self.moves[name] = move
 
     def _take_plan(self, key: bytes, value: bytes) -> None:
         sources = _decode_sources(value)
@@ -118,8 +146,12 @@ class OldIndex:
             source.snapshot_id()
         self.plans[PlanId(key)] = value
 
+    def _take_pack(self, key: bytes, value: bytes) -> None:
+        self.packs.add(PackId(value[:ID_BYTES]))
+
     def _take_condemned(self, key: bytes, value: bytes) -> None:
         self.condemned.add(PackId(value[:ID_BYTES]))
+        self.packs.add(PackId(value[:ID_BYTES]))
 
 
 def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:

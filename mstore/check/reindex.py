@@ -1,11 +1,16 @@
-"""Reindex: the index made anew from packs and the ref mirror.
+"""Reindex: the index rebuilt from packs and the ref mirror.
 
-The new LMDB file is built in tmp/ and put in place by one rename: a crash leaves the old index or
-the new one.  What packs do not tell (refs, reflogs, what inputs of plans were called, what was
-pruned) is taken over from the old index where that can be read, else refs come from the mirror and
-reflogs begin anew.  With neither, each snapshot that no other came from gets a branch, so that the
-next garbage collection takes none.  Statistics and the memo table are functions of contents and
-stay; remembered requests go.
+The new LMDB environment is built in tmp/ and exchanged with the old one in one step: a crash leaves
+the old index or the new one.  Whoever has the old one open keeps it for reading, and can commit
+nothing to it.  What packs do not tell (refs, reflogs, what inputs of plans were called, what was
+pruned) comes from the mirror and the old index (`mstore.check.names`); where they differ, or
+something could not be read, the notes say so, and the old index stays in lost+found/.  Statistics
+and the memo table are functions of contents and stay; remembered requests go.
+
+A snapshot that the packs have and no name leads to is one of three.  The old index named its packs
+and not the snapshot: it was collected, and is left out.  It is whole: nobody can say whether it was
+ever named, and it gets a branch `recovered/...`, so that the next garbage collection does not take
+it.  It is not whole: it counts as pruned.  Packs in lost+found/ come back first.
 
 Of a payload that several packs have, the first that reads right is taken, one that needs no base
 before one that does.  A delta whose base is nowhere is left out.
@@ -29,12 +34,14 @@ import msgspec
 from mstore import fs
 from mstore.blocks import codecs, lmdb_env
 from mstore.blocks.index import Index, Location
-from mstore.blocks.packs import Kind, PackFiles, SealedPack, read_table
+from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table
+from mstore.check import names as witnesses
 from mstore.check import old_index, rows
 from mstore.check.findings import Key, typed
+from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
 from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import BlockId, Buffer, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.ids import ID_BYTES, BlockId, Buffer, ManifestId, PackId, PlanId, SnapshotId, TensorId
 from mstore.objects.canonical import decode, plain_id
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
@@ -42,20 +49,19 @@ from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.reports import Progress, ReindexReport
-from mstore.store import leases, memo, refs
+from mstore.store import generation, leases, lost_found, memo, mirror, refs
 from mstore.store.catalog import RECORD_LIMIT, insert_snapshot, now_ns
 from mstore.store.layout import Layout, locate
 from mstore.store.plans import Source, Sources
 
 Report = Callable[[Progress], None]
 _DATA = "data.mdb"
-_LOCK = "lock.mdb"
 
 
 def reindex(
     root: Path, *, use_old_index: bool = True, progress: Report | None = None
 ) -> ReindexReport:
-    """Make the index of the store at `root` anew.
+    """Rebuild the index of the store at `root`.
 
     Raises Conflict while anybody has the store open, NotFound, Incompatible, StorageFailed.
     """
@@ -66,19 +72,21 @@ def reindex(
         old = OldIndex.read(layout) if use_old_index else None
         workplace = layout.tmp / f"reindex-{secrets.token_hex(4)}"
         fs.make_directory(workplace, mode=0o700)
+        fs.make_directory(workplace / "index")
         try:
-            index = Index(workplace, create=True)
+            returned = lost_found.bring_back(layout)
+            index = Index(workplace / "index", create=True)
             try:
-                built = _Building(layout, index, old, progress).run()
+                built = _Building(layout, index, old, returned, progress).run()
             finally:
                 index.close()
-            _put_in_place(layout, workplace)
+            _put_in_place(layout, workplace, keep=bool(built.notes))
         finally:
             fs.remove_tree(workplace)
         _forget_requests(layout)
         index = Index(layout.index)
         try:
-            refs.write_mirror(layout, index)
+            mirror.write(layout, index)
             size = index.env.file_bytes()
         finally:
             index.close()
@@ -102,7 +110,12 @@ def _make_directories(layout: Layout) -> None:
     """Those that a copy of a store need not have: what lies in them is made anew."""
     made = [
         fs.make_directory(directory, mode=mode, exist_ok=True)
-        for directory, mode in ((layout.tmp, 0o700), (layout.index, 0o777), (layout.stats, 0o777))
+        for directory, mode in (
+            (layout.tmp, 0o700),
+            (layout.index, 0o777),
+            (layout.stats, 0o777),
+            (layout.mirror.parent, 0o777),
+        )
     ]
     if any(made):
         fs.sync_directory(layout.root)
@@ -137,7 +150,7 @@ def _require_idle(layout: Layout) -> None:
                 lease: f"{purpose} (process {pid})"
                 for lease, pid, purpose in old_index.at_work(layout)
             }
-    holder = _holder(layout.index / _LOCK)
+    holder = _holder(layout.index / "lock.mdb")
     if live or pins or holder is not None:
         who = [names.get(lease, f"lease {lease}") for lease in live]
         who += [f"a reader of snapshot {snapshot.short}" for snapshot in pins]
@@ -169,13 +182,26 @@ def _holder(lock: Path) -> int | None:
     return None if kind == fcntl.F_UNLCK else pid
 
 
-def _put_in_place(layout: Layout, workplace: Path) -> None:
-    if fs.make_directory(layout.index, exist_ok=True):
-        fs.sync_directory(layout.root)
-    if not (layout.index / _LOCK).exists():
-        fs.rename(workplace / _LOCK, layout.index / _LOCK)
-    fs.rename(workplace / _DATA, layout.index / _DATA)
-    fs.sync_directory(layout.index)
+def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> None:
+    """Exchange the new environment with the old one, both files at once.
+
+    keep: the old one goes to lost+found/.  Raises Conflict where somebody began to write meanwhile:
+    what he has done would be lost.
+    """
+    fresh = workplace / "index"
+    fs.sync_directory(fresh)
+    fs.sync_directory(workplace)
+    working = leases.live(layout)
+    if working:
+        raise Conflict(
+            f"the store came into use meanwhile: lease {min(working)}",
+            where=str(layout.root),
+            hint="run the command again when it has ended",
+        )
+    fs.exchange(fresh, layout.index)
+    fs.sync_directory(layout.root)
+    if keep and (fresh / _DATA).exists():
+        lost_found.keep_index(layout, fresh)
 
 
 def _forget_requests(layout: Layout) -> None:
@@ -208,18 +234,28 @@ class _Building:
     """One new index, from the first pack to the last ref."""
 
     def __init__(
-        self, layout: Layout, index: Index, old: OldIndex | None, progress: Report | None
+        self,
+        layout: Layout,
+        index: Index,
+        old: OldIndex | None,
+        returned: list[PackId],
+        progress: Report | None,
     ) -> None:
         self._layout = layout
         self._index = index
         self._old = old or OldIndex()
+        self._returned = frozenset(returned)
         self._progress = progress
         self._files = PackFiles(layout.packs)
         self._doubles: dict[Key, list[bytes]] = {}
         self._notes = [f"old index: {note}" for note in self._old.notes]
+        if returned:
+            self._notes.append(f"{len(returned)} packs came back from lost+found")
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
-        self._are_refs_lost = False
+        # Snapshot records by the packs that have them, and the latest generation of a pack.
+        self._homes: dict[bytes, set[PackId]] = {}
+        self._pack_generation = 0
 
     def run(self) -> _Built:
         """Fill it."""
@@ -227,9 +263,12 @@ class _Building:
             packs = self._packs()
             self._settle_doubles()
             self._leave_out_orphans()
-            snapshots = self._snapshots()
-            names, moves = self._refs(set(snapshots))
-            recovered = self._recover(snapshots, names) if self._are_refs_lost else {}
+            settled = witnesses.settle(self._layout, self._old)
+            self._notes += settled.notes
+            self._begin_generation(settled)
+            snapshots = self._snapshots(self._collected(settled))
+            names, moves = self._refs(settled, set(snapshots))
+            recovered = self._recover(snapshots, names)
             names.update(recovered)
             self._plans(snapshots, names)
             pruned = self._pruned(snapshots, names)
@@ -251,10 +290,26 @@ class _Building:
             self._notes,
         )
 
+    def _begin_generation(self, settled: Names) -> None:
+        """Later than all that anybody tells of, so that nothing looks newer than this index."""
+        with self._index.env.write() as transaction:
+            latest = max(settled.generation, self._pack_generation)
+            self._index.set_generation(transaction, latest + 1)
+
+    def _collected(self, settled: Names) -> set[bytes]:
+        """Snapshots that the old index, being the newest word, no longer had."""
+        old = self._old
+        if old.snapshots is None or old.generation is None or old.generation < settled.generation:
+            return set()
+        if self._pack_generation > old.generation + 1:
+            return set()
+        known = old.packs - self._returned
+        return {id for id, packs in self._homes.items() if packs <= known} - old.snapshots
+
     # -- rows of blocks and records ----------------------------------------------------------
 
     def _packs(self) -> int:
-        paths = sorted(self._layout.packs.glob("*/*.pack"), key=lambda path: path.name)
+        paths = list(generation.listed_packs(self._layout))
         sizes = [path.stat().st_size for path in paths]
         count = done = 0
         for path, size in zip(paths, sizes, strict=True):
@@ -269,6 +324,10 @@ class _Building:
                 continue
             if id in self._old.condemned:
                 continue
+            self._pack_generation = max(self._pack_generation, generation_of(path))
+            for entry in entries:
+                if entry.kind == Kind.SNAPSHOT:
+                    self._homes.setdefault(entry.id, set()).add(id)
             self._pack(SealedPack(id, path, size, entries))
             count += 1
             if self._progress is not None:
@@ -379,14 +438,14 @@ class _Building:
         except MstoreError:
             return None
 
-    def _snapshots(self) -> dict[SnapshotId, SnapshotRecord]:
-        """Rows of snapshots, edges and signatures."""
+    def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
+        """Rows of snapshots, edges and signatures, but for what was collected."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
         signatures: list[bytes] = []
         for batch in rows.batches(index, "records"):
             for key, _ in batch:
-                if key[0] not in (Kind.SNAPSHOT, Kind.SIGNATURE):
+                if key[0] not in (Kind.SNAPSHOT, Kind.SIGNATURE) or key[1:] in collected:
                     continue
                 data = self._record(Kind(key[0]), key[1:])
                 if data is None:
@@ -400,55 +459,57 @@ class _Building:
                         signature = decode(Signature, data, key[1:].hex())
                         signatures.append(signature.snapshot + key[1:])
         with index.env.write() as transaction:
+            for id in collected:
+                # Its blocks may have gone with it: a record that is listed would be missed.
+                transaction.delete(bytes([Kind.SNAPSHOT]) + id, db=index.db("records"))
             for snapshot in snapshots.values():
                 insert_snapshot(index, transaction, snapshot)
             for name in signatures:
-                transaction.put(name, b"", db=index.db("signatures"))
+                if name[:ID_BYTES] not in collected:
+                    index.put(transaction, "signatures", name, b"")
         return snapshots
 
-    def _refs(self, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
-        """Refs and reflogs: of the old index where it has them all, else of the mirror."""
+    def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
+        """Refs as they were settled, and the old index's reflogs, which end there."""
         old, index = self._old, self._index
-        mirrored: dict[str, refs.Ref] = {}
-        try:
-            mirrored = refs.read_mirror(self._layout)
-        except MstoreError as error:
-            self._notes.append(f"ref mirror: {error.what}")
-            self._are_refs_lost = not old.are_refs_whole
-        # The mirror may be a commit behind, and knows nothing of what was removed since.
-        named = old.refs if old.are_refs_whole else {**old.refs, **mirrored}
-        found = {}
         with index.env.write() as transaction:
             for key, value in old.reflog.items():
-                transaction.put(key, value, db=index.db("reflog"))
-            for name, ref in sorted(named.items()):
+                index.put(transaction, "reflog", key, value)
+            for name in settled.removed:
+                last = old.moves[name].new
+                if last is not None:
+                    self._move(transaction, name, last, None)
+            for name, ref in sorted(settled.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
                     self._notes.append(f"{what}; next: mstore fsck")
-                last = refs.reflog(index, transaction, name)[-1:]
-                if last and last[0].new == ref.snapshot:
-                    value = msgspec.msgpack.encode(ref, enc_hook=plain_id)
-                    transaction.put(name.encode(), value, db=index.db("refs"))
-                else:
-                    refs.move(
-                        index,
-                        transaction,
-                        name,
-                        expect=None,
-                        new=ref,
-                        action="reindex",
-                        time_ns=now_ns(),
-                    )
-                found[name] = ref
-        return found, len(old.reflog)
+                refs.put(index, transaction, name, ref)
+                last = old.moves[name].new if name in old.moves else None
+                if last != ref.snapshot:
+                    self._move(transaction, name, last, ref)
+        return dict(settled.refs), len(old.reflog)
+
+    def _move(
+        self,
+        transaction: Any,
+        name: str,
+        old: bytes | None,
+        new: refs.Ref | None,
+        action: str = "reindex",
+    ) -> None:
+        refs.append(
+            self._index, transaction, name, old=old, new=new, action=action, time_ns=now_ns()
+        )
 
     def _recover(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> dict[str, refs.Ref]:
-        """A branch for each snapshot that no other came from, and that no ref reaches.
+        """A branch for each snapshot that is whole and that nothing leads to.
 
-        Without any ref, the next garbage collection would take all of them.
+        Nothing: no ref, no reflog, no snapshot that came from it, and no row of the old index.
         """
+        told = {move.new for move in self._old.moves.values()} | (self._old.snapshots or set())
+        told |= {id for move in self._reflog() for id in (move.old, move.new)}
         parents = {p.snapshot_id() for record in snapshots.values() for p in record.parents}
         named = {ref.snapshot_id() for ref in names.values()}
         directory = "recovered"
@@ -457,27 +518,26 @@ class _Building:
         found: dict[str, refs.Ref] = {}
         with self._index.env.write() as transaction:
             for id in sorted(snapshots.keys() - parents - named):
+                if bytes(id) in told or not self._is_complete(snapshots[id]):
+                    continue
                 name = f"{directory}/{id.short}"
                 if name in names or name in found:
                     name = f"{directory}/{id}"
-                new = refs.Ref(refs.BRANCH, id)
-                refs.move(
-                    self._index,
-                    transaction,
-                    name,
-                    expect=None,
-                    new=new,
-                    action="reindex: recovered",
-                    time_ns=now_ns(),
-                )
-                found[name] = new
+                found[name] = refs.Ref(refs.BRANCH, id)
+                refs.put(self._index, transaction, name, found[name])
+                self._move(transaction, name, None, found[name], "reindex: recovered")
         if found:
+            first = next(iter(found))
             self._notes.append(
-                f"the names of refs are lost: {len(found)} branches {directory}/... are what no "
-                f"other snapshot came from (mstore log shows all); to name one again: mstore reset "
-                f"NAME {next(iter(found))}, then mstore rm {next(iter(found))}"
+                f"nothing says what {len(found)} snapshots were called: they are branches "
+                f"{directory}/... now (mstore log shows all); to name one again: mstore reset "
+                f"NAME {first}, then mstore rm {first}; mstore rm alone where it is not needed"
             )
         return found
+
+    def _reflog(self) -> list[refs.Move]:
+        with self._index.env.read() as transaction:
+            return [move for _, move in refs.walk_reflogs(self._index, transaction)]
 
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
@@ -503,28 +563,27 @@ class _Building:
         with index.env.write() as transaction:
             for plan, value in {**derived, **self._old.plans}.items():
                 if index.record(transaction, Kind.PLAN, plan) is not None:
-                    transaction.put(plan, value, db=index.db("plans"))
+                    index.put(transaction, "plans", plan, value)
 
     # -- contents ----------------------------------------------------------------------------
 
     def _pruned(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> int:
-        """Who needs no contents: as the old index says, else those that no longer have them."""
-        old = self._old.pruned
-        if old is None:
-            named = {ref.snapshot_id() for ref in names.values()}
-            now = now_ns().to_bytes(8, "big")
-            pruned = {
-                id: now
-                for id, record in snapshots.items()
-                if id not in named and not self._is_complete(record)
-            }
-        else:
-            pruned = {id: value for id, value in old.items() if id in snapshots}
+        """Who needs no contents: as the old index says, and those that no longer have them."""
+        named = {ref.snapshot_id() for ref in names.values()}
+        now = now_ns().to_bytes(8, "big")
+        old = self._old.pruned or {}
+        listed = self._old.snapshots if self._old.pruned is not None else None
+        pruned = {id: value for id, value in old.items() if id in snapshots}
+        for id, record in snapshots.items():
+            # One that the old index listed and did not call pruned may be damaged.
+            doubted = listed is None or id not in listed
+            if doubted and id not in named and not self._is_complete(record):
+                pruned.setdefault(id, now)
         with self._index.env.write() as transaction:
             for id, value in pruned.items():
-                transaction.put(id, value, db=self._index.db("pruned"))
+                self._index.put(transaction, "pruned", id, value)
         return len(pruned)
 
     def _is_complete(self, record: SnapshotRecord) -> bool:

@@ -30,12 +30,12 @@ from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, Key, typed
 from mstore.check.fsck import Checker, Scope
-from mstore.errors import MstoreError, StorageFailed
+from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import Progress, RepairReport
-from mstore.store import leases, refs
+from mstore.store import leases
 from mstore.store.catalog import Catalog, insert_snapshot, unlist_snapshot
 from mstore.store.layout import Layout
 from mstore.store.transaction import MAX_PACK_BYTES
@@ -80,6 +80,13 @@ class Repair:
         checker = self._checker(self._scope)
         before = after = checker.run()
         condemned: list[PackId] = []
+        if checker.findings.is_index_wrong:
+            problem = before.problems[0]
+            raise Corrupt(
+                f"by this index nothing can be repaired: {problem.what}",
+                where=problem.where,
+                hint="mstore reindex",
+            )
         if before.problems:
             with closing(Catalog(self._layout)) as catalog:
                 damage = self._healing(catalog, checker.findings)
@@ -194,25 +201,22 @@ class Repair:
         index = catalog.index
         snapshots = list(_readable(catalog, damage.incomplete))
         dropped, condemned = [], []
-        with catalog.publishing():
-            with index.env.write() as transaction:
-                for key, row in damage.can_be_dropped().items():
-                    database, name = rows.record_key(*key)
-                    if transaction.get(name, db=index.db(database)) == row:
-                        transaction.delete(name, db=index.db(database))
-                        dropped.append(key)
-                for snapshot in snapshots:
-                    insert_snapshot(index, transaction, snapshot)
-                for kind, id in damage.rows:
-                    if kind == Kind.SNAPSHOT:
-                        _unlist_if_lost(index, transaction, SnapshotId(id))
-                condemned = [
-                    pack
-                    for pack in sorted(damage.packs)
-                    if _condemn(catalog, transaction, pack, damage.kept_numbers())
-                ]
-            if damage.stale_mirror:
-                refs.write_mirror(catalog.layout, index)
+        with catalog.committing() as transaction:
+            for key, row in damage.can_be_dropped().items():
+                database, name = rows.record_key(*key)
+                if transaction.get(name, db=index.db(database)) == row:
+                    transaction.delete(name, db=index.db(database))
+                    dropped.append(key)
+            for snapshot in snapshots:
+                insert_snapshot(index, transaction, snapshot)
+            for kind, id in damage.rows:
+                if kind == Kind.SNAPSHOT:
+                    _unlist_if_lost(index, transaction, SnapshotId(id))
+            condemned = [
+                pack
+                for pack in sorted(damage.packs)
+                if _condemn(catalog, transaction, pack, damage.kept_numbers())
+            ]
         self._dropped += sorted(dropped)
         return condemned
 
@@ -239,7 +243,7 @@ class Damage:
         broken = dict(findings.broken)
         incomplete = {SnapshotId(id) for id in findings.incomplete}
         with index.env.read() as transaction:
-            numbers = {transaction.get(pack, db=index.db("pack_ids")) for pack in findings.packs}
+            numbers = {index.get(transaction, "pack_ids", pack) for pack in findings.packs}
             for snapshot in incomplete:
                 if index.record(transaction, Kind.SNAPSHOT, snapshot) is None:
                     broken.setdefault((Kind.SNAPSHOT, bytes(snapshot)), None)
@@ -360,7 +364,7 @@ class _Shelf:
             self._seal()
         if self._writer is None:
             path = self._lease.directory / f"r{len(self._sealed)}.pack"
-            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+            self._writer = self._catalog.new_pack(path)
         return self._writer
 
     def _seal(self) -> None:
@@ -377,7 +381,7 @@ class _Shelf:
         self._seal()
         publish(self._catalog.layout.packs, self._sealed, self._published)
         index = self._catalog.index
-        with self._catalog.publishing(), index.env.write() as transaction:
+        with self._catalog.committing() as transaction:
             for key in self.keys:
                 database, name = rows.record_key(*key)
                 row = damage.rows.get(key)
@@ -438,7 +442,7 @@ def _unlist_if_lost(index: Index, transaction: Any, id: SnapshotId) -> None:
 def _condemn(catalog: Catalog, transaction: Any, pack: PackId, kept: set[bytes]) -> bool:
     """Take a pack out of the index: gc removes its file once nobody can be reading it."""
     index = catalog.index
-    number = transaction.get(pack, db=index.db("pack_ids"))
+    number = index.get(transaction, "pack_ids", pack)
     if number is None or number in kept:
         return False
     index.condemn(transaction, pack)

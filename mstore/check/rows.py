@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mstore.blocks.index import Index
+from mstore.blocks.index import DATABASES, UNCHECKED, Index, opened
 from mstore.blocks.packs import Kind
 
 BATCH = 20_000
@@ -31,6 +31,17 @@ def batches(index: Index, database: str) -> Iterator[list[tuple[bytes, bytes]]]:
             yield rows
         if not more:
             return
+
+
+def damaged(index: Index) -> Iterator[tuple[str, bytes]]:
+    """Database and key of every row that does not match its check."""
+    for database in DATABASES:
+        if database in UNCHECKED:
+            continue
+        for batch in batches(index, database):
+            for key, row in batch:
+                if opened(database, key, row) is None:
+                    yield database, key
 
 
 def pack_number(row: bytes) -> bytes:

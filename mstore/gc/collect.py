@@ -1,10 +1,13 @@
 """Garbage collection: everything that nothing reaches goes, and its space comes back.
 
-    lock of garbage collection -> lease -> inventory and marks, of one moment
+    lock of garbage collection -> index, mirror and generations agree
+    -> packs that the index does not know go to lost+found/
+    -> lease -> inventory and marks, of one moment; what is needed has its rows
     -> payloads that are needed are copied out of packs that are mostly dead: tmp/, fsync, rename
        into packs/, fsync of directories
     -> writer lock -> ONE index transaction: mark anew what was published since; point rows at the
-       copies; delete the rows of the dead; condemn packs that no row names
+       copies; delete the rows of the dead; condemn packs that no row names, once their footers
+       have proved it (`mstore.gc.proof`)
     -> unlink condemned packs, once the leases of that moment have ended
 
 Before the index commit a crash leaves garbage and nothing else; after it, files that the next
@@ -30,14 +33,14 @@ from mstore import fs
 from mstore.blocks.index import Condemned
 from mstore.blocks.packs import Kind, SealedPack, pack_path, publish
 from mstore.errors import StorageFailed
-from mstore.gc import tidy
+from mstore.gc import proof, tidy
 from mstore.gc.repack import MAX_PACK_BYTES, Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.reach import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
 from mstore.reports import GcReport, Progress
 from mstore.stats.store import StatsStore
-from mstore.store import condemned, leases, plans
+from mstore.store import condemned, generation, leases, lost_found, plans
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
@@ -51,13 +54,14 @@ _POLL_SECONDS = 0.05
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a run may take: room for copies (None: what the disk has, less a reserve), bytes a pack,
-    seconds to wait for others before their packs are left to the next writer, and the share of dead
-    bytes from which a pack is written anew (0: with any)."""
+    seconds to wait for others before their packs are left to the next writer, the share of dead
+    bytes from which a pack is rewritten (0: with any), and whether lost+found/ is emptied."""
 
     room: int | None = None
     max_pack: int = MAX_PACK_BYTES
     wait: float = 0.0
     dead_share: float = DEAD_SHARE
+    empty_lost_found: bool = False
 
 
 @dataclass(slots=True)
@@ -81,6 +85,8 @@ class _Tally:
     waiting_bytes: int = 0
     waiting_for: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    put_aside: list[str] = field(default_factory=list)
+    lost_found_bytes: int = 0
 
     def drop(self, dead: Dead) -> None:
         self.snapshots += dead.snapshots
@@ -109,6 +115,8 @@ class _Tally:
             waiting_bytes=self.waiting_bytes,
             waiting_for=tuple(self.waiting_for),
             left=tuple(self.left),
+            put_aside=tuple(sorted(self.put_aside)),
+            lost_found_bytes=self.lost_found_bytes,
             seconds=seconds,
         )
 
@@ -140,6 +148,7 @@ class Collector:
             roots = Roots.read(catalog, transaction, self._since)
         reach = Reach(catalog, inventory)
         reach.grow(roots)
+        proof.require_rows(catalog, reach)
         found = uses(reach, catalog.layout.packs)
         return reach, Dead.of(reach), choose(found, self._room(), self._limits.dead_share)
 
@@ -153,6 +162,7 @@ class Collector:
     def dry_run(self) -> GcReport:
         """What `run` would do now.  Changes nothing."""
         began = time.monotonic()
+        proof.require_sound_names(self._catalog)
         _, dead, choice = self._survey()
         catalog, tally = self._catalog, self._tally
         tally.drop(dead)
@@ -160,12 +170,12 @@ class Collector:
         copied = sum(use.live_bytes for use in choice.rewrite)
         self._count_packs(choice, choice.remove, choice.rewrite, copied)
         self._count_leftovers(leases.leftovers(catalog.layout), [])
-        for path in self._unknown(leases.live(self._catalog.layout)):
-            self._count_unknown(path)
+        self._tally.put_aside += [path.stem for path in self._unknown()]
         waiting = condemned.listed(catalog.index)
         held = condemned.holders(catalog.layout, waiting)
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
         self._count_waiting(waiting, held)
+        tally.lost_found_bytes = lost_found.size(catalog.layout)
         return tally.report(dry_run=True, seconds=time.monotonic() - began)
 
     def _count_packs(
@@ -205,19 +215,23 @@ class Collector:
         began = time.monotonic()
         catalog, tally = self._catalog, self._tally
         with _for_a_full_disk(), leases.collecting(catalog.layout):
+            proof.require_sound_names(catalog)
             # Space first: what is left of others may be what copies need.
-            with catalog.publishing():
+            with catalog.publishing(packs=True):
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
                 self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
-            self._remove_unknown()
+            self._put_unknown_aside()
             again = True
             while again:
                 freed = tally.freed_bytes
                 again = self._round() and tally.freed_bytes > freed
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
+            if self._limits.empty_lost_found:
+                tally.freed_bytes += lost_found.empty(catalog.layout)
+            tally.lost_found_bytes = lost_found.size(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 
     def _round(self) -> bool:
@@ -283,7 +297,7 @@ class Collector:
     ) -> None:
         catalog, tally = self._catalog, self._tally
         unnamed: list[PackId] = []
-        with catalog.publishing(), catalog.index.env.write() as transaction:
+        with catalog.committing() as transaction:
             # The lease's own row would keep what is condemned below.
             lease.drop_row(transaction)
             reach.grow(self._roots_now(reach, transaction), transaction)
@@ -297,13 +311,18 @@ class Collector:
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
             _drop_snapshots(catalog, transaction, dead)
             _drop_sources(catalog, transaction, reach)
-            empty = {
-                use.number: use
-                for use in (*choice.remove, *choice.rewrite)
-                if gone[use.number] == use.rows
-            }
-            for use in empty.values():
-                catalog.index.condemn(transaction, use.pack)
+            proof.require_rows(catalog, reach)
+            empty = {}
+            footers = proof.Footers(catalog, copies.packs)
+            for use in (*choice.remove, *choice.rewrite):
+                if gone[use.number] != use.rows:
+                    continue
+                why = footers.why_not(transaction, reach, use.pack)
+                if why is None:
+                    empty[use.number] = use
+                    catalog.index.condemn(transaction, use.pack)
+                else:
+                    tally.left.append(f"pack {use.pack.hex()}: {why}")
             committing.append(True)
         for useless in unnamed:
             with suppress(StorageFailed):
@@ -334,32 +353,18 @@ class Collector:
         self._tally.removed += [pack.pack.hex() for pack in packs]
         self._tally.freed_bytes += sum(pack.size for pack in packs)
 
-    def _unknown(self, others: set[str]) -> list[Path]:
-        """Packs that the index does not name, if nobody is at work who may be publishing them.
-
-        `others`: leases that live, looked at before the packs are.  Whoever begins later publishes
-        under names that are not listed here.
-        """
+    def _unknown(self) -> list[Path]:
+        """Packs that the index does not name, if nobody is at work who may be publishing them."""
         layout = self._catalog.layout
-        listed = sorted(layout.packs.glob("??/" + "?" * 64 + ".pack"))
-        if others or leases.live(layout):
+        # Leases before packs: whoever begins later publishes under names that are not listed.
+        if leases.live(layout):
             return []
-        with self._catalog.index.env.read() as transaction:
-            known = {pack for pack, _ in self._catalog.index.packs(transaction)}
-            known |= {pack.pack for pack in self._catalog.index.condemned(transaction)}
-        return [path for path in listed if path.stem not in {pack.hex() for pack in known}]
+        return generation.unknown_packs(layout, self._catalog.index)
 
-    def _remove_unknown(self) -> None:
-        for path in self._unknown(set()):
-            with suppress(StorageFailed):
-                self._count_unknown(path)
-                fs.unlink(path, missing_ok=True)
-
-    def _count_unknown(self, path: Path) -> None:
-        with fs.translated(path):
-            size = path.stat().st_size
-        self._tally.removed.append(path.stem)
-        self._tally.freed_bytes += size
+    def _put_unknown_aside(self) -> None:
+        """Nobody deletes a pack for the sole reason that the index has never heard of it."""
+        moved = lost_found.put_aside(self._catalog.layout, self._unknown())
+        self._tally.put_aside += [path.stem for path in moved]
 
     def _wait_for_others(self) -> None:
         """Unlink what is condemned as soon as nobody can be reading it, within the wait."""
@@ -421,7 +426,7 @@ def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
     """All that the index says of snapshots that are gone, but for their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
-        row = transaction.get(id, db=index.db("snapshots"))
+        row = index.get(transaction, "snapshots", id)
         if row is not None:
             transaction.delete(MANIFEST_EDGE + row[:32] + id, db=index.db("edges"))
             transaction.delete(id, db=index.db("snapshots"))
@@ -449,7 +454,7 @@ def _drop_sources(catalog: Catalog, transaction: Any, reach: Reach) -> None:
         named = {source.snapshot for source in (sources.base, *sources.experts)}
         kept = index.record(transaction, Kind.PLAN, PlanId(id)) is not None
         if not kept or any(
-            transaction.get(snapshot, db=index.db("snapshots")) is None for snapshot in named
+            index.get(transaction, "snapshots", snapshot) is None for snapshot in named
         ):
             transaction.delete(id, db=index.db("plans"))
 

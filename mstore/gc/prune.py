@@ -19,7 +19,7 @@ from mstore.reach import NS_A_DAY, Roots
 from mstore.reports import PruneReport
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
-from mstore.store.transaction import RefMove, apply_moves, refresh_mirror
+from mstore.store.transaction import RefMove, apply_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,6 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
             chosen, tags = _choose(catalog, wish)
             if chosen:
                 _write(catalog, chosen, tags)
-            if tags:
-                refresh_mirror(catalog)
     since = now_ns() - reflog_days * NS_A_DAY if reflog_days else 1 << 64
     with catalog.index.env.read() as transaction:
         roots = Roots.read(catalog, transaction, since)
@@ -64,7 +62,7 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
 
 
 def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.Ref]) -> None:
-    with catalog.index.env.write() as transaction:
+    with catalog.advancing() as transaction:
         contents.prune(catalog.index, transaction, chosen, now_ns())
         moves = [RefMove(name, ref, None, "prune") for name, ref in sorted(tags.items())]
         apply_moves(catalog, transaction, moves)

@@ -146,7 +146,7 @@ class Copies:
             self._seal()
         if self._writer is None:
             path = self._directory / f"c{len(self.packs)}.pack"
-            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+            self._writer = self._catalog.new_pack(path)
         return self._writer
 
     def _seal(self) -> None:

@@ -23,8 +23,8 @@ from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackFiles, PackGone
-from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
+from mstore.blocks.packs import PackFiles, PackGone, PackWriter
+from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -32,9 +32,9 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.store import generation, mirror, revisions
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
-from mstore.store import revisions
 from mstore.store.config import Config
 from mstore.store.layout import Layout
 
@@ -66,7 +66,7 @@ class Catalog:
             (config or Config()).save(layout)
             index = Index(layout.index, create=True)
             try:
-                ref_rows.write_mirror(layout, index)
+                mirror.write(layout, index)
             finally:
                 index.close()
         return cls(layout)
@@ -94,14 +94,52 @@ class Catalog:
         self.config = config
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Hold the writer lock: one publisher at a time, over all processes."""
+    def publishing(self, *, packs: bool = False) -> Iterator[None]:
+        """Hold the writer lock: one publisher at a time, over all processes.
+
+        packs: what is done inside trusts the index with packs, so these are asked as well whether
+        it is the newest.  Raises Corrupt where it is not, Unavailable where it was replaced.
+        """
         lock = fs.LockFile(self.layout.lock)
         try:
             lock.acquire()
+            self.index.env.require_in_place()
+            generation.require_current(self.layout, self.index, packs=packs)
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def advancing(self) -> Iterator[Any]:
+        """The index transaction that publishes: the next generation, and the mirror after it.
+
+        Call with the writer lock held.
+        """
+        with self.index.env.write() as transaction:
+            self.index.set_generation(transaction, self.index.generation(transaction) + 1)
+            yield transaction
+        # The commit stands whatever happens here, and the next one writes the mirror.
+        with suppress(StorageFailed, Corrupt):
+            mirror.write(self.layout, self.index)
+
+    @contextmanager
+    def committing(self) -> Iterator[Any]:
+        """The writer lock, and within it the one index transaction that publishes."""
+        with self.publishing(), self.advancing() as transaction:
+            yield transaction
+
+    def doubt(self) -> str | None:
+        """Why nothing can be written: the index is not the newest word; None where it is."""
+        return generation.doubt(self.layout, self.index)
+
+    def new_pack(self, path: Path) -> PackWriter:
+        """A pack of this store, to be published by its next commit or a later one."""
+        return PackWriter(path, self.layout.uuid.bytes, self.next_generation())
+
+    def next_generation(self) -> int:
+        """What the next commit makes of the generation, unless another comes before it."""
+        with self.index.env.read() as transaction:
+            return self.index.generation(transaction) + 1
 
     # -- blocks ------------------------------------------------------------------------------
 
@@ -433,24 +471,17 @@ class Catalog:
 
     def snapshot_ids(self) -> list[SnapshotId]:
         """Every stored snapshot, by id."""
-        with (
-            self.index.env.read() as transaction,
-            transaction.cursor(db=self.index.db("snapshots")) as cursor,
-        ):
-            return [SnapshotId(key) for key, _ in cursor]
+        with self.index.env.read() as transaction:
+            return [SnapshotId(key) for key, _ in self.index.walk(transaction, "snapshots")]
 
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """The snapshots with this content, newest first (ties by id)."""
-        with (
-            self.index.env.read() as transaction,
-            transaction.cursor(db=self.index.db("edges")) as cursor,
-        ):
-            prefix = MANIFEST_EDGE + manifest
-            found = []
-            more = cursor.set_range(prefix)
-            while more and cursor.key().startswith(prefix):
-                found.append(SnapshotId(cursor.key()[len(prefix) :]))
-                more = cursor.next()
+        prefix = MANIFEST_EDGE + manifest
+        with self.index.env.read() as transaction:
+            found = [
+                SnapshotId(key[len(prefix) :])
+                for key, _ in self.index.walk(transaction, "edges", prefix)
+            ]
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 
@@ -491,11 +522,11 @@ def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) ->
     """
     id = snapshot.id()
     row = snapshot.manifest + snapshot.time_ns.to_bytes(8, "big")
-    transaction.put(id, row, db=index.db("snapshots"))
-    transaction.put(MANIFEST_EDGE + snapshot.manifest + id, b"", db=index.db("edges"))
+    index.put(transaction, "snapshots", id, row)
+    index.put(transaction, "edges", MANIFEST_EDGE + snapshot.manifest + id, b"")
     for parent in snapshot.parents:
         key = PARENT_EDGE + parent.snapshot + id + parent.role.encode()
-        transaction.put(key, b"", db=index.db("edges"))
+        index.put(transaction, "edges", key, b"")
 
 
 def unlist_snapshot(index: Index, transaction: Any, id: SnapshotId) -> None:

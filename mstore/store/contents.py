@@ -28,14 +28,13 @@ class Pruned(NotFound):
 
 def pruned(index: Index, transaction: Any) -> set[SnapshotId]:
     """The snapshots that were pruned."""
-    with transaction.cursor(db=index.db("pruned")) as cursor:
-        return {SnapshotId(key) for key, _ in cursor}
+    return {SnapshotId(key) for key, _ in index.walk(transaction, "pruned")}
 
 
 def prune(index: Index, transaction: Any, snapshots: Iterable[SnapshotId], time_ns: int) -> None:
     """Let the contents of these snapshots go."""
     for id in snapshots:
-        transaction.put(id, time_ns.to_bytes(8, "big"), db=index.db("pruned"), overwrite=False)
+        index.put(transaction, "pruned", id, time_ns.to_bytes(8, "big"), overwrite=False)
 
 
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
@@ -56,7 +55,7 @@ def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
     its contents were.
     """
     index = catalog.index
-    if transaction.get(id, db=index.db("snapshots")) is None:
+    if index.get(transaction, "snapshots", id) is None:
         raise _collected(id, name)
     if _is_pruned(index, transaction, id):
         manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
@@ -97,7 +96,7 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
     """Whether garbage collection took a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
-        if transaction.get(id, db=catalog.index.db("snapshots")) is None:
+        if catalog.index.get(transaction, "snapshots", id) is None:
             return True
         if not _is_pruned(catalog.index, transaction, id):
             return False
@@ -116,7 +115,7 @@ def _collected(id: SnapshotId, where: str) -> Conflict:
 
 
 def _is_pruned(index: Index, transaction: Any, id: SnapshotId) -> bool:
-    return transaction.get(id, db=index.db("pruned")) is not None
+    return index.get(transaction, "pruned", id) is not None
 
 
 def _is_whole(index: Index, transaction: Any, manifest: Manifest) -> bool:

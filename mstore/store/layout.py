@@ -1,7 +1,7 @@
 """Where things lie in a store directory, and its one-line format file.
 
 STORE/
-  format      "mstore 1 <uuid> <block size>"
+  format      "mstore 2 <uuid> <block size>"
   config      settings in TOML; missing means defaults (`mstore.store.config`)
   lock        held (flock) by the one writer that is publishing
   packs/      sealed packs
@@ -9,6 +9,7 @@ STORE/
   stats/      LMDB: statistics of deltas, can be thrown away
   memo/       LMDB: what merges made, can be thrown away; made by the first merge
   refs/       text mirror of the refs
+  lost+found/ packs that the index does not know; missing while there is none
   tmp/        one directory a running operation; garbage when its owner is gone
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
@@ -69,6 +70,11 @@ class Layout:
         return self.root / "refs" / "mirror"
 
     @property
+    def lost_found(self) -> Path:
+        """What no row names, and nobody deletes unasked; may be missing."""
+        return self.root / "lost+found"
+
+    @property
     def tmp(self) -> Path:
         """What is being written."""
         return self.root / "tmp"
@@ -88,8 +94,8 @@ def _is_block_size(size: int) -> bool:
     return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
 
 
-def _format_line(layout: Layout) -> str:
-    return f"mstore {FORMAT_VERSION} {layout.uuid} {layout.block_size}\n"
+def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
+    return f"mstore {version} {layout.uuid} {layout.block_size}\n"
 
 
 # All that a `creating` which was killed can leave behind.  Anything else is somebody's.
@@ -210,9 +216,7 @@ def too_new(root: Path, version: int) -> Incompatible:
 
 def locate(root: Path) -> Layout:
     """Read the format file.  Raises NotFound, Incompatible (another version, network), Corrupt."""
-    path = root / "format"
-    line, fields = _format_fields(root)
-    version = int(fields[1])
+    version = version_of(root)
     if version > FORMAT_VERSION:
         raise too_new(root, version)
     if version < FORMAT_VERSION:
@@ -221,11 +225,19 @@ def locate(root: Path) -> Layout:
             where=str(root),
             hint="mstore migrate",
         )
+    layout = read(root)
+    fs.require_local(root)
+    return layout
+
+
+def read(root: Path) -> Layout:
+    """The same of a store of any version whose paths are these.  Raises NotFound, Corrupt."""
+    path = root / "format"
+    line, fields = _format_fields(root)
     try:
         layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]))
     except (IndexError, ValueError) as error:
         raise Corrupt("not a format file", where=str(path)) from error
-    if line != _format_line(layout) or not _is_block_size(layout.block_size):
+    if line != _format_line(layout, int(fields[1])) or not _is_block_size(layout.block_size):
         raise Corrupt("not a format file", where=str(path))
-    fs.require_local(root)
     return layout

@@ -6,7 +6,10 @@ in the same place, so that a crash costs nothing but another `mstore migrate`.  
 `format` file is raised after each step, in one rename, when what the step made is durable: until
 then the store is one of the older version, and programs of that version still read it.
 
-No format was released before version 1, so the table is empty.  What is added to it stays for ever.
+What is added to the table stays for ever.
+
+    1 -> 2    rows of the index end with a check, the index has a generation, and so has the mirror;
+              packs stay as they are
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mstore import fs
+from mstore.blocks.index import DATABASES, GENERATION, UNCHECKED, Index
 from mstore.errors import Conflict, Incompatible
 from mstore.reports import MigrateReport
-from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, too_new, version_of
+from mstore.store import mirror
+from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,37 @@ class Step:
     apply: Callable[[Path], None]
 
 
-STEPS: tuple[Step, ...] = ()
+def _check_rows(root: Path) -> None:
+    """Give each row its check, in one transaction with the generation, which says that it is done.
+
+    Where there is no index, `reindex` makes one that has them.
+    """
+    layout = read(root)
+    if not (layout.index / "data.mdb").exists():
+        return
+    index = Index(layout.index)
+    try:
+        with index.env.write() as transaction:
+            if transaction.get(GENERATION, db=index.db("counters")) is None:
+                for database in DATABASES:
+                    if database not in UNCHECKED:
+                        _seal(index, transaction, database)
+                index.set_generation(transaction, 1)
+        mirror.write(layout, index)
+    finally:
+        index.close()
+
+
+def _seal(index: Index, transaction: Any, database: str) -> None:
+    with transaction.cursor(db=index.db(database)) as cursor:
+        rows = [(bytes(key), bytes(value)) for key, value in cursor]
+    for key, value in rows:
+        index.put(transaction, database, key, value)
+
+
+STEPS: tuple[Step, ...] = (
+    Step(1, "checks for the rows of the index, generations for index and mirror", _check_rows),
+)
 
 
 def migrate(

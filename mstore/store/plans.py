@@ -60,13 +60,13 @@ def decode_sources(id: PlanId, row: bytes) -> Sources:
 
 def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
     """Remember the inputs, within an open index transaction."""
-    transaction.put(plan, _encode(sources), db=catalog.index.db("plans"))
+    catalog.index.put(transaction, "plans", plan, _encode(sources))
 
 
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
     """The inputs of a plan.  Raises NotFound for one that this store does not have, Corrupt."""
     with catalog.index.env.read() as transaction:
-        row = transaction.get(id, db=catalog.index.db("plans"))
+        row = catalog.index.get(transaction, "plans", id)
     if row is not None:
         return decode_sources(id, row)
     return Sources(
@@ -112,5 +112,5 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
 
 def all_sources(catalog: Catalog, transaction: Any) -> list[tuple[PlanId, Sources]]:
     """The inputs of every plan that has them kept.  Raises Corrupt."""
-    with transaction.cursor(db=catalog.index.db("plans")) as cursor:
-        return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in cursor]
+    rows = catalog.index.walk(transaction, "plans")
+    return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in rows]

@@ -1,11 +1,11 @@
 """Refs: names that point at snapshots, moved by compare-and-swap, every move in the reflog.
 
     refs     name (UTF-8)                      -> [kind, snapshot]
-    reflog   name + 0x00 + position u64        -> [old, new, action, time_ns]
+    reflog   name + 0x00 + position u64        -> [old, new, action, time_ns, generation, kind]
 
 A branch moves when something is added or merged under its name; a tag does not move.  Functions
 take an open index transaction; the caller decides what else belongs to the same step.  The text
-mirror is written after the commit, for people and for rebuilding the index.
+mirror is written after the commit (`mstore.store.mirror`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import re
 import struct
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from mstore import fs
 from mstore.blocks.index import Index
 from mstore.errors import BadName, Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.canonical import plain_id
-from mstore.store.layout import Layout
 
 BRANCH = "branch"
 TAG = "tag"
@@ -50,12 +48,18 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """One line of a reflog.  `old` is None for a creation, `new` for a removal."""
+    """One line of a reflog.  `old` is None for a creation, `new` for a removal.
+
+    generation: of the commit that moved the ref; 0 where it is from before there were any.
+    kind: what the ref is since then, BRANCH or TAG; empty for a removal, and where nobody wrote it.
+    """
 
     old: bytes | None
     new: bytes | None
     action: str
     time_ns: int
+    generation: int = 0
+    kind: str = ""
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
@@ -131,16 +135,15 @@ def get(index: Index, transaction: Any, name: str) -> Ref | None:
     key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
         return None
-    value = transaction.get(key, db=index.db("refs"))
+    value = index.get(transaction, "refs", key)
     return None if value is None else _decode_ref(name, value)
 
 
 def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
     """All refs by name.  Raises Corrupt where a row cannot be read."""
-    with transaction.cursor(db=index.db("refs")) as cursor:
-        for key, value in cursor:
-            name = _name_of(bytes(key))
-            yield name, _decode_ref(name, value)
+    for key, value in index.walk(transaction, "refs"):
+        name = _name_of(key)
+        yield name, _decode_ref(name, value)
 
 
 def move(
@@ -155,8 +158,10 @@ def move(
 ) -> None:
     """Compare-and-swap of one ref, with its line in the reflog.
 
-    `new` None removes the ref (its reflog stays).  Raises Conflict if the ref is not what was
-    expected any more, or if one of two names would be a directory of the other.
+    `new` None removes the ref (its reflog stays).  The line has the generation that the index has
+    now: whoever publishes has set it in this transaction (`mstore.store.generation`).  Raises
+    Conflict if the ref is not what was expected any more, or if one of two names would be a
+    directory of the other.
     """
     if get(index, transaction, name) != expect:
         raise Conflict(
@@ -170,15 +175,37 @@ def move(
     if new is None:
         transaction.delete(key, db=index.db("refs"))
     else:
-        transaction.put(key, _encode(new), db=index.db("refs"))
-    position = next_position(index, transaction, name)
+        put(index, transaction, name, new)
+    old = None if expect is None else expect.snapshot
+    append(index, transaction, name, old=old, new=new, action=action, time_ns=time_ns)
+
+
+def append(
+    index: Index,
+    transaction: Any,
+    name: str,
+    *,
+    old: bytes | None,
+    new: Ref | None,
+    action: str,
+    time_ns: int,
+) -> None:
+    """Add a line to the reflog of a name."""
     line = Move(
-        None if expect is None else expect.snapshot,
+        old,
         None if new is None else new.snapshot,
         action,
         time_ns,
+        index.generation(transaction),
+        "" if new is None else new.kind,
     )
-    transaction.put(_log_key(name, position), _encode(line), db=index.db("reflog"))
+    key = _log_key(name, next_position(index, transaction, name))
+    index.put(transaction, "reflog", key, _encode(line))
+
+
+def put(index: Index, transaction: Any, name: str, ref: Ref) -> None:
+    """Write the row of a ref, without a look at what was there and without a line in the reflog."""
+    index.put(transaction, "refs", name.encode(), _encode(ref))
 
 
 def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
@@ -216,21 +243,14 @@ def _log_key(name: str, position: int) -> bytes:
 def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
     """All moves of a name, oldest first; also of one that was removed."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
-    moves = []
-    with transaction.cursor(db=index.db("reflog")) as cursor:
-        found = cursor.set_range(prefix)
-        while found and cursor.key().startswith(prefix):
-            moves.append(_decode_move(name, cursor.value()))
-            found = cursor.next()
-    return moves
+    return [_decode_move(name, value) for _, value in index.walk(transaction, "reflog", prefix)]
 
 
 def walk_reflogs(index: Index, transaction: Any) -> Iterator[tuple[str, Move]]:
     """All moves of all names, removed ones too: by name, oldest first."""
-    with transaction.cursor(db=index.db("reflog")) as cursor:
-        for key, value in cursor:
-            name = _name_of(bytes(key[: -_POSITION.size - 1]))
-            yield name, _decode_move(name, value)
+    for key, value in index.walk(transaction, "reflog"):
+        name = _name_of(key[: -_POSITION.size - 1])
+        yield name, _decode_move(name, value)
 
 
 def next_position(index: Index, transaction: Any, name: str) -> int:
@@ -250,53 +270,3 @@ def require(index: Index, transaction: Any, name: str) -> Ref:
     if ref is None:
         raise NotFound("no such ref", where=name, hint="mstore refs")
     return ref
-
-
-# -- the text mirror -------------------------------------------------------------------------
-
-MIRROR_HEAD = "mstore refs 1\n"
-MAX_MIRROR = 1 << 28
-"""Bytes of a mirror that is read: about a million refs with the longest names."""
-
-
-def write_mirror(layout: Layout, index: Index) -> None:
-    """Bring the text mirror up to date, if it is not.  Call with the writer lock held."""
-    try:
-        with index.env.read() as transaction:
-            found = list(walk(index, transaction))
-    except Corrupt:
-        # The mirror may have what the damaged row said: it stays, for reindex.
-        return
-    lines = [f"{ref.kind} {ref.snapshot_id()} {name}\n" for name, ref in found]
-    text = MIRROR_HEAD + "".join(lines)
-    data = text.encode()
-    with suppress(OSError), layout.mirror.open("rb") as file:
-        if file.read(len(data) + 1) == data:
-            return
-    fs.replace_text(layout.mirror, text, staging=layout.tmp)
-
-
-def read_mirror(layout: Layout) -> dict[str, Ref]:
-    """The refs that the text mirror names.  Raises Corrupt, StorageFailed."""
-    with fs.translated(layout.mirror), layout.mirror.open("rb") as file:
-        data = file.read(MAX_MIRROR + 1)
-    if len(data) > MAX_MIRROR:
-        raise Corrupt(f"longer than {MAX_MIRROR} bytes", where=str(layout.mirror))
-    text = data.decode(errors="replace")
-    head, *lines = text.split("\n")
-    found = {}
-    for line in lines[:-1]:
-        kind, _, rest = line.partition(" ")
-        id, _, name = rest.partition(" ")
-        try:
-            check_name(name)
-            if kind not in (BRANCH, TAG):
-                raise BadName(f"{kind!r} is no kind of ref")
-            found[name] = Ref(kind, SnapshotId.parse(id))
-        except BadName as error:
-            raise Corrupt(
-                f"not a line of a ref mirror: {line!r}", where=str(layout.mirror)
-            ) from error
-    if head + "\n" != MIRROR_HEAD or lines[-1:] != [""]:
-        raise Corrupt("not a ref mirror, or cut short", where=str(layout.mirror))
-    return found

@@ -80,7 +80,7 @@ def _from_reflog(index: Index, transaction: Any, revision: Revision) -> Snapshot
             where=f"{revision.name}@{{{revision.back}}}",
             hint=f"mstore reflog {revision.name}",
         )
-    if transaction.get(new, db=index.db("snapshots")) is None:
+    if index.get(transaction, "snapshots", new) is None:
         raise NotFound(
             f"snapshot {SnapshotId(new).short}, where the ref was then, was collected",
             where=f"{revision.name}@{{{revision.back}}}",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,7 @@ from typing import Any, Self
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack, publish
-from mstore.errors import BadRequest, Conflict, StorageFailed
+from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -78,7 +77,7 @@ class Transaction:
         self.bytes_written = 0
         self.blocks_new = 0
         # Before anything is written: what a killed writer left may be the space that is missing.
-        with catalog.publishing():
+        with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
             condemned.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
@@ -238,7 +237,7 @@ class Transaction:
             self._seal()
         if self._writer is None:
             path = self._lease.directory / f"r{len(self._sealed)}.pack"
-            self._writer = PackWriter(path, self._catalog.layout.uuid.bytes)
+            self._writer = self._catalog.new_pack(path)
         return self._writer
 
     def _seal(self) -> None:
@@ -266,21 +265,19 @@ class Transaction:
         self._seal()
         self._publish_packs()
         catalog = self._catalog
-        with catalog.publishing():
-            with catalog.index.env.write() as transaction:
-                self._check_relied(transaction)
-                self._check_parents(transaction, snapshots)
-                for pack in self._sealed:
-                    catalog.index.insert_pack(transaction, pack)
-                self._check_bases(transaction)
-                for snapshot in snapshots:
-                    insert_snapshot(catalog.index, transaction, snapshot)
-                apply_moves(catalog, transaction, moves)
-                if also is not None:
-                    also(transaction)
-                self._lease.drop_row(transaction)
-                self._committing = True
-            refresh_mirror(catalog)
+        with catalog.committing() as transaction:
+            self._check_relied(transaction)
+            self._check_parents(transaction, snapshots)
+            for pack in self._sealed:
+                catalog.index.insert_pack(transaction, pack)
+            self._check_bases(transaction)
+            for snapshot in snapshots:
+                insert_snapshot(catalog.index, transaction, snapshot)
+            apply_moves(catalog, transaction, moves)
+            if also is not None:
+                also(transaction)
+            self._lease.drop_row(transaction)
+            self._committing = True
 
     def _publish_packs(self) -> None:
         publish(self._catalog.layout.packs, self._sealed, self._published)
@@ -380,14 +377,5 @@ def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) ->
 
 def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
     """Publish ref moves that need no new blocks (tag, reset, remove)."""
-    with catalog.publishing():
-        with catalog.index.env.write() as transaction:
-            apply_moves(catalog, transaction, moves)
-        refresh_mirror(catalog)
-
-
-def refresh_mirror(catalog: Catalog) -> None:
-    """Write the text mirror anew.  Call with the writer lock held, after refs have moved."""
-    # The commit stands whatever happens here, and the next one writes the mirror anew.
-    with suppress(StorageFailed):
-        refs.write_mirror(catalog.layout, catalog.index)
+    with catalog.committing() as transaction:
+        apply_moves(catalog, transaction, moves)

@@ -180,6 +180,7 @@ class Engine:
         self._jobs: dict[str, _Job] = {}
         self._headers: dict[str, bytes] = {}
         self._slices = 0
+        self._generation = catalog.next_generation()
         self._adopted: set[Path] = set()
         self._written: set[BlockId] = set()
         self._rows: list[tuple[bytes, bytes]] = []
@@ -356,6 +357,7 @@ class Engine:
             packs=self._catalog.layout.packs,
             target=directory / f"{self._slices}.pack",
             store=self._catalog.layout.uuid.bytes,
+            generation=self._generation,
             block_size=self._catalog.block_size,
             policy=None if self._sink is None else self._policy,
             mix=self._tasks.mix,

@@ -72,6 +72,7 @@ class Slice:
     packs: Path
     target: Path
     store: bytes
+    generation: int
     block_size: int
     policy: Policy | None
     mix: Mix
@@ -340,7 +341,7 @@ class SliceWriter:
 
     def _open(self) -> PackWriter:
         if self._writer is None:
-            self._writer = PackWriter(self.slice.target, self.slice.store)
+            self._writer = PackWriter(self.slice.target, self.slice.store, self.slice.generation)
         return self._writer
 
     def seal(self) -> SealedPack | None:

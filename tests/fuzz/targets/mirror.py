@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from mutation import Form
 
-from mstore.store import refs
+from mstore.store import mirror, refs
 from mstore.store.layout import Layout
 from targets.samples import scratch
 
@@ -18,7 +18,7 @@ def target(data: bytes) -> None:
     layout = Layout(scratch(), uuid.UUID(int=1), 65536)
     layout.mirror.parent.mkdir(exist_ok=True)
     layout.mirror.write_bytes(data)
-    for name, ref in refs.read_mirror(layout).items():
+    for name, ref in mirror.read(layout).refs.items():
         refs.check_name(name)
         assert ref.kind in (refs.BRANCH, refs.TAG)
         ref.snapshot_id()

@@ -1,0 +1,134 @@
+"""What the refs are, where several witnesses tell of them: mirrors, the old index, its reflog.
+
+Each witness says of a name what it was when a generation was published, and the latest one is
+believed, name by name: a mirror knows all names of its generation, those that were gone too; an
+index those that can be read, and which are gone only where none of its refs is lost; a move of the
+reflog its own name.  Of two that differ about one generation a mirror goes first, as it is checked
+as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from mstore.check.old_index import OldIndex
+from mstore.errors import MstoreError
+from mstore.store import mirror
+from mstore.store.layout import Layout
+from mstore.store.mirror import Mirror
+from mstore.store.refs import BRANCH, Move, Ref
+
+_MIRROR: Final = "the mirror"
+_INDEX: Final = "the old index"
+_REFLOG: Final = "its reflog"
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a witness says: this ref, or none, as of a generation.  rank: who goes first."""
+
+    generation: int
+    rank: int
+    witness: str
+    ref: Ref | None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The refs that were settled on.
+
+    removed: names that have a reflog and are gone.  generation: the latest that anybody tells of.
+    are_lost: nobody tells of all names.  notes: where witnesses differ and who was believed.
+    """
+
+    refs: dict[str, Ref]
+    removed: set[str]
+    generation: int
+    are_lost: bool
+    notes: list[str]
+
+
+def settle(layout: Layout, old: OldIndex) -> Names:
+    """Hear every witness."""
+    notes = []
+    mirrors: list[tuple[str, Mirror]] = []
+    is_damaged = False
+    try:
+        mirrors.append((_MIRROR, mirror.read(layout)))
+    except MstoreError as error:
+        is_damaged = True
+        notes.append(f"ref mirror: {error.what}")
+        # One that was replaced tells less, but it tells.
+        for path, found in mirror.earlier(layout)[:1]:
+            mirrors.append((path.name, found))
+            notes.append(f"{path.name} (generation {found.generation}) was read in its place")
+    index_generation = _index_generation(old)
+    names = {name for _, found in mirrors for name in found.refs} | old.refs.keys()
+    names |= old.moves.keys()
+    settled: dict[str, Ref] = {}
+    removed = set()
+    for name in sorted(names):
+        words = sorted(_words(name, mirrors, old, index_generation), key=_order, reverse=True)
+        if not words:
+            continue
+        chosen = words[0]
+        if chosen.ref is not None:
+            settled[name] = chosen.ref
+        elif name in old.moves:
+            removed.add(name)
+        others = [
+            word
+            for word in words[1:]
+            if word.ref != chosen.ref
+            and word.witness != _REFLOG
+            and not _is_explained(word, chosen, old.moves.get(name))
+        ]
+        if others:
+            notes.append(f"{name}: {_told(chosen)} is taken; {'; '.join(map(_told, others))}")
+    told = [found.generation for _, found in mirrors] + [mirror.newest_generation(layout)]
+    return Names(
+        refs=settled,
+        removed=removed,
+        generation=max([*told, index_generation], default=0),
+        are_lost=is_damaged and not old.are_refs_whole,
+        notes=notes,
+    )
+
+
+def _index_generation(old: OldIndex) -> int:
+    """The index's own word, else the latest of its reflog's."""
+    if old.generation is not None:
+        return old.generation
+    return max((move.generation for move in old.moves.values()), default=0)
+
+
+def _words(
+    name: str, mirrors: list[tuple[str, Mirror]], old: OldIndex, generation: int
+) -> Iterator[_Word]:
+    for witness, found in mirrors:
+        yield _Word(found.generation, 2, witness, found.refs.get(name))
+    if name in old.refs or old.are_refs_whole:
+        yield _Word(generation, 1, _INDEX, old.refs.get(name))
+    move = old.moves.get(name)
+    if move is not None:
+        kind = move.kind or (old.refs[name].kind if name in old.refs else BRANCH)
+        ref = None if move.new is None else Ref(kind, move.new)
+        yield _Word(move.generation, 0, _REFLOG, ref)
+
+
+def _is_explained(word: _Word, chosen: _Word, last: Move | None) -> bool:
+    """Whether the reflog tells how the ref came from the one state to the other."""
+    if last is None or not word.generation < last.generation <= chosen.generation:
+        return False
+    return last.new == (None if chosen.ref is None else chosen.ref.snapshot)
+
+
+def _order(word: _Word) -> tuple[int, int]:
+    return word.generation, word.rank
+
+
+def _told(word: _Word) -> str:
+    what = "no such ref" if word.ref is None else f"{word.ref.kind} {word.ref.snapshot_id().short}"
+    return f"{word.witness} (generation {word.generation}) has {what}"

@@ -1,0 +1,154 @@
+"""Proof, before anything goes: the index is never believed alone.
+
+What garbage collection takes away for good is the files of packs.  Three things have to agree
+before that: the mirror with the index's refs, so that no root was lost; the needed blocks with
+their rows, so that a bit in a key cannot make a live block look dead; and, pack by pack, the footer
+with what the index says became of each of its entries.  Functions change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
+from mstore.check import index_file, rows
+from mstore.check.findings import Key
+from mstore.errors import Corrupt, MstoreError
+from mstore.ids import PackId
+from mstore.reach import Reach
+from mstore.store import lost_found, mirror
+from mstore.store.catalog import Catalog
+from mstore.store.generation import listed_packs
+
+_SHOWN = 3
+
+
+def require_sound_names(catalog: Catalog) -> None:
+    """The index is whole, page by page, and its refs are those of the mirror.
+
+    Raises Corrupt where they are not: then nobody can say what is needed.
+    """
+    with catalog.index.env.read():
+        index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
+    try:
+        told = mirror.read(catalog.layout)
+    except MstoreError as error:
+        raise Corrupt(
+            f"the mirror of the refs, which has to agree before anything goes: {error.what}",
+            where=str(catalog.layout.mirror),
+            hint="mstore fsck --repair",
+        ) from error
+    with catalog.index.env.read() as transaction:
+        differ = mirror.differences(told, catalog.index, transaction)
+    if differ:
+        raise Corrupt(
+            f"index and mirror of the refs do not agree about {_some(differ)}",
+            where=str(catalog.layout.mirror),
+            hint="mstore reindex",
+        )
+
+
+def require_rows(catalog: Catalog, reach: Reach) -> None:
+    """What is needed and has no row is in no pack either: then it was lost before.
+
+    Raises Corrupt where a pack has it, or cannot be read.
+    """
+    if reach.lost_bases:
+        block = min(reach.lost_bases)
+        raise Corrupt(
+            "what it is a difference to has no row in the index",
+            where=f"block {block.hex()}",
+            hint="mstore fsck --repair",
+        )
+    if not reach.missing:
+        return
+    layout = catalog.layout
+    for path in (*listed_packs(layout), *lost_found.packs(layout)):
+        try:
+            _, entries = read_table(path)
+        except MstoreError as error:
+            raise Corrupt(
+                f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
+                f"a pack that cannot be read: {error.what}",
+                where=str(path),
+                hint="mstore fsck --repair",
+            ) from error
+        for entry in entries:
+            if entry.kind == Kind.BLOCK and entry.id in reach.missing:
+                raise Corrupt(
+                    f"this block is needed and in pack {path.stem[:12]}, and the index has no row "
+                    "for it",
+                    where=f"block {entry.id.hex()}",
+                    hint="mstore reindex",
+                )
+
+
+class Footers:
+    """What packs hold, as they say themselves; each is read once."""
+
+    def __init__(self, catalog: Catalog, copies: Iterable[SealedPack]) -> None:
+        self._catalog = catalog
+        self._held = {pack.id: _places(pack.entries) for pack in copies}
+
+    def why_not(self, transaction: Any, reach: Reach, pack: PackId) -> str | None:
+        """Why a pack may not go, in the transaction that would condemn it; None where it may.
+
+        Each entry of its footer is dead, or its row names another pack whose footer has it there.
+        Raises Corrupt where the index is wrong about a needed entry.
+        """
+        index = self._catalog.index
+        try:
+            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+        except MstoreError as error:
+            return f"its footer cannot be read: {error.what}"
+        absent: dict[Kind, list[bytes]] = {}
+        for entry in entries:
+            try:
+                key: Key = (Kind(entry.kind), entry.id)
+            except ValueError:
+                return f"it has an entry of kind {entry.kind}, which this version does not know"
+            row = index.row(transaction, *rows.record_key(*key))
+            if row is None:
+                absent.setdefault(key[0], []).append(entry.id)
+                continue
+            place = index.location(transaction, row)
+            if place.pack == pack:
+                raise _wrong(key, f"in pack {pack.short}, which is to go")
+            told = (place.offset, place.stored_length, place.raw_length, place.codec)
+            if self._places_of(place.pack).get(key) != told:
+                raise _wrong(key, f"not in pack {place.pack.short}, where the index has it")
+        for kind, ids in absent.items():
+            if needed := reach.live_among(kind, ids):
+                raise _wrong((kind, needed[0]), "needed, and the index has no row for it")
+        return None
+
+    def _places_of(self, pack: PackId) -> dict[Key, tuple[int, int, int, int]]:
+        if pack not in self._held:
+            _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
+            self._held[pack] = _places(entries)
+        return self._held[pack]
+
+
+def _places(entries: Iterable[Entry]) -> dict[Key, tuple[int, int, int, int]]:
+    found: dict[Key, tuple[int, int, int, int]] = {}
+    for entry in entries:
+        # What this version does not know has no row that it could be asked for.
+        with suppress(ValueError):
+            place = (entry.offset, entry.stored_length, entry.raw_length, entry.codec)
+            found[Kind(entry.kind), entry.id] = place
+    return found
+
+
+def _wrong(key: Key, what: str) -> Corrupt:
+    return Corrupt(
+        f"index and packs do not agree: it is {what}",
+        where=f"{key[0].name.lower()} {key[1].hex()}",
+        hint="mstore reindex",
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

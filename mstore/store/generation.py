@@ -1,0 +1,104 @@
+"""Generations: how a store notices that its index is not the newest word about it.
+
+Each commit that publishes something gives the index the next *generation*.  The mirror of the refs
+says which one it was written after, and a pack which one it was begun for.  Both are written to
+other files than the index, so an index that was replaced by an older one, or that fell back to an
+earlier state because of damage, is behind them:
+
+    mirror        never has a later generation than the index that it was written from
+    pack          is published by a commit of its generation or a later one; one that the index
+                  does not name may be a writer's that was killed before its commit, but then the
+                  index is at most one generation behind it
+
+An index that is behind is read, and nothing more: whoever would write refuses, and `reindex`
+settles it.  Functions change nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mstore import fs
+from mstore.blocks.index import Index
+from mstore.blocks.packs import generation_of
+from mstore.errors import Corrupt, MstoreError
+from mstore.ids import PackId
+from mstore.store import mirror
+from mstore.store.layout import Layout
+
+_PACK = re.compile(r"[0-9a-f]{64}\.pack")
+
+
+def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
+    """Why the index is not believed; None where nothing speaks against it.
+
+    packs: ask those too that the index does not know, and not only the mirror.
+    """
+    told = mirror.generation(layout)
+    newest = mirror.newest_generation(layout)
+    try:
+        with index.env.read() as transaction:
+            own = index.generation(transaction)
+    except Corrupt as error:
+        return error.what
+    if newest > own:
+        return (
+            f"the index is older than the mirror of the refs (generation {own}, {newest}): it was "
+            "replaced by an older one, or is damaged"
+        )
+    # A mirror that can be read tells what the last acknowledged commit was.
+    if packs or told is None:
+        excused = own if told is None else own + 1
+        for path in unknown_packs(layout, index):
+            if (pack := _pack_generation(path)) > excused:
+                return (
+                    f"the index is older than pack {path.stem[:12]} (generation {own}, {pack}): it "
+                    "was replaced by an older one, or is damaged"
+                )
+    return None
+
+
+def require_current(layout: Layout, index: Index, *, packs: bool = False) -> None:
+    """Raise Corrupt where the index is not believed: nothing may be written by its word."""
+    why = doubt(layout, index, packs=packs)
+    if why is not None:
+        raise Corrupt(why, where=str(layout.index), hint="mstore reindex")
+
+
+def listed_packs(layout: Layout) -> Iterator[Path]:
+    """Every file in packs/ that has the name of a pack, in the order of names.
+
+    Raises StorageFailed.
+    """
+    with fs.translated(layout.packs):
+        for directory in sorted(layout.packs.iterdir()):
+            if directory.is_dir():
+                for path in sorted(directory.iterdir()):
+                    if _PACK.fullmatch(path.name):
+                        yield path
+
+
+def unknown_packs(layout: Layout, index: Index) -> list[Path]:
+    """Packs that the index does not name.  A running writer's may be among them."""
+    # Files first: whoever publishes in between is in the index then.
+    listed = list(listed_packs(layout))
+    with index.env.read() as transaction:
+        known = known_packs(index, transaction)
+    return [path for path in listed if bytes.fromhex(path.stem) not in known]
+
+
+def known_packs(index: Index, transaction: Any) -> set[PackId]:
+    """The packs that the index names, condemned ones too."""
+    known = {pack for pack, _ in index.packs(transaction)}
+    return known | {pack.pack for pack in index.condemned(transaction)}
+
+
+def _pack_generation(path: Path) -> int:
+    try:
+        return generation_of(path)
+    except MstoreError:
+        # Damaged, or gone meanwhile: it says nothing.
+        return 0

@@ -1,0 +1,104 @@
+"""lost+found: what the index does not know and nobody may delete on its word.
+
+    lost+found/<UTC time>/<PackId>.pack    a pack that no row names
+    lost+found/<UTC time>/index/           an index that was replaced although it told other things
+
+A pack that the index does not name is a killed writer's garbage, or the last thing that an index
+which has lost its memory should know.  So garbage collection puts it here, and only `empty`
+removes it.  `reindex` takes packs back.  The time is for people.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mstore import fs
+from mstore.blocks.packs import pack_path, read_table
+from mstore.errors import MstoreError, StorageFailed
+from mstore.ids import PackId
+from mstore.store.layout import Layout
+
+
+def put_aside(layout: Layout, packs: Sequence[Path]) -> list[Path]:
+    """Move packs out of packs/, durably; those that were moved, by their new paths.
+
+    Call with the lock of garbage collection held.  What cannot be moved stays.
+    """
+    if not packs:
+        return []
+    directory = _directory(layout)
+    moved = []
+    for path in packs:
+        with suppress(StorageFailed):
+            fs.rename(path, directory / path.name)
+            moved.append(directory / path.name)
+    # The new name first: a crash may leave two, and never none.
+    for changed in (directory, layout.lost_found, *{path.parent for path in packs}):
+        fs.sync_directory(changed)
+    return moved
+
+
+def keep_index(layout: Layout, index: Path) -> None:
+    """Keep an index that was replaced."""
+    directory = _directory(layout)
+    fs.rename(index, directory / "index")
+    fs.sync_directory(directory)
+    fs.sync_directory(layout.lost_found)
+
+
+def _directory(layout: Layout) -> Path:
+    if fs.make_directory(layout.lost_found, mode=0o777, exist_ok=True):
+        fs.sync_directory(layout.root)
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    for number in range(1000):
+        path = layout.lost_found / (f"{name}-{number}" if number else name)
+        if not path.exists():
+            break
+    fs.make_directory(path, exist_ok=True)
+    fs.sync_directory(layout.lost_found)
+    return path
+
+
+def packs(layout: Layout) -> Iterator[Path]:
+    """Every pack that lies here."""
+    yield from sorted(layout.lost_found.glob("*/*.pack"))
+
+
+def bring_back(layout: Layout) -> list[PackId]:
+    """Put every pack that can be read back into packs/, durably; their ids.
+
+    Call with the lock of garbage collection held.
+    """
+    found = []
+    for path in packs(layout):
+        try:
+            id, _ = read_table(path)
+        except MstoreError:
+            continue
+        target = pack_path(layout.packs, id)
+        fs.make_directory(target.parent, exist_ok=True)
+        fs.rename(path, target)
+        for directory in (target.parent, layout.packs, path.parent):
+            fs.sync_directory(directory)
+        found.append(id)
+    return found
+
+
+def size(layout: Layout) -> int:
+    """Bytes of all files here."""
+    total = 0
+    for path in layout.lost_found.rglob("*"):
+        with suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                total += path.stat().st_size
+    return total
+
+
+def empty(layout: Layout) -> int:
+    """Remove everything here; the bytes that it took."""
+    freed = size(layout)
+    fs.remove_tree(layout.lost_found)
+    return freed

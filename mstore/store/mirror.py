@@ -1,0 +1,207 @@
+"""The text mirror of the refs: for people, and for the day on which the index lies.
+
+    mstore refs 2
+    generation <decimal>
+    <kind> <SnapshotId> <name>       a line a ref, sorted by name
+    blake3 <64 hex digits>           of all bytes before this line
+
+`refs/mirror` is written after each commit, so it is the index's word of that commit or, after a
+crash, of one before it: never of a later one.  Up to KEPT earlier mirrors with other refs stay as
+`refs/mirror.<generation>`, and one that was damaged as `refs/mirror.damaged`.  Version 1 has no
+generation and no last line.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from blake3 import blake3
+
+from mstore import fs
+from mstore.blocks.index import Index
+from mstore.errors import BadName, Corrupt, MstoreError, StorageFailed
+from mstore.ids import SnapshotId
+from mstore.store import refs
+from mstore.store.layout import Layout
+from mstore.store.refs import BRANCH, TAG, Ref
+
+KEPT: Final = 8
+MAX_BYTES: Final = 1 << 28
+"""Bytes of a mirror that is read: about a million refs with the longest names."""
+_HEAD: Final = "mstore refs 2\n"
+_OLD_HEAD: Final = "mstore refs 1\n"
+_GENERATION: Final = re.compile(r"generation (0|[1-9][0-9]{0,18})")
+_CHECK: Final = b"blake3 "
+_CHECK_BYTES: Final = len(_CHECK) + 64 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """What one mirror says: the refs as they were when `generation` was published."""
+
+    generation: int
+    refs: Mapping[str, Ref]
+
+
+def write(layout: Layout, index: Index) -> None:
+    """Bring the mirror up to date, if it is not.  Call with the writer lock held.
+
+    Never takes back a later generation.  Raises Corrupt where the index's refs cannot be read: the
+    mirror may have what a damaged row said, and stays.  Raises StorageFailed.
+    """
+    with index.env.read() as transaction:
+        generation = index.generation(transaction)
+        named = sorted(refs.walk(index, transaction), key=lambda one: one[0].encode())
+    lines = "".join(f"{ref.kind} {ref.snapshot_id()} {name}\n" for name, ref in named)
+    body = f"{_HEAD}generation {generation}\n{lines}".encode()
+    data = body + _CHECK + blake3(body).hexdigest().encode() + b"\n"
+    before = _bytes(layout.mirror)
+    if before == data:
+        return
+    if before is not None:
+        _keep(layout, before, lines, generation)
+    fs.replace_text(layout.mirror, data.decode(), staging=layout.tmp)
+    for _, path in _versions(layout)[KEPT:]:
+        with suppress(StorageFailed):
+            fs.unlink(path, missing_ok=True)
+
+
+def _keep(layout: Layout, before: bytes, lines: str, generation: int) -> None:
+    """Give the mirror that goes a name of its own, where it says other things."""
+    try:
+        old = _generation(layout.mirror, before)
+    except Corrupt:
+        target = layout.mirror.with_name("mirror.damaged")
+        with suppress(StorageFailed):
+            fs.unlink(target, missing_ok=True)
+    else:
+        if old > generation:
+            raise Corrupt(
+                f"the mirror of the refs is of generation {old}, the index of {generation}",
+                where=str(layout.mirror),
+                hint="mstore reindex",
+            )
+        if before.startswith(_HEAD.encode()) and before.split(b"\n", 2)[2][:-_CHECK_BYTES] == (
+            lines.encode()
+        ):
+            return
+        target = layout.mirror.with_name(f"mirror.{old}")
+    # Where the filesystem has no second names, there is one mirror less.
+    with suppress(StorageFailed):
+        fs.link(layout.mirror, target)
+
+
+def read(layout: Layout) -> Mirror:
+    """What the mirror says.  Raises Corrupt, StorageFailed."""
+    return read_file(layout.mirror)
+
+
+def read_file(path: Path) -> Mirror:
+    """What a mirror of this path says.  Raises Corrupt, StorageFailed."""
+    data = _bytes(path)
+    if data is None:
+        raise StorageFailed("no such file or directory", where=str(path), errno=errno.ENOENT)
+    return Mirror(_generation(path, data), _refs(path, data))
+
+
+def generation(layout: Layout) -> int | None:
+    """The generation of the mirror; None where there is none, or one that is damaged."""
+    with suppress(Corrupt):
+        data = _bytes(layout.mirror)
+        return None if data is None else _generation(layout.mirror, data)
+    return None
+
+
+def newest_generation(layout: Layout) -> int:
+    """The latest generation that the mirror, or one that it replaced, tells of; 0 for none."""
+    told = [number for number, _ in _versions(layout)]
+    return max([generation(layout) or 0, *told], default=0)
+
+
+def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
+    """The mirrors that were replaced and can be read, newest first."""
+    found = []
+    for _, path in _versions(layout):
+        with suppress(MstoreError):
+            found.append((path, read_file(path)))
+    return found
+
+
+def _versions(layout: Layout) -> list[tuple[int, Path]]:
+    found = []
+    with suppress(OSError):
+        for path in layout.mirror.parent.iterdir():
+            number = path.name.removeprefix("mirror.")
+            if path.name != number and number.isascii() and number.isdigit() and len(number) < 20:
+                found.append((int(number), path))
+    return sorted(found, reverse=True)
+
+
+def _bytes(path: Path) -> bytes | None:
+    """All of a mirror; None where there is none.  Raises Corrupt, StorageFailed."""
+    try:
+        with fs.translated(path), path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except StorageFailed as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    if len(data) > MAX_BYTES:
+        raise Corrupt(f"longer than {MAX_BYTES} bytes", where=str(path))
+    return data
+
+
+def _generation(path: Path, data: bytes) -> int:
+    if data.startswith(_OLD_HEAD.encode()) and data.endswith(b"\n"):
+        return 0
+    body, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
+    if check != _CHECK + blake3(body).hexdigest().encode() + b"\n":
+        raise Corrupt("not a ref mirror, or damaged", where=str(path), hint="mstore reindex")
+    head, line, _ = body.decode(errors="replace").split("\n", 2)
+    match = _GENERATION.fullmatch(line)
+    if head + "\n" != _HEAD or match is None:
+        raise Corrupt("not a ref mirror", where=str(path), hint="mstore reindex")
+    return int(match[1])
+
+
+def _refs(path: Path, data: bytes) -> dict[str, Ref]:
+    lines = data.decode(errors="replace").split("\n")[:-1]
+    lines = lines[1:] if data.startswith(_OLD_HEAD.encode()) else lines[2:-1]
+    found = {}
+    for line in lines:
+        kind, _, rest = line.partition(" ")
+        id, _, name = rest.partition(" ")
+        try:
+            refs.check_name(name)
+            if kind not in (BRANCH, TAG):
+                raise BadName(f"{kind!r} is no kind of ref")
+            found[name] = Ref(kind, SnapshotId.parse(id))
+        except BadName as error:
+            raise Corrupt(f"not a line of a ref mirror: {line!r}", where=str(path)) from error
+    return found
+
+
+def differences(mirror: Mirror, index: Index, transaction: Any) -> list[str]:
+    """Names of which mirror and index say different things, and nothing in the index tells why.
+
+    The mirror may be some commits behind: then the index's reflog has what happened since.
+    Raises Corrupt where rows of the index cannot be read.
+    """
+    named = dict(refs.walk(index, transaction))
+    behind = mirror.generation < index.generation(transaction)
+    found = []
+    for name in sorted(named.keys() | mirror.refs.keys()):
+        now = named.get(name)
+        if now == mirror.refs.get(name):
+            continue
+        last = refs.reflog(index, transaction, name)[-1:]
+        since = bool(last) and last[0].generation > mirror.generation
+        if not (behind and since and last[0].new == (None if now is None else now.snapshot)):
+            found.append(name)
+    return found

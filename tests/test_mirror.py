@@ -1,0 +1,147 @@
+"""The text mirror of the refs: what it says, what is refused, and what it keeps of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstore.errors import Corrupt, MstoreError
+from mstore.ids import SnapshotId
+from mstore.store import mirror, refs
+from mstore.store.catalog import Catalog
+from mstore.store.refs import BRANCH, TAG, Ref
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    """An empty store."""
+    catalog = Catalog.create(tmp_path / "store", 1 << 16)
+    yield catalog
+    catalog.close()
+
+
+def ref(number: int, kind: str = BRANCH) -> Ref:
+    """A ref at a made-up snapshot."""
+    return Ref(kind, SnapshotId(number.to_bytes(32, "big")))
+
+
+def move(catalog: Catalog, name: str, expect: Ref | None, new: Ref | None) -> None:
+    """One move, published."""
+    with catalog.committing() as rows:
+        refs.move(catalog.index, rows, name, expect=expect, new=new, action="test", time_ns=7)
+
+
+def kept(catalog: Catalog) -> list[str]:
+    """The files beside the mirror."""
+    found = (path.name for path in catalog.layout.mirror.parent.iterdir())
+    return sorted(name for name in found if name != "mirror")
+
+
+def test_the_mirror_is_text_for_people(catalog: Catalog) -> None:
+    """Its generation, one line a ref (kind, id, name; sorted by name), and the hash of all that."""
+    move(catalog, "b", None, ref(2, TAG))
+    move(catalog, "a/ü", None, ref(1))
+    body = (
+        "mstore refs 2\ngeneration 2\n"
+        f"branch {ref(1).snapshot_id()} a/ü\ntag {ref(2).snapshot_id()} b\n"
+    )
+    hash = blake3(body.encode()).hexdigest()
+    assert catalog.layout.mirror.read_text(encoding="utf-8") == f"{body}blake3 {hash}\n"
+    told = mirror.read(catalog.layout)
+    assert told.generation == 2
+    assert told.refs == catalog.refs()
+
+
+def test_a_damaged_mirror_is_refused(catalog: Catalog) -> None:
+    """Cut anywhere, any byte changed, or of another kind: Corrupt, naming the file."""
+    move(catalog, "a", None, ref(1))
+    move(catalog, "b/c", None, ref(2))
+    whole = catalog.layout.mirror.read_bytes()
+    spoiled = [whole[:end] for end in range(len(whole))]
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        spoiled.append(bytes(changed))
+    spoiled += [bytes(len(whole)), b"\xff" * 100, whole + b"junk\n", b"mstore refs 2\n"]
+    for contents in spoiled:
+        catalog.layout.mirror.write_bytes(contents)
+        with pytest.raises(Corrupt) as refusal:
+            mirror.read(catalog.layout)
+        assert refusal.value.where == str(catalog.layout.mirror)
+        assert mirror.generation(catalog.layout) is None
+
+
+def test_the_mirror_of_version_1_is_read(catalog: Catalog) -> None:
+    """It has no generation and no hash: its generation counts as 0."""
+    catalog.layout.mirror.write_text(f"mstore refs 1\nbranch {ref(1).snapshot_id()} a\n")
+    assert mirror.read(catalog.layout) == mirror.Mirror(0, {"a": ref(1)})
+
+
+def test_a_mirror_without_end_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of it is read than the limit, and one byte more is Corrupt."""
+    move(catalog, "a", None, ref(1))
+    monkeypatch.setattr(mirror, "MAX_BYTES", catalog.layout.mirror.stat().st_size)
+    assert mirror.read(catalog.layout).refs == catalog.refs()
+    with catalog.layout.mirror.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(Corrupt, match="longer than"):
+        mirror.read(catalog.layout)
+
+
+@given(st.binary(max_size=200))
+def test_no_mirror_is_a_surprise(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    """Any bytes give refs with sound names, or an error of ours."""
+    root = tmp_path_factory.getbasetemp() / "mirror store"
+    if not root.exists():
+        Catalog.create(root, 1 << 16).close()
+    catalog = Catalog.open(root)
+    body = b"mstore refs 2\ngeneration 0\n" + text
+    whole = body + b"blake3 " + blake3(body).hexdigest().encode() + b"\n"
+    for contents in (b"mstore refs 1\n" + text, whole):
+        catalog.layout.mirror.write_bytes(contents)
+        try:
+            for name in mirror.read(catalog.layout).refs:
+                refs.check_name(name)
+        except MstoreError:
+            pass
+    catalog.close()
+
+
+def test_earlier_mirrors_stay(catalog: Catalog) -> None:
+    """Those with other refs, under their generation, the newest eight; a damaged one too."""
+    for number in range(1, 13):
+        move(catalog, f"b{number}", None, ref(number))
+    assert kept(catalog) == sorted(f"mirror.{number}" for number in range(4, 12))
+    newest = mirror.earlier(catalog.layout)[0][1]
+    assert (newest.generation, len(newest.refs)) == (11, 11)
+    catalog.layout.mirror.write_bytes(b"?")
+    move(catalog, "c", None, ref(1))
+    assert "mirror.damaged" in kept(catalog)
+
+
+def test_a_commit_that_moves_no_ref_keeps_no_mirror(catalog: Catalog) -> None:
+    """Only the generation is another: what was replaced said the same."""
+    move(catalog, "a", None, ref(1))
+    before = kept(catalog)
+    with catalog.committing():
+        pass
+    assert mirror.read(catalog.layout).generation == 2
+    assert kept(catalog) == before
+
+
+def test_a_later_mirror_is_never_replaced(catalog: Catalog) -> None:
+    """Where the mirror knows more than the index, it stays as it is."""
+    move(catalog, "a", None, ref(1))
+    move(catalog, "b", None, ref(1))
+    whole = catalog.layout.mirror.read_bytes()
+    with catalog.index.env.write() as rows:
+        catalog.index.set_generation(rows, 1)
+    with pytest.raises(Corrupt) as refusal:
+        mirror.write(catalog.layout, catalog.index)
+    assert refusal.value.hint == "mstore reindex"
+    assert catalog.layout.mirror.read_bytes() == whole
