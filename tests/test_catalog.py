@@ -85,7 +85,7 @@ def test_a_new_store(tmp_path: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == [
         "config", "format", "index", "lock", "packs", "refs", "stats", "tmp",
     ]  # fmt: skip
-    assert (root / "refs" / "mirror").read_text() == "mstore refs 1\n"
+    assert (root / "refs" / "mirror").read_text().startswith("mstore refs 2\ngeneration 0\nblake3 ")
     with Store.open(root) as store:
         assert (store.uuid, store.block_size, store.refs()) == (uuid, BLOCK, [])
     with Store.init(tmp_path / "another", block_size=BLOCK) as store:
