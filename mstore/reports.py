@@ -588,8 +588,9 @@ class ReindexReport:
     """The result of `reindex`.
 
     `old_index`: whether refs, reflogs, plans and prunings were taken over from the index that was
-    there.  `notes` says what could not be, in words.  `recovered` are branches that were made
-    because nothing said what the refs were: one for each snapshot that no other came from.
+    there.  `notes` says what could not be, and who was believed where two told different things;
+    then `kept_index` is where the old index lies now.  `recovered` are branches that were made for
+    snapshots that are whole and that nothing led to.
     """
 
     packs: int
@@ -603,6 +604,7 @@ class ReindexReport:
     index_bytes: int
     recovered: tuple[str, ...]
     notes: tuple[str, ...]
+    kept_index: str | None
     seconds: float
 
 

@@ -109,7 +109,7 @@ def test_a_missing_index_is_told_by_every_command(mstore: Program) -> None:
         done = mstore(verb)
         assert done.status == 1
         assert f"hint: mstore --store {mstore.store} reindex" in done.err
-    assert "made anew" in mstore.succeed("reindex").out
+    assert "was rebuilt" in mstore.succeed("reindex").out
     assert "expert" in mstore.succeed("refs").out
 
 

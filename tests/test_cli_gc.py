@@ -85,11 +85,11 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
     assert "would free 0 B" in would
     assert "dead stay in packs of which less than 30% is dead" in would
     assert "mstore gc --all" in mstore.succeed("gc").out
-    assert "1 written anew" in mstore.succeed("gc", "--all").out
+    assert "1 rewritten" in mstore.succeed("gc", "--all").out
     assert "nothing to collect" in mstore.succeed("gc", "--all").out
     for number in range(8):
         path = write(tmp_path / "in", 10 + number)
         mstore.succeed("add", str(path), "--name", f"s{number}", "--base", "none")
     joined = mstore.succeed("gc").out
     assert "small packs put together" in joined
-    assert "freed 0 B: 0 packs removed, 0 written anew" in joined
+    assert "freed 0 B: 0 packs removed, 0 rewritten" in joined

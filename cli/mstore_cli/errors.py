@@ -117,6 +117,14 @@ def report(error: BaseException, stream: TextIO | None = None, *, store: Path | 
     return rule.status
 
 
+def warn(text: str, hint: str | None = None) -> None:
+    """Say on standard error that something is not as it should be, though the command goes on."""
+    _say(sys.stderr, "warning", "33", text)
+    if hint is not None:
+        _say(sys.stderr, "hint", "36", hint)
+    sys.stderr.flush()
+
+
 def _message(error: BaseException) -> str:
     from mstore.errors import MstoreError
 

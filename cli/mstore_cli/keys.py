@@ -177,6 +177,8 @@ _OWN: dict[type, dict[str, str]] = {
         "waiting_bytes": "of it, what comes free when running operations have ended",
         "waiting_for": "these operations",
         "left": "what was not done, and why",
+        "put_aside": "packs that the index does not know, which move to lost+found/",
+        "lost_found_bytes": "what lies in lost+found/ then",
     },
     reports.PruneReport: {
         "dry_run": "whether it only says what would be pruned",
@@ -333,8 +335,9 @@ _OWN: dict[type, dict[str, str]] = {
         "old_index": "whether names and history were taken over from the old index",
         "reflog_moves": "moves of refs that were taken over",
         "index_bytes": "size of the new index",
-        "recovered": "branches that were made because nothing said what the refs were",
-        "notes": "what could not be read, in words",
+        "recovered": "branches that were made for snapshots that nothing led to",
+        "notes": "what could not be read, and who was believed where two differed, in words",
+        "kept_index": "where the index that was replaced lies now; null where it told nothing else",
     },
     reports.MigrateReport: {
         "path": "the store",

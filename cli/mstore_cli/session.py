@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore_cli import progress
-from mstore_cli.errors import UsageError, with_store
+from mstore_cli.errors import UsageError, warn, with_store
 from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
@@ -93,13 +93,23 @@ class Session:
         """The store of this run, to be used in a `with` block."""
         from mstore import Store
 
-        return Store.open(self.store_path())
+        return self._trusted(Store.open(self.store_path()))
 
     def open_checked(self) -> Store:
         """The same for a store whose index may be damaged: it is looked at first."""
         from mstore import Store
 
-        return Store.open_checked(self.store_path())
+        return self._trusted(Store.open_checked(self.store_path()))
+
+    def _trusted(self, store: Store) -> Store:
+        """The store; where its index cannot be believed, people are told so."""
+        why = store.doubt()
+        if why is not None:
+            warn(
+                f"{store.path}: {why}; what is read may be out of date, and nothing is written",
+                self.typed("mstore reindex"),
+            )
+        return store
 
     def typed(self, hint: str) -> str:
         """A hint as this user is to type it: with `--store`, where that named the store."""

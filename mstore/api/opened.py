@@ -111,6 +111,14 @@ class OpenStore:
         """Bytes of a full block."""
         return self._catalog.block_size
 
+    def doubt(self) -> str | None:
+        """Why this store can be read and not written; None where nothing speaks against it.
+
+        Its index is older than its mirror of the refs: it was replaced by an older one, or is
+        damaged.  Whatever writes raises Corrupt then, until `reindex` has settled it.
+        """
+        return self._catalog.doubt()
+
     @property
     def uuid(self) -> str:
         """The store's own name."""

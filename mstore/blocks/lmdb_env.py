@@ -170,8 +170,9 @@ class Environment:
             found = _environments.get(key)
             if found is None:
                 found = _environments[key] = cls(path, databases, create=create, hint=hint)
-            found._guard()
-            found.require_in_place()
+            else:
+                found._guard()
+                found.require_in_place()
             found._users += 1
             return found
 

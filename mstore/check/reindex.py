@@ -80,7 +80,7 @@ def reindex(
                 built = _Building(layout, index, old, returned, progress).run()
             finally:
                 index.close()
-            _put_in_place(layout, workplace, keep=bool(built.notes))
+            kept = _put_in_place(layout, workplace, keep=bool(built.notes))
         finally:
             fs.remove_tree(workplace)
         _forget_requests(layout)
@@ -102,6 +102,7 @@ def reindex(
         reflog_moves=built.reflog_moves,
         index_bytes=size,
         notes=tuple(built.notes),
+        kept_index=None if kept is None else str(kept),
         seconds=time.monotonic() - began,
     )
 
@@ -182,11 +183,11 @@ def _holder(lock: Path) -> int | None:
     return None if kind == fcntl.F_UNLCK else pid
 
 
-def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> None:
+def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None:
     """Exchange the new environment with the old one, both files at once.
 
-    keep: the old one goes to lost+found/.  Raises Conflict where somebody began to write meanwhile:
-    what he has done would be lost.
+    keep: the old one goes to lost+found/; returns where it lies then.  Raises Conflict where
+    somebody began to write meanwhile: what he has done would be lost.
     """
     fresh = workplace / "index"
     fs.sync_directory(fresh)
@@ -201,7 +202,8 @@ def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> None:
     fs.exchange(fresh, layout.index)
     fs.sync_directory(layout.root)
     if keep and (fresh / _DATA).exists():
-        lost_found.keep_index(layout, fresh)
+        return lost_found.keep_index(layout, fresh)
+    return None
 
 
 def _forget_requests(layout: Layout) -> None:

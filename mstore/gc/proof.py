@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from mstore.blocks.index import subject
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.check import index_file, rows
 from mstore.check.findings import Key
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import PackId
 from mstore.reach import Reach
-from mstore.store import lost_found, mirror
+from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
 from mstore.store.generation import listed_packs
 
@@ -26,12 +27,22 @@ _SHOWN = 3
 
 
 def require_sound_names(catalog: Catalog) -> None:
-    """The index is whole, page by page, and its refs are those of the mirror.
+    """The index is the newest one, whole by page and row, and its refs are those of the mirror.
 
-    Raises Corrupt where they are not: then nobody can say what is needed.
+    Raises Corrupt where that is not so: then nobody can say what is needed.  Raises Unavailable
+    where the index was replaced.
     """
+    catalog.index.env.require_in_place()
+    generation.require_current(catalog.layout, catalog.index, packs=True)
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
+    for database, key in rows.damaged(catalog.index):
+        kind, name = subject(database, key)
+        raise Corrupt(
+            f"the index's row of this {kind} does not match its check",
+            where=name,
+            hint="mstore reindex",
+        )
     try:
         told = mirror.read(catalog.layout)
     except MstoreError as error:

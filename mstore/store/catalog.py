@@ -129,8 +129,14 @@ class Catalog:
             yield transaction
 
     def doubt(self) -> str | None:
-        """Why nothing can be written: the index is not the newest word; None where it is."""
-        return generation.doubt(self.layout, self.index)
+        """Why nothing can be written: the index is not the newest word; None where it is.
+
+        Also where nobody can tell, because the mirror cannot be read: reading goes on.
+        """
+        try:
+            return generation.doubt(self.layout, self.index)
+        except StorageFailed:
+            return None
 
     def new_pack(self, path: Path) -> PackWriter:
         """A pack of this store, to be published by its next commit or a later one."""

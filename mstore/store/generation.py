@@ -37,9 +37,12 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
 
     packs: ask those too that the index does not know, and not only the mirror.
     """
+    # Witnesses first: what is published in between is in the index then.
     told = mirror.generation(layout)
     newest = mirror.newest_generation(layout)
     try:
+        # A mirror that can be read tells what the last acknowledged commit was.
+        unknown = unknown_packs(layout, index) if packs or told is None else []
         with index.env.read() as transaction:
             own = index.generation(transaction)
     except Corrupt as error:
@@ -49,15 +52,13 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
             f"the index is older than the mirror of the refs (generation {own}, {newest}): it was "
             "replaced by an older one, or is damaged"
         )
-    # A mirror that can be read tells what the last acknowledged commit was.
-    if packs or told is None:
-        excused = own if told is None else own + 1
-        for path in unknown_packs(layout, index):
-            if (pack := _pack_generation(path)) > excused:
-                return (
-                    f"the index is older than pack {path.stem[:12]} (generation {own}, {pack}): it "
-                    "was replaced by an older one, or is damaged"
-                )
+    excused = own if told is None else own + 1
+    for path in unknown:
+        if (pack := _pack_generation(path)) > excused:
+            return (
+                f"the index is older than pack {path.stem[:12]} (generation {own}, {pack}): it was "
+                "replaced by an older one, or is damaged"
+            )
     return None
 
 

@@ -41,12 +41,13 @@ def put_aside(layout: Layout, packs: Sequence[Path]) -> list[Path]:
     return moved
 
 
-def keep_index(layout: Layout, index: Path) -> None:
-    """Keep an index that was replaced."""
+def keep_index(layout: Layout, index: Path) -> Path:
+    """Keep an index that was replaced; where it lies now."""
     directory = _directory(layout)
     fs.rename(index, directory / "index")
     fs.sync_directory(directory)
     fs.sync_directory(layout.lost_found)
+    return directory / "index"
 
 
 def _directory(layout: Layout) -> Path:

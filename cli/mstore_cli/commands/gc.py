@@ -35,7 +35,14 @@ def gc(
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Write anew every pack with anything dead, not only from 30% dead on."
+            "--all", help="Rewrite every pack with anything dead, not only from 30% dead on."
+        ),
+    ] = False,
+    empty_lost_found: Annotated[
+        bool,
+        typer.Option(
+            "--empty-lost-found",
+            help="Also remove what lies in lost+found/: packs that the index did not know.",
         ),
     ] = False,
     reflog_days: Annotated[
@@ -52,7 +59,8 @@ def gc(
     """Drop what no ref reaches, and give its space back.
 
     Kept is what refs, their reflogs of the last 30 days (mstore config reflog_days) and running
-    operations reach. Packs that are 30% dead are written anew. Safe beside everything else.
+    operations reach. Packs that are 30% dead are rewritten. Safe beside everything else. A pack
+    that the index does not know is not deleted: it moves to lost+found/ in the store.
     """
     with session.open() as store, session.progress() as progress:
         report = store.gc(
@@ -60,6 +68,7 @@ def gc(
             wait=wait,
             reflog_days=reflog_days,
             dead_share=0.0 if everything else None,
+            empty_lost_found=empty_lost_found,
             progress=progress,
         )
         session.settled()
@@ -83,7 +92,7 @@ def _print(screen: Screen, report: GcReport) -> None:
     if report.dead_bytes:
         screen.line(
             f"{format_size(report.dead_bytes)} dead stay in packs of which less than 30% is dead, "
-            "until more is; to write these anew now: mstore gc --all"
+            "until more is; to rewrite these now: mstore gc --all"
         )
     if report.waiting_bytes:
         screen.line(
@@ -92,6 +101,18 @@ def _print(screen: Screen, report: GcReport) -> None:
         )
     for note in report.left:
         screen.line(f"left: {note}")
+    if report.put_aside:
+        would = "would move" if report.dry_run else "moved"
+        screen.line(
+            f"{counted(len(report.put_aside), 'pack')} that the index does not know {would} to "
+            "lost+found: an interrupted command left them, or the index lost them; mstore reindex "
+            "takes them in again"
+        )
+    if report.lost_found_bytes:
+        screen.line(
+            f"lost+found holds {format_size(report.lost_found_bytes)}; to remove that for good: "
+            "mstore gc --empty-lost-found"
+        )
 
 
 def _does_anything(report: GcReport) -> bool:
@@ -111,7 +132,7 @@ def _print_work(screen: Screen, report: GcReport) -> None:
     rewritten = len(report.packs_rewritten) - len(report.packs_joined)
     screen.line(
         f"{verb} {format_size(max(0, report.freed_bytes - report.joined_bytes))}: "
-        f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} written anew"
+        f"{counted(len(report.packs_removed), 'pack')} removed, {rewritten} rewritten"
     )
     if report.packs_joined:
         screen.line(

@@ -1,4 +1,4 @@
-"""`mstore reindex`: make the index anew."""
+"""`mstore reindex`: rebuild the index."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mstore_cli.command import command
+from mstore_cli.errors import warn
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -26,10 +27,11 @@ def reindex(
         ),
     ] = False,
 ) -> None:
-    """Make the index anew from the packs and the text mirror of the refs.
+    """Rebuild the index from the packs and the text mirror of the refs.
 
     Reflogs and the names of plans' inputs are taken over from the old index where it can be read.
-    Needs the store for itself: let commands end and unmount it first.
+    Where mirror, reflog and old index say different things of a ref, the latest is believed, and
+    standard error tells of it. Needs the store for itself: let commands end and unmount it first.
     """
     from mstore import Store
 
@@ -38,7 +40,7 @@ def reindex(
         session.settled()
 
     def human(screen: Screen) -> None:
-        screen.line("the index was made anew", style="green")
+        screen.line("the index was rebuilt", style="green")
         history = f"{report.reflog_moves} moves taken over" if report.old_index else "begins anew"
         screen.fields(
             [
@@ -54,7 +56,10 @@ def reindex(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        for note in report.notes:
-            screen.line(note, style="yellow")
 
     session.output.emit(report, ids=[], human=human)
+    # Also under --quiet: what was chosen, or could not be read, is never passed over.
+    for note in report.notes:
+        warn(note)
+    if report.kept_index is not None:
+        warn(f"the index that was replaced is kept: {report.kept_index}")
