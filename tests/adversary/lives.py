@@ -41,6 +41,19 @@ class Promises:
                 if found != self.contents[id]:
                     yield f"snapshot {id.short}: other bytes"
 
+    def lost(self, root: Path) -> Iterator[str]:
+        """Every snapshot that was acknowledged under a name that stands, and is not there whole."""
+        with Store.open(root) as store:
+            for id in sorted(self.contents):
+                try:
+                    view = store.view(str(id))
+                    found = {path: b"".join(view.stream(path)) for path in view.files}
+                except MstoreError as error:
+                    yield f"snapshot {id.short}: {error}"
+                    continue
+                if found != self.contents[id]:
+                    yield f"snapshot {id.short}: other bytes"
+
     def require_kept(self, root: Path) -> None:
         """All of it is there, and a garbage collection takes nothing of it."""
         assert list(self.broken(root)) == []
@@ -82,7 +95,23 @@ class Life:
         """Remove a ref: nothing is promised of it any more."""
         with Store.open(self.root) as store:
             store.remove(name)
-        del self.promises.refs[name]
+        del self.promises.contents[self.promises.refs.pop(name)]
+
+    def merge(self, name: str, base: str, experts: list[str], weight: float) -> SnapshotId:
+        """Merge experts into a base, in equal parts."""
+        with Store.open(self.root) as store:
+            plan = store.plan(
+                base=base,
+                experts=[(expert, weight) for expert in experts],
+                method="task_arithmetic",
+                threads=1,
+            )
+            id = store.merge(plan, name=name, threads=1).snapshot
+            view = store.view(name)
+            files = {path: b"".join(view.stream(path)) for path in view.files}
+        self.promises.refs[name] = id
+        self.promises.contents[id] = files
+        return id
 
     def tag(self, name: str, revision: str) -> None:
         """Give a snapshot another name."""
