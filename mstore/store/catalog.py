@@ -34,7 +34,7 @@ from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
-from mstore.store import revisions
+from mstore.store import revisions, unseen
 from mstore.store.config import Config
 from mstore.store.layout import Layout
 
@@ -95,10 +95,14 @@ class Catalog:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Hold the writer lock: one publisher at a time, over all processes."""
+        """Hold the writer lock: one publisher at a time, over all processes.
+
+        What is read inside the block has all that was committed before.
+        """
         lock = fs.LockFile(self.layout.lock)
         try:
             lock.acquire()
+            unseen.show(self.index)
             yield
         finally:
             lock.release()
