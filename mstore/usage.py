@@ -37,7 +37,7 @@ from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.reach import NS_A_DAY, Inventory, Roots, Table
+from mstore.reach import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
 from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
 from mstore.store import leases
 from mstore.store import refs as ref_rows
@@ -147,7 +147,7 @@ class History:
         roots = Roots.read(catalog, transaction, since_ns)
         logged: dict[str, set[SnapshotId]] = defaultdict(set)
         for name, move in ref_rows.walk_reflogs(index, transaction):
-            if move.time_ns >= since_ns:
+            if is_recent(move.time_ns, since_ns):
                 logged[name].update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
         of_refs = frozenset[SnapshotId]().union(*(logged[name] for name in refs))
         gone = frozenset[SnapshotId]().union(*(logged[name] for name in logged if name not in refs))
@@ -421,7 +421,7 @@ class Usage:
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
         """Look at everything.  Raises Corrupt where a record that is needed is missing."""
-        since_ns = now_ns() - reflog_days * NS_A_DAY
+        since_ns = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
             named = History.read(catalog, transaction, since_ns)

@@ -27,7 +27,7 @@ from mstore.blocks.packs import PackFiles, PackGone
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
@@ -510,5 +510,5 @@ def unlist_snapshot(index: Index, transaction: Any, id: SnapshotId) -> None:
 
 
 def now_ns() -> int:
-    """The time that snapshots and reflog lines carry."""
-    return time.time_ns()
+    """The time that snapshots and reflog lines carry: a count, whatever the clock says."""
+    return min(max(time.time_ns(), 0), MAX_COUNT)
