@@ -118,6 +118,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     is_new = not root.exists()
     try:
         fs.make_directories(root)
+        fs.serve_owner(root)
         lock = fs.LockFile(layout.lock)
     except BaseException as error:
         # Nothing is locked yet: what lies there may be somebody else's.
@@ -228,4 +229,5 @@ def locate(root: Path) -> Layout:
     if line != _format_line(layout) or not _is_block_size(layout.block_size):
         raise Corrupt("not a format file", where=str(path))
     fs.require_local(root)
+    fs.serve_owner(root)
     return layout
