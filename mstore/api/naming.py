@@ -35,9 +35,6 @@ class Naming(OpenStore):
         """All refs by name."""
         return lineage.refs(self._catalog)
 
-    def _ref(self, name: str) -> RefReport:
-        return next(ref for ref in self.refs() if ref.name == name)
-
     def tag(self, name: str, revision: str) -> RefReport:
         """Name a snapshot for good.  Raises Conflict if the name is taken."""
         refs.check_name(name)
@@ -49,7 +46,7 @@ class Naming(OpenStore):
             return [RefMove(name, None, new, f"tag: {revision}")]
 
         choose_moves(self._catalog, choose)
-        return self._ref(name)
+        return lineage.ref(self._catalog, name)
 
     def reset(self, name: str, revision: str) -> RefReport:
         """Point a branch at another snapshot; the old position stays in the reflog."""
@@ -65,7 +62,7 @@ class Naming(OpenStore):
             return [] if new == current else [RefMove(name, current, new, f"reset: {revision}")]
 
         choose_moves(self._catalog, choose)
-        return self._ref(name)
+        return lineage.ref(self._catalog, name)
 
     def reflog(self, name: str | None = None) -> list[ReflogReport]:
         """Every move of a ref, or of all that ever were, newest first.

@@ -443,6 +443,20 @@ class Catalog:
         ):
             return [SnapshotId(key) for key, _ in cursor]
 
+    def children(self, id: SnapshotId) -> set[SnapshotId]:
+        """The snapshots that came from this one, as the index has it."""
+        with (
+            self.index.env.read() as transaction,
+            transaction.cursor(db=self.index.db("edges")) as cursor,
+        ):
+            prefix = PARENT_EDGE + id
+            found = set()
+            more = cursor.set_range(prefix)
+            while more and cursor.key().startswith(prefix):
+                found.add(SnapshotId(cursor.key()[len(prefix) : len(prefix) + ID_BYTES]))
+                more = cursor.next()
+        return found
+
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """The snapshots with this content, newest first (ties by id)."""
         with (
