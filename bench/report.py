@@ -20,6 +20,7 @@ import page_paper
 import page_planning
 import page_quality
 import page_rates
+import page_refs
 import page_spine
 import page_statistics
 from tables import Told
@@ -41,6 +42,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "density": page_density.section,
     "rates": page_rates.section,
     "growth": page_growth.section,
+    "refs": page_refs.section,
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,

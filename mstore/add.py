@@ -452,7 +452,6 @@ def add(
     tensors), StorageFailed.  On any error nothing is published.
     """
     began = time.monotonic()
-    current = branch_to_move(catalog, name)
     base_manifest = None
     if base.snapshot is not None:
         base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
@@ -467,6 +466,7 @@ def add(
             progress(Progress("add", done, total))
 
     with Transaction(catalog, f"add {name}") as transaction:
+        current = branch_to_move(catalog, name)
         adder = _Adder(catalog, statistics, transaction, base_manifest, policy)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]

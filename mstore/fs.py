@@ -116,6 +116,12 @@ class NewFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             name = path if beside is None else path.name
             self._fd = os.open(name, flags, mode, dir_fd=beside)
+        if _owners:
+            try:
+                _hand_over(self._fd, path)
+            except BaseException:
+                self.abandon()
+                raise
 
     def append(self, data: Buffer) -> int:
         """Write at the end; returns the offset at which the data begins."""
@@ -344,7 +350,15 @@ def make_directory(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> 
             if not exist_ok:
                 raise
             return False
-        return True
+    root = _served(path)
+    if root is not None:
+        try:
+            _hand_over_directory(path, _owners[root])
+        except BaseException:
+            with translated(path):
+                os.rmdir(path)
+            raise
+    return True
 
 
 def make_directories(path: Path) -> None:
@@ -425,9 +439,15 @@ def _temporary(path: Path, staging: Path | None) -> Path:
 
 
 def about_to_map(path: Path) -> None:
-    """Tell that an index is about to be opened and mapped, which may fail like any other step."""
+    """Tell that an index is about to be opened and mapped, which may fail like any other step.
+
+    In a store that root works in for another user, the files that LMDB would make are made first.
+    """
     with translated(path):
         _announce("map", path)
+    if _served(path) is not None:
+        for name in ("data.mdb", "lock.mdb"):
+            _make_empty(path / name, 0o644)
 
 
 @contextmanager
@@ -445,6 +465,10 @@ class LockFile:
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        if create and _owners:
+            # Whoever writes takes a lock first: the refusal comes before anything is written.
+            _require_giving(path)
+            _make_empty(path, 0o600)
         with translated(path):
             if create and not os.path.lexists(path):
                 _announce("create", path)
@@ -479,6 +503,88 @@ class LockFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+# -- whose files they are ----------------------------------------------------------------------
+
+_owners: dict[str, tuple[int, int]] = {}
+"""By directory, the user and group who get what root makes below it."""
+
+
+def serve_owner(root: Path) -> None:
+    """Have all that root makes below `root` from now on belong to the owner of `root`.
+
+    Else one command of root's would leave files that the owner's commands cannot change.  Does
+    nothing for other users.  What cannot be given away is removed again and refused with
+    StorageFailed.
+    """
+    if os.geteuid() != 0:
+        return
+    with translated(root):
+        status = os.stat(root)
+    key = os.path.abspath(root)
+    if status.st_uid == 0:
+        _owners.pop(key, None)
+    else:
+        _owners[key] = (status.st_uid, status.st_gid)
+
+
+def _served(path: Path) -> str | None:
+    """The directory whose owner is to have what is made at `path`, if it is not its maker."""
+    if not _owners or os.geteuid() != 0:
+        return None
+    absolute = os.path.abspath(path)
+    return next((root for root in _owners if absolute.startswith(root + os.sep)), None)
+
+
+def _require_giving(path: Path) -> None:
+    """Raise StorageFailed where root may not give away what it makes at `path`."""
+    root = _served(path)
+    if root is not None:
+        # It is the owner's already: this changes nothing and is refused like any other.
+        _hand_over_directory(Path(os.path.realpath(root)), _owners[root])
+
+
+def _hand_over(descriptor: int, path: Path) -> None:
+    """Give what was just made to the owner of the store that it is in.
+
+    By its descriptor: the owner may put anything in the place of a name.
+    """
+    root = _served(path)
+    if root is not None:
+        _give(descriptor, path, _owners[root])
+
+
+def _give(descriptor: int, path: Path, owner: tuple[int, int]) -> None:
+    try:
+        os.fchown(descriptor, *owner)
+    except OSError as error:
+        raise StorageFailed(
+            f"root cannot give it to user {owner[0]}, whose store this is: {error.strerror}",
+            where=str(path),
+            hint=f"sudo -u '#{owner[0]}' mstore ...    (the same command as the store's owner)",
+            errno=error.errno,
+        ) from error
+
+
+def _hand_over_directory(path: Path, owner: tuple[int, int]) -> None:
+    with translated(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _give(descriptor, path, owner)
+    finally:
+        os.close(descriptor)
+
+
+def _make_empty(path: Path, mode: int) -> None:
+    """Make a file for somebody else to fill; nothing where the name is taken."""
+    if os.path.lexists(path):
+        return
+    try:
+        NewFile(path, mode=mode).close()
+    except StorageFailed as error:
+        if error.errno != errno.EEXIST:
+            raise
 
 
 NETWORK_FILESYSTEMS = frozenset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from mstore.errors import Corrupt, NotFound
@@ -178,9 +179,45 @@ def log(
 
 def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
     """How many snapshots no ref leads to once these are removed, of those that refs lead to now."""
-    kept = (ref.snapshot_id() for name, ref in catalog.refs().items() if name not in removed)
-    gone = set(ancestry(catalog, names_of(catalog))) - set(ancestry(catalog, kept))
+    named = catalog.refs()
+    kept = {ref.snapshot_id() for name, ref in named.items() if name not in removed}
+    waiting = [ref.snapshot_id() for name, ref in named.items() if name in removed]
+    led_to: dict[SnapshotId, bool] = {}
+    gone: set[SnapshotId] = set()
+    while waiting:
+        id = waiting.pop()
+        # What a ref leads to leads on to all that it came from.
+        if id not in gone and not _is_led_to(catalog, id, kept, led_to):
+            gone.add(id)
+            waiting += _parents(catalog, id)
     return sum(catalog.snapshot_if_there(id) is not None for id in gone)
+
+
+def _is_led_to(
+    catalog: Catalog, id: SnapshotId, tips: AbstractSet[SnapshotId], known: dict[SnapshotId, bool]
+) -> bool:
+    """Whether one of these snapshots is this one or came from it, looking from parent to child.
+
+    known: what was found out before, to be used again for the same tips.
+    """
+    passed: list[SnapshotId] = []
+    waiting = [id]
+    while waiting:
+        one = waiting.pop()
+        if one in known and not known[one]:
+            continue
+        # Of one that is missing, nothing is known of where it came from.
+        if one != id and catalog.snapshot_if_there(one) is None:
+            continue
+        if one in tips or one in known:
+            for other in passed:
+                del known[other]
+            known[id] = True
+            return True
+        known[one] = False
+        passed.append(one)
+        waiting += sorted(catalog.children(one), key=tips.__contains__)
+    return False
 
 
 def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
@@ -220,19 +257,27 @@ def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
 
 def refs(catalog: Catalog) -> list[RefReport]:
     """All refs by name; `time_ns` is when each last moved."""
+    moved: dict[str, int] = {}
     with catalog.index.env.read() as transaction:
-        moved = {
-            name: ref_rows.reflog(catalog.index, transaction, name)[-1].time_ns
-            for name, _ in ref_rows.walk(catalog.index, transaction)
-        }
-    found = []
-    for name, ref in catalog.refs().items():
-        id = ref.snapshot_id()
-        record = catalog.snapshot_if_there(id)
-        manifest = None if record is None else record.manifest_id()
-        time_ns = moved.get(name, 0)
-        found.append(RefReport(name, ref.kind, id, manifest, time_ns, missing=record is None))
-    return found
+        named = dict(ref_rows.walk(catalog.index, transaction))
+        for name, move in ref_rows.walk_reflogs(catalog.index, transaction):
+            moved[name] = move.time_ns
+    return [_named(catalog, name, ref, moved.get(name, 0)) for name, ref in named.items()]
+
+
+def ref(catalog: Catalog, name: str) -> RefReport:
+    """One ref; looks at no other.  Raises NotFound."""
+    with catalog.index.env.read() as transaction:
+        found = ref_rows.require(catalog.index, transaction, name)
+        moves = ref_rows.reflog(catalog.index, transaction, name)
+    return _named(catalog, name, found, moves[-1].time_ns if moves else 0)
+
+
+def _named(catalog: Catalog, name: str, ref: ref_rows.Ref, time_ns: int) -> RefReport:
+    id = ref.snapshot_id()
+    record = catalog.snapshot_if_there(id)
+    manifest = None if record is None else record.manifest_id()
+    return RefReport(name, ref.kind, id, manifest, time_ns, missing=record is None)
 
 
 def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:

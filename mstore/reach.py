@@ -51,8 +51,23 @@ HEAD = np.dtype(
         ("width", "u1"),
     ]
 )
+NEVER_NS = 1 << 64
+"""The beginning of a window of no days: no move is so young."""
+_FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
+"""2025 and 2125: there was no store before, and a clock that is beyond is wrong."""
 _BATCH = 1 << 16
 _NO_BASE, _LOST_BASE = -1, -2
+
+
+def is_recent(time_ns: int, since_ns: int) -> bool:
+    """Whether a move is within the window that begins at `since_ns`.
+
+    A move by a clock that was not set may be of any age, and by a clock that runs ahead nobody can
+    tell what is old: then it is recent.  In a window of no days nothing is.
+    """
+    if since_ns >= NEVER_NS:
+        return False
+    return time_ns >= since_ns or time_ns < _FIRST_NS or since_ns >= _LAST_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,7 @@ class Roots:
 
     @classmethod
     def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> Roots:
-        """As they are now; of reflogs, the moves that are not older than `since_ns`.
+        """As they are now; of reflogs, the moves since `since_ns` (`is_recent`).
 
         `since_ns` is what people want of a history.  That nothing in use is taken follows from
         locks alone.
@@ -74,7 +89,7 @@ class Roots:
         named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
         loose = leases.pins(catalog.layout)
         for _, move in refs.walk_reflogs(index, transaction):
-            if move.time_ns >= since_ns:
+            if is_recent(move.time_ns, since_ns):
                 loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
         return cls(
             frozenset(named),

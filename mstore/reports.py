@@ -7,6 +7,7 @@ from `mstore.ids`.  Nothing here touches a disk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mstore.ids import ManifestId, PackId, PlanId, SignatureId, SnapshotId
@@ -643,6 +644,7 @@ class RefUsage:
 
     stored_bytes = unique_bytes + shared_bytes.  `portion_bytes` counts a block that n refs share
     as an n-th.  `freed_bytes` is what gc frees once this ref and its reflog are gone.
+    `shared_with` is counted when it is looked at.
     """
 
     name: str
@@ -653,7 +655,7 @@ class RefUsage:
     shared_bytes: int
     portion_bytes: int
     freed_bytes: int
-    shared_with: tuple[SharedBytes, ...]
+    shared_with: Sequence[SharedBytes]
     unique: tuple[CodecUsage, ...]
     shared: tuple[CodecUsage, ...]
 

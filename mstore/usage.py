@@ -11,8 +11,9 @@ figure is a sum over sharings, so that figures add up exactly:
     held                what is kept at all, each block counted for the first reason there is:
                         refs, inputs of virtual merges, lineage, reflogs, running operations
 
-Reads the index and records, never a block, and each record once.  What is needed and not stored (a
-damaged store's) counts nothing.
+Reads the index and records, never a block, and each record once.  Time is linear in these, and in
+what the sets of refs take as bits; with whom a ref shares is counted for who asks.  What is needed
+and not stored (a damaged store's) counts nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.reach import NS_A_DAY, Inventory, Roots, Table
+from mstore.reach import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
 from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
 from mstore.store import leases
 from mstore.store import refs as ref_rows
@@ -147,7 +148,7 @@ class History:
         roots = Roots.read(catalog, transaction, since_ns)
         logged: dict[str, set[SnapshotId]] = defaultdict(set)
         for name, move in ref_rows.walk_reflogs(index, transaction):
-            if move.time_ns >= since_ns:
+            if is_recent(move.time_ns, since_ns):
                 logged[name].update(SnapshotId(id) for id in (move.old, move.new) if id is not None)
         of_refs = frozenset[SnapshotId]().union(*(logged[name] for name in refs))
         gone = frozenset[SnapshotId]().union(*(logged[name] for name in logged if name not in refs))
@@ -218,39 +219,42 @@ class History:
 
 
 def needed(
-    catalog: Catalog, history: History, inventory: Inventory
+    catalog: Catalog, history: History, inventory: Inventory, plain: dict[SnapshotId, int]
 ) -> Iterator[tuple[Owners, Owners, Owners, list[TensorId]]]:
     """Tensors by who takes them, who keeps them and why: (takers, keepers, reasons, tensors).
 
     Every manifest that is kept is read once.  Pruned snapshots whose contents are gone have none.
+    plain: is told the bytes of the files of each snapshot that a ref names.
     """
     takers: dict[SnapshotId, Owners] = defaultdict(int)
     for number, tip in enumerate(history.tips):
         takers[tip] |= 1 << number
-    taken: dict[bytes, Owners] = defaultdict(int)
-    kept: dict[bytes, Owners] = defaultdict(int)
-    why: dict[bytes, Owners] = defaultdict(int)
+    # Three sets in one number, from low bits to high: reasons, keepers, takers.
+    width = len(history.names) + 1
+    marks: dict[bytes, int] = defaultdict(int)
     reasons = history.reasons()
     for id, keepers in history.keepers().items():
         own = history.records[id].manifest_id()
-        if id in history.pruned and id not in takers:
+        if id in takers:
+            contents = catalog.manifest_if_there(own)
+            plain[id] = 0 if contents is None else contents.plain_bytes()
+        elif id in history.pruned:
             # What a reflog or a pin names may have been collected.
             parts = _parts(catalog, own)
             if not all(_is_stored(inventory, tensor) for tensor in parts):
                 continue
         for manifest in _manifests(catalog, history.records[id]):
             reason = INPUTS if manifest != own and reasons[id] == NAMED else reasons[id]
-            parts = _parts(catalog, manifest)
-            for tensor in parts:
-                kept[tensor] |= keepers
-                why[tensor] |= 1 << reason
-            if id in takers:
-                for tensor in parts:
-                    taken[tensor] |= takers[id]
-    together: dict[tuple[Owners, Owners, Owners], list[TensorId]] = defaultdict(list)
-    for tensor, keepers in kept.items():
-        together[taken.get(tensor, 0), keepers, why[tensor]].append(TensorId(tensor))
-    return ((*owners, tensors) for owners, tensors in together.items())
+            mark = 1 << reason | keepers << RUNNING + 1 | takers.get(id, 0) << RUNNING + 1 + width
+            for tensor in _parts(catalog, manifest):
+                marks[tensor] |= mark
+    together: dict[int, list[TensorId]] = defaultdict(list)
+    for tensor, mark in marks.items():
+        together[mark].append(TensorId(tensor))
+    for mark, tensors in together.items():
+        owners = mark >> RUNNING + 1
+        mine = owners & (1 << width) - 1
+        yield owners >> width, mine, mark & (1 << RUNNING + 1) - 1, tensors
 
 
 def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
@@ -283,9 +287,8 @@ def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId
     """
     blocks = inventory.blocks
     there = inventory.tables[Kind.TENSOR].find(b"".join(tensors)) >= 0
-    stored = (id for id, is_there in zip(tensors, there.tolist(), strict=True) if is_there)
-    records = (_tensor(catalog, id) for id in stored)
-    ids = b"".join(record.blocks for record in records if record is not None)
+    stored = [id for id, is_there in zip(tensors, there.tolist(), strict=True) if is_there]
+    ids = b"".join([record.blocks for record in _tensors(catalog, stored)])
     found = blocks.find(ids)
     found = found[found >= 0]
     bases = blocks.base[found].astype(np.int64)
@@ -294,11 +297,15 @@ def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId
     return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
 
 
-def _tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
-    """A record; None where its pack is lost or damaged."""
-    with suppress(NotFound, Corrupt):
-        return catalog.tensor(id)
-    return None
+def _tensors(catalog: Catalog, ids: Sequence[TensorId]) -> list[Tensor]:
+    """Records, but for those whose packs are lost or damaged."""
+    try:
+        return catalog.tensors(ids)
+    except (NotFound, Corrupt):
+        if len(ids) <= 1:
+            return []
+    half = len(ids) // 2
+    return [*_tensors(catalog, ids[:half]), *_tensors(catalog, ids[half:])]
 
 
 # Sums over sharings -------------------------------------------------------------------------------
@@ -340,15 +347,29 @@ class Sharings:
         return np.stack([column.astype(np.int64) for column in columns], axis=2)
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Of one owner: counts, plain and stored bytes by codec, of all that it has and of what it
+    alone has, int64[codecs, 3]; and its stored bytes with those of n owners counted as an n-th."""
+
+    all: Numbers
+    unique: Numbers
+    portion: int
+
+
 class Sums:
     """Sums over sharings that the owners choose: every figure of a report."""
 
     def __init__(self, sharings: Sharings, blocks: Table) -> None:
+        table = sharings.table(blocks)
+        # Many a sharing was taken apart by a later one: those without blocks are none.
+        used = np.flatnonzero(table[:, :, BLOCKS].any(axis=1)).tolist()
         # Sharings of the same owners are one from here on.
-        places = {who: place for place, who in enumerate(dict.fromkeys(sharings.owners))}
-        into = np.array([places[who] for who in sharings.owners])
+        owners = [sharings.owners[label] for label in used]
+        places = {who: place for place, who in enumerate(dict.fromkeys(owners))}
+        into = np.array([places[who] for who in owners], np.int64)
         self._table = np.zeros((len(places), len(Codec), 3), np.int64)
-        np.add.at(self._table, into, sharings.table(blocks))
+        np.add.at(self._table, into, table[used])
         self._stored = self._table[:, :, STORED].sum(axis=1)
         self._owned = flags(list(places), sharings.width)
         self._owners = self._owned.sum(axis=1)
@@ -371,28 +392,71 @@ class Sums:
         """Their stored bytes."""
         return int(self._stored[chosen].sum())
 
-    def portion(self, chosen: Chosen) -> int:
-        """Their stored bytes, those of a sharing with n owners counted as an n-th."""
-        return int((self._stored[chosen] / self._owners[chosen]).sum())
-
-    def pairs(self, asked: Sequence[int]) -> Numbers:
-        """Stored bytes that each of these owners has in common with each: int64[asked, owners]."""
-        found = np.zeros((len(asked), self._owned.shape[1]))
-        for start in range(0, len(self._owned), _CHUNK):
+    def each(self, asked: Sequence[int]) -> list[Alone]:
+        """The sums of each of these owners, in one go over all sharings."""
+        cells = self._table.reshape(len(self._table), len(Codec) * 3).astype(np.float64)
+        unique = cells * (self._owners == 1)[:, None]
+        portion = self._stored / np.maximum(self._owners, 1)
+        columns = np.hstack([cells, unique, portion[:, None]])
+        found = np.zeros((len(asked), columns.shape[1]))
+        for start in range(0, len(columns), _CHUNK):
             # Whole numbers below 2**53 stay exact in float64, of which products are quick.
-            owned = self._owned[start : start + _CHUNK].astype(np.float64)
-            sizes = self._stored[start : start + _CHUNK, None]
-            found += (owned[:, list(asked)] * sizes).T @ owned
-        return found.astype(np.int64)
+            owned = self._owned[start : start + _CHUNK, list(asked)].astype(np.float64)
+            found += owned.T @ columns[start : start + _CHUNK]
+        whole = found[:, :-1].astype(np.int64).reshape(len(asked), 2, len(Codec), 3)
+        return [
+            Alone(sums[0], sums[1], int(row[-1])) for sums, row in zip(whole, found, strict=True)
+        ]
+
+    def common(self, owner: int) -> Numbers:
+        """Stored bytes that an owner has in common with each: int64[owners]."""
+        mine = self._owned[:, owner]
+        return np.asarray(self._stored[mine] @ self._owned[mine], np.int64)
 
     def codecs(self, chosen: Chosen) -> tuple[CodecUsage, ...]:
         """Counts and bytes by codec."""
-        sums = self._table[chosen].sum(axis=0).tolist()
-        return tuple(
-            CodecUsage(codec.name.lower(), *figures)
-            for codec, figures in zip(Codec, sums, strict=True)
-            if figures[BLOCKS]
-        )
+        return by_codec(self._table[chosen].sum(axis=0))
+
+
+def by_codec(sums: Numbers) -> tuple[CodecUsage, ...]:
+    """Sums of int64[codecs, 3] as a report tells them."""
+    return tuple(
+        CodecUsage(codec.name.lower(), *figures)
+        for codec, figures in zip(Codec, sums.tolist(), strict=True)
+        if figures[BLOCKS]
+    )
+
+
+class SharedWith(Sequence[SharedBytes]):
+    """With whom a ref shares blocks, the most first; counted when somebody looks.
+
+    Of all refs that is the square of their number, and few ask for it.
+    """
+
+    def __init__(self, taken: Sums, number: int, names: Sequence[str]) -> None:
+        self._ask = taken, number, names
+        self._found: tuple[SharedBytes, ...] | None = None
+
+    def _counted(self) -> tuple[SharedBytes, ...]:
+        if self._found is None:
+            taken, number, names = self._ask
+            common = taken.common(number)
+            self._found = tuple(
+                SharedBytes(names[other], int(common[other]))
+                for other in np.argsort(-common, kind="stable").tolist()
+                if common[other] and other != number
+            )
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self._counted())
+
+    @overload
+    def __getitem__(self, place: int) -> SharedBytes: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[SharedBytes]: ...
+    def __getitem__(self, place: int | slice) -> SharedBytes | Sequence[SharedBytes]:
+        return self._counted()[place]
 
 
 def flags(sets: Sequence[Owners], width: int) -> Chosen:
@@ -407,13 +471,15 @@ def flags(sets: Sequence[Owners], width: int) -> Chosen:
 class Usage:
     """A store seen once, from which all is told.
 
-    taken: sharings by the refs whose snapshots need a block; kept: by the refs for whose sake gc
-    keeps it (the bit beyond the refs: for what is held without one); why: by the reasons for it.
+    plain: bytes of the files of what refs name.  taken: sharings by the refs whose snapshots need
+    a block; kept: by the refs for whose sake gc keeps it (the bit beyond the refs: for what is held
+    without one); why: by the reasons for it.
     """
 
     catalog: Catalog
     history: History
     inventory: Inventory
+    plain: Mapping[SnapshotId, int]
     taken: Sharings
     kept: Sharings
     why: Sharings
@@ -421,7 +487,7 @@ class Usage:
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
         """Look at everything.  Raises Corrupt where a record that is needed is missing."""
-        since_ns = now_ns() - reflog_days * NS_A_DAY
+        since_ns = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
             named = History.read(catalog, transaction, since_ns)
@@ -431,12 +497,13 @@ class Usage:
         width = len(history.names) + 1
         taken, kept = (Sharings(len(inventory.blocks), width) for _ in range(2))
         why = Sharings(len(inventory.blocks), RUNNING + 1)
-        for takers, keepers, reasons, tensors in needed(catalog, history, inventory):
+        plain: dict[SnapshotId, int] = {}
+        for takers, keepers, reasons, tensors in needed(catalog, history, inventory, plain):
             numbers = blocks_of(catalog, inventory, tensors)
             taken.add(takers, numbers)
             kept.add(keepers, numbers)
             why.add(reasons, numbers)
-        return cls(catalog, history, inventory, taken, kept, why)
+        return cls(catalog, history, inventory, plain, taken, kept, why)
 
     def report(self, names: Sequence[str], *, reflog_days: int) -> UsageReport:
         """What these refs take, and what would be freed without them; all refs for no names."""
@@ -444,11 +511,11 @@ class Usage:
         blocks = self.inventory.blocks
         taken, kept = Sums(self.taken, blocks), Sums(self.kept, blocks)
         together = taken.of_any(*asked) if asked else ~taken.all()
-        pairs = taken.pairs(asked)
+        figures = zip(asked, taken.each(asked), kept.each(asked), strict=True)
         return UsageReport(
             refs=tuple(
-                self._ref(number, taken, kept, common)
-                for number, common in zip(asked, pairs, strict=True)
+                self._ref(number, mine, theirs, SharedWith(taken, number, self.history.names))
+                for number, mine, theirs in figures
             ),
             stored_bytes=taken.stored(together),
             freed_bytes=kept.stored(kept.of_none_but(asked)),
@@ -477,33 +544,23 @@ class Usage:
                 raise NotFound(what, where=name, hint="mstore fsck")
         return [known[name] for name in dict.fromkeys(names)]
 
-    def _ref(self, number: int, taken: Sums, kept: Sums, common: Numbers) -> RefUsage:
-        all_of_it, unique = taken.of_any(number), taken.of_none_but([number])
-        shared = all_of_it & ~unique
-        names, tip = self.history.names, self.history.tips[number]
-        others = [
-            SharedBytes(names[other], int(common[other]))
-            for other in np.argsort(-common, kind="stable").tolist()
-            if common[other] and other != number
-        ]
+    def _ref(self, number: int, taken: Alone, kept: Alone, shared_with: SharedWith) -> RefUsage:
+        tip = self.history.tips[number]
+        shared = taken.all - taken.unique
         return RefUsage(
-            name=names[number],
+            name=self.history.names[number],
             snapshot=tip,
-            plain_bytes=self._plain_bytes(tip),
-            stored_bytes=taken.stored(all_of_it),
-            unique_bytes=taken.stored(unique),
-            shared_bytes=taken.stored(shared),
-            portion_bytes=taken.portion(all_of_it),
-            freed_bytes=kept.stored(kept.of_none_but([number])),
-            shared_with=tuple(others),
-            unique=taken.codecs(unique),
-            shared=taken.codecs(shared),
+            plain_bytes=self.plain.get(tip, 0),
+            stored_bytes=_stored(taken.all),
+            unique_bytes=_stored(taken.unique),
+            shared_bytes=_stored(shared),
+            portion_bytes=taken.portion,
+            freed_bytes=_stored(kept.unique),
+            shared_with=shared_with,
+            unique=by_codec(taken.unique),
+            shared=by_codec(shared),
         )
 
-    def _plain_bytes(self, tip: SnapshotId) -> int:
-        """Bytes of a snapshot's files; none where it is missing."""
-        record = self.history.records.get(tip)
-        if record is None:
-            return 0
-        manifest = self.catalog.manifest_if_there(record.manifest_id())
-        return 0 if manifest is None else manifest.plain_bytes()
+
+def _stored(sums: Numbers) -> int:
+    return int(sums[:, STORED].sum())

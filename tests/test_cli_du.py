@@ -32,6 +32,7 @@ def mstore(tmp_path_factory: pytest.TempPathFactory) -> Program:
 def test_all_refs_and_their_sums(mstore: Program) -> None:
     """Every ref has a line; unique and shared add up to stored; -q names the refs."""
     told = mstore.succeed("du", "--json").document
+    assert all(ref["shared_with"] == [] for ref in told["refs"])
     assert [ref["name"] for ref in told["refs"]] == ["m/base", "m/e0", "v1"]
     for ref in told["refs"]:
         assert ref["unique_bytes"] + ref["shared_bytes"] == ref["stored_bytes"] > 0

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -28,7 +28,7 @@ import pytest
 from small_models import BLOCK, files_of, small_model
 
 from mstore.api import Store
-from mstore.errors import Conflict, Unavailable
+from mstore.errors import Unavailable
 from mstore.ids import SnapshotId
 from mstore_fuse import mounts
 
@@ -64,9 +64,7 @@ def for_ever(task: str, root: Path, name: str, scratch: Path) -> None:
     """A worker's life; ends with a stack on stderr or, as it should, from outside."""
     try:
         for number in count():
-            # Who was killed in the middle of a commit may still have moved the ref: "run it again".
-            with suppress(Conflict):
-                TASKS[task](root, name, f"{os.getpid()}-{number}", scratch)
+            TASKS[task](root, name, f"{os.getpid()}-{number}", scratch)
     finally:
         traceback.print_exc()
         os._exit(1)

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mstore import SnapshotId, Store, lineage
+from mstore.blocks.index import Location
 from mstore.errors import NotFound
+from mstore.ids import Id
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.store import refs
+from mstore.store.refs import BRANCH, Ref
 from mstore.store.transaction import RefMove, Transaction
 
 FAMILY = families.layered(rows=40)
@@ -118,6 +121,48 @@ def test_any_graph(seed: int) -> None:
             assert place[id] < place[parent.snapshot_id()]
 
 
+@settings(max_examples=60)
+@given(st.integers(0, 10**9))
+def test_what_a_removal_leaves_without_a_name(seed: int) -> None:
+    """For any lineage, with records missing too: as many snapshots as only the removed led to."""
+    draw = random.Random(seed)
+    ids = [SnapshotId(draw.randbytes(32)) for _ in range(draw.randrange(1, 12))]
+    parents = {
+        id: draw.sample(ids[:number], draw.randrange(min(number, 3) + 1))
+        for number, id in enumerate(ids)
+    }
+    lost = set(draw.sample(ids, draw.randrange(len(ids)))) if draw.randrange(2) else set()
+    named = {f"r{number}": draw.choice(ids) for number in range(draw.randrange(1, 6))}
+    removed = set(draw.sample(sorted(named), draw.randrange(1, len(named) + 1)))
+
+    class Records:
+        """As much of a catalog as lineage asks for."""
+
+        def refs(self) -> dict[str, Ref]:
+            return {name: Ref(BRANCH, id) for name, id in named.items()}
+
+        def snapshot_if_there(self, id: SnapshotId) -> SnapshotRecord | None:
+            if id in lost:
+                return None
+            edges = tuple(Parent(EXPERT, parent) for parent in parents[id])
+            manifest = Manifest(()).id()
+            return SnapshotRecord(manifest, edges, "add", None, None, "", 0, "test")
+
+        def children(self, id: SnapshotId) -> set[SnapshotId]:
+            return {child for child, of in parents.items() if id in of}
+
+    def reached(names: set[str]) -> set[SnapshotId]:
+        found = {named[name] for name in names}
+        for id in reversed(ids):
+            if id in found and id not in lost:
+                found.update(parents[id])
+        return found
+
+    wanted = reached(set(named)) - reached(set(named) - removed) - lost
+    found = lineage.unnamed_without(Records(), removed)  # type: ignore[arg-type]
+    assert found == len(wanted)
+
+
 def test_log_of_a_family(store: Store, tmp_path: Path) -> None:
     """A merge tells of base and experts by role, of its plan; refs stand where they point."""
     root = FAMILY.write(tmp_path / "family")
@@ -185,6 +230,33 @@ def test_refs_say_when_they_moved(tmp_path: Path) -> None:
         (ref,) = store.refs()
         assert ref.snapshot == store.show("a").snapshot
         assert ref.time_ns == store.reflog("a")[0].time_ns > made
+
+
+def records_read(path: Path, refs: int) -> int:
+    """How many records naming takes that is done in a store of so many refs."""
+    read = []
+    with Store.init(path, block_size=1 << 16) as store:
+        for number in range(refs):
+            data = {"a": np.full(4, number, dtype=np.float32)}
+            save_file(data, path / "one.safetensors")
+            store.add(path / "one.safetensors", name=f"r{number}")
+    with Store.open(path) as store:
+        record_bytes = store._catalog.record_bytes
+
+        def counted(id: Id, location: Location) -> bytes:
+            read.append(id)
+            return record_bytes(id, location)
+
+        store._catalog.record_bytes = counted  # type: ignore[method-assign]
+        store.tag("v1", "r0")
+        store.reset("r1", "r0")
+        store.remove("v1", "r1")
+    return len(read)
+
+
+def test_one_ref_is_told_without_the_others(tmp_path: Path) -> None:
+    """tag, reset and rm read as many records for many refs as for few."""
+    assert records_read(tmp_path / "many", 20) == records_read(tmp_path / "few", 2)
 
 
 def test_tensors_are_listed(tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstore import Store
+from mstore.blocks.codecs import Codec
 from mstore.errors import NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.tensor import Tensor
+from mstore.reach import HEAD, Table
 from mstore.reports import HeldBytes, UsageReport
 from mstore.store import leases
 from mstore.store.catalog import Catalog
-from mstore.usage import Sharings, flags, usage
+from mstore.usage import Sharings, Sums, flags, usage
 
 BLOCK = 1 << 16
 NAMES = ("a", "b", "c")
@@ -225,6 +227,29 @@ def test_a_ref_that_was_removed_is_kept_by_its_reflog(store: Store, tmp_path: Pa
     assert old.live_bytes == 0
 
 
+def test_pairs_of_refs_are_counted_for_who_looks(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of all refs take no look at pairs of refs, which are the square of their number;
+    whoever looks at one ref's pairs has those of that one counted, once."""
+    for number, letters in enumerate(("pppp", "pppq", "pqqq")):
+        store.add(write_model(tmp_path / f"{number}.safetensors", letters), name=f"r{number}")
+    asked = []
+    common = Sums.common
+
+    def counted(sums: Sums, owner: int) -> object:
+        asked.append(owner)
+        return common(sums, owner)
+
+    monkeypatch.setattr(Sums, "common", counted)
+    told = store.usage()
+    assert sum(ref.unique_bytes + ref.shared_bytes for ref in told.refs) > told.stored_bytes
+    assert asked == []
+    assert [one.name for one in told.refs[0].shared_with] == ["r1", "r2"]
+    assert told.refs[0].shared_with[0].stored_bytes == told.refs[0].shared_bytes
+    assert asked == [0]
+
+
 def test_an_empty_store_uses_nothing(store: Store) -> None:
     """No refs, no bytes, no error."""
     told = store.usage()
@@ -292,6 +317,47 @@ def test_a_sharing_is_the_blocks_of_the_same_owners(groups: list[tuple[int, set[
         for who, some in groups:
             wanted |= who if block in some else 0
         assert sharings.owners[sharings.labels[block]] == wanted
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 15), st.sets(st.integers(0, 9), max_size=6)), max_size=9),
+    st.lists(
+        st.tuples(st.sampled_from(list(Codec)), st.integers(0, 1 << 20)), min_size=10, max_size=10
+    ),
+)
+def test_figures_of_each_owner_are_those_of_its_blocks(
+    groups: list[tuple[int, set[int]]], rows: list[tuple[Codec, int]]
+) -> None:
+    """All that one pass over sharings tells of each owner is what its set of blocks gives."""
+    heads = np.zeros(len(rows), HEAD)
+    heads["codec"], heads["stored"] = zip(*rows, strict=True)
+    heads["plain"] = 1 << 20
+    blocks = Table(bytearray(32 * len(rows)), bytearray(heads.tobytes()))
+    sharings = Sharings(len(rows), 4)
+    has: list[set[int]] = [set() for _ in range(4)]
+    for who, some in groups:
+        sharings.add(who, np.array(sorted(some), int))
+        for owner in range(4):
+            has[owner] |= some if who >> owner & 1 else set()
+    sums = Sums(sharings, blocks)
+
+    def told(some: set[int]) -> list[list[int]]:
+        by_codec = {codec: [row for row in some if rows[row][0] == codec] for codec in Codec}
+        return [
+            [len(some), len(some) << 20, sum(rows[row][1] for row in some)]
+            for some in by_codec.values()
+        ]
+
+    asked = [2, 0, 3, 1]
+    for owner, figures in zip(asked, sums.each(asked), strict=True):
+        mine = has[owner]
+        alone = mine - set().union(*(has[other] for other in range(4) if other != owner))
+        assert figures.all.tolist() == told(mine)
+        assert figures.unique.tolist() == told(alone)
+        portions = [rows[row][1] / sum(row in one for one in has) for row in mine]
+        assert abs(figures.portion - sum(portions)) <= 1
+        common = [sum(rows[row][1] for row in mine & other) for other in has]
+        assert sums.common(owner).tolist() == common
 
 
 @given(st.lists(st.sets(st.integers(0, 40)), min_size=1))

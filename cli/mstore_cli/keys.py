@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -384,7 +385,7 @@ _OWN: dict[type, dict[str, str]] = {
         "shared_bytes": "of these, what other refs take too",
         "portion_bytes": "stored bytes, with what n refs share counted as an n-th",
         "freed_bytes": "what gc frees once the ref and its reflog are gone",
-        "shared_with": "the refs it shares blocks with, the most first",
+        "shared_with": "the refs it shares blocks with, the most first; empty without REF",
         "unique": "what no other ref takes, by codec",
         "shared": "what other refs take too, by codec",
     },
@@ -500,7 +501,7 @@ def _kind(hint: object) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_kind(one) for one in arguments)
-    if origin is tuple and arguments[-1] is Ellipsis:
+    if origin is Sequence or (origin is tuple and arguments[-1] is Ellipsis):
         return f"list of {_kind(arguments[0])}"
     if origin is tuple:
         return f"[{', '.join(_kind(one) for one in arguments)}]"

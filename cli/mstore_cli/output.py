@@ -182,8 +182,12 @@ def short(identity: bytes | None) -> str:
 
 
 def when(time_ns: int) -> str:
-    """A point in time as the clock on the wall shows it."""
-    return datetime.fromtimestamp(time_ns / 1e9, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    """A point in time as the clock on the wall shows it; what is no date as `date -d` takes it."""
+    try:
+        moment = datetime.fromtimestamp(time_ns / 1e9, UTC).astimezone()
+    except (OverflowError, ValueError, OSError):
+        return f"@{time_ns // 10**9}"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def is_terminal(stream: TextIO) -> bool:

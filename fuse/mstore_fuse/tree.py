@@ -282,7 +282,8 @@ class StoreTree:
     def __init__(self, source: MountSource, *, max_age: float = 0.1) -> None:
         self._source = source
         self._max_age = max_age
-        self._time_ns = time.time_ns()
+        # FUSE knows no time before 1970.
+        self._time_ns = max(0, time.time_ns())
         self._lock = threading.RLock()
         self._trees: OrderedDict[str, SnapshotTree] = OrderedDict()
         self._refs: dict[str, str] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,15 @@ class Adding(OpenStore):
         where none is named, find the nearest of the stored snapshots; the report says which and
         why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
         pickled weights in a child process with these limits, and store them as safetensors.
-        limits: what the checkpoint may cost, for who trusts one that is refused.
+        limits: what the checkpoint may cost, for who trusts one that is refused.  An add that loses
+        its ref to a writer that is gone by then runs again.
 
         Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
         (conversion without torch); then nothing is published.
         """
         from mstore.add import add
         from mstore.store import contents
+        from mstore.store.overtaken import unless_overtaken
 
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
@@ -76,7 +79,8 @@ class Adding(OpenStore):
             chosen = self._base(checkpoint, base, detect=detect_base)
             held = [] if chosen.snapshot is None else [chosen.snapshot]
             with contents.held(self._catalog, held):
-                report = add(
+                one_add = partial(
+                    add,
                     self._catalog,
                     self._statistics,
                     checkpoint,
@@ -87,6 +91,7 @@ class Adding(OpenStore):
                     threads=thread_count(threads),
                     progress=progress,
                 )
+                report = unless_overtaken(self._catalog, name, one_add)
         return replace(report, notes=notes + report.notes)
 
     @contextmanager

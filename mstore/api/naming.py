@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.opened import OpenStore, Report
@@ -22,7 +22,7 @@ from mstore.reports import (
     VerifyReport,
 )
 from mstore.store import contents, refs
-from mstore.store.transaction import RefMove, move_refs
+from mstore.store.transaction import RefMove, choose_moves
 
 if TYPE_CHECKING:
     from mstore.signing import SigningKey
@@ -35,29 +35,34 @@ class Naming(OpenStore):
         """All refs by name."""
         return lineage.refs(self._catalog)
 
-    def _ref(self, name: str) -> RefReport:
-        return next(ref for ref in self.refs() if ref.name == name)
-
     def tag(self, name: str, revision: str) -> RefReport:
         """Name a snapshot for good.  Raises Conflict if the name is taken."""
         refs.check_name(name)
-        snapshot = self._catalog.resolve(revision)
-        if self._catalog.ref(name) is not None:
-            raise Conflict("the name is taken", where=name, hint=f"mstore rm {name}")
-        new = refs.Ref(refs.TAG, snapshot)
-        move_refs(self._catalog, [RefMove(name, None, new, f"tag: {revision}")])
-        return self._ref(name)
+        new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
+
+        def choose(transaction: Any) -> list[RefMove]:
+            if refs.get(self._catalog.index, transaction, name) is not None:
+                raise Conflict("the name is taken", where=name, hint=f"mstore rm {name}")
+            return [RefMove(name, None, new, f"tag: {revision}")]
+
+        choose_moves(self._catalog, choose)
+        return lineage.ref(self._catalog, name)
 
     def reset(self, name: str, revision: str) -> RefReport:
         """Point a branch at another snapshot; the old position stays in the reflog."""
         refs.check_name(name)
-        current = self._catalog.ref(name)
-        if current is not None and current.kind == refs.TAG:
-            raise Conflict("is a tag, and tags do not move", where=name, hint=f"mstore rm {name}")
-        new = refs.Ref(refs.BRANCH, self._catalog.resolve(revision))
-        if new != current:
-            move_refs(self._catalog, [RefMove(name, current, new, f"reset: {revision}")])
-        return self._ref(name)
+        snapshot = self._catalog.resolve(revision)
+        new = refs.Ref(refs.BRANCH, snapshot)
+
+        def choose(transaction: Any) -> list[RefMove]:
+            current = refs.get(self._catalog.index, transaction, name)
+            if current is not None and current.kind == refs.TAG:
+                what = "is a tag, and tags do not move"
+                raise Conflict(what, where=name, hint=f"mstore rm {name}")
+            return [] if new == current else [RefMove(name, current, new, f"reset: {revision}")]
+
+        choose_moves(self._catalog, choose)
+        return lineage.ref(self._catalog, name)
 
     def reflog(self, name: str | None = None) -> list[ReflogReport]:
         """Every move of a ref, or of all that ever were, newest first.
@@ -69,15 +74,17 @@ class Naming(OpenStore):
     def remove(self, *names: str) -> RemoveReport:
         """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
 
-        Raises NotFound, Conflict (one moved meanwhile).
+        Raises NotFound, StorageFailed.
         """
-        with self._catalog.index.env.read() as transaction:
-            moves = [
+
+        def choose(transaction: Any) -> list[RefMove]:
+            return [
                 RefMove(name, refs.require(self._catalog.index, transaction, name), None, "rm")
                 for name in dict.fromkeys(names)
             ]
+
         told = lineage.unnamed_without(self._catalog, set(names))
-        move_refs(self._catalog, moves)
+        moves = choose_moves(self._catalog, choose)
         return RemoveReport(
             removed=tuple(move.name for move in moves),
             kinds=tuple(m.expect.kind for m in moves if m.expect is not None),

@@ -27,12 +27,12 @@ from mstore.blocks.packs import PackFiles, PackGone, PackWriter
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
 from mstore.objects.canonical import Record, decode
-from mstore.objects.limits import DEFAULT_LIMITS
+from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import generation, mirror, revisions
+from mstore.store import generation, mirror, revisions, unseen
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
@@ -97,13 +97,15 @@ class Catalog:
     def publishing(self, *, packs: bool = False) -> Iterator[None]:
         """Hold the writer lock: one publisher at a time, over all processes.
 
-        packs: what is done inside trusts the index with packs, so these are asked as well whether
-        it is the newest.  Raises Corrupt where it is not, Unavailable where it was replaced.
+        What is read inside the block has all that was committed before.  packs: what is done inside
+        trusts the index with packs, so these are asked as well whether it is the newest.  Raises
+        Corrupt where it is not, Unavailable where it was replaced.
         """
         lock = fs.LockFile(self.layout.lock)
         try:
             lock.acquire()
             self.index.env.require_in_place()
+            unseen.show(self.index)
             generation.require_current(self.layout, self.index, packs=packs)
             yield
         finally:
@@ -480,6 +482,15 @@ class Catalog:
         with self.index.env.read() as transaction:
             return [SnapshotId(key) for key, _ in self.index.walk(transaction, "snapshots")]
 
+    def children(self, id: SnapshotId) -> set[SnapshotId]:
+        """The snapshots that came from this one, as the index has it."""
+        prefix = PARENT_EDGE + id
+        with self.index.env.read() as transaction:
+            return {
+                SnapshotId(key[len(prefix) : len(prefix) + ID_BYTES])
+                for key, _ in self.index.walk(transaction, "edges", prefix)
+            }
+
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """The snapshots with this content, newest first (ties by id)."""
         prefix = MANIFEST_EDGE + manifest
@@ -543,5 +554,5 @@ def unlist_snapshot(index: Index, transaction: Any, id: SnapshotId) -> None:
 
 
 def now_ns() -> int:
-    """The time that snapshots and reflog lines carry."""
-    return time.time_ns()
+    """The time that snapshots and reflog lines carry: a count, whatever the clock says."""
+    return min(max(time.time_ns(), 0), MAX_COUNT)

@@ -124,6 +124,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     is_new = not root.exists()
     try:
         fs.make_directories(root)
+        fs.serve_owner(root)
         lock = fs.LockFile(layout.lock)
     except BaseException as error:
         # Nothing is locked yet: what lies there may be somebody else's.
@@ -227,6 +228,7 @@ def locate(root: Path) -> Layout:
         )
     layout = read(root)
     fs.require_local(root)
+    fs.serve_owner(root)
     return layout
 
 

@@ -328,7 +328,11 @@ def _require_unmoved(gone: Sequence[Id]) -> None:
 
 
 def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
-    """What the branch `name` is now, None if it is new.  Raises BadName, Conflict for a tag."""
+    """What the branch `name` is now, None if it is new.  Raises BadName, Conflict for a tag.
+
+    Who is going to move it asks with the transaction open: before that, the commit of a writer
+    that was killed may not show yet.
+    """
     refs.check_name(name)
     with catalog.index.env.read() as transaction:
         current = refs.get(catalog.index, transaction, name)
@@ -376,6 +380,20 @@ def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) ->
 
 
 def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
-    """Publish ref moves that need no new blocks (tag, reset, remove)."""
+    """Publish ref moves that need no new blocks.  Raises Conflict, BadName, StorageFailed."""
+    choose_moves(catalog, lambda transaction: moves)
+
+
+def choose_moves(catalog: Catalog, choose: Callable[[Any], Sequence[RefMove]]) -> Sequence[RefMove]:
+    """Publish the ref moves that are right for what the refs are now (tag, reset, remove).
+
+    `choose` is asked in the transaction that moves them, and once before: what it refuses takes no
+    lock.  Returns what was moved.  Raises what `choose` raises, BadName, StorageFailed.
+    """
+    with catalog.index.env.read() as transaction:
+        if not choose(transaction):
+            return ()
     with catalog.committing() as transaction:
+        moves = choose(transaction)
         apply_moves(catalog, transaction, moves)
+    return moves

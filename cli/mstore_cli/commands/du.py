@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,12 +58,17 @@ def du(
 
     Sizes are of blocks at rest: those of the ref's snapshot and the bases of its deltas. A ref's
     history counts in what is freed, and what others keep does not: their histories, tags, reflogs.
+    With names, also with whom each of them shares.
     """
     if svg is not None:
         plots.require()
     with session.open() as store:
         report = store.usage(names or ())
         path = str(store.path)
+    # With whom each of all refs shares is the square of their number.
+    told = (tuple(ref.shared_with) if names else () for ref in report.refs)
+    refs = tuple(replace(ref, shared_with=one) for ref, one in zip(report.refs, told, strict=True))
+    report = replace(report, refs=refs)
     if svg is not None:
         plots.tree_map(treemap_of(report, path), svg)
 

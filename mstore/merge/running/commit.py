@@ -70,13 +70,13 @@ def run_merge(
     memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing
     is published.
     """
-    current = branch_to_move(catalog, name) if materialized is None else materialized
     means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
     inputs = (sources.base, *sources.experts)
     with (
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
         Transaction(catalog, f"merge {name}", resumes=True) as transaction,
     ):
+        current = branch_to_move(catalog, name) if materialized is None else materialized
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(

@@ -62,9 +62,9 @@ def commit_virtual(
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (a plan that does
     not fit), StorageFailed; then nothing is published.
     """
-    current = branch_to_move(catalog, name)
     check_fits(catalog, plan)
     with Transaction(catalog, f"merge {name}") as transaction:
+        current = branch_to_move(catalog, name)
         output = _Output(catalog, plan, transaction)
         manifest = output.manifest()
         parents = parents_of(sources)
@@ -176,7 +176,8 @@ def materialize(
     previous parent.  Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what
     a merge raises; then the branch stays where it is.
     """
-    current = _branch(catalog, name)
+    with catalog.publishing():
+        current = _branch(catalog, name)
     record = catalog.snapshot(current.snapshot_id())
     plan_id = record.plan_id()
     if not record.is_virtual or plan_id is None:
