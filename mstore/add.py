@@ -7,7 +7,8 @@ with the base's block at the same place: it takes the statistics of their differ
 the block as that difference.
 
 Memory: a few groups a thread, whatever the model's size.  Nothing is visible before the
-transaction commits; a file that changes while it is read stops the add.
+transaction commits.  A file is opened once, by the stamp that it had when it was listed; one that
+is another by then, or changes while it is read, stops the add.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from mstore import fs
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.index import Location
-from mstore.checkpoint.directory import Checkpoint, SourceFile, unchanged
+from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
-from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
+from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
+from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import require_same_shapes
@@ -129,8 +131,24 @@ class _FileReader:
         self._policy = policy
         self._comparison = comparison
         self._spare = spare
-        with fs.translated(source.absolute):
-            self._fd = os.open(source.absolute, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_stamped(source.absolute, source.stamp)
+
+    def require_unchanged(self) -> None:
+        """Raise BadCheckpoint unless the file is what it was when it was listed."""
+        with fs.translated(self._source.absolute):
+            require_stamp(self._fd, self._source.stamp, self._source.absolute)
+
+    def require_header(self) -> None:
+        """Raise BadCheckpoint unless the file begins with the header that was parsed, if any.
+
+        Two states within one tick of the kernel's clock may have one stamp.
+        """
+        header = self._source.header
+        if header is None:
+            return
+        with fs.translated(self._source.absolute):
+            if read_range(self._fd, 0, header.data_start) != header.raw:
+                raise changed(str(self._source.absolute))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -159,7 +177,7 @@ class _FileReader:
         with fs.translated(self._source.absolute):
             got = os.preadv(self._fd, [view], begin)
         if got != length:
-            raise _changed(self._source)
+            raise changed(str(self._source.absolute))
         blocks = [view[span.offset - begin : span.offset - begin + span.length] for span in spans]
         ids = [BlockId.of(block) for block in blocks]
         known = self._known(ids)
@@ -270,14 +288,6 @@ class _Comparison:
         return delta_base
 
 
-def _changed(source: SourceFile) -> BadCheckpoint:
-    return BadCheckpoint(
-        "the file changed while it was being read",
-        where=str(source.absolute),
-        hint="run the command again when nothing writes there",
-    )
-
-
 class _Adder:
     """One running `add`: counters, and the comparison with the base."""
 
@@ -335,9 +345,6 @@ class _Adder:
         """Store one file's new blocks and its tensor records."""
         parts = self.parts(source)
         measures = self._measures(parts)
-        if source.header is not None and source.header.raw != _head(source):
-            raise _changed(source)
-
         comparison = None
         if any(part.base is not None for part in parts):
             comparison = _Comparison(self.catalog, parts, measures, self.policy, self.lost)
@@ -352,14 +359,14 @@ class _Adder:
             self.spare,
         )
         try:
+            reader.require_header()
             for group in reader.run(pool, ahead):
                 self._store(source, parts, group, ids)
                 reader.release(group)
                 tick(sum(span.length for span in group.spans))
+            reader.require_unchanged()
         finally:
             reader.close()
-        if not unchanged(source):
-            raise _changed(source)
         stored = []
         for part, blocks, measure in zip(parts, ids, measures, strict=True):
             tensor = Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))
@@ -399,12 +406,6 @@ class _Adder:
                 self.transaction.rely_on_block(id)
             else:
                 self.transaction.put_block(id, encoded, source.path, span.offset)
-
-
-def _head(source: SourceFile) -> bytes:
-    assert source.header is not None
-    with fs.translated(source.absolute), source.absolute.open("rb") as file:
-        return file.read(source.header.data_start)
 
 
 def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
@@ -468,6 +469,8 @@ def add(
     with Transaction(catalog, f"add {name}") as transaction:
         current = branch_to_move(catalog, name)
         adder = _Adder(catalog, statistics, transaction, base_manifest, policy)
+        # Whoever looks on sees it begin, also where the first read never ends.
+        tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
         _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)

@@ -40,13 +40,14 @@ def checkout(
     directory: Path,
     *,
     threads: int,
+    shared: bool = False,
     progress: Callable[[Progress], None] | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
     The snapshot is pinned until that is done.  `computing` gives what computes the blocks of a
-    virtual snapshot.
+    virtual snapshot.  shared: the directory above may be one in which others can rename.
 
     Raises BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; then nothing is left
     behind.
@@ -63,7 +64,7 @@ def checkout(
             hint=f"mkdir -p {directory.parent}",
         )
     total = sum(view.files.values())
-    tree = fs.NewTree(directory)
+    tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [snapshot]):
             _Checkout(catalog, view, tree).run(threads, total, progress)

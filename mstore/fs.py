@@ -22,13 +22,15 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
+from mstore.neighbours import require_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class NewFile:
     `close` no method may be called.  Not for use from two threads, but for `write_at`.
 
     `beside` is a descriptor of the file's directory: then that is where it is made, whatever the
-    path may lead to by now.
+    path may lead to by now, and removing it is up to the owner of that directory.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o600, beside: int | None = None) -> None:
@@ -116,6 +118,8 @@ class NewFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             name = path if beside is None else path.name
             self._fd = os.open(name, flags, mode, dir_fd=beside)
+            self._is_beside = beside is not None
+            self.made = _Made.of(os.fstat(self._fd))
         if _owners:
             try:
                 _hand_over(self._fd, path)
@@ -172,8 +176,13 @@ class NewFile:
             self._fd = -1
 
     def abandon(self) -> None:
-        """Close and remove; never raises for a file that is gone."""
+        """Close and remove; never raises for a file that is gone, nor removes another one."""
         self.close()
+        if self._is_beside:
+            return
+        with translated(self.path), suppress(FileNotFoundError):
+            if _Made.of(os.stat(self.path, follow_symlinks=False)) != self.made:
+                return
         unlink(self.path, missing_ok=True)
 
 
@@ -185,20 +194,30 @@ class NewTree:
     `publish` all of it lies in a directory beside `target` that only its owner may enter.  Files
     and directories are made exclusively, with the modes that the umask leaves of 0644 and 0755.
 
+    What is removed is what was made here, by device and inode, wherever it was moved; what others
+    put among it or in its place stays.  Unless `shared`, the directory above must be one in which
+    others cannot rename (`neighbours`).
+
     `create` may be called from any thread.  `publish` or `abandon` ends it.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, shared: bool = False) -> None:
         self.target = target
         self._staging = _temporary(target, None)
         self._path = self._staging / "tree"
-        self._made: set[Path] = set()
+        self._made: dict[Path, _Made] = {}
         self._lock = Lock()
         self._open: list[int] = []
+        self._outer = self._root = -1
+        self._is_published = False
+        with translated(target.parent):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._above = os.open(target.parent, flags)
+            self._open.append(self._above)
         try:
             with translated(self._staging):
-                self._above = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                self._open.append(self._above)
+                if not shared:
+                    require_alone(self._above, target.parent)
                 self._outer = self._make(self._staging, 0o700, self._above)
                 self._open.append(self._outer)
                 _require_private(self._outer, self._staging)
@@ -211,7 +230,12 @@ class NewTree:
     def _make(self, path: Path, mode: int, above: int) -> int:
         _announce("mkdir", path)
         os.mkdir(path.name, mode, dir_fd=above)
-        return _open_directory(path.name, above)
+        try:
+            return _open_directory(path.name, above)
+        except BaseException:
+            with suppress(OSError):
+                os.rmdir(path.name, dir_fd=above)
+            raise
 
     def create(self, relative: str) -> NewFile:
         """A new file below the tree, and the directories on its way.
@@ -220,7 +244,9 @@ class NewTree:
         """
         path = self._path / relative
         with self._within(path.parent) as descriptor:
-            return NewFile(path, mode=0o644, beside=descriptor)
+            file = NewFile(path, mode=0o644, beside=descriptor)
+            self._made[path] = file.made
+            return file
 
     @contextmanager
     def _within(self, directory: Path) -> Iterator[int]:
@@ -231,12 +257,12 @@ class NewTree:
             for name in directory.relative_to(self._path).parts:
                 at /= name
                 with translated(at), self._lock:
-                    if at in self._made:
-                        here = _open_directory(name, here)
-                    else:
-                        here = self._make(at, 0o755, here)
-                        self._made.add(at)
+                    is_new = at not in self._made
+                    here = self._make(at, 0o755, here) if is_new else _open_directory(name, here)
                     passed.append(here)
+                    made = _Made.of(os.fstat(here))
+                    if self._made.setdefault(at, made) != made:
+                        raise _displaced(at)
             yield here
         finally:
             for descriptor in passed:
@@ -247,7 +273,8 @@ class NewTree:
 
         Replaces an empty directory.  Raises Conflict if something else was put in its place.
         """
-        for directory in sorted(self._made, reverse=True):
+        directories = (path for path, made in self._made.items() if made.is_directory)
+        for directory in sorted(directories, reverse=True):
             with self._within(directory) as descriptor:
                 self._sync(directory, descriptor)
         self._sync(self._path, self._root)
@@ -258,6 +285,7 @@ class NewTree:
             named = os.stat(name, dir_fd=self._above, follow_symlinks=False)
             if not os.path.samestat(named, os.fstat(self._root)):
                 raise _displaced(self.target)
+        self._is_published = True
         self._sync(self.target.parent, self._above)
         self.abandon()
 
@@ -267,10 +295,72 @@ class NewTree:
             os.fsync(descriptor)
 
     def abandon(self) -> None:
-        """Close, and remove what was not published."""
-        while self._open:
-            os.close(self._open.pop())
-        remove_tree(self._staging)
+        """Close, and remove what was made and not published; idempotent."""
+        try:
+            if self._outer >= 0:
+                with translated(self._staging):
+                    _announce("rmtree", self._staging)
+                    self._clear()
+                    _remove_wherever(self._staging.name, self._outer, self._above)
+        finally:
+            self._outer = self._root = -1
+            while self._open:
+                os.close(self._open.pop())
+
+    def _clear(self) -> None:
+        """Remove the tree and all that was made in it, unless it is published."""
+        if self._root < 0 or self._is_published:
+            return
+        below: dict[Path, list[Path]] = {}
+        for path in self._made:
+            below.setdefault(path.parent, []).append(path)
+        for directory in sorted(below, key=lambda path: len(path.parts), reverse=True):
+            with ExitStack() as stack:
+                try:
+                    descriptor = stack.enter_context(self._within(directory))
+                except (Conflict, StorageFailed):
+                    continue
+                for path in below[directory]:
+                    _remove_made(path.name, self._made[path], descriptor)
+        # A neighbour may have taken its final name from it.
+        _remove_wherever(self._path.name, self._root, self._outer, self._above)
+
+
+class _Made(NamedTuple):
+    """What was made, whatever its name is by now."""
+
+    device: int
+    inode: int
+    is_directory: bool
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> _Made:
+        return cls(status.st_dev, status.st_ino, stat.S_ISDIR(status.st_mode))
+
+
+def _remove_made(name: str, made: _Made, above: int) -> bool:
+    """Remove a file, or an empty directory, if that is what has this name; say whether it had."""
+    try:
+        if _Made.of(os.stat(name, dir_fd=above, follow_symlinks=False)) != made:
+            return False
+        if made.is_directory:
+            os.rmdir(name, dir_fd=above)
+        else:
+            os.unlink(name, dir_fd=above)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        # What others put in it is theirs.
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    return True
+
+
+def _remove_wherever(name: str, descriptor: int, *places: int) -> None:
+    """Remove an empty directory that was made, also where it was given another name meanwhile."""
+    made = _Made.of(os.fstat(descriptor))
+    if not _remove_made(name, made, places[0]):
+        any(_remove_made(each, made, place) for place in places for each in os.listdir(place))
 
 
 def _open_directory(name: str, above: int) -> int:

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from blake3 import blake3
 
 from mstore.checkpoint.declared import Declared, declared_bases
-from mstore.checkpoint.directory import Checkpoint
+from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.partition import block_count
 from mstore.checkpoint.paths import quoted
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.tree import given_name, hub_snapshot
 from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
@@ -187,7 +187,7 @@ class _Search:
     def __init__(self, catalog: Catalog, checkpoint: Checkpoint, limits: SearchLimits) -> None:
         self._catalog = catalog
         self._limits = limits
-        self._files = {file.path: file.absolute for file in checkpoint.files}
+        self._files = {file.path: file for file in checkpoint.files}
         self._slots = _slots(checkpoint)
         self._sizes = {name: slot.nbytes for name, (_, _, slot) in self._slots.items()}
         self._declared = declared_bases(self._read_own)
@@ -347,8 +347,8 @@ class _Search:
     # -- the checkpoint's side ---------------------------------------------------------------
 
     def _read_own(self, path: str, length: int) -> bytes | None:
-        absolute = self._files.get(path)
-        return None if absolute is None else _read(absolute, 0, length)
+        file = self._files.get(path)
+        return None if file is None else _read(file.absolute, 0, length, file.stamp)
 
     def _blocks(self) -> list[_Sampled]:
         if self._sample is None:
@@ -381,11 +381,11 @@ class _Search:
         """Block number `place` of all; None where all its elements are one."""
         at = bisect_right(ends, place)
         number = place - (ends[at - 1] if at else 0)
-        path, start, slot = self._slots[names[at]]
+        file, start, slot = self._slots[names[at]]
         block_size = self._catalog.block_size
         offset = number * block_size
         length = min(block_size, slot.nbytes - offset)
-        data = _read(path, start + slot.begin + offset, length)
+        data = _read(file.absolute, start + slot.begin + offset, length, file.stamp)
         if len(data) != length or _is_constant(data, slot.dtype):
             # A file cut short meanwhile is noticed by the add itself.
             return None
@@ -428,13 +428,13 @@ def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
 # -- of a checkpoint and of stored snapshots ----------------------------------------------------
 
 
-def _slots(checkpoint: Checkpoint) -> dict[str, tuple[Path, int, TensorSlot]]:
+def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlot]]:
     """Each tensor by name: file, offset of that file's data, slot.  The first of a name counts."""
-    found: dict[str, tuple[Path, int, TensorSlot]] = {}
+    found: dict[str, tuple[SourceFile, int, TensorSlot]] = {}
     for file in checkpoint.files:
         if file.header is not None:
             for slot in file.header.tensors:
-                found.setdefault(slot.name, (file.absolute, file.header.data_start, slot))
+                found.setdefault(slot.name, (file, file.header.data_start, slot))
     return found
 
 
@@ -460,8 +460,8 @@ def _drawn(run: int, total: int) -> int:
     return int.from_bytes(blake3(b"%d of %d" % (run, total)).digest(8))
 
 
-def _read(path: Path, offset: int, length: int) -> bytes:
-    with open_regular(path) as (descriptor, _):
+def _read(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> bytes:
+    with open_regular(path, stamp) as (descriptor, _):
         return read_range(descriptor, offset, length)
 
 

@@ -152,3 +152,15 @@ def every_dtype_checkpoint(directory: Path) -> Path:
     for name, content in opaque.items():
         (directory / name).write_bytes(content)
     return directory
+
+
+def await_tick(path: Path) -> None:
+    """Return once a change of this file would get another time: clocks of files move in steps."""
+    probe = path.with_name(f"{path.name}.probe")
+    last = path.stat().st_ctime_ns
+    while True:
+        probe.touch()
+        now = probe.stat().st_ctime_ns
+        probe.unlink()
+        if now > last:
+            return

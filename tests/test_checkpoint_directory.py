@@ -12,13 +12,15 @@ import safetensors
 from checkpoints import (
     BITS,
     Tensor,
+    await_tick,
     every_dtype_checkpoint,
     safetensors_bytes,
     write_index,
     write_safetensors,
 )
 
-from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, scan, unchanged
+from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, SourceFile, scan
+from mstore.checkpoint.reading import open_regular, open_stamped
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
 A: Tensor = ("a", "U8", (2,), b"aa")
@@ -456,19 +458,47 @@ def test_a_path_too_long_is_refused(model: Path) -> None:
 
 
 def test_a_change_is_seen(model: Path) -> None:
-    """A file is unchanged until its size or time changes, or it is gone or no longer a file."""
+    """A file opens by its stamp until it is written, touched, replaced, gone or no longer one."""
+    path = model / "one.safetensors"
+    content = path.read_bytes()
+
+    def listed() -> SourceFile:
+        return next(file for file in scan(model).files if file.path == path.name)
+
+    def touch() -> None:
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+    def rewrite() -> None:
+        path.write_bytes(content)
+        os.utime(path, ns=(0, file.stamp.mtime_ns))
+
+    def replace() -> None:
+        (model / "new").write_bytes(content)
+        (model / "new").rename(path)
+
+    def become_a_directory() -> None:
+        path.unlink()
+        path.mkdir()
+
+    for change in (touch, rewrite, replace, become_a_directory, path.rmdir):
+        if path.is_file():
+            file = listed()
+            with open_regular(file.absolute, file.stamp):
+                pass
+            await_tick(path)
+        change()
+        with pytest.raises(BadCheckpoint, match="changed while"):
+            os.close(open_stamped(file.absolute, file.stamp))
+
+
+def test_a_change_is_seen_afterwards(model: Path) -> None:
+    """A file that is written meanwhile is refused at the end, though its time was set back."""
     path = model / "one.safetensors"
     file = next(file for file in scan(model).files if file.path == path.name)
-    assert unchanged(file)
-    os.utime(path, ns=(file.mtime_ns, file.mtime_ns + 1))
-    assert not unchanged(file)
-    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
-    assert unchanged(file)
-    with path.open("ab") as grown:
-        grown.write(b"!")
-    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
-    assert not unchanged(file)
-    path.unlink()
-    assert not unchanged(file)
-    path.mkdir()
-    assert not unchanged(file)
+    opened = open_regular(file.absolute, file.stamp)
+    opened.__enter__()
+    await_tick(path)
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, file.stamp.mtime_ns))
+    with pytest.raises(BadCheckpoint, match="changed while"):
+        opened.__exit__(None, None, None)

@@ -90,6 +90,18 @@ def test_abandon_removes_the_file(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+def test_abandon_spares_another_file(tmp_path: Path) -> None:
+    """A file that was given the name of an abandoned one stays, whether that is closed or not."""
+    for prepare in (NewFile.close, lambda file: None):
+        file = NewFile(tmp_path / "f")
+        prepare(file)
+        (tmp_path / "other").write_text("precious")
+        (tmp_path / "other").rename(file.path)
+        file.abandon()
+        assert file.path.read_text() == "precious"
+        file.path.unlink()
+
+
 # -- announcements -----------------------------------------------------------------------------
 
 

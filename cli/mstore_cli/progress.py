@@ -1,13 +1,16 @@
 """A progress bar on standard error, for terminals only.
 
 Turns the library's `Progress` ticks into a bar with rate and time left.  Ticks may come from any
-thread.  The bar is gone when the command ends: what stays is the result.
+thread.  The rate is that of the last seconds, and falls to 0 B/s where nothing comes any more, as
+from a network mount that hangs.  The bar is gone when the command ends: what stays is the result.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +20,42 @@ from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
     from mstore.reports import Progress
+
+
+WINDOW_SECONDS = 5.0
+
+
+class Rate:
+    """Bytes a second over the last seconds, until now and not until the last tick."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ticks: deque[tuple[float, int]] = deque()
+
+    def tick(self, done: int) -> None:
+        """So many bytes are done by now; fewer than before begin a new count."""
+        with self._lock:
+            if self._ticks and done < self._ticks[-1][1]:
+                self._ticks.clear()
+            self._ticks.append((self._clock(), done))
+            self._forget()
+
+    def now(self) -> float:
+        """Bytes a second; 0 before the first tick."""
+        with self._lock:
+            self._forget()
+            if not self._ticks:
+                return 0.0
+            began, first = self._ticks[0]
+            passed = self._clock() - began
+            return (self._ticks[-1][1] - first) / passed if passed > 0 else 0.0
+
+    def _forget(self) -> None:
+        """Keep one tick from before the window: what came since is counted from there."""
+        start = self._clock() - WINDOW_SECONDS
+        while len(self._ticks) > 1 and self._ticks[1][0] <= start:
+            self._ticks.popleft()
 
 
 @contextmanager
@@ -41,12 +80,13 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
         """`done / total` and bytes a second, in binary units."""
 
         def render(self, task: Task) -> Text:
-            rate = f"{format_size(int(task.speed))}/s" if task.speed else ""
+            rate = format_size(int(rates[task.id].now()))
             total = format_size(int(task.total)) if task.total else "?"
-            return Text(f"{format_size(int(task.completed))} / {total}  {rate}")
+            return Text(f"{format_size(int(task.completed))} / {total}  {rate}/s")
 
     lock = threading.Lock()
     tasks: dict[str, TaskID] = {}
+    rates: defaultdict[TaskID, Rate] = defaultdict(Rate)
     with Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
@@ -61,6 +101,7 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
                 if progress.phase not in tasks:
                     tasks[progress.phase] = bars.add_task(printable(progress.phase))
                 task = tasks[progress.phase]
+                rates[task].tick(progress.done)
             bars.update(task, completed=progress.done, total=progress.total)
 
         yield tick

@@ -5,6 +5,7 @@ Part of `mstore.api.Store`, which is all of them in one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,8 +63,9 @@ class Adding(OpenStore):
         where none is named, find the nearest of the stored snapshots; the report says which and
         why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
         pickled weights in a child process with these limits, and store them as safetensors.
-        limits: what the checkpoint may cost, for who trusts one that is refused.  An add that loses
-        its ref to a writer that is gone by then runs again.
+        limits: what the checkpoint may cost, for who trusts one that is refused.  Unless they say
+        otherwise, files that are mostly holes may be as large as what is free on the store's disk.
+        An add that loses its ref to a writer that is gone by then runs again.
 
         Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
         (conversion without torch); then nothing is published.
@@ -106,6 +108,9 @@ class Adding(OpenStore):
         from mstore.checkpoint.directory import DEFAULT_LIMITS, scan
 
         allowed = limits or DEFAULT_LIMITS
+        if allowed.max_sparse_bytes is None:
+            room = os.statvfs(self.path)
+            allowed = replace(allowed, max_sparse_bytes=room.f_bavail * room.f_frsize)
         if convert is None:
             yield scan(path, limits=allowed), ()
             return

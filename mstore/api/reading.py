@@ -129,9 +129,16 @@ class Reading(OpenStore):
         directory: str | Path,
         *,
         threads: int | None = None,
+        shared: bool = False,
         progress: Report | None = None,
     ) -> CheckoutReport:
-        """A byte-exact copy in a new or empty directory."""
+        """A byte-exact copy in a new or empty directory.
+
+        shared: also where others may rename and remove in the directory above, whom you trust.
+        Raises NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be
+        made), Conflict (something is there, or others may write above it), Corrupt, StorageFailed;
+        then nothing is left behind.
+        """
         from mstore.checkout import checkout
 
         return checkout(
@@ -139,6 +146,7 @@ class Reading(OpenStore):
             self._whole(revision),
             Path(directory),
             threads=thread_count(threads),
+            shared=shared,
             progress=progress,
             computing=self._computing,
         )

@@ -4,8 +4,8 @@ Owns what makes a set of files a checkpoint: sound headers, shard indexes that t
 least one safetensors file.  Which files there are is `tree`'s affair.  Opens no tensor data and
 never a pickle.
 
-`scan` sees one moment of each file; whoever reads the data afterwards asks `unchanged` when
-done, because nothing stops another program from writing meanwhile.
+`scan` sees one moment of each file and keeps its stamp; whoever reads the data afterwards opens the
+file by that, because nothing stops another program from writing meanwhile.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
-from mstore.checkpoint.reading import open_regular, read_range, storage_error
+from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, walk
 from mstore.errors import BadCheckpoint
@@ -42,12 +41,14 @@ _NAMES_SHOWN = 5
 class CheckpointLimits(HeaderLimits):
     """What a checkpoint may cost before it is refused.  A caller who trusts one raises them.
 
-    The header's limits hold for each file, these for all together.
+    The header's limits hold for each file, these for all together.  max_sparse_bytes: the sizes of
+    files that are mostly holes; None: no limit, for `Store.add` the free space of the store's disk.
     """
 
     max_files: int = 100_000
     max_all_tensors: int = 1_000_000
     max_all_header_bytes: int = 512 * MIB
+    max_sparse_bytes: int | None = None
 
 
 DEFAULT_LIMITS = CheckpointLimits()
@@ -58,14 +59,18 @@ class SourceFile:
     """One file of a checkpoint.
 
     `path` is relative, with `/`; `absolute` is where its bytes are (behind the link, if it
-    is one).  `header` is None for an opaque file.
+    is one), and holds no link.  `header` is None for an opaque file.
     """
 
     path: str
     absolute: Path
-    size: int
-    mtime_ns: int
+    stamp: Stamp
     header: Header | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.stamp.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,8 @@ def scan(
     names a missing shard or tensor or has one name in two shards, more tensors than the
     limits allow, a directory of several models, and a checkpoint without any .safetensors file.
     """
-    tree = _replaced(walk(path, max_files=limits.max_files), replacement)
+    tree = walk(path, max_files=limits.max_files, max_sparse_bytes=limits.max_sparse_bytes)
+    tree = _replaced(tree, replacement)
     _require_safetensors(tree, path)
     files = _sources(tree, replacement, limits)
     _refuse_several(tree, files)
@@ -123,7 +129,8 @@ def _replaced(tree: Tree, replacement: Replacement) -> Tree:
     files = [found for found in tree.files if found.path not in replacement.gone]
     for path, absolute in replacement.made.items():
         try:
-            files.append(Found(path, absolute, os.stat(absolute)))
+            resolved = absolute.resolve()
+            files.append(Found(path, resolved, os.stat(resolved, follow_symlinks=False)))
         except OSError as error:
             raise storage_error(error, str(absolute)) from error
     check_case_twins((each.path for each in files), str(tree.shown))
@@ -157,30 +164,11 @@ def _sources(
     return tuple(files)
 
 
-def unchanged(file: SourceFile) -> bool:
-    """Whether the file still has the size and modification time that `scan` saw."""
-    try:
-        status = os.stat(file.absolute)
-    except OSError:
-        return False
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_size == file.size
-        and status.st_mtime_ns == file.mtime_ns
-    )
-
-
 def _source(found: Found, where: str, limits: HeaderLimits) -> SourceFile:
     header: Header | None = None
     if found.path.endswith(SAFETENSORS_SUFFIX):
-        header = read_header(found.absolute, limits=limits, where=where)
-    return SourceFile(
-        path=found.path,
-        absolute=found.absolute,
-        size=found.status.st_size,
-        mtime_ns=found.status.st_mtime_ns,
-        header=header,
-    )
+        header = read_header(found.absolute, limits=limits, where=where, stamp=found.stamp)
+    return SourceFile(found.path, found.absolute, found.stamp, header)
 
 
 def _require_safetensors(tree: Tree, path: Path) -> None:
@@ -235,7 +223,7 @@ def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
 def _check_index(
     index: SourceFile, by_path: dict[str, SourceFile], where: str, limits: HeaderLimits
 ) -> None:
-    weight_map = read_weight_map(index.absolute, where=where, limits=limits)
+    weight_map = read_weight_map(index.absolute, where=where, limits=limits, stamp=index.stamp)
     shards = _shards(index, weight_map, by_path, where)
     names = {shard: {slot.name for slot in header.tensors} for shard, header in shards.items()}
     for name, shard in weight_map.items():
@@ -254,9 +242,11 @@ def _check_index(
                 )
 
 
-def read_weight_map(path: Path, *, where: str, limits: HeaderLimits) -> dict[str, str]:
+def read_weight_map(
+    path: Path, *, where: str, limits: HeaderLimits, stamp: Stamp | None = None
+) -> dict[str, str]:
     """Tensor -> shard, as a shard index gives it.  Raises BadCheckpoint at `where`."""
-    with open_regular(path) as (descriptor, _):
+    with open_regular(path, stamp) as (descriptor, _):
         raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
     if len(raw) > limits.max_index_bytes:
         raise BadCheckpoint(

@@ -24,7 +24,7 @@ import msgspec
 
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import CONTROL, quoted
-from mstore.checkpoint.reading import open_regular, read_range
+from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint
 
@@ -94,15 +94,19 @@ class Header:
 
 
 def read_header(
-    path: Path, *, limits: HeaderLimits = DEFAULT_LIMITS, where: str | None = None
+    path: Path,
+    *,
+    limits: HeaderLimits = DEFAULT_LIMITS,
+    where: str | None = None,
+    stamp: Stamp | None = None,
 ) -> Header:
     """The header of the safetensors file at `path`; reads no tensor.
 
     `where` names the file in errors, where that is not `path` itself.  Raises BadCheckpoint as
-    `parse_header` does, NotFound, StorageFailed.
+    `parse_header` does and where the file has another stamp, NotFound, StorageFailed.
     """
     where = where or str(path)
-    with open_regular(path) as (descriptor, status):
+    with open_regular(path, stamp) as (descriptor, status):
         prefix = read_range(descriptor, 0, LENGTH_BYTES)
         length = _json_length(prefix, status.st_size, where, limits)
         raw = prefix + read_range(descriptor, LENGTH_BYTES, length)

@@ -11,37 +11,61 @@ nowhere else, with one exception, the cache of the Hugging Face Hub:
 
 There a snapshot's links may lead to the files directly in its own `blobs`.  The directory
 `models--ORG--NAME` itself stands for the snapshot that refs/main names.
+
+Directories are entered by descriptor and never over a link; a link to a file is followed once, and
+what counts from then on is the file where it ended.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
-from mstore.checkpoint.reading import open_regular, read_range, storage_error
-from mstore.errors import BadCheckpoint, NotFound
+from mstore.checkpoint.reading import (
+    Stamp,
+    changed,
+    open_regular,
+    open_unlinked,
+    read_range,
+    storage_error,
+)
+from mstore.errors import BadCheckpoint, MstoreError, NotFound
 
 # A hint that lists paths stays one line to type.
 _PATHS_SHOWN = 16
 STORE_MARK = b"mstore "
 HUB_PREFIX = "models--"
+# Of st_blocks, on every filesystem.
+_UNIT = 512
+# Some filesystems keep small files where no block is counted.
+_SMALL = 1 << 20
 # A revision is a commit's hash; a name of this length could still be a file's.
 _MAX_REVISION_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A regular file: its path in the checkpoint, where its bytes are, and what `stat` said."""
+    """A regular file: its path in the checkpoint, where its bytes are, and what `stat` said.
+
+    `absolute` holds no link.
+    """
 
     path: str
     absolute: Path
     status: os.stat_result
+
+    @property
+    def stamp(self) -> Stamp:
+        """What the file is opened by."""
+        return Stamp.of(self.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +77,22 @@ class Tree:
     files: tuple[Found, ...]
 
 
-def walk(path: Path, *, max_files: int) -> Tree:
+def walk(path: Path, *, max_files: int, max_sparse_bytes: int | None = None) -> Tree:
     """Every regular file of a checkpoint directory, hidden ones too, or the one file at `path`.
 
     `path` itself may be a link: whoever named it meant it.  Raises NotFound, StorageFailed, and
     BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
     that is not portable or has a twin in another case, an mstore store or models of a Hub cache
-    inside, and too many files.
+    inside, too many files, files that change meanwhile, and more in sparse files than the limit.
     """
     status = _stat(path)
     if stat.S_ISREG(status.st_mode):
         check_relative(path.name, str(path.parent))
-        only = Found(path.name, path.resolve(), status)
-        return Tree(path.parent.resolve(), path.parent, (only,))
+        resolved = path.resolve()
+        only = Found(path.name, resolved, _status(resolved, str(path)))
+        tree = Tree(path.parent.resolve(), path.parent, (only,))
+        _refuse_holes(tree, max_sparse_bytes)
+        return tree
     if not stat.S_ISDIR(status.st_mode):
         raise BadCheckpoint("is neither a directory nor a regular file", where=str(path))
     shown = hub_snapshot(path)
@@ -74,7 +101,32 @@ def walk(path: Path, *, max_files: int) -> Tree:
     found = sorted(walker.files(), key=lambda each: each.path)
     _refuse_hub(found, shown)
     check_case_twins((each.path for each in found), str(path))
-    return Tree(root, shown, tuple(found))
+    tree = Tree(root, shown, tuple(found))
+    _refuse_holes(tree, max_sparse_bytes)
+    return tree
+
+
+def _refuse_holes(tree: Tree, limit: int | None) -> None:
+    """A hole costs whoever makes it nothing, and whoever reads it the time of its whole size."""
+    sparse = [found for found in tree.files if _is_sparse(found.status)]
+    total = sum(found.status.st_size for found in sparse)
+    if limit is None or total <= limit:
+        return
+    largest = max(sparse, key=lambda found: found.status.st_size)
+    status = largest.status
+    others = f" with {len(sparse) - 1} more files like it, {total}" if len(sparse) > 1 else ""
+    where = shlex.quote(str(tree.shown if len(tree.files) > 1 else tree.shown / largest.path))
+    raise BadCheckpoint(
+        f"is mostly holes: its size is {status.st_size}{others} bytes, "
+        f"{status.st_blocks * _UNIT} of it on the disk, and the limit for such files is {limit} "
+        "bytes, the free space of the store's disk unless told otherwise",
+        where=str(tree.shown / largest.path),
+        hint=f"if it is meant to be so: mstore add {where} --name NAME --max-sparse {total}",
+    )
+
+
+def _is_sparse(status: os.stat_result) -> bool:
+    return status.st_size >= _SMALL and 2 * status.st_blocks * _UNIT < status.st_size
 
 
 def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint:
@@ -178,6 +230,24 @@ def _stat(path: Path) -> os.stat_result:
         ) from None
 
 
+def _status(path: Path, where: str) -> os.stat_result:
+    """What a link-free path stands for, which may be a link by now."""
+    try:
+        descriptor = open_unlinked(path, os.O_PATH)
+    except OSError as error:
+        raise _read_error(error, where) from error
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_error(error: OSError, where: str) -> MstoreError:
+    """The error for a path that was seen a moment ago."""
+    is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+    return changed(where) if is_link else storage_error(error, where)
+
+
 @dataclass(frozen=True, slots=True)
 class _Walker:
     """One walk below `root`; `blobs` is where links may lead besides."""
@@ -194,19 +264,29 @@ class _Walker:
         while pending:
             prefix = pending.pop()
             try:
-                with os.scandir(self.root / prefix) as listing:
-                    entries = sorted(listing, key=lambda entry: entry.name)
-                for entry in entries:
-                    relative = f"{prefix}{entry.name}"
-                    check_relative(relative, str(self.shown))
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(f"{relative}/")
-                    else:
-                        found.append(self._file(entry, relative))
-                    self._check_count(len(found) + len(pending))
+                with self._entries(prefix) as entries:
+                    for entry in entries:
+                        relative = f"{prefix}{entry.name}"
+                        check_relative(relative, str(self.shown))
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(f"{relative}/")
+                        else:
+                            found.append(self._file(entry, relative))
+                        self._check_count(len(found) + len(pending))
             except OSError as error:
-                raise storage_error(error, str(self.shown / prefix)) from error
+                raise _read_error(error, str(self.shown / prefix)) from error
         return found
+
+    @contextmanager
+    def _entries(self, prefix: str) -> Iterator[list[os.DirEntry[str]]]:
+        """What lies in a directory, sorted; entries are asked about through its descriptor."""
+        descriptor = open_unlinked(self.root / prefix, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(descriptor) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+            yield entries
+        finally:
+            os.close(descriptor)
 
     def _check_count(self, count: int) -> None:
         if count > self.max_files:
@@ -232,7 +312,7 @@ class _Walker:
 
     def _linked(self, entry: os.DirEntry[str], relative: str) -> Found:
         where = str(self.shown / relative)
-        target = Path(os.path.realpath(entry.path))
+        target = Path(os.path.realpath(self.root / relative))
         if not target.is_relative_to(self.root) and target.parent != self.blobs:
             raise BadCheckpoint(
                 f"is a symlink out of the checkpoint, to {quoted(str(target))}",
@@ -240,9 +320,11 @@ class _Walker:
                 hint=f"cp -rL {shlex.quote(str(self.shown))} COPY && mstore add COPY --name NAME",
             )
         try:
-            status = os.stat(target)
-        except OSError:
+            status = _status(target, where)
+        except MstoreError:
             raise BadCheckpoint("is a symlink that leads nowhere", where=where) from None
+        if stat.S_ISLNK(status.st_mode):
+            raise BadCheckpoint("is a symlink that leads nowhere", where=where)
         if stat.S_ISDIR(status.st_mode):
             raise BadCheckpoint("is a symlink to a directory", where=where)
         if not stat.S_ISREG(status.st_mode):
@@ -251,7 +333,7 @@ class _Walker:
 
     def _refuse_store(self, found: Found) -> None:
         """`found` is a file called `format`."""
-        with open_regular(found.absolute) as (descriptor, _):
+        with open_regular(found.absolute, found.stamp) as (descriptor, _):
             if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
                 return
         prefix = found.path[: -len("format")]

@@ -107,7 +107,11 @@ def convert(
     Raises BadCheckpoint for a file that holds anything but tensors by name, breaks a limit or
     crashes the loader, Unavailable where torch is missing or too old, and what `walk` raises.
     """
-    tree = walk(path, max_files=checkpoint_limits.max_files)
+    tree = walk(
+        path,
+        max_files=checkpoint_limits.max_files,
+        max_sparse_bytes=checkpoint_limits.max_sparse_bytes,
+    )
     pickles = [found for found in tree.files if _is_pickle(found)]
     own = {found.path for found in tree.files}
     tasks: list[_Task] = []
@@ -146,7 +150,7 @@ def safetensors_path(path: str) -> str:
 def _is_pickle(found: Found) -> bool:
     if not found.path.endswith(PICKLE_SUFFIXES):
         return False
-    with open_regular(found.absolute) as (descriptor, _):
+    with open_regular(found.absolute, found.stamp) as (descriptor, _):
         return read_range(descriptor, 0, 4).startswith(_MAGICS)
 
 
@@ -192,9 +196,8 @@ def _indexes(
         path = safetensors_path(index.path)
         if path in own:
             continue
-        weight_map = read_weight_map(
-            index.absolute, where=str(tree.shown / index.path), limits=limits
-        )
+        where = str(tree.shown / index.path)
+        weight_map = read_weight_map(index.absolute, where=where, limits=limits, stamp=index.stamp)
         renamed = {name: safetensors_path(shard) for name, shard in weight_map.items()}
         directory = posixpath.dirname(index.path)
         shards = {posixpath.join(directory, shard) for shard in renamed.values()}
@@ -217,7 +220,9 @@ def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits
         "seconds": limits.seconds,
         "file_bytes": limits.growth * largest + GIB,
         "growth": limits.growth,
-        "tasks": [[str(task.pickle.absolute), str(task.target)] for task in tasks],
+        "tasks": [
+            [str(task.pickle.absolute), task.pickle.stamp, str(task.target)] for task in tasks
+        ],
     }
     result = scratch / "answer.json"
     status = _spawn([sys.executable, "-I", str(PROGRAM), str(result)], request, limits, tree)

@@ -3,7 +3,8 @@
     python -I program.py RESULT < request
 
 The request is a JSON object: `parent` (process id), `memory`, `seconds`, `file_bytes`,
-`growth` (limits), `tasks` (a list of [source, target]).  RESULT is written when all is done:
+`growth` (limits), `tasks` (a list of [source, its stamp, target]; the stamp is device, inode, size
+and the two times of the file as it was listed).  RESULT is written when all is done:
 {"files": [{"tensors", "bytes", "left_out"}, ...]}, or {"kind", "what", "file"} for what
 went wrong.  Ends with status 0 in both cases; any other end is a kill.
 
@@ -29,6 +30,7 @@ PR_SET_NO_NEW_PRIVS = 38
 # Before 2.6 an archive of the oldest form is unpickled without restraint (CVE-2025-32434).
 OLDEST_TORCH = (2, 6)
 MIB = 1 << 20
+CHANGED = "the file changed while it was being read"
 
 
 # How torch names what a pickle wanted, once it is found among its advice.
@@ -115,10 +117,30 @@ def dtypes(torch: Any) -> dict[Any, str]:
     return {getattr(torch, name): code for name, code in names.items() if hasattr(torch, name)}
 
 
-def load(torch: Any, source: str) -> tuple[dict[str, Any], list[str]]:
-    """The named tensors of a file, and the names of what else stood beside them."""
-    with open(source, "rb") as file:
-        is_archive = file.read(4) == b"PK\x03\x04"
+def open_stamped(source: str, stamp: list[int]) -> int:
+    """A descriptor of the file that was listed, as `mstore.checkpoint.reading` has it."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(source, flags)
+    except OSError as error:
+        raise Refused("bad", CHANGED) from error
+    require_stamp(descriptor, stamp)
+    return descriptor
+
+
+def require_stamp(descriptor: int, stamp: list[int]) -> None:
+    """Raise Refused unless an open file is as it was when it was listed."""
+    is_now = os.fstat(descriptor)
+    times = is_now.st_mtime_ns, is_now.st_ctime_ns
+    if [is_now.st_dev, is_now.st_ino, is_now.st_size, *times] != stamp:
+        raise Refused("bad", CHANGED)
+
+
+def load(torch: Any, descriptor: int) -> tuple[dict[str, Any], list[str]]:
+    """The named tensors of an open file, and the names of what else stood beside them."""
+    is_archive = os.pread(descriptor, 4, 0) == b"PK\x03\x04"
+    # torch maps by name: by this one it is the open file, whatever its own name leads to now.
+    source = f"/proc/self/fd/{descriptor}"
     # The form before torch 1.6 cannot be mapped.
     try:
         loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -183,13 +205,20 @@ def write(torch: Any, tensors: dict[str, Any], known: dict[Any, str], target: st
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def convert(torch: Any, source: str, target: str, request: dict[str, Any]) -> dict[str, Any]:
-    most = request["growth"] * os.path.getsize(source) + MIB
-    known = dtypes(torch)
-    tensors, left_out = load(torch, source)
-    total = check(torch, tensors, known, most)
-    count = len(tensors)
-    write(torch, tensors, known, target)
+def convert(
+    torch: Any, source: str, stamp: list[int], target: str, request: dict[str, Any]
+) -> dict[str, Any]:
+    descriptor = open_stamped(source, stamp)
+    try:
+        most = request["growth"] * os.fstat(descriptor).st_size + MIB
+        known = dtypes(torch)
+        tensors, left_out = load(torch, descriptor)
+        total = check(torch, tensors, known, most)
+        count = len(tensors)
+        write(torch, tensors, known, target)
+        require_stamp(descriptor, stamp)
+    finally:
+        os.close(descriptor)
     return {"tensors": count, "bytes": total, "left_out": left_out}
 
 
@@ -200,8 +229,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         lower(resource.RLIMIT_AS, address_space() + request["memory"])
         lower(resource.RLIMIT_NPROC, 0)
         files = []
-        for file, target in request["tasks"]:
-            files.append(convert(torch, file, target, request))
+        for file, stamp, target in request["tasks"]:
+            files.append(convert(torch, file, stamp, target, request))
     except Refused as refused:
         return {"kind": refused.kind, "what": str(refused), "file": file}
     except MemoryError:

@@ -13,9 +13,10 @@ from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
-from mstore_cli.sizes import counted, format_seconds, format_share, format_size
+from mstore_cli.sizes import counted, format_seconds, format_share, format_size, parse_size
 
 if TYPE_CHECKING:
+    from mstore.checkpoint.directory import CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
     from mstore.reports import AddReport, ParentReport
 
@@ -80,6 +81,16 @@ def add(
             help="Store pickled weights (.bin, .pt, .pth, .ckpt) as safetensors; needs torch.",
         ),
     ] = False,
+    max_sparse: Annotated[
+        str | None,
+        typer.Option(
+            "--max-sparse",
+            metavar="SIZE",
+            help="Read files that are mostly holes up to this size together "
+            "[default: what is free on the store's disk].",
+            show_default=False,
+        ),
+    ] = None,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
@@ -90,6 +101,7 @@ def add(
     base come first.
     """
     named = _named(paths, name or [], name_prefix)
+    limits = None if max_sparse is None else _limits(max_sparse)
     from mstore.errors import MstoreError
     from mstore.nearest import bases_first
 
@@ -105,6 +117,7 @@ def add(
                         detect_base=base is None,
                         codec=codec,
                         convert=_conversion() if convert else None,
+                        limits=limits,
                         message=message,
                         threads=threads,
                         progress=tick,
@@ -132,6 +145,12 @@ def _conversion() -> ConversionLimits:
     from mstore.convert.conversion import ConversionLimits
 
     return ConversionLimits()
+
+
+def _limits(max_sparse: str) -> CheckpointLimits:
+    from mstore.checkpoint.directory import CheckpointLimits
+
+    return CheckpointLimits(max_sparse_bytes=parse_size(max_sparse, option="--max-sparse"))
 
 
 def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tuple[Path, str]]:

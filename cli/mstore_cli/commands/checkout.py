@@ -27,11 +27,18 @@ def checkout(
             metavar="DIR", help="A directory that is not there yet.", show_default=False
         ),
     ],
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Go on where others may rename and remove what is in the directory above DIR.",
+        ),
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Write the files of a snapshot into a directory, byte for byte."""
     with session.open() as store, session.progress() as tick:
-        report = store.checkout(revision, directory, threads=threads, progress=tick)
+        report = store.checkout(revision, directory, threads=threads, shared=shared, progress=tick)
         session.settled()
 
     def human(screen: Screen) -> None:
