@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mstore.blocks.lmdb_env import Environment
@@ -98,10 +99,15 @@ class Index:
         self.path = path
         self.env = Environment.acquire(path, DATABASES, create=create)
         self._pack_ids: dict[int, PackId] = {}
+        self._closing = Lock()
+        self._released: Environment | None = None
 
     def close(self) -> None:
-        """Release the environment."""
-        self.env.release()
+        """Release the environment; idempotent.  Raises as `Environment.release` does."""
+        with self._closing:
+            if self._released is not self.env:
+                self.env.release()
+                self._released = self.env
 
     def db(self, name: str) -> Any:
         """The handle of a named database."""

@@ -77,7 +77,11 @@ class Catalog:
         return cls(layouts.locate(root))
 
     def close(self) -> None:
-        """Close packs and index."""
+        """Close packs and index when the reads that run have ended; idempotent.
+
+        Raises Unavailable, and closes nothing, inside a call of this thread's own.
+        """
+        self.index.env.require_outside()
         self.packs.close()
         self.index.close()
 
