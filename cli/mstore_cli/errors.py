@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -115,6 +116,12 @@ def report(error: BaseException, stream: TextIO | None = None, *, store: Path | 
         _say(stream, "hint", "36", with_store(hint, store))
     stream.flush()
     return rule.status
+
+
+def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Say on standard error what went well in the end, and what had to be done for it."""
+    for line in lines:
+        _say(sys.stderr if stream is None else stream, "note", "33", line)
 
 
 def _message(error: BaseException) -> str:

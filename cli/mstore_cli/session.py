@@ -57,6 +57,7 @@ class Session:
         self._choices = choices
         mode = Mode.JSON if choices.json else Mode.QUIET if choices.quiet else Mode.HUMAN
         self.output = Output(mode)
+        self._stores: list[Store] = []
 
     @property
     def named_store(self) -> Path | None:
@@ -93,13 +94,21 @@ class Session:
         """The store of this run, to be used in a `with` block."""
         from mstore import Store
 
-        return Store.open(self.store_path())
+        return self._remembered(Store.open(self.store_path()))
 
     def open_checked(self) -> Store:
         """The same for a store whose index may be damaged: it is looked at first."""
         from mstore import Store
 
-        return Store.open_checked(self.store_path())
+        return self._remembered(Store.open_checked(self.store_path()))
+
+    def _remembered(self, store: Store) -> Store:
+        self._stores.append(store)
+        return store
+
+    def notes(self) -> list[str]:
+        """What the stores of this run found damaged and made anew."""
+        return [note for store in self._stores for note in store.notes]
 
     def typed(self, hint: str) -> str:
         """A hint as this user is to type it: with `--store`, where that named the store."""
