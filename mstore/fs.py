@@ -524,6 +524,24 @@ def create_whole(path: Path, data: Buffer) -> bool:
     return True
 
 
+def overwrite(path: Path, data: Buffer) -> None:
+    """Put a few bytes at the beginning of a file, made if missing.  Neither whole nor durable.
+
+    For what a reader can tell to be torn or old, and can do without.
+    """
+    with translated(path):
+        if not os.path.lexists(path):
+            _announce("create", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o644)
+        try:
+            if _observer is not None:
+                _observer(Operation("write", str(path), offset=0, data=data))
+            os.pwrite(fd, data, 0)
+        finally:
+            os.close(fd)
+
+
 def _temporary(path: Path, staging: Path | None) -> Path:
     return (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mstore.errors import Corrupt
 from mstore.ids import PlanId
 from mstore.store.memo import Memo
 
@@ -65,16 +63,18 @@ def test_a_row_is_replaced(memo: Memo) -> None:
     assert memo.outputs([key(1)]) == [b"new"]
 
 
-def test_a_damaged_table_is_named_and_can_be_thrown_away(tmp_path: Path) -> None:
-    """Bytes that are no table are Corrupt with the command that removes them; then all is well."""
+def test_a_damaged_table_is_set_aside(tmp_path: Path) -> None:
+    """Bytes that are no table are put out of the way and told of; all is well without them."""
     path = tmp_path / "memo"
     path.mkdir()
-    (path / "data.mdb").write_bytes(b"damaged" * 2000)
-    with pytest.raises(Corrupt) as refused:
-        Memo(path).outputs([key(1)])
-    assert refused.value.hint == f"rm -r {path}"
-    shutil.rmtree(path)
-    memo = Memo(path)
+    damaged = b"damaged" * 2000
+    (path / "data.mdb").write_bytes(damaged)
+    notes: list[str] = []
+    memo = Memo(path, notes.append)
+    assert memo.outputs([key(1)]) == [None]
+    (aside,) = tmp_path.glob("memo.damaged-*")
+    assert (aside / "data.mdb").read_bytes() == damaged
+    assert [str(aside) in note for note in notes] == [True]
     memo.put_outputs([(key(1), b"row")])
     memo.flush()
     assert memo.outputs([key(1)]) == [b"row"]

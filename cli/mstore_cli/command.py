@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from mstore_cli.errors import notes
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
 
 StoreOption = Annotated[
@@ -115,7 +116,11 @@ def command(*, example: str, failure: str = "an error") -> Callable[[Callable[..
             choices = inner.over(context.find_object(Choices) or Choices())
             # For whoever tells of an error: it knows the outermost context alone.
             context.find_root().obj = choices
-            function(Session(choices), **given)
+            session = Session(choices)
+            try:
+                function(session, **given)
+            finally:
+                notes(session.notes())
 
         entry.__name__ = function.__name__
         entry.__doc__ = function.__doc__

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -123,6 +124,12 @@ def warn(text: str, hint: str | None = None) -> None:
     if hint is not None:
         _say(sys.stderr, "hint", "36", hint)
     sys.stderr.flush()
+
+
+def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Say on standard error what went well in the end, and what had to be done for it."""
+    for line in lines:
+        _say(sys.stderr if stream is None else stream, "note", "33", line)
 
 
 def _message(error: BaseException) -> str:

@@ -57,6 +57,7 @@ class Session:
         self._choices = choices
         mode = Mode.JSON if choices.json else Mode.QUIET if choices.quiet else Mode.HUMAN
         self.output = Output(mode)
+        self._stores: list[Store] = []
 
     @property
     def named_store(self) -> Path | None:
@@ -93,16 +94,17 @@ class Session:
         """The store of this run, to be used in a `with` block."""
         from mstore import Store
 
-        return self._trusted(Store.open(self.store_path()))
+        return self._opened(Store.open(self.store_path()))
 
     def open_checked(self) -> Store:
         """The same for a store whose index may be damaged: it is looked at first."""
         from mstore import Store
 
-        return self._trusted(Store.open_checked(self.store_path()))
+        return self._opened(Store.open_checked(self.store_path()))
 
-    def _trusted(self, store: Store) -> Store:
+    def _opened(self, store: Store) -> Store:
         """The store; where its index cannot be believed, people are told so."""
+        self._stores.append(store)
         why = store.doubt()
         if why is not None:
             warn(
@@ -110,6 +112,10 @@ class Session:
                 self.typed("mstore reindex"),
             )
         return store
+
+    def notes(self) -> list[str]:
+        """What the stores of this run found damaged and replaced."""
+        return [note for store in self._stores for note in store.notes]
 
     def typed(self, hint: str) -> str:
         """A hint as this user is to type it: with `--store`, where that named the store."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mstore import lineage
 from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.blocks import lmdb_check
 from mstore.blocks.packs import Kind
 from mstore.reports import (
     CheckReport,
@@ -114,7 +115,8 @@ class Keeping(OpenStore):
         """Check the store, put good copies in the place of what is broken, and drop the rest.
 
         sources: other stores, or checkpoints, that may have copies.  read_data: look for broken
-        payloads everywhere, and not only where the structure is damaged.
+        payloads everywhere, and not only where the structure is damaged.  Statistics and a memo
+        table that are damaged are set aside; `notes` says so.
         """
         from mstore.check.fsck import Scope
         from mstore.check.repair import Repair
@@ -122,6 +124,11 @@ class Keeping(OpenStore):
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
         paths = [Path(source) for source in sources]
         threads = thread_count(threads)
+        # Opening them sets them aside.
+        if lmdb_check.faults(self._catalog.layout.stats):
+            self._statistics.file_bytes()
+        if lmdb_check.faults(self._catalog.layout.memo):
+            self._memo.file_bytes()
         return Repair(self._catalog.layout, scope, paths, threads=threads, progress=progress).run()
 
     @staticmethod

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.reports import (
@@ -35,7 +37,13 @@ class OpenStore:
     """An open store, bare.  Use as a context manager, or call `close`."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+        self._opened = catalog
+        # Guards what is opened late, and the change to closed.
+        self._lock = Lock()
+        self._closing = Lock()
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._notes: list[str] = []
         self._stats: StatsStore | None = None
         self._remembered: Memo | None = None
         self._cache: BlockCache | None = None
@@ -78,17 +86,27 @@ class OpenStore:
         return cls.open(path)
 
     def close(self) -> None:
-        """Let go of files and index."""
-        if self._virtual is not None:
-            self._virtual.close()
+        """Let go of files and index, when the reads of other threads have ended.
+
+        Idempotent.  Whoever uses the store later gets Unavailable.  Raises Unavailable, and closes
+        nothing, inside a call of this thread's own that holds the index.
+        """
+        if self._pid != os.getpid():
+            # In a forked child only the descriptors of packs are its own.
+            self._opened.packs.close()
+            return
+        with self._lock:
+            for one in (self._opened.index.env, self._stats, self._remembered):
+                if one is not None:
+                    one.require_outside()
+            self._is_closed = True
+        # A second call waits for the first.
+        with self._closing, ExitStack() as parts:
+            parts.callback(self._opened.close)
+            for part in (self._remembered, self._stats, self._virtual):
+                if part is not None:
+                    parts.callback(part.close)
             self._virtual = None
-        if self._stats is not None:
-            self._stats.close()
-            self._stats = None
-        if self._remembered is not None:
-            self._remembered.close()
-            self._remembered = None
-        self._catalog.close()
 
     def __enter__(self) -> Self:
         return self
@@ -102,14 +120,26 @@ class OpenStore:
         self.close()
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found damaged and made anew since the store was opened, in words."""
+        return tuple(self._notes)
+
+    @property
+    def _catalog(self) -> Catalog:
+        """Raises Unavailable once the store was closed."""
+        if self._is_closed:
+            raise closed(self._opened.layout.root)
+        return self._opened
+
+    @property
     def path(self) -> Path:
         """The store's directory."""
-        return self._catalog.layout.root
+        return self._opened.layout.root
 
     @property
     def block_size(self) -> int:
         """Bytes of a full block."""
-        return self._catalog.block_size
+        return self._opened.block_size
 
     def doubt(self) -> str | None:
         """Why this store can be read and not written; None where nothing speaks against it.
@@ -122,15 +152,17 @@ class OpenStore:
     @property
     def uuid(self) -> str:
         """The store's own name."""
-        return str(self._catalog.layout.uuid)
+        return str(self._opened.layout.uuid)
 
     @property
     def _statistics(self) -> StatsStore:
-        if self._stats is None:
-            from mstore.stats.store import StatsStore
+        from mstore.stats.store import StatsStore
 
-            self._stats = StatsStore(self._catalog.layout.stats)
-        return self._stats
+        with self._lock:
+            layout = self._catalog.layout
+            if self._stats is None:
+                self._stats = StatsStore(layout.stats, self._notes.append)
+            return self._stats
 
     def _computing(self) -> VirtualBlocks:
         """What computes virtual blocks, made when the first one is read."""
@@ -143,9 +175,11 @@ class OpenStore:
 
     @property
     def _memo(self) -> Memo:
-        if self._remembered is None:
-            self._remembered = Memo(self._catalog.layout.memo)
-        return self._remembered
+        with self._lock:
+            layout = self._catalog.layout
+            if self._remembered is None:
+                self._remembered = Memo(layout.memo, self._notes.append)
+            return self._remembered
 
     def _real(self, revision: str) -> SnapshotId:
         """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""

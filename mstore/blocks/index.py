@@ -30,6 +30,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mstore.blocks import checked_rows
@@ -135,11 +136,16 @@ class Index:
         self.path = path
         self.env = Environment.acquire(path, DATABASES, create=create)
         self._pack_ids: dict[int, PackId] = {}
-        self._aborted = 0
+        self._epoch = 0
+        self._closing = Lock()
+        self._released: Environment | None = None
 
     def close(self) -> None:
-        """Release the environment."""
-        self.env.release()
+        """Release the environment; idempotent.  Raises as `Environment.release` does."""
+        with self._closing:
+            if self._released is not self.env:
+                self.env.release()
+                self._released = self.env
 
     def db(self, name: str) -> Any:
         """The handle of a named database."""
@@ -214,9 +220,9 @@ class Index:
         if value is None:
             return None
         number, offset, stored, raw, codec, width = _LOCATION.unpack_from(value)
-        if self._aborted != self.env.aborted:
+        if self._epoch != self.env.epoch:
             # A number that was given in a dropped transaction is given again.
-            self._aborted = self.env.aborted
+            self._epoch = self.env.epoch
             self._pack_ids.clear()
         pack = self._pack_ids.get(number)
         if pack is None:

@@ -7,32 +7,42 @@ An environment that is there already is opened for reading first, and again for 
 write transaction is asked for: LMDB opens named databases of a writable environment in a write
 transaction, and a reader would wait there for whoever is writing.
 
-LMDB trusts its file: some damage ends the process.  So a file from elsewhere is never opened, and
-one that may be damaged is looked at by `lmdb_pages` first.  A commit that fails leaves what was
-committed before; the environment is then opened anew before the next one.
+LMDB trusts its file: some damage ends the process.  So `lmdb_check` looks at the file before LMDB
+maps it.  A commit that fails leaves what was committed before; the environment is then opened anew
+before the next one.
+
+The last user's `release` waits until no thread is inside a transaction.  Whoever asks for one later
+is refused.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Condition, Lock, get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 
 from mstore import fs
+from mstore.blocks import address_space, lmdb_check
+from mstore.blocks.lmdb_check import Trust
 from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 
-MAP_SIZE = 1 << 38
 MAX_READERS = 1024
+PID_PATIENCE = 5.0
+"""Seconds to wait for a process of the same number in another PID namespace."""
+_PID_PAUSE = 0.02
 # LMDB's lock file: a header and 64 bytes a reader.
 _LOCK_BYTES = 4096 + 64 * MAX_READERS
 _environments: dict[str, Environment] = {}
 _environments_lock = Lock()
+T = TypeVar("T")
 
 
 class Environment:
@@ -57,13 +67,19 @@ class Environment:
         self._writers: set[int] = set()
         self._changing = False
         self._is_open = False
-        self.aborted = 0
-        """How many write transactions were dropped: what was read in them never was."""
+        self._file_id: _FileId = (None, None)
+        self.epoch = 0
+        """Changes when what was read before may never have been: a write transaction was dropped,
+        or other files were opened."""
+        self._is_closed = False
+        self._mapped = 0
+        self._trust: Trust | None = None
         if not _is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
             self._create()
             return
+        self._trust = Trust(path, lmdb_check.require_sound(path, hint))
         try:
             self._open(writable=False)
         except lmdb.NotFoundError as error:
@@ -76,9 +92,12 @@ class Environment:
         while True:
             before = _file_id(self.path)
             self._open_once(writable=writable)
-            self._file_id = _file_id(self.path)
+            now = _file_id(self.path)
             # LMDB makes a lock file that is missing.
-            if self._file_id == before or (before[0] == self._file_id[0] and before[1] is None):
+            if now == before or (before[0] == now[0] and before[1] is None):
+                if now != self._file_id:
+                    self.epoch += 1
+                self._file_id = now
                 return
             self._env.close()
             self._is_open = False
@@ -88,9 +107,7 @@ class Environment:
             self._env = self._lmdb(writable=writable)
             try:
                 # Not in a transaction of ours: the handles of a read transaction end with it.
-                self.databases = {
-                    name: self._env.open_db(name.encode(), create=False) for name in self._names
-                }
+                self.databases = {name: self._handle(name) for name in self._names}
             except BaseException:
                 self._env.close()
                 raise
@@ -103,11 +120,58 @@ class Environment:
         self._writable = writable
         self._is_open = True
 
+    def _handle(self, name: str) -> Any:
+        return self._patiently(lambda: self._env.open_db(name.encode(), create=False))
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """What needs this process's own place among the readers, waiting for it for a while.
+
+        LMDB holds it by a lock on the byte whose offset is the process's number.
+        """
+        until = time.monotonic() + PID_PATIENCE
+        while True:
+            try:
+                return call()
+            except lmdb.Error as error:
+                if getattr(error, "code", 0) != errno.EAGAIN:
+                    raise
+                if time.monotonic() > until:
+                    raise self._equal_pids() from error
+            time.sleep(_PID_PAUSE)
+
+    def _equal_pids(self) -> Unavailable:
+        return Unavailable(
+            f"another process numbered {self._pid} has this store open, in another container or "
+            "PID namespace; LMDB cannot tell the two apart",
+            where=str(self.path),
+            hint="run the two one after the other, or with one PID namespace "
+            "(docker run --pid=host, or --pid=container:NAME)",
+        )
+
     def _lmdb(self, *, writable: bool) -> Any:
         fs.about_to_map(self.path)
+        sizes = address_space.map_sizes(self._data_bytes())
+        for size in sizes:
+            try:
+                env = self._patiently(partial(self._mapping, size, writable=writable))
+            except lmdb.Error as error:
+                if size == sizes[-1] or getattr(error, "code", 0) != errno.ENOMEM:
+                    raise
+            else:
+                self._mapped = size
+                return env
+        raise AssertionError
+
+    def _data_bytes(self) -> int:
+        try:
+            return os.stat(self.path / "data.mdb").st_size
+        except FileNotFoundError:
+            return 0
+
+    def _mapping(self, size: int, *, writable: bool) -> Any:
         return lmdb.open(
             str(self.path),
-            map_size=MAP_SIZE,
+            map_size=size,
             max_dbs=len(self._names) + 8,
             max_readers=MAX_READERS,
             metasync=True,
@@ -167,6 +231,7 @@ class Environment:
         """
         key = os.path.realpath(path)
         with _environments_lock:
+            # One that waits for its last readers to be closed is taken over.
             found = _environments.get(key)
             if found is None:
                 found = _environments[key] = cls(path, databases, create=create, hint=hint)
@@ -177,12 +242,48 @@ class Environment:
             return found
 
     def release(self) -> None:
-        """Give up one use; the last one closes the environment."""
+        """Give up one use; the last one closes the environment when no thread is inside it.
+
+        Raises Unavailable, and gives up nothing, in a transaction of this thread's own.
+        """
+        if self._pid != os.getpid():
+            # What a forked child has is the parent's, locks and all.
+            return
+        self.require_outside()
         with _environments_lock:
             self._users -= 1
-            if self._users == 0 and self._pid == os.getpid():
+        while not self._is_settled():
+            with self._gate:
+                while self._is_busy() and not self._users:
+                    self._gate.wait()
+
+    def require_outside(self) -> None:
+        """Raise Unavailable in a transaction of this thread's own: it would wait for itself."""
+        if get_ident() in self._readers or get_ident() in self._writers:
+            raise Unavailable(
+                "this store cannot be closed inside a call of its own",
+                where=str(self.path),
+                hint="close it when that call has returned",
+            )
+
+    def _is_settled(self) -> bool:
+        """Whether somebody uses the environment, or else it is closed: now, if nothing runs."""
+        with _environments_lock, self._gate:
+            if self._users or self._is_closed:
+                return True
+            if self._is_busy():
+                return False
+            if self._is_open:
                 self._env.close()
-                del _environments[next(k for k, e in _environments.items() if e is self)]
+            self._is_open = False
+            self._is_closed = True
+            for key in [key for key, one in _environments.items() if one is self]:
+                del _environments[key]
+            self._gate.notify_all()
+            return True
+
+    def _is_busy(self) -> bool:
+        return bool(self._readers or self._writers or self._changing)
 
     def _guard(self) -> None:
         if self._pid != os.getpid():
@@ -205,39 +306,99 @@ class Environment:
                 hint="close the store first, and run the command again",
             )
 
-    def _begin(self, *, write: bool) -> Any:
-        try:
-            return self._env.begin(write=write)
-        except lmdb.MapResizedError:
-            # Another process enlarged the map; adopt its size.
-            self._env.set_mapsize(0)
-            return self._env.begin(write=write)
+    def follow(self) -> bool:
+        """Open the files that are in place now, if they were replaced; whether they were.
+
+        For readers: what they look for may have moved where only the new index tells.  Waits for
+        transactions of other threads; not for one that is inside a transaction itself.
+        """
+        self._guard()
+        if _file_id(self.path) == self._file_id:
+            return False
+        self._reopen()
+        return True
 
     @contextmanager
     def read(self) -> Iterator[Any]:
-        """A short read transaction: copy what is needed, leave, then do I/O."""
+        """A short read transaction: copy what is needed, leave, then do I/O.
+
+        Raises Unavailable once the environment is closed, Corrupt, StorageFailed.
+        """
         self._guard()
-        thread = get_ident()
-        with self._gate:
-            # New readers let a change to writing pass; one inside another is part of that.
-            while self._changing and thread not in self._readers and thread not in self._writers:
-                self._gate.wait()
-            if not self._is_open:
-                self._open(writable=False)
-            self._readers[thread] = self._readers.get(thread, 0) + 1
+        self._enter()
         try:
             with self._errors_translated():
-                transaction = self._begin(write=False)
+                transaction = self._begin_reading()
                 try:
                     yield transaction
                 finally:
                     self._drop(transaction)
         finally:
-            with self._gate:
-                self._readers[thread] -= 1
-                if not self._readers[thread]:
-                    del self._readers[thread]
-                    self._gate.notify_all()
+            self._leave()
+
+    def _enter(self) -> None:
+        """Count this thread among the readers."""
+        thread = get_ident()
+        with self._gate:
+            # New readers let a change to writing pass; one inside another is part of that.
+            inside = thread in self._readers or thread in self._writers
+            while self._changing and not inside:
+                self._gate.wait()
+            if not inside:
+                self._require_users()
+            if not self._is_open:
+                self._open(writable=False)
+            self._readers[thread] = self._readers.get(thread, 0) + 1
+
+    def _leave(self) -> None:
+        thread = get_ident()
+        with self._gate:
+            self._readers[thread] -= 1
+            if not self._readers[thread]:
+                del self._readers[thread]
+                self._gate.notify_all()
+
+    def _require_users(self) -> None:
+        if not self._users:
+            raise closed(self.path)
+
+    def _begin_reading(self) -> Any:
+        while True:
+            try:
+                return self._patiently(self._env.begin)
+            except lmdb.MapResizedError:
+                # Another process, which has more address space, let the file grow.
+                if self._readers[get_ident()] > 1 or get_ident() in self._writers:
+                    raise
+                self._leave()
+                try:
+                    self._reopen()
+                finally:
+                    self._enter()
+
+    def _reopen(self) -> None:
+        """Map the file anew, with no thread inside."""
+        with self._exclusively():
+            writable = self._writable
+            self._env.close()
+            self._is_open = False
+            self._open(writable=writable)
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Holding the gate, with no thread inside; new ones wait.  Not for one that is inside."""
+        with self._gate:
+            while self._changing:
+                self._gate.wait()
+            self._require_users()
+            self._changing = True
+            try:
+                while self._readers or self._writers:
+                    self._gate.wait()
+                yield
+            finally:
+                self._changing = False
+                self._gate.notify_all()
 
     @contextmanager
     def write(self) -> Iterator[Any]:
@@ -248,14 +409,15 @@ class Environment:
             with self._errors_translated():
                 # Killed readers would hold on to old pages for ever.
                 self._env.reader_check()
-                transaction = self._begin(write=True)
+                transaction = self._env.begin(write=True)
                 try:
                     # What goes into the file of an index that was made anew meanwhile is lost.
                     self.require_in_place()
+                    self._trusting.before(transaction.id())
                     yield transaction
                     self._commit(transaction)
                 except BaseException:
-                    self.aborted += 1
+                    self.epoch += 1
                     raise
                 finally:
                     # Does nothing after a commit.
@@ -265,10 +427,19 @@ class Environment:
                 self._writers.discard(get_ident())
                 self._gate.notify_all()
 
+    @property
+    def _trusting(self) -> Trust:
+        if self._trust is None:
+            # One that was just made; nobody has looked at it yet.
+            self._trust = Trust(self.path, b"")
+        return self._trust
+
     def _commit(self, transaction: Any) -> None:
+        number = transaction.id()
         try:
             with fs.index_commit(self.path):
                 transaction.commit()
+            self._trusting.after(number)
         except lmdb.Error:
             # LMDB gives up on an environment whose head it could not write: the next writer
             # opens it anew.
@@ -281,31 +452,31 @@ class Environment:
             transaction.abort()
 
     def _make_writable(self) -> None:
-        """Open for writing, if need be, and count this thread among the writers."""
+        """Open for writing, if need be, with room to write, and count this thread as a writer."""
         with self._gate:
-            if self._writable:
+            inside = get_ident() in self._readers
+            if not inside:
+                self._require_users()
+            if self._writable and (inside or not self._is_narrow()):
                 self._writers.add(get_ident())
                 return
-            if get_ident() in self._readers:
+            if inside:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
-            self._changing = True
-            try:
-                while self._readers or self._writers:
-                    self._gate.wait()
-                if not self._writable:
-                    self._env.close()
-                    self._is_open = False
-                    try:
-                        self._open(writable=True)
-                    except BaseException:
-                        # What cannot be written may still be read, now or when all is well again.
-                        with suppress(MstoreError):
-                            self._open(writable=False)
-                        raise
-                self._writers.add(get_ident())
-            finally:
-                self._changing = False
-                self._gate.notify_all()
+        with self._exclusively():
+            if not self._writable or self._is_narrow():
+                self._env.close()
+                self._is_open = False
+                try:
+                    self._open(writable=True)
+                except BaseException:
+                    # What cannot be written may still be read, now or when all is well again.
+                    with suppress(MstoreError):
+                        self._open(writable=False)
+                    raise
+            self._writers.add(get_ident())
+
+    def _is_narrow(self) -> bool:
+        return address_space.is_narrow(self._mapped, self._data_bytes())
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
@@ -324,6 +495,11 @@ def is_open(path: Path) -> bool:
     """Whether this process has the environment of this path open."""
     with _environments_lock:
         return os.path.realpath(path) in _environments
+
+
+def closed(path: Path) -> Unavailable:
+    """The error for a use of a store after `close`."""
+    return Unavailable("this store was closed", where=str(path), hint="open it again")
 
 
 _FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
@@ -358,13 +534,14 @@ def _is_born(data: Path) -> bool:
 def _translated(error: Any, path: Path, hint: str) -> StorageFailed | Corrupt:
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
         return Corrupt(f"damaged index: {error}", where=str(path), hint=hint)
-    if isinstance(error, lmdb.MapFullError):
-        return StorageFailed(
-            f"the index has grown to the {MAP_SIZE >> 30} GiB that it may have",
-            where=str(path),
-            hint="mstore gc",
-            errno=errno.ENOSPC,
-        )
+    if isinstance(error, lmdb.MapFullError | lmdb.MapResizedError):
+        if address_space.limit() is None:
+            size = address_space.MAP_SIZE >> 30
+            what, hint = f"the index has grown to the {size} GiB that it may have", "mstore gc"
+        else:
+            what = "the index outgrew its share of the address space, which ulimit -v bounds"
+            hint = "ulimit -v unlimited"
+        return StorageFailed(what, where=str(path), hint=hint, errno=errno.ENOSPC)
     if isinstance(error, lmdb.ReadersFullError):
         return StorageFailed(
             f"{MAX_READERS} readers have the index open",

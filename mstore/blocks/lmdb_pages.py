@@ -13,7 +13,9 @@ environment.  Little-endian machines with the page layout of LMDB 0.9 (version 1
             number of the first overflow page
 
 Tree 0 lists the free pages by transaction, tree 1 the named databases.  A page belongs to one
-tree once, or is free.
+tree once, or is free.  LMDB never reads a free page and may never have written one at the end of
+the file, so the file may be shorter than its last page says; a page of a tree always lies in it.
+The rows of a page fill it from its end, without a gap.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _NOWHERE = (1 << 64) - 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
-_KINDS = _BRANCH | _LEAF | _OVERFLOW | _META
 _BIG_DATA, _SUB_DATA = 1, 2
 _INTEGER_KEYS = 8
 _MAX_DEPTH = 32
@@ -41,6 +42,7 @@ _MAX_MAP = 1 << 47
 _SLACK = 64 << 20
 
 _HEADER = struct.Struct("<QHHHH")
+_OVERFLOW_HEADER = struct.Struct("<QHHI")
 _META_HEAD = struct.Struct("<IIQQ")
 _TREE = struct.Struct("<IHHQQQQQ")
 _META_END = struct.Struct("<QQ")
@@ -92,6 +94,16 @@ class LmdbFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
+    @property
+    def transaction(self) -> int:
+        """The transaction that committed what is read here."""
+        return self._meta.transaction
+
+    def status(self) -> os.stat_result:
+        """What the system says of the open file."""
+        with fs.translated(self.path):
+            return os.fstat(self._fd)
+
     def moved(self) -> bool:
         """Whether something was committed since this file was opened."""
         return self._newest().transaction != self._meta.transaction
@@ -99,8 +111,10 @@ class LmdbFile:
     def _newest(self) -> _Meta:
         metas = [self._read_meta(number) for number in (0, 1)]
         newest = max(metas, key=lambda meta: meta.transaction)
-        with fs.translated(self.path):
-            size = os.fstat(self._fd).st_size
+        # LMDB finds the head of a transaction by whether its number is odd.
+        if newest.transaction and metas[newest.transaction & 1] is not newest:
+            raise self._corrupt("the two heads name transactions that cannot be")
+        size = self.status().st_size
         # Free pages at the end may never have been written; a size that makes no sense is refused.
         if newest.last < 1 or newest.last * PAGE > 2 * size + _SLACK:
             raise self._corrupt("the file is cut short")
@@ -120,7 +134,7 @@ class LmdbFile:
         free = Tree(*_TREE.unpack_from(page, at))
         main = Tree(*_TREE.unpack_from(page, at + _TREE.size))
         last, transaction = _META_END.unpack_from(page, at + 2 * _TREE.size)
-        if (magic, version) != (_MAGIC, _VERSION) or not flags & _META or own != number:
+        if (magic, version) != (_MAGIC, _VERSION) or flags != _META or own != number:
             raise self._corrupt(f"page {number} is not the head of an LMDB file")
         if free.pad != PAGE:
             raise self._corrupt(f"page {number} names another page size")
@@ -174,6 +188,16 @@ class LmdbFile:
             walk.claim_free(key, data)
         return set(named)
 
+    def check_pages(self, tell: Callable[[str], None]) -> None:
+        """`check` without the rows' values: whether LMDB can be trusted with this file."""
+        walk = _Walk(self, tell, counting=True, values=False)
+        for name, tree in self._named(walk, tell).items():
+            for _ in walk.leaves(name.decode(errors="replace"), tree):
+                pass
+        walk.values = True
+        for key, data, _ in walk.nodes("the list of free pages", self._meta.free, integers=True):
+            walk.claim_free(key, data)
+
 
 class _Walk:
     """One pass over trees: tells what is wrong, and goes on where it can.
@@ -182,12 +206,20 @@ class _Walk:
     """
 
     def __init__(
-        self, file: LmdbFile, tell: Callable[[str], None], *, counting: bool = False
+        self,
+        file: LmdbFile,
+        tell: Callable[[str], None],
+        *,
+        counting: bool = False,
+        values: bool = True,
     ) -> None:
         self._file = file
         self._tell = tell
         self._counting = counting
+        # Whether the values that have pages of their own are read.
+        self.values = values
         self._last = file._meta.last
+        self._size = file.status().st_size
         # One bit a page.
         self._claimed = bytearray((self._last >> 3) + 1)
         self._counts = [0, 0, 0]
@@ -196,6 +228,13 @@ class _Walk:
         self, what: str, tree: Tree, *, integers: bool = False
     ) -> Iterator[tuple[bytes, bytes, int]]:
         """(key, data, flags) of every leaf node."""
+        for rows in self.leaves(what, tree, integers=integers):
+            yield from rows
+
+    def leaves(
+        self, what: str, tree: Tree, *, integers: bool = False
+    ) -> Iterator[list[tuple[bytes, bytes, int]]]:
+        """The same, a page at a time."""
         if tree.root == _NOWHERE:
             if tree.entries or tree.depth:
                 self._tell(f"{what}: has {tree.entries} rows and no page")
@@ -205,9 +244,9 @@ class _Walk:
             return
         self._counts = [0, 0, 0]
         entries = 0
-        for node in self._below(what, tree.root, tree.depth, b"", None, integers=integers):
-            entries += 1
-            yield node
+        for rows in self._below(what, tree.root, tree.depth, b"", None, integers=integers):
+            entries += len(rows)
+            yield rows
         if self._counting:
             told = (tree.branches, tree.leaves, tree.overflows, tree.entries)
             if told != (*self._counts, entries):
@@ -240,7 +279,7 @@ class _Walk:
 
     def _below(
         self, what: str, number: int, level: int, low: bytes, high: bytes | None, *, integers: bool
-    ) -> Iterator[tuple[bytes, bytes, int]]:
+    ) -> Iterator[list[tuple[bytes, bytes, int]]]:
         page = self._page(what, number, _LEAF if level == 1 else _BRANCH)
         if page is None:
             return
@@ -249,20 +288,17 @@ class _Walk:
         if nodes is None:
             return
         keys = [key for key, _, _ in nodes]
-        if level > 1 and keys:
+        if integers:
+            sound = self._numbered(keys, level)
+        else:
             # The first key of a branch stands for everything below the second.
-            keys[0] = low
-        if not integers and not _ordered(keys, low, high):
+            keys[0] = low if level > 1 else keys[0]
+            sound = _ordered(keys, low, high)
+        if not sound:
             self._tell(f"{what}: page {number} is out of order")
             return
         if level == 1:
-            for key, data, flags in nodes:
-                if flags & _BIG_DATA:
-                    whole = self._big(what, data)
-                    if whole is not None:
-                        yield key, whole, flags
-                else:
-                    yield key, data, flags
+            yield self._whole(what, nodes)
             return
         for place, (_, child, _) in enumerate(nodes):
             top = keys[place + 1] if place + 1 < len(keys) else high
@@ -275,6 +311,28 @@ class _Walk:
                 integers=integers,
             )
 
+    def _numbered(self, keys: list[bytes], level: int) -> bool:
+        """Whether keys of the list of free pages are numbers of transactions, in order."""
+        if any(len(key) != 8 for key in keys[level > 1 :]):
+            return False
+        numbers = [_NUMBER.unpack(key)[0] for key in keys[level > 1 :]]
+        return all(before < after for before, after in pairwise(numbers)) and (
+            not numbers or numbers[-1] <= self._file.transaction
+        )
+
+    def _whole(
+        self, what: str, nodes: list[tuple[bytes, bytes, int]]
+    ) -> list[tuple[bytes, bytes, int]]:
+        """The rows with the values that lie on pages of their own; those that cannot be had go."""
+        if not any(flags & _BIG_DATA for _, _, flags in nodes):
+            return nodes
+        found = []
+        for key, data, flags in nodes:
+            whole = self._big(what, data) if flags & _BIG_DATA else data
+            if whole is not None:
+                found.append((key, whole, flags))
+        return found
+
     def _page(self, what: str, number: int, kind: int) -> bytes | None:
         if not self._claim(what, number):
             return None
@@ -283,7 +341,7 @@ class _Walk:
             self._tell(f"{what}: page {number} is cut off")
             return None
         own, _, flags, _, _ = _HEADER.unpack_from(page)
-        if own != number or flags & _KINDS != kind:
+        if own != number or flags != kind:
             self._tell(f"{what}: page {number} is another page")
             return None
         return page
@@ -293,32 +351,40 @@ class _Walk:
     ) -> list[tuple[bytes, bytes, int]] | None:
         """(key, data or child's number, flags) of a page's nodes; None where one is out of it."""
         _, _, _, lower, upper = _HEADER.unpack_from(page)
-        if not 16 <= lower <= upper <= PAGE or lower % 2:
+        # LMDB's own reads take one row of a leaf and two of a branch for granted.
+        if not (18 if leaf else 20) <= lower <= upper <= PAGE or lower % 2:
             self._tell(f"{what}: page {number} has wrong bounds")
             return None
+        places = struct.unpack_from(f"<{(lower - 16) // 2}H", page, 16)
+        if min(places) < upper or max(places) + _NODE.size > PAGE:
+            self._tell(f"{what}: page {number} has a row outside of it")
+            return None
         nodes = []
-        for at in struct.unpack_from(f"<{(lower - 16) // 2}H", page, 16):
-            if at < upper or at + _NODE.size > PAGE:
-                self._tell(f"{what}: page {number} has a row outside of it")
-                return None
+        spans = []
+        for at in places:
             low, high, flags, key_length = _NODE.unpack_from(page, at)
             begin = at + _NODE.size
-            length = low | high << 16
+            middle = begin + key_length
             if not leaf:
                 child = low | high << 16 | flags << 32
-                nodes.append((page[begin : begin + key_length], _NUMBER.pack(child), 0))
-                end = begin + key_length
+                nodes.append((page[begin:middle], _NUMBER.pack(child), 0))
+                end = middle
             elif flags & _BIG_DATA:
-                end = begin + key_length + 8
                 # The number of the first page, and the length.
-                data = page[end - 8 : end] + _NUMBER.pack(length)
-                nodes.append((page[begin : begin + key_length], data, flags))
+                end = middle + 8
+                data = page[middle:end] + _NUMBER.pack(low | high << 16)
+                nodes.append((page[begin:middle], data, flags))
             else:
-                end = begin + key_length + length
-                nodes.append((page[begin : begin + key_length], page[end - length : end], flags))
-            if end > PAGE:
-                self._tell(f"{what}: page {number} has a row that leaves it")
-                return None
+                end = middle + (low | high << 16)
+                nodes.append((page[begin:middle], page[middle:end], flags))
+            spans.append((at, end + (end & 1)))
+        spans.sort()
+        if spans[0][0] != upper or spans[-1][1] != PAGE:
+            self._tell(f"{what}: page {number} has a row that leaves it")
+            return None
+        if any(before[1] != after[0] for before, after in pairwise(spans)):
+            self._tell(f"{what}: page {number} has rows that overlap")
+            return None
         return nodes
 
     def _big(self, what: str, place: bytes) -> bytes | None:
@@ -326,22 +392,19 @@ class _Walk:
         count = -(-(length + 16) // PAGE)
         if not self._claim(what, number, count):
             return None
-        data = self._file._pread(number * PAGE, 16 + length)
-        own, _, flags = struct.unpack_from("<QHH", data.ljust(16, b"\0"))
-        pages = struct.unpack_from("<I", data.ljust(16, b"\0"), 12)[0]
-        if len(data) < 16 + length or own != number or flags & _KINDS != _OVERFLOW:
+        head = self._file._pread(number * PAGE, 16).ljust(16, b"\0")
+        own, _, flags, pages = _OVERFLOW_HEADER.unpack(head)
+        if self._size < (number + count) * PAGE or own != number or flags != _OVERFLOW:
             self._tell(f"{what}: page {number} is another page")
             return None
         if pages != count:
             self._tell(f"{what}: page {number} has another length")
             return None
         self._counts[2] += count
-        return data[16:]
+        return self._file._pread(number * PAGE + 16, length) if self.values else b""
 
 
 def _ordered(keys: list[bytes], low: bytes, high: bytes | None) -> bool:
-    if not keys:
-        return True
     if keys[0] < low or (high is not None and keys[-1] >= high):
         return False
     return all(before < after for before, after in pairwise(keys))

@@ -36,14 +36,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import BinaryIO
 
 from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
 from mstore.ids import Buffer, PackId
 
 PAGE = 4096
@@ -379,11 +379,17 @@ class PackFiles:
     def __init__(self, directory: Path, *, max_open: int = 128) -> None:
         self.directory = directory
         self._max_open = max_open
-        self._lock = Lock()
+        self._lock = Condition()
+        self._pid = os.getpid()
+        self._is_closed = False
         self._open: OrderedDict[PackId, _OpenPack] = OrderedDict()
 
     def _acquire(self, pack: PackId) -> _OpenPack:
         with self._lock:
+            if self._is_closed:
+                raise Unavailable(
+                    "this store was closed", where=str(self.directory.parent), hint="open it again"
+                )
             opened = self._open.get(pack)
             if opened is not None and os.fstat(opened.fd).st_nlink == 0:
                 # Collected meanwhile: kept open, its space would never come back.
@@ -438,6 +444,8 @@ class PackFiles:
             opened.users -= 1
             if opened.dropped and opened.users == 0:
                 os.close(opened.fd)
+            if self._is_closed:
+                self._lock.notify_all()
 
     @contextmanager
     def _reading(self, pack: PackId) -> Iterator[int]:
@@ -500,11 +508,24 @@ class PackFiles:
         return pack_path(self.directory, pack)
 
     def close(self) -> None:
-        """Close all descriptors."""
+        """Close all descriptors when the reads that run have ended; idempotent.
+
+        Whoever reads later is refused with Unavailable.
+        """
+        if self._pid != os.getpid():
+            # In a forked child the lock may be held by a thread that is not there.
+            self._close_all()
+            return
         with self._lock:
-            for opened in self._open.values():
-                os.close(opened.fd)
-            self._open.clear()
+            self._is_closed = True
+            while any(opened.users for opened in self._open.values()):
+                self._lock.wait()
+            self._close_all()
+
+    def _close_all(self) -> None:
+        while self._open:
+            _, opened = self._open.popitem()
+            os.close(opened.fd)
 
 
 def _is_cached(fd: int, offset: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
+from mstore.blocks import lmdb_check
 from mstore.blocks.index import subject
 from mstore.check import index_file, rows
 from mstore.check.findings import Findings
@@ -87,6 +88,7 @@ class Checker:
         if findings.is_index_wrong:
             return self._report(catalog, Totals(), None, 0, began)
         totals = Footers(catalog, findings).run()
+        self._side_tables()
         graph = Graph(catalog, Findings())
         graph.run()
         bytes_read = self._payloads(catalog, totals)
@@ -158,6 +160,12 @@ class Checker:
         payloads.run(sorted(totals.sound) if self._scope.is_sample else totals.sound)
         return payloads.bytes_read
 
+    def _side_tables(self) -> None:
+        """The files of what can be thrown away; their rows carry checks of their own."""
+        for kind, path in (("statistics", self._layout.stats), ("memo", self._layout.memo)):
+            for what in lmdb_check.faults(path):
+                self.findings.tell(kind, str(path), what)
+
     def _settle(self, catalog: Catalog) -> None:
         """Drop what somebody else's commit explains."""
         findings, index = self.findings, catalog.index
@@ -187,7 +195,8 @@ class Checker:
                 name = min(lost)
                 told += f"; with none left: mstore rm {name}, or mstore reset {name} OTHER"
             return told
-        if findings.stale_mirror:
+        kinds = {problem.kind for problem in findings.problems}
+        if findings.stale_mirror or kinds <= {"statistics", "memo"}:
             return "mstore fsck --repair"
         names = [problem.where for problem in findings.problems if problem.kind == "ref"]
         # Of a ref whose row cannot be read, the mirror has what it said.

@@ -22,9 +22,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mstore import fs
+from mstore.blocks import disposable
 from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
-from mstore.blocks.lmdb_env import Environment
+from mstore.blocks.disposable import Tell, silent
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
@@ -45,17 +45,27 @@ class StatsStore:
     more than the statistics themselves.  What a crash loses is taken again.
     """
 
-    def __init__(self, path: Path) -> None:
-        # Somebody may have deleted it, which costs nothing but time.
-        if fs.make_directory(path, exist_ok=True):
-            fs.sync_directory(path.parent)
-        self._env = Environment.acquire(path, DATABASES, hint=f"rm -r {path}")
+    def __init__(self, path: Path, tell: Tell = silent) -> None:
+        """Open them, or begin anew where they are missing or damaged; `tell` hears of damage."""
+        self._env = disposable.acquire(path, DATABASES, "statistics table", tell)
         self._lock = Lock()
+        self._is_closed = False
         self._pending: dict[tuple[str, bytes], bytes] = {}
 
     def close(self) -> None:
-        """Release the environment."""
-        self._env.release()
+        """Release the environment when the reads that run have ended; idempotent.
+
+        Raises Unavailable inside a call of this thread's own.
+        """
+        self.require_outside()
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            self._env.release()
+
+    def require_outside(self) -> None:
+        """Raise Unavailable inside a transaction of this thread's own."""
+        self._env.require_outside()
 
     def _get(self, database: str, key: bytes) -> bytes | None:
         with self._lock:

@@ -77,7 +77,11 @@ class Catalog:
         return cls(layouts.locate(root))
 
     def close(self) -> None:
-        """Close packs and index."""
+        """Close packs and index when the reads that run have ended; idempotent.
+
+        Raises Unavailable, and closes nothing, inside a call of this thread's own.
+        """
+        self.index.env.require_outside()
         self.packs.close()
         self.index.close()
 
@@ -225,7 +229,10 @@ class Catalog:
         except PackGone:
             fresh = self.locate([block])[0]
             if fresh == location:
-                raise
+                # Or the index itself was replaced, and its packs were moved since.
+                if not self.index.env.follow():
+                    raise
+                fresh = self.locate([block])[0]
             return read(fresh)
 
     def _checked(self, block: BlockId, location: Location) -> Buffer:
@@ -350,6 +357,7 @@ class Catalog:
         try:
             data = self.record_bytes(kind.id_type(id), location)
         except PackGone:
+            self.index.env.follow()
             with self.index.env.read() as transaction:
                 fresh = self.index.record(transaction, kind.kind, id)
             if fresh is None or fresh == location:

@@ -18,10 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mstore import fs
+from mstore.blocks import disposable
 from mstore.blocks.checked_rows import opened, sealed
-from mstore.blocks.lmdb_env import Environment
-from mstore.errors import Corrupt
+from mstore.blocks.disposable import Tell, silent
+from mstore.blocks.lmdb_env import Environment, closed
 from mstore.ids import ID_BYTES, PlanId
 
 DATABASES = ("outputs", "requests")
@@ -37,18 +37,31 @@ class Memo:
     is made by the first flush: a store that never merges has none, and reading makes nothing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tell: Tell = silent) -> None:
         self._path = path
+        self._tell = tell
         self._lock = Lock()
         self._env: Environment | None = None
+        self._is_closed = False
         self._pending: dict[tuple[str, bytes], bytes] = {}
 
     def close(self) -> None:
-        """Release the environment; what was not flushed is forgotten."""
+        """Release the environment when the reads that run have ended; idempotent.
+
+        What was not flushed is forgotten.  Raises Unavailable inside a call of this thread's own.
+        """
+        self.require_outside()
         with self._lock:
-            if self._env is not None:
-                self._env.release()
-                self._env = None
+            env, self._env = self._env, None
+            self._is_closed = True
+        if env is not None:
+            env.release()
+
+    def require_outside(self) -> None:
+        """Raise Unavailable inside a transaction of this thread's own."""
+        env = self._env
+        if env is not None:
+            env.require_outside()
 
     def outputs(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The rows of these memo keys, None where there is none; one read transaction."""
@@ -129,21 +142,12 @@ class Memo:
 
     def _open(self, *, create: bool) -> Environment | None:
         with self._lock:
+            if self._is_closed:
+                raise closed(self._path)
             if self._env is None:
-                if create:
-                    if fs.make_directory(self._path, exist_ok=True):
-                        fs.sync_directory(self._path.parent)
-                elif not (self._path / "data.mdb").exists():
+                if not create and not (self._path / "data.mdb").exists():
                     return None
-                try:
-                    hint = f"rm -r {self._path}"
-                    self._env = Environment.acquire(self._path, DATABASES, hint=hint)
-                except Corrupt as error:
-                    raise Corrupt(
-                        "the memo table is damaged; nothing in it is needed",
-                        where=error.where,
-                        hint=hint,
-                    ) from error
+                self._env = disposable.acquire(self._path, DATABASES, "memo table", self._tell)
             return self._env
 
 

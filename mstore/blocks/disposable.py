@@ -1,0 +1,69 @@
+"""LMDB environments that can be thrown away: a damaged one is set aside and made anew.
+
+The whole directory is renamed, with data and lock file: whoever has it open goes on with both, and
+no two processes ever have different data under one lock file.  The directory's own lock (flock)
+lets one process at a time do so, and a second one that saw the damage finds a new directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mstore import fs
+from mstore.blocks import lmdb_check
+from mstore.blocks.lmdb_env import Environment
+from mstore.errors import Corrupt, StorageFailed
+
+Tell = Callable[[str], None]
+_ATTEMPTS = 3
+
+
+def silent(note: str) -> None:
+    """Tell nobody."""
+
+
+def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment:
+    """The environment of this path, made if it is missing; a damaged one is set aside first.
+
+    what: the name of its contents, for people; `tell` hears of what was set aside, and where.
+    Raises Corrupt where it cannot be set aside (a disk that may only be read), StorageFailed.
+    """
+    for _ in range(_ATTEMPTS):
+        # Somebody may have deleted it, which costs nothing but time.
+        if fs.make_directory(path, exist_ok=True):
+            fs.sync_directory(path.parent)
+        try:
+            return Environment.acquire(path, databases, hint=f"rm -r {path}")
+        except Corrupt as error:
+            damage = error
+            try:
+                aside = _set_aside(path)
+            except StorageFailed:
+                break
+            if aside is not None:
+                why = damage.what.removeprefix("damaged index: ")
+                tell(
+                    f"the {what} was damaged ({why}) and is made anew; nothing in it is needed, "
+                    f"and {aside} can be deleted"
+                )
+    raise Corrupt(
+        f"the {what} is damaged; nothing in it is needed", where=damage.where, hint=damage.hint
+    ) from damage
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Rename the directory if it still is damaged; returns its new name."""
+    lock = fs.LockFile(path, create=False)
+    try:
+        lock.acquire()
+        if not lock.is_current() or not lmdb_check.faults(path):
+            return None
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        aside = path.with_name(f"{path.name}.damaged-{moment}-{time.time_ns() % 10**6:06d}")
+        fs.rename(path, aside)
+        fs.sync_directory(path.parent)
+        return aside
+    finally:
+        lock.release()
