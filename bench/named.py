@@ -1,4 +1,4 @@
-"""One command on a store of `refs.py`, in a process of its own; prints its seconds.
+"""One command on a store of `refs.py`, in a process of its own; prints its wall and CPU seconds.
 
     python bench/named.py TASK STORE ROUND
 
@@ -18,43 +18,54 @@ import mstore.usage  # noqa: F401 -- what tasks import late must not be in their
 from mstore import Store
 
 EXPERT = "family0/expert0"
+Took = tuple[float, float]
+"""Wall and CPU seconds."""
 
 
-def tag(store: Store, number: int) -> float:
-    began = time.perf_counter()
+def now() -> Took:
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Took) -> Took:
+    wall, cpu = now()
+    return wall - began[0], cpu - began[1]
+
+
+def tag(store: Store, number: int) -> Took:
+    began = now()
     store.tag(f"tag{number}", EXPERT)
-    seconds = time.perf_counter() - began
+    took = since(began)
     store.remove(f"tag{number}")
-    return seconds
+    return took
 
 
-def refs(store: Store, number: int) -> float:
-    began = time.perf_counter()
+def refs(store: Store, number: int) -> Took:
+    began = now()
     store.refs()
-    return time.perf_counter() - began
+    return since(began)
 
 
-def remove(store: Store, number: int) -> float:
-    began = time.perf_counter()
+def remove(store: Store, number: int) -> Took:
+    began = now()
     store.remove(EXPERT)
-    seconds = time.perf_counter() - began
+    took = since(began)
     store.reset(EXPERT, f"{EXPERT}@{{1}}")
-    return seconds
+    return took
 
 
-def du(store: Store, number: int) -> float:
-    began = time.perf_counter()
+def du(store: Store, number: int) -> Took:
+    began = now()
     store.usage()
-    return time.perf_counter() - began
+    return since(began)
 
 
-def du_of_one(store: Store, number: int) -> float:
-    began = time.perf_counter()
+def du_of_one(store: Store, number: int) -> Took:
+    began = now()
     store.usage([EXPERT])
-    return time.perf_counter() - began
+    return since(began)
 
 
-TASKS: dict[str, Callable[[Store, int], float]] = {
+TASKS: dict[str, Callable[[Store, int], Took]] = {
     "tag": tag,
     "refs": refs,
     "rm": remove,
@@ -68,7 +79,8 @@ def main() -> None:
     with Store.open(path) as store:
         # What a first call brings into the process (the index opened for writing) is not of refs.
         store.configure("codec", "auto")
-        print(json.dumps({"seconds": task(store, number)}))
+        wall, cpu = task(store, number)
+    print(json.dumps({"wall": wall, "cpu": cpu}))
 
 
 if __name__ == "__main__":

@@ -49,17 +49,20 @@ def simulate(path: Path, refs: int) -> Figures:
 
 
 def measured(store: Path, libraries: dict[str, Path], rounds: int) -> Figures:
-    """Seconds of each command with each library, in turn."""
+    """Wall and CPU seconds of each command with each library, in turn."""
     program = str(Path(__file__).parent / "named.py")
     found: Figures = {}
     for task in TASKS:
-        seconds: dict[str, list[float]] = {name: [] for name in libraries}
+        told: dict[str, list[Figures]] = {name: [] for name in libraries}
         for number in range(rounds):
             for name, library in libraries.items():
                 env = {**os.environ, "PYTHONPATH": str(library)}
                 done = run([sys.executable, program, task, str(store), str(number)], env=env)
-                seconds[name].append(json.loads(done.output)["seconds"])
-        found[task] = {name: spread(values) for name, values in seconds.items()}
+                told[name].append(json.loads(done.output))
+        found[task] = {
+            name: {clock: spread([one[clock] for one in runs]) for clock in ("wall", "cpu")}
+            for name, runs in told.items()
+        }
         print(task, found[task], flush=True)
     return found
 
