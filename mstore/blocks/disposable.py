@@ -1,4 +1,4 @@
-"""LMDB environments that can be thrown away: a damaged one is set aside and made anew.
+"""LMDB environments that can be thrown away: a damaged one is set aside and replaced.
 
 The whole directory is renamed, with data and lock file: whoever has it open goes on with both, and
 no two processes ever have different data under one lock file.  The directory's own lock (flock)
@@ -7,6 +7,7 @@ lets one process at a time do so, and a second one that saw the damage finds a n
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt, StorageFailed
 
 Tell = Callable[[str], None]
-_ATTEMPTS = 3
+_ATTEMPTS = 10
 
 
 def silent(note: str) -> None:
@@ -30,26 +31,36 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
     what: the name of its contents, for people; `tell` hears of what was set aside, and where.
     Raises Corrupt where it cannot be set aside (a disk that may only be read), StorageFailed.
     """
-    for _ in range(_ATTEMPTS):
+    damage: Corrupt | None = None
+    for attempt in range(_ATTEMPTS):
         # Somebody may have deleted it, which costs nothing but time.
         if fs.make_directory(path, exist_ok=True):
             fs.sync_directory(path.parent)
         try:
             return Environment.acquire(path, databases, hint=f"rm -r {path}")
+        except StorageFailed as error:
+            if error.errno != errno.ENOENT or attempt == _ATTEMPTS - 1:
+                raise
+            # Another process has just set it aside.
         except Corrupt as error:
             damage = error
             try:
                 aside = _set_aside(path)
-            except StorageFailed:
+            except StorageFailed as failed:
+                if failed.errno == errno.ENOENT:
+                    # Another process has set it aside.
+                    continue
                 break
             if aside is not None:
                 why = damage.what.removeprefix("damaged index: ")
                 tell(
-                    f"the {what} was damaged ({why}) and is made anew; nothing in it is needed, "
-                    f"and {aside} can be deleted"
+                    f"the {what} was damaged ({why}) and is replaced by a new one; nothing in it "
+                    f"is needed, and {aside} can be deleted"
                 )
     raise Corrupt(
-        f"the {what} is damaged; nothing in it is needed", where=damage.where, hint=damage.hint
+        f"the {what} is damaged; nothing in it is needed",
+        where=str(path),
+        hint=f"rm -r {path}",
     ) from damage
 
 
