@@ -221,6 +221,8 @@ def collecting(sources: Path, disk: Path) -> Life:
         # A pack of two snapshots, one of which stays.
         old = store.add(third, name="team/old", threads=1).snapshot
         life.before["team/old"], life.contents[old] = old, model_files(8)
+        # This process knows the packs by number that gc takes.
+        store.log()
         life.recording = Recording(disk)
         with fs.observed(life.recording.observe):
             life.goes[life.before["t1"]] = life.now
