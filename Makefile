@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup demo test test-slow fuzz soak check conformance format clean
+.PHONY: setup demo test test-slow fuzz soak adversary check conformance format clean
 
 setup:
 	@scripts/setup
@@ -25,6 +25,10 @@ fuzz: setup
 # Eight processes at work in one store at once, for SECONDS: is anything ever lost?
 soak: setup
 	@$(PYTHON) tests/soak.py --seconds $(SECONDS)
+
+# Stores whose index, statistics, memo or mirror is damaged, for SECONDS: is anything ever lost?
+adversary: setup
+	@$(PYTHON) tests/adversary/trials.py $(SECONDS)
 
 check: setup
 	@$(PYTHON) -m ruff check .

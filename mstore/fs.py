@@ -461,8 +461,18 @@ def make_directories(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def remove_empty(path: Path) -> None:
+    """Remove a directory that is empty; one that is not, or is gone, is left as it is."""
+    _announce("rmtree", path)
+    with suppress(OSError):
+        path.rmdir()
+
+
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all below it; quiet if it is gone."""
+    """Remove a directory and all below it; quiet if it is gone.
+
+    For directories of the store's own: by its path, so whoever may rename there decides what goes.
+    """
     if not os.path.lexists(path):
         return
     with translated(path):

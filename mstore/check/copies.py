@@ -183,7 +183,7 @@ class CheckpointCopies:
     def _file(
         self, source: SourceFile, missing: set[Key], parts: list[Part], tick: Tick
     ) -> Iterator[Copy]:
-        with open_regular(source.absolute) as (descriptor, _):
+        with open_regular(source.absolute, source.stamp) as (descriptor, _):
             for name, dtype, shape, begin, nbytes in _cut(source):
                 form = Form(codecs.elements_of(dtype).width)
                 ids = []

@@ -129,7 +129,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     except BaseException as error:
         # Nothing is locked yet: what lies there may be somebody else's.
         if is_new and root.is_dir() and not any(root.iterdir()):
-            fs.remove_tree(root)
+            fs.remove_empty(root)
         if isinstance(error, StorageFailed) and error.hint is None:
             error.hint = "name a new directory, in one that you may write to"
         raise
@@ -152,7 +152,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
             fs.unlink(root / "format", missing_ok=True)
             fs.unlink(layout.lock, missing_ok=True)
             if is_new:
-                fs.remove_tree(root)
+                fs.remove_empty(root)
             raise
     finally:
         lock.release()

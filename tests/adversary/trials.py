@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,9 @@ from lives import Life, Promises  # noqa: E402
 from small_models import small_model  # noqa: E402
 
 from mstore.api import Store  # noqa: E402
-from mstore.errors import Corrupt, MstoreError  # noqa: E402
+from mstore.errors import MstoreError  # noqa: E402
+from mstore.store import generation, lost_found, mirror  # noqa: E402
+from mstore.store.layout import Layout  # noqa: E402
 
 LONGEST = 240.0
 """Seconds after which a trial counts as hung: a loaded machine takes a tenth of that."""
@@ -206,6 +208,24 @@ def run(past: Past, seed: int) -> str | None:
         return wrong and f"seed {seed}: {wrong}\n{(scratch / 'told').read_text()}"
 
 
+def _delete_unknown() -> None:
+    def deleted(layout: Layout, packs: Sequence[Path]) -> list[Path]:
+        for path in packs:
+            path.unlink()
+        return list(packs)
+
+    lost_found.put_aside = deleted
+
+
+def _ignore_generations() -> None:
+    generation.doubt = lambda *given, **more: None
+    mirror.differences = lambda *given, **more: []
+    _delete_unknown()
+
+
+MUTANTS = {"unknown packs deleted": _delete_unknown, "generations ignored": _ignore_generations}
+
+
 def main() -> int:
     """Run trials until the time is over, or so many were done."""
     parser = argparse.ArgumentParser(
@@ -215,7 +235,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--trials", type=int, default=1 << 60)
     parser.add_argument("--only", type=int, metavar="SEED")
+    parser.add_argument("--mutant", choices=MUTANTS, help="break a promise first, to see it told")
     asked = parser.parse_args()
+    if asked.mutant is not None:
+        MUTANTS[asked.mutant]()
     with tempfile.TemporaryDirectory(prefix="mstore-adversary-") as directory:
         # In a child: a process that has had an environment open must not fork.
         found: list[Past] = []
@@ -258,5 +281,4 @@ def _load(directory: Path) -> list[Past]:
 
 
 if __name__ == "__main__":
-    assert Corrupt
     sys.exit(main())
