@@ -43,9 +43,11 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
                 raise
             # Another process has just set it aside.
         except Corrupt as error:
+            # LMDB may refuse what looks whole page by page: then its word counts, the second time.
+            is_sure = damage is not None and damage.what == error.what
             damage = error
             try:
-                aside = _set_aside(path)
+                aside = _set_aside(path, is_sure=is_sure)
             except StorageFailed as failed:
                 if failed.errno == errno.ENOENT:
                     # Another process has set it aside.
@@ -64,12 +66,15 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
     ) from damage
 
 
-def _set_aside(path: Path) -> Path | None:
-    """Rename the directory if it still is damaged; returns its new name."""
+def _set_aside(path: Path, *, is_sure: bool) -> Path | None:
+    """Rename the directory if it still is damaged; returns its new name.
+
+    is_sure: it is, whatever its pages look like.
+    """
     lock = fs.LockFile(path, create=False)
     try:
         lock.acquire()
-        if not lock.is_current() or not lmdb_check.faults(path):
+        if not lock.is_current() or not (is_sure or lmdb_check.faults(path)):
             return None
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         aside = path.with_name(f"{path.name}.damaged-{moment}-{time.time_ns() % 10**6:06d}")
