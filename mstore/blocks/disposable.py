@@ -7,6 +7,8 @@ lets one process at a time do so, and a second one that saw the damage finds a n
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt, StorageFailed
 
 Tell = Callable[[str], None]
-_ATTEMPTS = 3
+_ATTEMPTS = 10
 
 
 def silent(note: str) -> None:
@@ -34,23 +36,40 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
         # Somebody may have deleted it, which costs nothing but time.
         if fs.make_directory(path, exist_ok=True):
             fs.sync_directory(path.parent)
+        found = _inode(path)
         try:
-            return Environment.acquire(path, databases, hint=f"rm -r {path}")
+            env = Environment.acquire(path, databases, hint=f"rm -r {path}")
+            if _inode(path) == found:
+                return env
+            # Its two files may be of two directories: somebody set one aside just now.
+            env.release()
+        except (StorageFailed, FileNotFoundError):
+            if _inode(path) == found:
+                raise
         except Corrupt as error:
-            damage = error
             try:
                 aside = _set_aside(path)
-            except StorageFailed:
+            except StorageFailed as refusal:
+                if refusal.errno == errno.ENOENT:
+                    # Another process is just setting it aside.
+                    continue
                 break
             if aside is not None:
-                why = damage.what.removeprefix("damaged index: ")
+                why = error.what.removeprefix("damaged index: ")
                 tell(
                     f"the {what} was damaged ({why}) and is made anew; nothing in it is needed, "
                     f"and {aside} can be deleted"
                 )
     raise Corrupt(
-        f"the {what} is damaged; nothing in it is needed", where=damage.where, hint=damage.hint
-    ) from damage
+        f"the {what} is damaged; nothing in it is needed", where=str(path), hint=f"rm -r {path}"
+    )
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _set_aside(path: Path) -> Path | None:
