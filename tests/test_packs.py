@@ -307,6 +307,10 @@ def test_missing_and_short_packs_are_corrupt(tmp_path: Path) -> None:
     assert short.value.where == str(pack.path)
     with pytest.raises(Corrupt, match="too early"):
         files.read_into(pack.id, pack.size - 10, memoryview(bytearray(20)))
+    for nowhere in (1 << 63, 1 << 64):
+        with pytest.raises(Corrupt, match="too early"):
+            files.read(pack.id, nowhere, 1)
+        files.will_need(pack.id, nowhere, 1)
     other = PackId(bytes(32))
     files.will_need(other, 0, 1)
     with pytest.raises(Corrupt, match="missing") as gone:

@@ -8,6 +8,7 @@ lets one process at a time do so, and a second one that saw the damage finds a n
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,39 +32,48 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
     what: the name of its contents, for people; `tell` hears of what was set aside, and where.
     Raises Corrupt where it cannot be set aside (a disk that may only be read), StorageFailed.
     """
-    damage: Corrupt | None = None
-    for attempt in range(_ATTEMPTS):
+    refused = ""
+    for _ in range(_ATTEMPTS):
         # Somebody may have deleted it, which costs nothing but time.
         if fs.make_directory(path, exist_ok=True):
             fs.sync_directory(path.parent)
+        found = _inode(path)
         try:
-            return Environment.acquire(path, databases, hint=f"rm -r {path}")
-        except StorageFailed as error:
-            if error.errno != errno.ENOENT or attempt == _ATTEMPTS - 1:
+            env = Environment.acquire(path, databases, hint=f"rm -r {path}")
+            if _inode(path) == found:
+                return env
+            # Its two files may be of two directories: somebody set one aside just now.
+            env.release()
+        except (StorageFailed, FileNotFoundError):
+            if _inode(path) == found:
                 raise
-            # Another process has just set it aside.
         except Corrupt as error:
             # LMDB may refuse what looks whole page by page: then its word counts, the second time.
-            is_sure = damage is not None and damage.what == error.what
-            damage = error
+            is_sure = refused == error.what
+            refused = error.what
             try:
                 aside = _set_aside(path, is_sure=is_sure)
-            except StorageFailed as failed:
-                if failed.errno == errno.ENOENT:
-                    # Another process has set it aside.
+            except StorageFailed as refusal:
+                if refusal.errno == errno.ENOENT:
+                    # Another process is just setting it aside.
                     continue
                 break
             if aside is not None:
-                why = damage.what.removeprefix("damaged index: ")
+                why = error.what.removeprefix("damaged index: ")
                 tell(
                     f"the {what} was damaged ({why}) and is replaced by a new one; nothing in it "
                     f"is needed, and {aside} can be deleted"
                 )
     raise Corrupt(
-        f"the {what} is damaged; nothing in it is needed",
-        where=str(path),
-        hint=f"rm -r {path}",
-    ) from damage
+        f"the {what} is damaged; nothing in it is needed", where=str(path), hint=f"rm -r {path}"
+    )
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _set_aside(path: Path, *, is_sure: bool) -> Path | None:

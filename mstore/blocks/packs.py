@@ -449,7 +449,10 @@ class PackFiles:
 
     @contextmanager
     def _reading(self, pack: PackId) -> Iterator[int]:
-        """A descriptor of the pack; OSError becomes StorageFailed that names the file."""
+        """A descriptor of the pack; OSError becomes StorageFailed that names the file.
+
+        Raises Corrupt for an offset that no file can have.
+        """
         opened = self._acquire(pack)
         try:
             yield opened.fd
@@ -460,6 +463,9 @@ class PackFiles:
                 errno=error.errno,
                 hint="mstore fsck --read-data",
             ) from error
+        except OverflowError as error:
+            # A damaged row may name a place that no file can have.
+            raise self._too_short(pack) from error
         finally:
             self._release(opened)
 
