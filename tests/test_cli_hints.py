@@ -196,7 +196,7 @@ def test_reindex_without_an_index(mstore: Program) -> None:
     for file in (mstore.store / "index").iterdir():
         file.unlink()
     done = mstore.succeed("reindex")
-    assert "old index: there was none" in done.lines
+    assert "warning: old index: there was none" in done.err
     assert "no such file" not in done.out
 
 

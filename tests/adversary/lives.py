@@ -95,7 +95,9 @@ class Life:
         """Remove a ref: nothing is promised of it any more."""
         with Store.open(self.root) as store:
             store.remove(name)
-        del self.promises.contents[self.promises.refs.pop(name)]
+        id = self.promises.refs.pop(name)
+        if id not in self.promises.refs.values():
+            del self.promises.contents[id]
 
     def merge(self, name: str, base: str, experts: list[str], weight: float) -> SnapshotId:
         """Merge experts into a base, in equal parts."""

@@ -206,7 +206,7 @@ def test_root_that_cannot_give_away_writes_nothing(
             assert refused.value.hint.startswith("sudo -u '#54321' mstore")
             assert contents(root) == before
         assert [ref.name for ref in store.refs()] == ["base"]
-        store.checkout("base", home / "out")
+        store.checkout("base", home / "out", shared=True)
 
 
 @needs_root
@@ -214,7 +214,7 @@ def test_outside_the_store_root_is_root(home: Path, root: Path) -> None:
     """What root checks out is root's, and so is what others' links in a store lead to."""
     with Store.open(root) as store:
         store.add(home / "models" / "0", name="base")
-        store.checkout("base", home / "out")
+        store.checkout("base", home / "out", shared=True)
     assert {path.lstat().st_uid for path in (home / "out").rglob("*")} == {0}
     precious = home / "precious"
     precious.write_bytes(b"root's own")
