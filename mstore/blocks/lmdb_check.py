@@ -125,11 +125,13 @@ def _looked_at(directory: Path, *, always: bool) -> tuple[list[str], bytes]:
 
 def _walked(file: LmdbFile) -> list[str]:
     found: list[str] = []
-    file.check_pages(_few(found))
+    file.check_pages(at_most(found))
     return found
 
 
-def _few(found: list[str]) -> Callable[[str], None]:
+def at_most(found: list[str]) -> Callable[[str], None]:
+    """Adds what is told to a list, until that has twenty lines."""
+
     def tell(what: str) -> None:
         if len(found) < _TELL_AT_MOST:
             found.append(what)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.blocks.index import DATABASES
+from mstore.blocks.lmdb_check import at_most
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import ID_BYTES
@@ -28,7 +28,6 @@ _FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
     b"pack_ids": (frozenset({ID_BYTES}), frozenset({4 + CHECK_BYTES})),
     b"snapshots": (frozenset({ID_BYTES}), frozenset({ID_BYTES + 8 + CHECK_BYTES})),
 }
-_TELL_AT_MOST = 20
 _ATTEMPTS = 20
 _PAUSE = 0.01
 
@@ -69,7 +68,7 @@ def _faults_from_outside(layout: Layout) -> list[str]:
 
 def _faults(file: LmdbFile) -> list[str]:
     found: list[str] = []
-    tell = _few(found)
+    tell = at_most(found)
 
     def look(database: bytes, key: bytes, value: bytes) -> None:
         form = _FORMS.get(database)
@@ -81,14 +80,6 @@ def _faults(file: LmdbFile) -> list[str]:
         if name.encode() not in names:
             tell(f"the database {name} is missing")
     return found
-
-
-def _few(found: list[str]) -> Callable[[str], None]:
-    def tell(what: str) -> None:
-        if len(found) < _TELL_AT_MOST:
-            found.append(what)
-
-    return tell
 
 
 def require_sound(layout: Layout) -> None:

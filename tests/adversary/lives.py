@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,28 +31,23 @@ class Promises:
                 reached = {one.snapshot for ref in store.refs() for one in store.log(ref.name)}
                 if id not in named | reached:
                     yield f"{name}: no ref leads to {id.short}"
-            for id in set(self.refs.values()):
-                try:
-                    view = store.view(str(id))
-                    found = {path: b"".join(view.stream(path)) for path in view.files}
-                except MstoreError as error:
-                    yield f"snapshot {id.short}: {error}"
-                    continue
-                if found != self.contents[id]:
-                    yield f"snapshot {id.short}: other bytes"
+            yield from self._spoiled(store, set(self.refs.values()))
 
     def lost(self, root: Path) -> Iterator[str]:
         """Every snapshot that was acknowledged under a name that stands, and is not there whole."""
         with Store.open(root) as store:
-            for id in sorted(self.contents):
-                try:
-                    view = store.view(str(id))
-                    found = {path: b"".join(view.stream(path)) for path in view.files}
-                except MstoreError as error:
-                    yield f"snapshot {id.short}: {error}"
-                    continue
-                if found != self.contents[id]:
-                    yield f"snapshot {id.short}: other bytes"
+            yield from self._spoiled(store, self.contents)
+
+    def _spoiled(self, store: Store, ids: Iterable[SnapshotId]) -> Iterator[str]:
+        for id in sorted(ids):
+            try:
+                view = store.view(str(id))
+                found = {path: b"".join(view.stream(path)) for path in view.files}
+            except MstoreError as error:
+                yield f"snapshot {id.short}: {error}"
+                continue
+            if found != self.contents[id]:
+                yield f"snapshot {id.short}: other bytes"
 
     def require_kept(self, root: Path) -> None:
         """All of it is there, and a garbage collection takes nothing of it."""
