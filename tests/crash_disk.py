@@ -174,6 +174,10 @@ class Disk:
             case "rename":
                 self._name(event.target, self._find(event.path))
                 self._name(event.path, None)
+            case "exchange":
+                first, second = self._find(event.path), self._find(event.target)
+                self._name(event.target, first)
+                self._name(event.path, second)
             case "link":
                 self._name(event.target, self._find(event.path))
             case "unlink":
