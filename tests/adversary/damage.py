@@ -46,8 +46,8 @@ def flips_in_a_head(root: Path, older: Older, draw: random.Random) -> str:
     if path is None:
         return "nothing"
     data = bytearray(path.read_bytes())
-    page = draw.choice([0, 1, draw.randrange(len(data) // PAGE)])
-    place = page * PAGE + draw.randrange(160)
+    page = draw.choice([0, 1, draw.randrange(1 + len(data) // PAGE)])
+    place = min(len(data) - 1, page * PAGE + draw.randrange(160))
     data[place] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
     return f"{path.parent.name}: a bit at {place}"
@@ -71,7 +71,7 @@ def pages(root: Path, older: Older, draw: random.Random) -> str:
     if path is None:
         return "nothing"
     data = bytearray(path.read_bytes())
-    count = len(data) // PAGE
+    count = -(-len(data) // PAGE)
     number, other = draw.randrange(count), draw.randrange(count)
     what = draw.choice(["zeros", "noise", "a copy"])
     page = {
