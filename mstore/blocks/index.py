@@ -115,6 +115,16 @@ def subject(database: str, key: bytes) -> tuple[str, str]:
     return "index", f"{database} {key.hex()}"
 
 
+def damaged(database: str, key: bytes) -> Corrupt:
+    """The error for a row that does not match its check."""
+    kind, name = subject(database, key)
+    return Corrupt(
+        f"the index's row of this {kind} does not match its check",
+        where=f"plan {name}" if kind == "plan" else name,
+        hint="mstore reindex",
+    )
+
+
 def _hashed(key: bytes) -> bytes:
     # Keys differ in length: without it, a bit could pass from a key to its value.
     return len(key).to_bytes(2, "big") + key
@@ -359,12 +369,7 @@ class Index:
 def _opened(database: str, key: bytes, row: bytes) -> bytes:
     value = opened(database, key, row)
     if value is None:
-        kind, name = subject(database, key)
-        raise Corrupt(
-            f"the index's row of this {kind} does not match its check",
-            where=f"plan {name}" if kind == "plan" else name,
-            hint="mstore reindex",
-        )
+        raise damaged(database, key)
     return value
 
 

@@ -72,8 +72,8 @@ def reindex(
         old = OldIndex.read(layout) if use_old_index else None
         workplace = layout.tmp / f"reindex-{secrets.token_hex(4)}"
         fs.make_directory(workplace, mode=0o700)
-        fs.make_directory(workplace / "index")
         try:
+            fs.make_directory(workplace / "index")
             returned = lost_found.bring_back(layout)
             index = Index(workplace / "index", create=True)
             try:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from mstore.blocks.index import subject
+from mstore.blocks.index import damaged
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.check import index_file, rows
 from mstore.check.findings import Key
@@ -37,12 +37,7 @@ def require_sound_names(catalog: Catalog) -> None:
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
     for database, key in rows.damaged(catalog.index):
-        kind, name = subject(database, key)
-        raise Corrupt(
-            f"the index's row of this {kind} does not match its check",
-            where=name,
-            hint="mstore reindex",
-        )
+        raise damaged(database, key)
     try:
         told = mirror.read(catalog.layout)
     except MstoreError as error:
