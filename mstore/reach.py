@@ -281,8 +281,8 @@ class Reach:
     def live_among(self, kind: Kind, ids: Sequence[bytes]) -> list[bytes]:
         """Which of these have a row that is reached."""
         found = self.inventory.tables[kind].find(b"".join(ids))
-        live = (found >= 0) & self.live[kind][found]
-        return [ids[at] for at in np.flatnonzero(live).tolist()]
+        there = np.flatnonzero(found >= 0)
+        return [ids[at] for at in there[self.live[kind][found[there]]].tolist()]
 
     def grow(self, roots: Roots, later: Any = None) -> None:
         """Mark all that these roots keep.

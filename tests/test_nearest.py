@@ -309,7 +309,7 @@ def test_pruned_snapshots_are_no_candidates(store: Store, models: Models) -> Non
     root = tuned.base
     assert root is not None
     with index.env.write() as transaction:
-        transaction.put(root.snapshot, bytes(8), db=index.db("pruned"))
+        index.put(transaction, "pruned", root.snapshot, bytes(8))
     assert base_of(models.add("next", moved(base, 3, 0.01))) == "tuned"
 
 

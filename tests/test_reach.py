@@ -69,6 +69,15 @@ def test_reached_blocks_are_those_that_a_walk_finds(store: Store, names: tuple[s
     assert reach.missing == set()
 
 
+def test_only_what_has_a_row_and_is_reached_is_live(store: Store) -> None:
+    """Of ids that nothing reaches, that have no row, or whose kind has none, none is live."""
+    reach = reached(store, roots_of(store, "base"))
+    base, other = (store[name].id for name in ("base", "other"))
+    assert reach.live_among(Kind.SNAPSHOT, [other, bytes(32), base]) == [base]
+    assert len(reach.inventory.tables[Kind.SIGNATURE]) == 0
+    assert reach.live_among(Kind.SIGNATURE, [bytes(32)]) == []
+
+
 def test_a_base_of_deltas_lives_without_its_snapshot(store: Store) -> None:
     """The base snapshot pruned, the blocks that deltas refer to stay, and the others do not."""
     reach = reached(store, roots_of(store, "expert", pruned=("base",)))

@@ -288,7 +288,7 @@ def test_a_row_of_another_snapshot_is_corrupt(store: Store, keys: Path) -> None:
     (store.path.parent / "a" / "more.txt").write_text("more")
     store.add(store.path.parent / "a", name="b")
     with catalog.index.env.write() as rows:
-        rows.put(store["b"].id + record.id(), b"", db=catalog.index.db("signatures"))
+        catalog.index.put(rows, "signatures", store["b"].id + record.id(), b"")
     with pytest.raises(Corrupt, match="another snapshot"):
         store.verify("b", {})
 

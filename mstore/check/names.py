@@ -87,7 +87,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         ]
         if others:
             notes.append(f"{name}: {_told(chosen)} is taken; {'; '.join(map(_told, others))}")
-    told = [found.generation for _, found in mirrors] + [mirror.newest_generation(layout)]
+    told = [found.generation for _, found in mirrors] + [mirror.earlier_generation(layout)]
     return Names(
         refs=settled,
         removed=removed,

@@ -39,7 +39,7 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
     """
     # Witnesses first: what is published in between is in the index then.
     told = mirror.generation(layout)
-    newest = mirror.newest_generation(layout)
+    newest = max(told or 0, mirror.earlier_generation(layout))
     try:
         # A mirror that can be read tells what the last acknowledged commit was.
         unknown = unknown_packs(layout, index) if packs or told is None else []

@@ -118,10 +118,9 @@ def generation(layout: Layout) -> int | None:
     return None
 
 
-def newest_generation(layout: Layout) -> int:
-    """The latest generation that the mirror, or one that it replaced, tells of; 0 for none."""
-    told = [number for number, _ in _versions(layout)]
-    return max([generation(layout) or 0, *told], default=0)
+def earlier_generation(layout: Layout) -> int:
+    """The latest generation of a mirror that was replaced; 0 for none.  Looks at names only."""
+    return max((number for number, _ in _versions(layout)), default=0)
 
 
 def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
