@@ -743,7 +743,7 @@ class GcReport:
     leftover_files, leftover_bytes: what interrupted commands had left in tmp/, which goes too;
     `waiting_bytes` of it comes free when the operations in `waiting_for` have ended.  `left` says
     what was not done and why.  put_aside: packs that the index does not know, which were moved to
-    lost+found/; all that lies there takes `lost_found_bytes`.
+    lost+found/; all that lies there takes `lost_found_bytes`.  `emptied_bytes` were removed there.
     """
 
     dry_run: bool
@@ -766,6 +766,7 @@ class GcReport:
     left: tuple[str, ...]
     put_aside: tuple[str, ...]
     lost_found_bytes: int
+    emptied_bytes: int
     seconds: float
 
 

@@ -180,6 +180,7 @@ _OWN: dict[type, dict[str, str]] = {
         "left": "what was not done, and why",
         "put_aside": "packs that the index does not know, which move to lost+found/",
         "lost_found_bytes": "what lies in lost+found/ then",
+        "emptied_bytes": "what was removed from lost+found/",
     },
     reports.PruneReport: {
         "dry_run": "whether it only says what would be pruned",

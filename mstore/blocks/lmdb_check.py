@@ -54,14 +54,28 @@ def require_sound(directory: Path, hint: str) -> bytes:
 def faults(directory: Path) -> list[str]:
     """What is wrong with an environment's file, at most twenty things; [] where there is none.
 
-    Reads every page.  Raises StorageFailed.
+    Reads every page.  One that LMDB never wrote a head to has none: whoever opens it makes it.
+    Raises StorageFailed.
     """
+    if not is_born(directory / DATA):
+        return []
     try:
         return _looked_at(directory, always=True)[0]
     except StorageFailed as error:
         if error.errno != errno.ENOENT:
             raise
         return []
+
+
+def is_born(data: Path) -> bool:
+    """Whether LMDB ever got as far as a header here; a crash may leave no byte, or only zeros."""
+    try:
+        with fs.translated(data), data.open("rb") as file:
+            return any(file.read(4096))
+    except StorageFailed as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
 
 
 class Trust:

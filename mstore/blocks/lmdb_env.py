@@ -74,7 +74,7 @@ class Environment:
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
-        if not _is_born(path / "data.mdb"):
+        if not lmdb_check.is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
             self._create()
@@ -187,7 +187,7 @@ class Environment:
         """Make what is missing; the files' names are durable when this returns."""
         data = self.path / "data.mdb"
         # A file of no bytes may be one that another process is about to fill; LMDB takes it.
-        if data.exists() and data.stat().st_size > 0 and not _is_born(data):
+        if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
             fs.unlink(data)
         try:
             # LMDB would make a sparse file and map it: on a full disk that is a SIGBUS.
@@ -518,17 +518,6 @@ def _file_id(path: Path) -> _FileId:
         except FileNotFoundError:
             found.append(None)
     return found[0], found[1]
-
-
-def _is_born(data: Path) -> bool:
-    """Whether LMDB ever got as far as a header here; a crash may leave no byte, or only zeros."""
-    try:
-        with fs.translated(data), data.open("rb") as file:
-            return any(file.read(4096))
-    except StorageFailed as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
 
 
 def _translated(error: Any, path: Path, hint: str) -> StorageFailed | Corrupt:

@@ -61,6 +61,7 @@ IOV_MAX = 1024
 
 _HEADER = struct.Struct("<8sI4x16s32sQ")
 _OLD_HEADER_BYTES = 64
+_STORE_UUID = slice(16, 32)
 _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
@@ -306,6 +307,14 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
         head, offset, length, digest = _ends(file, where)
         table = _table(file, offset, length, digest, where)
     return PackId.of(head + table), tuple(_entries(table, offset, where))
+
+
+def store_of(path: Path) -> bytes:
+    """The UUID of the store that a pack was written for.  Raises as `read_table` does."""
+    where = str(path)
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        head, _, _, _ = _ends(file, where)
+    return head[_STORE_UUID]
 
 
 def generation_of(path: Path) -> int:

@@ -63,7 +63,10 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         # One that was replaced tells less, but it tells.
         for path, found in mirror.earlier(layout)[:1]:
             mirrors.append((path.name, found))
-            notes.append(f"{path.name} (generation {found.generation}) was read in its place")
+            notes.append(
+                f"{path.name} (generation {found.generation}) was read in its place: a ref that "
+                "moved since may be where it was then"
+            )
     index_generation = _index_generation(old)
     names = {name for _, found in mirrors for name in found.refs} | old.refs.keys()
     names |= old.moves.keys()
@@ -86,7 +89,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
             and not _is_explained(word, chosen, old.moves.get(name))
         ]
         if others:
-            notes.append(f"{name}: {_told(chosen)} is taken; {'; '.join(map(_told, others))}")
+            notes.append(f"{name}: taken from {_told(chosen)}; {'; '.join(map(_told, others))}")
     told = [found.generation for _, found in mirrors] + [mirror.earlier_generation(layout)]
     return Names(
         refs=settled,
@@ -131,4 +134,4 @@ def _order(word: _Word) -> tuple[int, int]:
 
 def _told(word: _Word) -> str:
     what = "no such ref" if word.ref is None else f"{word.ref.kind} {word.ref.snapshot_id().short}"
-    return f"{word.witness} (generation {word.generation}) has {what}"
+    return f"{word.witness} ({what}, generation {word.generation})"

@@ -34,7 +34,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks import codecs, lmdb_env
 from mstore.blocks.index import Index, Location
-from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table
+from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
 from mstore.check import names as witnesses
 from mstore.check import old_index, rows
 from mstore.check.findings import Key, typed
@@ -252,7 +252,7 @@ class _Building:
         self._doubles: dict[Key, list[bytes]] = {}
         self._notes = [f"old index: {note}" for note in self._old.notes]
         if returned:
-            self._notes.append(f"{len(returned)} packs came back from lost+found")
+            self._notes.append(f"packs taken back from lost+found: {len(returned)}")
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
         # Snapshot records by the packs that have them, and the latest generation of a pack.
@@ -311,7 +311,7 @@ class _Building:
     # -- rows of blocks and records ----------------------------------------------------------
 
     def _packs(self) -> int:
-        paths = list(generation.listed_packs(self._layout))
+        paths = self._own_packs()
         sizes = [path.stat().st_size for path in paths]
         count = done = 0
         for path, size in zip(paths, sizes, strict=True):
@@ -335,6 +335,27 @@ class _Building:
             if self._progress is not None:
                 self._progress(Progress("reindex", done, sum(sizes)))
         return count
+
+    def _own_packs(self) -> list[Path]:
+        """The packs that were written for this store; all of them where none was.
+
+        One of another store may have other block sizes, and snapshots that nobody here has added.
+        Where no pack is this store's, its own name is in doubt.
+        """
+        paths = list(generation.listed_packs(self._layout))
+        strangers = set()
+        for path in paths:
+            with suppress(MstoreError):
+                if store_of(path) != self._layout.uuid.bytes:
+                    strangers.add(path)
+        if len(strangers) == len(paths):
+            return paths
+        self._notes += [
+            f"pack {path.stem} is left out: it is of another store (mstore gc moves it to "
+            "lost+found; mstore fsck --repair --from takes copies from the store itself)"
+            for path in sorted(strangers)
+        ]
+        return [path for path in paths if path not in strangers]
 
     def _pack(self, pack: SealedPack) -> None:
         keys: list[Key] = []
@@ -531,9 +552,10 @@ class _Building:
         if found:
             first = next(iter(found))
             self._notes.append(
-                f"nothing says what {len(found)} snapshots were called: they are branches "
-                f"{directory}/... now (mstore log shows all); to name one again: mstore reset "
-                f"NAME {first}, then mstore rm {first}; mstore rm alone where it is not needed"
+                f"no ref leads to {len(found)} of the snapshots: each is a branch {directory}/... "
+                "now. mstore log shows them, and older ones that they came from; to name one: "
+                f"mstore reset NAME {first} (or its id), then mstore rm {first}; where it is not "
+                f"needed, mstore rm {first} alone"
             )
         return found
 

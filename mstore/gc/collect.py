@@ -87,6 +87,7 @@ class _Tally:
     left: list[str] = field(default_factory=list)
     put_aside: list[str] = field(default_factory=list)
     lost_found_bytes: int = 0
+    emptied_bytes: int = 0
 
     def drop(self, dead: Dead) -> None:
         self.snapshots += dead.snapshots
@@ -117,6 +118,7 @@ class _Tally:
             left=tuple(self.left),
             put_aside=tuple(sorted(self.put_aside)),
             lost_found_bytes=self.lost_found_bytes,
+            emptied_bytes=self.emptied_bytes,
             seconds=seconds,
         )
 
@@ -230,7 +232,8 @@ class Collector:
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
             if self._limits.empty_lost_found:
-                tally.freed_bytes += lost_found.empty(catalog.layout)
+                tally.emptied_bytes = lost_found.empty(catalog.layout)
+                tally.freed_bytes += tally.emptied_bytes
             tally.lost_found_bytes = lost_found.size(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 

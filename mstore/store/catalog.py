@@ -105,6 +105,8 @@ class Catalog:
         trusts the index with packs, so these are asked as well whether it is the newest.  Raises
         Corrupt where it is not, Unavailable where it was replaced.
         """
+        # A copy of a store need not have it.
+        fs.make_directory(self.layout.tmp, mode=0o700, exist_ok=True)
         lock = fs.LockFile(self.layout.lock)
         try:
             lock.acquire()

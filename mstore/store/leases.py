@@ -209,6 +209,9 @@ def leftovers(layout: Layout) -> list[Leftover]:
 
 
 def _listed(layout: Layout) -> list[Path]:
+    if not layout.tmp.exists():
+        # A copy of a store need not have it.
+        return []
     with fs.translated(layout.tmp):
         return sorted(layout.tmp.iterdir())
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.packs import pack_path, read_table
+from mstore.blocks.packs import pack_path, read_table, store_of
 from mstore.errors import MstoreError, StorageFailed
 from mstore.ids import PackId
 from mstore.store.layout import Layout
@@ -69,7 +69,7 @@ def packs(layout: Layout) -> Iterator[Path]:
 
 
 def bring_back(layout: Layout) -> list[PackId]:
-    """Put every pack that can be read back into packs/, durably; their ids.
+    """Put every pack of this store that can be read back into packs/, durably; their ids.
 
     Call with the lock of garbage collection held.
     """
@@ -77,13 +77,17 @@ def bring_back(layout: Layout) -> list[PackId]:
     for path in packs(layout):
         try:
             id, _ = read_table(path)
+            is_own = store_of(path) == layout.uuid.bytes
         except MstoreError:
+            continue
+        if not is_own:
             continue
         target = pack_path(layout.packs, id)
         fs.make_directory(target.parent, exist_ok=True)
         fs.rename(path, target)
         for directory in (target.parent, layout.packs, path.parent):
             fs.sync_directory(directory)
+        fs.remove_empty(path.parent)
         found.append(id)
     return found
 

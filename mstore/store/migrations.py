@@ -46,6 +46,7 @@ def _check_rows(root: Path) -> None:
     Where there is no index, `reindex` makes one that has them.
     """
     layout = read(root)
+    fs.make_directory(layout.tmp, mode=0o700, exist_ok=True)
     if not (layout.index / "data.mdb").exists():
         return
     index = Index(layout.index)

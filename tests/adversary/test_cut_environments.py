@@ -120,6 +120,16 @@ def test_flips_end_no_command_with_a_signal(store: Path) -> None:
                 shutil.rmtree(aside)
 
 
+@pytest.mark.parametrize("area", ["stats", "memo"])
+@pytest.mark.parametrize("contents", [b"", bytes(8192)])
+def test_what_was_never_born_is_not_damaged(store: Path, area: str, contents: bytes) -> None:
+    """A process killed as LMDB makes a file leaves no byte, or zeros: fsck finds no fault."""
+    (store / area / "data.mdb").write_bytes(contents)
+    assert lmdb_check.faults(store / area) == []
+    (done,) = commands(store, ["fsck"])
+    assert done.status == 0, done
+
+
 def test_two_processes_set_aside_once(store: Path) -> None:
     """Of several processes that find the same damage one sets it aside, and all use what is new."""
     cut(store, "stats", 2)

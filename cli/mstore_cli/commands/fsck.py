@@ -132,7 +132,10 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
         ]
     )
     if report.garbage:
-        screen.line("garbage is harmless: the next command that writes removes it; nothing to do")
+        screen.line(
+            "garbage is harmless: the next command that writes removes what is in tmp, and mstore "
+            "gc what it condemned; packs that the index does not know gc moves to lost+found"
+        )
     if report.blocks and not report.bytes_read:
         _not_read(screen, typed("mstore fsck --read-data"))
     _damage(screen, report, typed)

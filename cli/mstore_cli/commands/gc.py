@@ -42,7 +42,8 @@ def gc(
         bool,
         typer.Option(
             "--empty-lost-found",
-            help="Also remove what lies in lost+found/: packs that the index did not know.",
+            help="Also remove what lies in lost+found/: packs that the index did not know, and "
+            "indexes that reindex replaced.",
         ),
     ] = False,
     reflog_days: Annotated[
@@ -108,6 +109,8 @@ def _print(screen: Screen, report: GcReport) -> None:
             "lost+found: an interrupted command left them, or the index lost them; mstore reindex "
             "takes them in again"
         )
+    if report.emptied_bytes:
+        screen.line(f"lost+found was emptied: {format_size(report.emptied_bytes)}", style="green")
     if report.lost_found_bytes:
         screen.line(
             f"lost+found holds {format_size(report.lost_found_bytes)}; to remove that for good: "

@@ -49,7 +49,7 @@ def reindex(
                 ("records", report.records),
                 ("snapshots", report.snapshots),
                 ("refs", report.refs),
-                ("recovered", "\n".join(report.recovered) or None),
+                ("recovered", ", ".join(report.recovered) or None),
                 ("pruned", report.pruned or None),
                 ("reflogs", history),
                 ("index", format_size(report.index_bytes)),
