@@ -189,7 +189,7 @@ class Worker:
     def fsck(self, store: Store) -> None:
         """Whatever the others do meanwhile, nothing looks like damage."""
         problems = store.fsck().problems
-        assert problems == ()
+        assert problems == (), problems
 
     def _acknowledged(self, name: str, snapshot: SnapshotId | None) -> None:
         if snapshot is None:
