@@ -311,18 +311,18 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
 
 def store_of(path: Path) -> bytes:
     """The UUID of the store that a pack was written for.  Raises as `read_table` does."""
-    where = str(path)
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
-        head, _, _, _ = _ends(file, where)
-    return head[_STORE_UUID]
+    return _covered_head(path)[_STORE_UUID]
 
 
 def generation_of(path: Path) -> int:
     """The generation that a pack was written for; 0 of version 1.  Raises as `read_table` does."""
-    where = str(path)
-    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
-        head, _, _, _ = _ends(file, where)
+    head = _covered_head(path)
     return int(_HEADER.unpack(head)[4]) if len(head) == _HEADER.size else 0
+
+
+def _covered_head(path: Path) -> bytes:
+    with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
+        return _ends(file, str(path))[0]
 
 
 def dead_bytes(path: Path, rows: int, stored: int) -> int:

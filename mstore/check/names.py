@@ -40,13 +40,12 @@ class Names:
     """The refs that were settled on.
 
     removed: names that have a reflog and are gone.  generation: the latest that anybody tells of.
-    are_lost: nobody tells of all names.  notes: where witnesses differ and who was believed.
+    notes: where witnesses differ and who was believed.
     """
 
     refs: dict[str, Ref]
     removed: set[str]
     generation: int
-    are_lost: bool
     notes: list[str]
 
 
@@ -54,11 +53,9 @@ def settle(layout: Layout, old: OldIndex) -> Names:
     """Hear every witness."""
     notes = []
     mirrors: list[tuple[str, Mirror]] = []
-    is_damaged = False
     try:
         mirrors.append((_MIRROR, mirror.read(layout)))
     except MstoreError as error:
-        is_damaged = True
         notes.append(f"ref mirror: {error.what}")
         # One that was replaced tells less, but it tells.
         for path, found in mirror.earlier(layout)[:1]:
@@ -95,7 +92,6 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         refs=settled,
         removed=removed,
         generation=max([*told, index_generation], default=0),
-        are_lost=is_damaged and not old.are_refs_whole,
         notes=notes,
     )
 
