@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
@@ -61,18 +62,29 @@ def complaint(target: Callable[[bytes], None], data: bytes, longest: float = LON
 
     # The processor's time, so that a busy machine accuses nobody.
     began = time.process_time()
-    # What hangs, or only waits, is ended with every thread's stack.
-    faulthandler.dump_traceback_later(20 * longest, exit=True)
     try:
         target(data)
     except MstoreError:
         pass
     except Exception:  # noqa: BLE001 -- whatever it is, it is what this looks for
         return traceback.format_exc()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     seconds = time.process_time() - began
     return f"took {seconds:.1f} s for {len(data)} bytes" if seconds > longest else None
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """End this process, with every thread's stack, if what is inside takes longer by the clock.
+
+    For a process of its own only: a run of the tests that ends so says nothing of the rest.
+    """
+    if "pytest" in sys.modules:
+        raise AssertionError("a watchdog that ends the process belongs in a child process")
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def limit_memory() -> None:
@@ -97,7 +109,8 @@ def fuzz(names: Sequence[str], seconds: float, seed: int, found: Path | None) ->
     # First inputs compile and import what the later ones need: that is no input's fault.
     for name in names:
         for data in pools[name]:
-            wrong = complaint(module(name).target, data, longest=60.0)
+            with ended_after(1200.0):
+                wrong = complaint(module(name).target, data, longest=60.0)
             if wrong is not None:
                 print(f"{name}: an input of the corpus: {wrong}")
                 return 1
@@ -115,7 +128,9 @@ def fuzz(names: Sequence[str], seconds: float, seed: int, found: Path | None) ->
                 # Where it is found if this process does not live to say what was wrong.
                 os.ftruncate(running.fileno(), 0)
                 os.pwrite(running.fileno(), data, 0)
-                wrong = complaint(target, data)
+                # What hangs, or only waits, takes no processor's time.
+                with ended_after(20 * LONGEST):
+                    wrong = complaint(target, data)
                 tried[name] += 1
                 if wrong is not None:
                     path = keep(found or CORPUS / name, data)

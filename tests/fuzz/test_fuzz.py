@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run import HERE, TARGETS, complaint, inputs, module
+from run import HERE, TARGETS, complaint, ended_after, inputs, module
 
 SECONDS = 6
 
@@ -47,6 +47,22 @@ def test_the_runner_bites() -> None:
     assert "ValueError: b'input'" in (complaint(wrong, b"input") or "")
     assert "took" in (complaint(lambda data: sum(range(10**6)), b"", longest=0.001) or "")
     assert complaint(lambda data: None, b"") is None
+
+
+def test_no_watchdog_ends_the_tests() -> None:
+    """The watchdog that ends its process is refused where that process is the tests'."""
+    with pytest.raises(AssertionError, match="child process"), ended_after(600.0):
+        pass
+
+
+def test_what_only_waits_is_ended() -> None:
+    """A process whose target waits for ever ends, and says where it waited."""
+    program = f"import sys, time; sys.path[:0] = [{str(HERE)!r}]; import run\n"
+    program += "with run.ended_after(0.1):\n    time.sleep(3600)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
 
 
 @pytest.mark.parametrize(
