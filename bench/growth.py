@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import sys
 import time
 import uuid
@@ -34,8 +33,8 @@ from measure import keep, machine, options, run, spread
 
 from mstore import Store
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import DATABASES
-from mstore.blocks.packs import ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
+from mstore.blocks.index import _LOCATION, DATABASES, UNCHECKED, sealed
+from mstore.blocks.packs import _HEADER, _TAIL, ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
 from mstore.ids import ManifestId, PackId, SnapshotId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
@@ -51,9 +50,6 @@ RATIO = 0.25
 PACK_BYTES = 512 << 20
 COMMITS = 200
 """Transactions that the rows are written in: as many pages are half full as in a real index."""
-_HEADER = struct.Struct("<8sI4x16s32s")
-_TAIL = struct.Struct("<QQ32sI4x8s")
-_LOCATION = struct.Struct(">IQIIBB")
 Figures = dict[str, Any]
 
 
@@ -123,7 +119,7 @@ class Simulated:
     def seal(self) -> None:
         """Write the pack: a footer, records, and holes."""
         pack, self.pack = self.pack, self._new_pack()
-        head = _HEADER.pack(MAGIC, VERSION, self.uuid.bytes, self.rng.bytes(32))
+        head = _HEADER.pack(MAGIC, VERSION, self.uuid.bytes, self.rng.bytes(32), 0)
         # Sorted by kind, then id.
         table = b"".join(sorted(pack.entries, key=lambda entry: (entry[80], entry[:32])))
         size = pack.offset + len(table) + _TAIL.size
@@ -151,6 +147,8 @@ class Simulated:
         with self.env.begin(write=True) as transaction:
             for name, rows in self.rows.items():
                 rows.sort()
+                if name not in UNCHECKED:
+                    rows[:] = [(key, sealed(name, key, value)) for key, value in rows]
                 with transaction.cursor(db=self.db[name]) as cursor:
                     cursor.putmulti(rows)
                 rows.clear()

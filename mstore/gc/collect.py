@@ -358,15 +358,19 @@ class Collector:
 
     def _unknown(self) -> list[Path]:
         """Packs that the index does not name, if nobody is at work who may be publishing them."""
-        layout = self._catalog.layout
-        # Leases before packs: whoever begins later publishes under names that are not listed.
+        layout, index = self._catalog.layout, self._catalog.index
+        # Files, then leases, then the index: whoever has published one of these files still has the
+        # lease that it was written under, or has dropped it, and then it is in the index by now.
+        listed = list(generation.listed_packs(layout))
         if leases.live(layout):
             return []
-        return generation.unknown_packs(layout, self._catalog.index)
+        return generation.unknown_among(listed, index)
 
     def _put_unknown_aside(self) -> None:
         """Nobody deletes a pack for the sole reason that the index has never heard of it."""
-        moved = lost_found.put_aside(self._catalog.layout, self._unknown())
+        # Nobody begins to write meanwhile, and what a killed writer left in doubt is settled.
+        with self._catalog.publishing(packs=True):
+            moved = lost_found.put_aside(self._catalog.layout, self._unknown())
         self._tally.put_aside += [path.stem for path in moved]
 
     def _wait_for_others(self) -> None:

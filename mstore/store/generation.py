@@ -17,7 +17,7 @@ settles it.  Functions change nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,11 @@ def listed_packs(layout: Layout) -> Iterator[Path]:
 def unknown_packs(layout: Layout, index: Index) -> list[Path]:
     """Packs that the index does not name.  A running writer's may be among them."""
     # Files first: whoever publishes in between is in the index then.
-    listed = list(listed_packs(layout))
+    return unknown_among(list(listed_packs(layout)), index)
+
+
+def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
+    """Those of these packs that the index, as it is now, does not name."""
     with index.env.read() as transaction:
         known = known_packs(index, transaction)
     return [path for path in listed if bytes.fromhex(path.stem) not in known]
