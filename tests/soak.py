@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from proof_models import BLOCK, Files, merged_files, model_files, write_files
 
@@ -211,35 +212,46 @@ def work(root: str, name: str, scratch: str, seed: str, seconds: str) -> None:
     Worker(Path(root), name, Path(scratch), int(seed)).run(float(seconds))
 
 
+def warm(directory: str, seed: str) -> None:
+    """Compile what workers call: eight at once could take longer than a call may."""
+    root = Path(directory) / "store"
+    _begin(root)
+    worker = Worker(root, "w", Path(directory), int(seed))
+    with Store.open(root) as store:
+        worker.add(store)
+        worker.merge(store)
+
+
 # -- the whole ---------------------------------------------------------------------------------
 
 
-def soak(scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS) -> dict[str, object]:
-    """Run the workers; raises AssertionError about the first thing that does not hold."""
-    root = scratch / "store"
+def _begin(root: Path) -> int:
+    """A store with the bases; the bytes of these."""
     live = 0
     with Store.init(root, block_size=BLOCK) as store:
         store.configure("reflog_days", 0)
         for number in range(SEEDS):
             files = model_files(number)
             live += sum(map(len, files.values()))
-            source = write_files(scratch / "source", files)
+            source = write_files(root.parent / "source", files)
             told = json.dumps([number, 0])
             store.add(source, name=f"base/{number}", message=told, threads=1)
+    return live
+
+
+def soak(scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS) -> dict[str, object]:
+    """Run the workers; raises AssertionError about the first thing that does not hold."""
+    (scratch / "warm").mkdir()
+    subprocess.run(**_process("warm", scratch / "warm", seed), check=True)
+    root = scratch / "store"
+    live = _begin(root)
     # What all refs hold at most, and as much again that waits for its collection.
     live += workers * (len(NAMES) + 1) * (live // SEEDS)
     processes = []
     for number in range(workers):
-        code = "import sys, soak; soak.work(*sys.argv[1:])"
-        words = [str(root), f"w{number}", str(scratch), str(seed + number), str(seconds)]
         errors = (scratch / f"w{number}.errors").open("w")
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, *words],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                stderr=errors,
-            )
-        )
+        start = _process("work", root, f"w{number}", scratch, seed + number, seconds)
+        processes.append(subprocess.Popen(**start, stderr=errors))
     largest = 0
     try:
         while any(process.poll() is None for process in processes):
@@ -254,6 +266,15 @@ def soak(scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS) ->
             process.kill()
             process.wait()
     return _verdict(root, scratch, workers) | {"largest": largest, "live at most": live}
+
+
+def _process(call: str, *words: object) -> dict[str, Any]:
+    """How to start a process that calls a function of this module."""
+    code = f"import sys, soak; soak.{call}(*sys.argv[1:])"
+    return {
+        "args": [sys.executable, "-c", code, *map(str, words)],
+        "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    }
 
 
 def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
