@@ -545,9 +545,12 @@ class CheckReport:
 
     `bytes_read` of the `bytes_total` stored bytes of blocks were read; of a sample, `sample` is
     the share that was drawn by `seed`.  `hint` is the next command where something is wrong.
+    `index_only`: the index is damaged or not the newest, so nothing was judged by its word, and
+    all counts are 0.
     """
 
     read_data: bool
+    index_only: bool
     sample: float | None
     seed: int | None
     packs: int
@@ -703,8 +706,9 @@ class StoreReport:
     `plain_bytes` is the sum over all snapshots that refs reach, as checked-out copies would take;
     `stored_bytes` is what the packs take; of these `unreachable_bytes` are of blocks that nothing
     keeps, `dead_bytes` of payloads that no index row names, `overhead_bytes` headers, footers and
-    padding.  `condemned_bytes` more are of packs that go once their last readers are gone, and
-    `leftover_bytes` of files that interrupted commands left.
+    padding.  `condemned_bytes` more are of packs that go once their last readers are gone,
+    `leftover_bytes` of files that interrupted commands left, and `lost_found_bytes` of what gc and
+    reindex put aside.
     """
 
     path: str
@@ -728,6 +732,7 @@ class StoreReport:
     overhead_bytes: int
     condemned_bytes: int
     leftover_bytes: int
+    lost_found_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.reach import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
 from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
-from mstore.store import leases
+from mstore.store import leases, lost_found
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
 
@@ -60,7 +60,7 @@ class StoreUsage:
 
     unreachable: of blocks that nothing keeps; dead: of payloads that no index row names; overhead:
     headers, footers and padding; condemned: of packs that wait for their last readers; leftover: of
-    files in tmp/ that interrupted commands left.
+    files in tmp/ that interrupted commands left; lost_found: what gc and reindex put aside.
     """
 
     codecs: tuple[CodecUsage, ...]
@@ -69,6 +69,7 @@ class StoreUsage:
     overhead_bytes: int
     condemned_bytes: int
     leftover_bytes: int
+    lost_found_bytes: int
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
@@ -99,6 +100,7 @@ def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
         overhead_bytes=size - named - dead,
         condemned_bytes=condemned,
         leftover_bytes=sum(one.size for one in leases.leftovers(catalog.layout)),
+        lost_found_bytes=lost_found.size(catalog.layout),
     )
 
 

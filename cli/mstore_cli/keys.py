@@ -299,6 +299,7 @@ _OWN: dict[type, dict[str, str]] = {
     },
     reports.CheckReport: {
         "read_data": "whether every block was read",
+        "index_only": "whether only the index was checked, because it cannot be believed",
         "packs": "packs checked",
         "blocks": "blocks checked",
         "records": "records checked",
@@ -369,6 +370,7 @@ _OWN: dict[type, dict[str, str]] = {
         "overhead_bytes": "bytes of headers, tables and padding in packs",
         "condemned_bytes": "bytes of packs beside these that go once their last readers are gone",
         "leftover_bytes": "bytes of files in tmp/ that interrupted commands left",
+        "lost_found_bytes": "bytes that gc and reindex put aside in lost+found/",
     },
     reports.CodecUsage: {
         "codec": "raw, constant, planes, or a delta",

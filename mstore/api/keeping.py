@@ -190,6 +190,7 @@ class Keeping(OpenStore):
             overhead_bytes=used.overhead_bytes,
             condemned_bytes=used.condemned_bytes,
             leftover_bytes=used.leftover_bytes,
+            lost_found_bytes=used.lost_found_bytes,
         )
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:

@@ -126,6 +126,7 @@ class Checker:
         hurt = () if graph is None else Wounds(catalog, findings).all(names, graph.pruned)
         return CheckReport(
             read_data=self._scope.share == 1,
+            index_only=findings.is_index_wrong,
             sample=self._scope.share if self._scope.is_sample else None,
             seed=self._scope.seed if self._scope.is_sample else None,
             packs=totals.packs,

@@ -101,14 +101,18 @@ def test_an_older_index_is_read_and_not_written_by(life: Life, older: Path, extr
     with Store.open(life.root) as store:
         assert "older than the mirror" in (store.doubt() or "")
         assert {ref.name for ref in store.refs()} == {"base", "one", "two", "v1"}
-        assert store.fsck().hint == "mstore reindex"
+        found = store.fsck()
+        assert found.index_only
+        assert found.hint == "mstore reindex"
     refused(life, extra)
     report = Store.reindex(life.root)
     assert report.notes
     assert report.kept_index is not None
-    assert Path(report.kept_index, "data.mdb").exists()
+    kept = Path(report.kept_index, "data.mdb")
     with Store.open(life.root) as store:
         assert store.doubt() is None
+        assert not store.fsck().index_only
+        assert store.stats().lost_found_bytes >= kept.stat().st_size
         assert {ref.name: ref.snapshot for ref in store.refs()} == expected
     life.promises.require_kept(life.root)
 

@@ -116,6 +116,10 @@ def _repair(session: Session, places: list[Path], *, read_data: bool, threads: i
 
 def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
     _headline(screen, len(report.problems), "found")
+    if report.index_only:
+        screen.line("only the index was checked: without a sound one, nothing else can be judged")
+        _damage(screen, report, typed)
+        return
     read = format_size(report.bytes_read)
     if report.bytes_read:
         read += f" ({format_share(report.bytes_read, report.bytes_total)} of the blocks)"

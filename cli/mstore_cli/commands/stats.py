@@ -36,6 +36,7 @@ def stats(session: Session) -> None:
                 ("headers, tables", format_size(report.overhead_bytes)),
                 ("condemned", format_size(report.condemned_bytes)),
                 ("left by interrupted commands", format_size(report.leftover_bytes)),
+                ("put aside in lost+found", format_size(report.lost_found_bytes)),
                 ("index", format_size(report.index_bytes)),
                 ("statistics", format_size(report.statistics_bytes)),
                 ("memo table", format_size(report.memo_bytes)),
@@ -45,6 +46,9 @@ def stats(session: Session) -> None:
         if useless + report.leftover_bytes:
             screen.line()
             screen.line("what of these comes back, and how: mstore gc --dry-run")
+        if report.lost_found_bytes:
+            screen.line()
+            screen.line("to delete what lies in lost+found: mstore gc --empty-lost-found")
         if report.codecs:
             screen.line()
         screen.table(CODEC_COLUMNS, codec_rows(report.codecs))
