@@ -33,7 +33,7 @@ class OldIndex:
     """The rows that cannot be had from packs.  notes: what could not be read.
 
     generation: None where it cannot be read.  are_refs_whole: every ref is here, so that one which
-    is missing is one that was removed.  snapshots, pruned: None where not all of them can be read.
+    is missing is one that was removed; is_reflog_whole: every move is.  snapshots, pruned: None where not all of them can be read.
     moves: the newest move of each name that can be read.  packs: those that it named, condemned
     ones too.
     """
@@ -41,6 +41,7 @@ class OldIndex:
     generation: int | None = None
     refs: dict[str, Ref] = field(default_factory=dict)
     are_refs_whole: bool = False
+    is_reflog_whole: bool = False
     reflog: dict[bytes, bytes] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
     plans: dict[PlanId, bytes] = field(default_factory=dict)
@@ -67,12 +68,12 @@ class OldIndex:
         databases = file.databases(self.notes.append)
         for name, take in (
             (b"counters", self._take_counter),
-            (b"reflog", self._take_move),
             (b"plans", self._take_plan),
             (b"packs", self._take_pack),
             (b"condemned", self._take_condemned),
         ):
             self._take_all(file, databases, name, take)
+        self.is_reflog_whole = not self._take_all(file, databases, b"reflog", self._take_move)
         self.are_refs_whole = not self._take_all(file, databases, b"refs", self._take_ref)
         snapshots: set[SnapshotId] = set()
         pruned: dict[SnapshotId, bytes] = {}

@@ -530,9 +530,12 @@ class _Building:
         """A branch for each snapshot that is whole and that nothing leads to.
 
         Nothing: no ref, no reflog, no snapshot that came from it, and no row of the old index.
+        Where names of the old index are lost, one of them may have led to what it lists.
         """
-        told = {move.new for move in self._old.moves.values()} | (self._old.snapshots or set())
-        told |= {id for move in self._reflog() for id in (move.old, move.new)}
+        old = self._old
+        told: set[bytes | None] = set(old.snapshots or ()) if old.are_refs_whole else set()
+        if old.are_refs_whole or old.is_reflog_whole:
+            told |= {id for move in self._reflog() for id in (move.old, move.new)}
         parents = {p.snapshot_id() for record in snapshots.values() for p in record.parents}
         named = {ref.snapshot_id() for ref in names.values()}
         directory = "recovered"

@@ -310,6 +310,29 @@ def test_rows_of_refs_that_are_gone(life: Life) -> None:
     life.promises.require_kept(life.root)
 
 
+@pytest.mark.parametrize("database", ["refs", "reflog"])
+def test_names_that_nobody_tells(life: Life, database: str) -> None:
+    """Where rows of names are lost, and the mirror, what the index lists gets a branch."""
+    moves = [key for key in keys_of(life, "reflog") if key.startswith(b"two\0")]
+    with Store.open(life.root) as store:
+        index = store._catalog.index
+        with index.env.write() as rows:
+            # The ref cannot be read; of its reflog nothing is left, or only what cannot be read.
+            rows.put(b"two", b"damaged", db=index.db("refs"))
+            for key in moves:
+                rows.delete(key, db=index.db("reflog"))
+                if database == "reflog":
+                    rows.put(key, b"damaged", db=index.db("reflog"))
+    shutil.rmtree(life.root / "refs")
+    (life.root / "refs").mkdir()
+    report = Store.reindex(life.root)
+    assert report.notes
+    with Store.open(life.root) as store:
+        recovered = {r.snapshot for r in store.refs() if r.name.startswith("recovered/")}
+    assert recovered == {life.promises.refs["two"]}
+    life.promises.require_kept(life.root)
+
+
 # -- a new index beside others -----------------------------------------------------------------
 
 CHILD = """
