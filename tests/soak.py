@@ -218,8 +218,10 @@ def warm(directory: str, seed: str) -> None:
     _begin(root)
     worker = Worker(root, "w", Path(directory), int(seed))
     with Store.open(root) as store:
-        worker.add(store)
-        worker.merge(store)
+        # One to four experts, real and virtual: different kernels.
+        for _ in range(12):
+            for call in (worker.add, worker.merge, worker.read, worker.gc):
+                call(store)
 
 
 # -- the whole ---------------------------------------------------------------------------------
