@@ -27,8 +27,9 @@ soak: setup
 	@$(PYTHON) tests/soak.py --seconds $(SECONDS)
 
 # Stores whose index, statistics, memo or mirror is damaged, for SECONDS: is anything ever lost?
+# SEED=N does the same trials again.
 adversary: setup
-	@$(PYTHON) tests/adversary/trials.py $(SECONDS)
+	@$(PYTHON) tests/adversary/trials.py $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: setup
 	@$(PYTHON) -m ruff check .

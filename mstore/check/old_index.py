@@ -33,9 +33,9 @@ class OldIndex:
     """The rows that cannot be had from packs.  notes: what could not be read.
 
     generation: None where it cannot be read.  are_refs_whole: every ref is here, so that one which
-    is missing is one that was removed; is_reflog_whole: every move is.  snapshots, pruned: None where not all of them can be read.
-    moves: the newest move of each name that can be read.  packs: those that it named, condemned
-    ones too.
+    is missing is one that was removed; is_reflog_whole: every move is.  snapshots,
+    pruned: None where not all of them can be read.  moves: the newest move of each name that can be
+    read.  packs: those that it named, condemned ones too.
     """
 
     generation: int | None = None
