@@ -7,7 +7,6 @@ where these differ are gone through row by row.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from mstore import fs
 from mstore.blocks.index import Location
-from mstore.blocks.packs import NO_BASE, Entry, Kind, open_pack, pack_path, read_table
+from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table, store_of
 from mstore.check import rows
 from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt, MstoreError, StorageFailed
@@ -25,8 +24,6 @@ from mstore.objects.canonical import decode
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.store.catalog import Catalog
-
-_STORE_UUID = slice(16, 32)
 
 
 @dataclass(slots=True)
@@ -169,9 +166,9 @@ class Footers:
             return None
         try:
             id, entries = read_table(path)
-            with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                head = file.read(_STORE_UUID.stop)
+            store = store_of(path)
+            with fs.translated(path):
+                found = path.stat().st_size
         except MstoreError as error:
             self._findings.tell_pack(pack, error.what)
             return None
@@ -181,7 +178,7 @@ class Footers:
         if found != size:
             self._findings.tell_pack(pack, f"not {size} bytes long")
             return None
-        if head[_STORE_UUID] != self._catalog.layout.uuid.bytes:
+        if store != self._catalog.layout.uuid.bytes:
             # The pack is sound: it is the store's own name that is in doubt.
             self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
         return entries

@@ -11,9 +11,6 @@ A snapshot that the packs have and no name leads to is one of three.  The old in
 and not the snapshot: it was collected, and is left out.  It is whole: nobody can say whether it was
 ever named, and it gets a branch `recovered/...`, so that the next garbage collection does not take
 it.  It is not whole: it counts as pruned.  Packs in lost+found/ come back first.
-
-Of a payload that several packs have, the first that reads right is taken, one that needs no base
-before one that does.  A delta whose base is nowhere is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,29 +29,25 @@ from typing import Any
 import msgspec
 
 from mstore import fs
-from mstore.blocks import codecs, lmdb_env
-from mstore.blocks.index import Index, Location
-from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
+from mstore.blocks import lmdb_env
+from mstore.blocks.index import Index
+from mstore.blocks.packs import Kind
 from mstore.check import names as witnesses
 from mstore.check import old_index, rows
-from mstore.check.findings import Key, typed
 from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
+from mstore.check.pack_rows import PackRows, Report
 from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import ID_BYTES, BlockId, Buffer, ManifestId, PackId, PlanId, SnapshotId, TensorId
+from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
 from mstore.objects.canonical import decode, plain_id
-from mstore.objects.manifest import Manifest
-from mstore.objects.plan import Plan
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
-from mstore.objects.tensor import Tensor
-from mstore.reports import Progress, ReindexReport
-from mstore.store import generation, leases, lost_found, memo, mirror, refs
-from mstore.store.catalog import RECORD_LIMIT, insert_snapshot, now_ns
+from mstore.reports import ReindexReport
+from mstore.store import leases, lost_found, memo, mirror, refs
+from mstore.store.catalog import insert_snapshot, now_ns
 from mstore.store.layout import Layout, locate
 from mstore.store.plans import Source, Sources
 
-Report = Callable[[Progress], None]
 _DATA = "data.mdb"
 
 
@@ -247,24 +240,16 @@ class _Building:
         self._index = index
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
-        self._progress = progress
-        self._files = PackFiles(layout.packs)
-        self._doubles: dict[Key, list[bytes]] = {}
+        self._packs = PackRows(layout, index, self._old.condemned, progress)
         self._notes = [f"old index: {note}" for note in self._old.notes]
         if returned:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
-        self._whole: dict[TensorId, bool] = {}
-        self._manifests: dict[ManifestId, bool] = {}
-        # Snapshot records by the packs that have them, and the latest generation of a pack.
-        self._homes: dict[bytes, set[PackId]] = {}
-        self._pack_generation = 0
 
     def run(self) -> _Built:
         """Fill it."""
         try:
-            packs = self._packs()
-            self._settle_doubles()
-            self._leave_out_orphans()
+            packs = self._packs.fill()
+            self._notes += self._packs.notes
             settled = witnesses.settle(self._layout, self._old)
             self._notes += settled.notes
             self._begin_generation(settled)
@@ -275,7 +260,7 @@ class _Building:
             self._plans(snapshots, names)
             pruned = self._pruned(snapshots, names)
         finally:
-            self._files.close()
+            self._packs.close()
         with self._index.env.read() as transaction:
             blocks, records = (
                 self._index.count(transaction, name) for name in ("blocks", "records")
@@ -295,7 +280,7 @@ class _Building:
     def _begin_generation(self, settled: Names) -> None:
         """Later than all that anybody tells of, so that nothing looks newer than this index."""
         with self._index.env.write() as transaction:
-            latest = max(settled.generation, self._pack_generation)
+            latest = max(settled.generation, self._packs.generation)
             self._index.set_generation(transaction, latest + 1)
 
     def _collected(self, settled: Names) -> set[bytes]:
@@ -303,163 +288,12 @@ class _Building:
         old = self._old
         if old.snapshots is None or old.generation is None or old.generation < settled.generation:
             return set()
-        if self._pack_generation > old.generation + 1:
+        if self._packs.generation > old.generation + 1:
             return set()
         known = old.packs - self._returned
-        return {id for id, packs in self._homes.items() if packs <= known} - old.snapshots
-
-    # -- rows of blocks and records ----------------------------------------------------------
-
-    def _packs(self) -> int:
-        paths = self._own_packs()
-        sizes = [path.stat().st_size for path in paths]
-        count = done = 0
-        for path, size in zip(paths, sizes, strict=True):
-            done += size
-            try:
-                id, entries = read_table(path)
-            except MstoreError as error:
-                self._notes.append(f"pack {path.stem} is left out: {error.what}")
-                continue
-            if id.hex() != path.stem:
-                self._notes.append(f"pack {path.stem} is left out: it is {id.short}")
-                continue
-            if id in self._old.condemned:
-                continue
-            self._pack_generation = max(self._pack_generation, generation_of(path))
-            for entry in entries:
-                if entry.kind == Kind.SNAPSHOT:
-                    self._homes.setdefault(entry.id, set()).add(id)
-            self._pack(SealedPack(id, path, size, entries))
-            count += 1
-            if self._progress is not None:
-                self._progress(Progress("reindex", done, sum(sizes)))
-        return count
-
-    def _own_packs(self) -> list[Path]:
-        """The packs that were written for this store; all of them where none was.
-
-        One of another store may have other block sizes, and snapshots that nobody here has added.
-        Where no pack is this store's, its own name is in doubt.
-        """
-        paths = list(generation.listed_packs(self._layout))
-        strangers = set()
-        for path in paths:
-            with suppress(MstoreError):
-                if store_of(path) != self._layout.uuid.bytes:
-                    strangers.add(path)
-        if len(strangers) == len(paths):
-            return paths
-        self._notes += [
-            f"pack {path.stem} is left out: it is of another store (mstore gc moves it to "
-            "lost+found; mstore fsck --repair --from takes copies from the store itself)"
-            for path in sorted(strangers)
-        ]
-        return [path for path in paths if path not in strangers]
-
-    def _pack(self, pack: SealedPack) -> None:
-        keys: list[Key] = []
-        for entry in pack.entries:
-            # A record of a kind that this version does not know gets its row all the same.
-            with suppress(ValueError):
-                keys.append((Kind(entry.kind), entry.id))
-        index = self._index
-        with index.env.write() as transaction:
-            known = {key: row for key in keys if (row := _row(index, transaction, key)) is not None}
-            # The rows that this pack would have had, were it the first.
-            for database, name in (rows.record_key(*key) for key in known):
-                transaction.delete(name, db=index.db(database))
-            index.insert_pack(transaction, pack)
-            for key, row in known.items():
-                mine = _row(index, transaction, key)
-                assert mine is not None
-                self._doubles.setdefault(key, [row]).append(mine)
-                _put(index, transaction, key, row)
-
-    def _settle_doubles(self) -> None:
-        """Of each payload that several packs have, the first that reads right."""
-        index = self._index
-        # Deltas last: what they are differences to must have been settled.
-        for is_delta in (False, True):
-            settled = {
-                key: row
-                for key, found in self._doubles.items()
-                if (row := self._first_right(key, found, is_delta=is_delta)) is not None
-            }
-            with index.env.write() as transaction:
-                for key, row in settled.items():
-                    _put(index, transaction, key, row)
-                    del self._doubles[key]
-
-    def _first_right(self, key: Key, found: list[bytes], *, is_delta: bool) -> bytes | None:
-        for row in found:
-            if (rows.base_of(row) is not None) == is_delta:
-                with suppress(MstoreError):
-                    self._payload(key, row)
-                    return row
-        return None
-
-    def _payload(self, key: Key, row: bytes) -> Buffer:
-        """The plain bytes that a row leads to, checked.  Raises Corrupt, StorageFailed."""
-        kind, id = key
-        with self._index.env.read() as transaction:
-            location = self._index.location(transaction, row)
-            base = rows.base_of(row)
-            under = None if base is None else _row(self._index, transaction, (Kind.BLOCK, base))
-        limit = self._layout.block_size if kind == Kind.BLOCK else RECORD_LIMIT
-        if max(location.raw_length, location.stored_length) > limit:
-            raise Corrupt("longer than it may be", where=id.hex())
-        plain = None
-        if base is not None:
-            if under is None or rows.base_of(under) is not None:
-                raise Corrupt("its base is missing", where=id.hex())
-            plain = self._payload((Kind.BLOCK, base), under)
-        data = self._decoded(location, plain)
-        if typed(kind, id).of(data) != id:
-            raise Corrupt("the stored bytes do not match the id", where=id.hex())
-        return data
-
-    def _decoded(self, location: Location, base: Buffer | None) -> Buffer:
-        payload = self._files.read(location.pack, location.offset, location.stored_length)
-        return codecs.decode(location.codec, payload, location.width, location.raw_length, base)
-
-    def _leave_out_orphans(self) -> None:
-        """Deltas whose base is not there, or cannot be one."""
-        index = self._index
-        left_out = 0
-        for batch in rows.batches(index, "blocks"):
-            deltas = [(key, row, base) for key, row in batch if (base := rows.base_of(row))]
-            if not deltas:
-                continue
-            with index.env.read() as transaction:
-                bases = index.block_rows(transaction, [base for _, _, base in deltas])
-            orphans = [
-                key
-                for (key, row, _), base in zip(deltas, bases, strict=True)
-                if base is None
-                or rows.base_of(base) is not None
-                or rows.raw_length(base) != rows.raw_length(row)
-            ]
-            left_out += len(orphans)
-            if orphans:
-                with index.env.write() as transaction:
-                    for key in orphans:
-                        transaction.delete(key, db=index.db("blocks"))
-        if left_out:
-            self._notes.append(f"{left_out} deltas are left out: their bases are in no pack")
+        return {id for id, packs in self._packs.homes.items() if packs <= known} - old.snapshots
 
     # -- snapshots ---------------------------------------------------------------------------
-
-    def _record(self, kind: Kind, id: bytes) -> Buffer | None:
-        """The bytes of a record; None where it is missing or wrong."""
-        with self._index.env.read() as transaction:
-            row = _row(self._index, transaction, (kind, id))
-        if row is None:
-            return None
-        try:
-            return self._payload((kind, id), row)
-        except MstoreError:
-            return None
 
     def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
         """Rows of snapshots, edges and signatures, but for what was collected."""
@@ -470,7 +304,7 @@ class _Building:
             for key, _ in batch:
                 if key[0] not in (Kind.SNAPSHOT, Kind.SIGNATURE) or key[1:] in collected:
                     continue
-                data = self._record(Kind(key[0]), key[1:])
+                data = self._packs.record(Kind(key[0]), key[1:])
                 if data is None:
                     self._notes.append(f"{Kind(key[0]).name.lower()} {key[1:].hex()} is unreadable")
                 elif key[0] == Kind.SNAPSHOT:
@@ -544,7 +378,7 @@ class _Building:
         found: dict[str, refs.Ref] = {}
         with self._index.env.write() as transaction:
             for id in sorted(snapshots.keys() - parents - named):
-                if bytes(id) in told or not self._is_complete(snapshots[id]):
+                if bytes(id) in told or not self._packs.is_complete(snapshots[id]):
                     continue
                 name = f"{directory}/{id.short}"
                 if name in names or name in found:
@@ -606,53 +440,9 @@ class _Building:
         for id, record in snapshots.items():
             # One that the old index listed and did not call pruned may be damaged.
             doubted = listed is None or id not in listed
-            if doubted and id not in named and not self._is_complete(record):
+            if doubted and id not in named and not self._packs.is_complete(record):
                 pruned.setdefault(id, now)
         with self._index.env.write() as transaction:
             for id, value in pruned.items():
                 self._index.put(transaction, "pruned", id, value)
         return len(pruned)
-
-    def _is_complete(self, record: SnapshotRecord) -> bool:
-        manifests = [record.manifest_id()]
-        plan = record.plan_id()
-        if plan is not None and record.is_virtual:
-            data = self._record(Kind.PLAN, plan)
-            if data is None:
-                return False
-            inputs = decode(Plan, data, plan.hex())
-            manifests += [inputs.base_id(), *(e.manifest_id() for e in inputs.experts)]
-        return all(self._has_contents(manifest) for manifest in manifests)
-
-    def _has_contents(self, id: ManifestId) -> bool:
-        if id not in self._manifests:
-            data = self._record(Kind.MANIFEST, id)
-            self._manifests[id] = data is not None and all(
-                self._has_tensor(part.tensor_id())
-                for file in decode(Manifest, data, id.hex()).files
-                for part in file.parts
-            )
-        return self._manifests[id]
-
-    def _has_tensor(self, id: TensorId) -> bool:
-        if id not in self._whole:
-            data = self._record(Kind.TENSOR, id)
-            if data is None:
-                self._whole[id] = self._record(Kind.VIRTUAL, id) is not None
-            else:
-                blocks = [BlockId(b) for b in decode(Tensor, data, id.hex()).block_ids()]
-                with self._index.env.read() as transaction:
-                    found = self._index.block_rows(transaction, blocks)
-                self._whole[id] = all(row is not None for row in found)
-        return self._whole[id]
-
-
-def _row(index: Index, transaction: Any, key: Key) -> bytes | None:
-    database, name = rows.record_key(*key)
-    value = transaction.get(name, db=index.db(database))
-    return None if value is None else bytes(value)
-
-
-def _put(index: Index, transaction: Any, key: Key, row: bytes) -> None:
-    database, name = rows.record_key(*key)
-    transaction.put(name, row, db=index.db(database))

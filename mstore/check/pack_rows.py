@@ -1,0 +1,261 @@
+"""The rows of blocks and records that packs make: the first half of a new index.
+
+Of a payload that several packs have, the first that reads right is taken, one that needs no base
+before one that does.  A delta whose base is nowhere is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mstore.blocks import codecs
+from mstore.blocks.index import Index, Location
+from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
+from mstore.check import rows
+from mstore.check.findings import Key, typed
+from mstore.errors import Corrupt, MstoreError
+from mstore.ids import BlockId, Buffer, ManifestId, PackId, TensorId
+from mstore.objects.canonical import decode
+from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.reports import Progress
+from mstore.store import generation
+from mstore.store.catalog import RECORD_LIMIT
+from mstore.store.layout import Layout
+
+Report = Callable[[Progress], None]
+
+
+class PackRows:
+    """Fills the `blocks`, `records` and `packs` of a new index, and reads by them.
+
+    homes: which packs have a snapshot's record.  generation: the latest of a pack.  notes: what
+    was left out.
+    """
+
+    def __init__(
+        self, layout: Layout, index: Index, condemned: set[PackId], progress: Report | None
+    ) -> None:
+        self._layout = layout
+        self._index = index
+        self._condemned = condemned
+        self._progress = progress
+        self._files = PackFiles(layout.packs)
+        self._doubles: dict[Key, list[bytes]] = {}
+        self._whole: dict[TensorId, bool] = {}
+        self._manifests: dict[ManifestId, bool] = {}
+        self.homes: dict[bytes, set[PackId]] = {}
+        self.generation = 0
+        self.notes: list[str] = []
+
+    def close(self) -> None:
+        """Close the packs."""
+        self._files.close()
+
+    def fill(self) -> int:
+        """Take every pack of this store; how many there are."""
+        count = self._packs()
+        self._settle_doubles()
+        self._leave_out_orphans()
+        return count
+
+    def _packs(self) -> int:
+        paths = self._own_packs()
+        sizes = [path.stat().st_size for path in paths]
+        count = done = 0
+        for path, size in zip(paths, sizes, strict=True):
+            done += size
+            try:
+                id, entries = read_table(path)
+            except MstoreError as error:
+                self.notes.append(f"pack {path.stem} is left out: {error.what}")
+                continue
+            if id.hex() != path.stem:
+                self.notes.append(f"pack {path.stem} is left out: it is {id.short}")
+                continue
+            if id in self._condemned:
+                continue
+            self.generation = max(self.generation, generation_of(path))
+            for entry in entries:
+                if entry.kind == Kind.SNAPSHOT:
+                    self.homes.setdefault(entry.id, set()).add(id)
+            self._pack(SealedPack(id, path, size, entries))
+            count += 1
+            if self._progress is not None:
+                self._progress(Progress("reindex", done, sum(sizes)))
+        return count
+
+    def _own_packs(self) -> list[Path]:
+        """The packs that were written for this store; all of them where none was.
+
+        One of another store may have other block sizes, and snapshots that nobody here has added.
+        Where no pack is this store's, its own name is in doubt.
+        """
+        paths = list(generation.listed_packs(self._layout))
+        strangers = set()
+        for path in paths:
+            with suppress(MstoreError):
+                if store_of(path) != self._layout.uuid.bytes:
+                    strangers.add(path)
+        if len(strangers) == len(paths):
+            return paths
+        self.notes += [
+            f"pack {path.stem} is left out: it is of another store (mstore gc moves it to "
+            "lost+found; mstore fsck --repair --from takes copies from the store itself)"
+            for path in sorted(strangers)
+        ]
+        return [path for path in paths if path not in strangers]
+
+    def _pack(self, pack: SealedPack) -> None:
+        keys: list[Key] = []
+        for entry in pack.entries:
+            # A record of a kind that this version does not know gets its row all the same.
+            with suppress(ValueError):
+                keys.append((Kind(entry.kind), entry.id))
+        index = self._index
+        with index.env.write() as transaction:
+            known = {key: row for key in keys if (row := _row(index, transaction, key)) is not None}
+            # The rows that this pack would have had, were it the first.
+            for database, name in (rows.record_key(*key) for key in known):
+                transaction.delete(name, db=index.db(database))
+            index.insert_pack(transaction, pack)
+            for key, row in known.items():
+                mine = _row(index, transaction, key)
+                assert mine is not None
+                self._doubles.setdefault(key, [row]).append(mine)
+                _put(index, transaction, key, row)
+
+    def _settle_doubles(self) -> None:
+        """Of each payload that several packs have, the first that reads right."""
+        index = self._index
+        # Deltas last: what they are differences to must have been settled.
+        for is_delta in (False, True):
+            settled = {
+                key: row
+                for key, found in self._doubles.items()
+                if (row := self._first_right(key, found, is_delta=is_delta)) is not None
+            }
+            with index.env.write() as transaction:
+                for key, row in settled.items():
+                    _put(index, transaction, key, row)
+                    del self._doubles[key]
+
+    def _first_right(self, key: Key, found: list[bytes], *, is_delta: bool) -> bytes | None:
+        for row in found:
+            if (rows.base_of(row) is not None) == is_delta:
+                with suppress(MstoreError):
+                    self._payload(key, row)
+                    return row
+        return None
+
+    def _payload(self, key: Key, row: bytes) -> Buffer:
+        """The plain bytes that a row leads to, checked.  Raises Corrupt, StorageFailed."""
+        kind, id = key
+        with self._index.env.read() as transaction:
+            location = self._index.location(transaction, row)
+            base = rows.base_of(row)
+            under = None if base is None else _row(self._index, transaction, (Kind.BLOCK, base))
+        limit = self._layout.block_size if kind == Kind.BLOCK else RECORD_LIMIT
+        if max(location.raw_length, location.stored_length) > limit:
+            raise Corrupt("longer than it may be", where=id.hex())
+        plain = None
+        if base is not None:
+            if under is None or rows.base_of(under) is not None:
+                raise Corrupt("its base is missing", where=id.hex())
+            plain = self._payload((Kind.BLOCK, base), under)
+        data = self._decoded(location, plain)
+        if typed(kind, id).of(data) != id:
+            raise Corrupt("the stored bytes do not match the id", where=id.hex())
+        return data
+
+    def _decoded(self, location: Location, base: Buffer | None) -> Buffer:
+        payload = self._files.read(location.pack, location.offset, location.stored_length)
+        return codecs.decode(location.codec, payload, location.width, location.raw_length, base)
+
+    def _leave_out_orphans(self) -> None:
+        """Deltas whose base is not there, or cannot be one."""
+        index = self._index
+        left_out = 0
+        for batch in rows.batches(index, "blocks"):
+            deltas = [(key, row, base) for key, row in batch if (base := rows.base_of(row))]
+            if not deltas:
+                continue
+            with index.env.read() as transaction:
+                bases = index.block_rows(transaction, [base for _, _, base in deltas])
+            orphans = [
+                key
+                for (key, row, _), base in zip(deltas, bases, strict=True)
+                if base is None
+                or rows.base_of(base) is not None
+                or rows.raw_length(base) != rows.raw_length(row)
+            ]
+            left_out += len(orphans)
+            if orphans:
+                with index.env.write() as transaction:
+                    for key in orphans:
+                        transaction.delete(key, db=index.db("blocks"))
+        if left_out:
+            self.notes.append(f"{left_out} deltas are left out: their bases are in no pack")
+
+    # -- reading by the rows -----------------------------------------------------------------
+
+    def record(self, kind: Kind, id: bytes) -> Buffer | None:
+        """The bytes of a record; None where it is missing or wrong."""
+        with self._index.env.read() as transaction:
+            row = _row(self._index, transaction, (kind, id))
+        if row is None:
+            return None
+        try:
+            return self._payload((kind, id), row)
+        except MstoreError:
+            return None
+
+    def is_complete(self, record: SnapshotRecord) -> bool:
+        """Whether all that a snapshot is made of has its rows."""
+        manifests = [record.manifest_id()]
+        plan = record.plan_id()
+        if plan is not None and record.is_virtual:
+            data = self.record(Kind.PLAN, plan)
+            if data is None:
+                return False
+            inputs = decode(Plan, data, plan.hex())
+            manifests += [inputs.base_id(), *(e.manifest_id() for e in inputs.experts)]
+        return all(self._has_contents(manifest) for manifest in manifests)
+
+    def _has_contents(self, id: ManifestId) -> bool:
+        if id not in self._manifests:
+            data = self.record(Kind.MANIFEST, id)
+            self._manifests[id] = data is not None and all(
+                self._has_tensor(part.tensor_id())
+                for file in decode(Manifest, data, id.hex()).files
+                for part in file.parts
+            )
+        return self._manifests[id]
+
+    def _has_tensor(self, id: TensorId) -> bool:
+        if id not in self._whole:
+            data = self.record(Kind.TENSOR, id)
+            if data is None:
+                self._whole[id] = self.record(Kind.VIRTUAL, id) is not None
+            else:
+                blocks = [BlockId(b) for b in decode(Tensor, data, id.hex()).block_ids()]
+                with self._index.env.read() as transaction:
+                    found = self._index.block_rows(transaction, blocks)
+                self._whole[id] = all(row is not None for row in found)
+        return self._whole[id]
+
+
+def _row(index: Index, transaction: Any, key: Key) -> bytes | None:
+    database, name = rows.record_key(*key)
+    value = transaction.get(name, db=index.db(database))
+    return None if value is None else bytes(value)
+
+
+def _put(index: Index, transaction: Any, key: Key, row: bytes) -> None:
+    database, name = rows.record_key(*key)
+    transaction.put(name, row, db=index.db(database))
