@@ -188,7 +188,7 @@ def test_garbage_needs_nothing_done(mstore: Program) -> None:
     left.mkdir()
     (left / "x.pack").write_bytes(b"x")
     done = mstore.succeed("fsck")
-    assert "garbage is harmless: the next command that writes removes it" in done.out
+    assert "garbage is harmless: the next command that writes removes what is in tmp" in done.out
 
 
 def test_reindex_without_an_index(mstore: Program) -> None:
