@@ -238,6 +238,17 @@ def test_a_pack_that_is_being_published_is_not_taken_for_garbage(
     assert not stray.exists()
     assert report.lost_found_bytes == 1
     assert [path.read_bytes() for path in lost_found.packs(store._catalog.layout)] == [b"x"]
+    # What is found in the same run is not deleted with what lay there before.
+    stray.write_bytes(b"xyz")
+    promised = store.gc(empty_lost_found=True, dry_run=True)
+    assert (promised.emptied_bytes, promised.put_aside) == (1, (stray.stem,))
+    report = store.gc(empty_lost_found=True)
+    assert (report.emptied_bytes, report.put_aside, report.lost_found_bytes) == (
+        1,
+        (stray.stem,),
+        3,
+    )
+    assert [path.read_bytes() for path in lost_found.packs(store._catalog.layout)] == [b"xyz"]
     assert store.gc(empty_lost_found=True).lost_found_bytes == 0
     assert not store._catalog.layout.lost_found.exists()
 

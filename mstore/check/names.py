@@ -53,16 +53,20 @@ def settle(layout: Layout, old: OldIndex) -> Names:
     """Hear every witness."""
     notes = []
     mirrors: list[tuple[str, Mirror]] = []
+    newest = -1
     try:
         mirrors.append((_MIRROR, mirror.read(layout)))
+        newest = mirrors[0][1].generation
     except MstoreError as error:
         notes.append(f"ref mirror: {error.what}")
-        # One that was replaced tells less, but it tells.
-        for path, found in mirror.earlier(layout)[:1]:
+    # Where the mirror is lost, or an old one was put back, one that was replaced tells more.
+    for path, found in mirror.earlier(layout)[:1]:
+        if found.generation > newest:
             mirrors.append((path.name, found))
+            what = "in its place" if newest < 0 else f"too: the mirror is of generation {newest}"
             notes.append(
-                f"{path.name} (generation {found.generation}) was read in its place: a ref that "
-                "moved since may be where it was then"
+                f"{path.name} (generation {found.generation}) was read {what}; a ref that moved "
+                "since may be where it was then, and one that was removed since may be back"
             )
     index_generation = _index_generation(old)
     names = {name for _, found in mirrors for name in found.refs} | old.refs.keys()

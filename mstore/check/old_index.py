@@ -66,6 +66,9 @@ class OldIndex:
 
     def _take_everything(self, file: LmdbFile) -> None:
         databases = file.databases(self.notes.append)
+        if not databases:
+            self.notes.append("nothing of it can be read")
+            return
         for name, take in (
             (b"counters", self._take_counter),
             (b"plans", self._take_plan),

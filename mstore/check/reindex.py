@@ -152,7 +152,7 @@ def _require_idle(layout: Layout) -> None:
         raise Conflict(
             f"the store is in use: {', '.join(who)}",
             where=str(layout.root),
-            hint="unmount it and let commands end, then: mstore reindex",
+            hint="end mounts (mstore mounts lists them) and let commands end, then: mstore reindex",
         )
 
 
@@ -252,6 +252,7 @@ class _Building:
             self._notes += self._packs.notes
             settled = witnesses.settle(self._layout, self._old)
             self._notes += settled.notes
+            self._tell_lost_moves(settled)
             self._begin_generation(settled)
             snapshots = self._snapshots(self._collected(settled))
             names, moves = self._refs(settled, set(snapshots))
@@ -282,6 +283,14 @@ class _Building:
         with self._index.env.write() as transaction:
             latest = max(settled.generation, self._packs.generation)
             self._index.set_generation(transaction, latest + 1)
+
+    def _tell_lost_moves(self, settled: Names) -> None:
+        known = self._old.generation
+        if known is not None and known < settled.generation:
+            self._notes.append(
+                f"reflogs end at generation {known} of {settled.generation}: later moves are lost, "
+                "and what was removed since may be a branch recovered/... now"
+            )
 
     def _collected(self, settled: Names) -> set[bytes]:
         """Snapshots that the old index, being the newest word, no longer had."""

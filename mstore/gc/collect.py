@@ -178,6 +178,9 @@ class Collector:
         self._count_condemned([pack for pack in waiting if held.isdisjoint(pack.leases)])
         self._count_waiting(waiting, held)
         tally.lost_found_bytes = lost_found.size(catalog.layout)
+        if self._limits.empty_lost_found:
+            tally.emptied_bytes, tally.lost_found_bytes = tally.lost_found_bytes, 0
+            tally.freed_bytes += tally.emptied_bytes
         return tally.report(dry_run=True, seconds=time.monotonic() - began)
 
     def _count_packs(
@@ -224,6 +227,10 @@ class Collector:
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
                 self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
+            if self._limits.empty_lost_found:
+                # Before anything is put there: what is told to come back must be there then.
+                tally.emptied_bytes = lost_found.empty(catalog.layout)
+                tally.freed_bytes += tally.emptied_bytes
             self._put_unknown_aside()
             again = True
             while again:
@@ -231,9 +238,6 @@ class Collector:
                 again = self._round() and tally.freed_bytes > freed
             self._wait_for_others()
             tally.left += self._tidy(memo, statistics)
-            if self._limits.empty_lost_found:
-                tally.emptied_bytes = lost_found.empty(catalog.layout)
-                tally.freed_bytes += tally.emptied_bytes
             tally.lost_found_bytes = lost_found.size(catalog.layout)
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 

@@ -113,6 +113,10 @@ class Catalog:
             self.index.env.require_in_place()
             unseen.show(self.index)
             generation.require_current(self.layout, self.index, packs=packs)
+            if packs and mirror.generation(self.layout) is None:
+                # Nothing speaks against the index: it has all packs.  Without a mirror, the packs
+                # of whoever publishes now would, before their commit.
+                mirror.write(self.layout, self.index)
             yield
         finally:
             lock.release()

@@ -64,6 +64,8 @@ def write(layout: Layout, index: Index) -> None:
     before = _bytes(layout.mirror)
     if before == data:
         return
+    if before is None and fs.make_directory(layout.mirror.parent, exist_ok=True):
+        fs.sync_directory(layout.root)
     if before is not None:
         _keep(layout, before, lines, generation)
     fs.replace_text(layout.mirror, data.decode(), staging=layout.tmp)

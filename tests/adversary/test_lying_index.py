@@ -152,6 +152,43 @@ def test_an_older_index_with_an_older_mirror(life: Life, tmp_path: Path, extra: 
     life.promises.require_kept(life.root)
 
 
+def test_an_older_backup_over_the_store(life: Life, older: Path, tmp_path: Path) -> None:
+    """A backup of index and refs copied over newer ones: the newest mirror that is left counts."""
+    expected = life.promises.refs
+    mirrors = sorted((life.root / "refs").glob("mirror.*"), key=lambda path: int(path.suffix[1:]))
+    put_back(life, older)
+    # As `cp -a` does it: what the backup has not, stays.
+    shutil.copy(mirrors[0], life.root / "refs" / "mirror")
+    report = Store.reindex(life.root)
+    assert any(mirrors[-1].name in note for note in report.notes)
+    # That mirror was replaced by the last move, the removal of `two`.
+    with Store.open(life.root) as store:
+        found = {ref.name: ref.snapshot for ref in store.refs()}
+    assert {name: found.get(name) for name in expected} == expected
+    assert found.keys() - expected.keys() == {"two"}
+    assert any("two" in note or "may be back" in note for note in report.notes)
+    life.promises.require_kept(life.root)
+
+
+def test_the_directory_of_the_mirror_is_gone(life: Life) -> None:
+    """Without refs/ everything goes on, and the next command that writes makes a mirror again."""
+    shutil.rmtree(life.root / "refs")
+    life.tag("later", "one")
+    assert mirror_lines(life).keys() == life.promises.refs.keys()
+    shutil.rmtree(life.root / "refs")
+    life.add("law", "law")
+    assert mirror_lines(life).keys() == life.promises.refs.keys()
+    shutil.rmtree(life.root / "refs")
+    with Store.open(life.root) as store:
+        assert store.repair().after.problems == ()
+    assert mirror_lines(life).keys() == life.promises.refs.keys()
+    shutil.rmtree(life.root / "index")
+    Store.reindex(life.root)
+    with Store.open(life.root) as store:
+        assert {ref.name: ref.snapshot for ref in store.refs()} == life.promises.refs
+    life.promises.require_kept(life.root)
+
+
 def test_a_command_warns(life: Life, older: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A command that reads by such an index says so on standard error, and what to type."""
     put_back(life, older)

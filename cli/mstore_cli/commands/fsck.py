@@ -118,6 +118,7 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
     _headline(screen, len(report.problems), "found")
     if report.index_only:
         screen.line("only the index was checked: without a sound one, nothing else can be judged")
+        screen.line("models are in the packs, and the index can be rebuilt from these")
         _damage(screen, report, typed)
         return
     read = format_size(report.bytes_read)

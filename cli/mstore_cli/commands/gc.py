@@ -102,15 +102,16 @@ def _print(screen: Screen, report: GcReport) -> None:
         )
     for note in report.left:
         screen.line(f"left: {note}")
+    if report.emptied_bytes:
+        was = "would be" if report.dry_run else "was"
+        screen.line(f"lost+found {was} emptied: {format_size(report.emptied_bytes)}", style="green")
     if report.put_aside:
         would = "would move" if report.dry_run else "moved"
         screen.line(
             f"{counted(len(report.put_aside), 'pack')} that the index does not know {would} to "
             "lost+found: an interrupted command left them, or the index lost them; mstore reindex "
-            "takes them in again"
+            "takes in again what is of this store"
         )
-    if report.emptied_bytes:
-        screen.line(f"lost+found was emptied: {format_size(report.emptied_bytes)}", style="green")
     if report.lost_found_bytes:
         screen.line(
             f"lost+found holds {format_size(report.lost_found_bytes)}; to remove that for good: "
@@ -119,7 +120,13 @@ def _print(screen: Screen, report: GcReport) -> None:
 
 
 def _does_anything(report: GcReport) -> bool:
-    return bool(report.packs_removed or report.packs_rewritten or report.leftover_files)
+    return bool(
+        report.packs_removed
+        or report.packs_rewritten
+        or report.leftover_files
+        or report.put_aside
+        or report.emptied_bytes
+    )
 
 
 def _print_work(screen: Screen, report: GcReport) -> None:

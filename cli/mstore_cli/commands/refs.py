@@ -24,6 +24,7 @@ def refs(session: Session) -> None:
     """List branches and tags and what they point at."""
     with session.open() as store:
         found = store.refs()
+        is_doubted = store.doubt() is not None
 
     def human(screen: Screen) -> None:
         if not found:
@@ -32,7 +33,8 @@ def refs(session: Session) -> None:
             COLUMNS, ((one.name, one.kind, _snapshot(one), when(one.time_ns)) for one in found)
         )
         lost = next((one.name for one in found if one.missing), None)
-        if lost is not None:
+        # Of an index that is not believed, another command has been named already.
+        if lost is not None and not is_doubted:
             screen.line(f"missing: mstore fsck says what to do, and mstore rm {lost} lets go of it")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
