@@ -19,6 +19,8 @@ command to type.  `str(error)` is one line without the hint.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class MstoreError(Exception):
     """Base of all errors of this library: `what`, `where` and `hint` are fields, not prose."""
@@ -95,3 +97,17 @@ class StorageFailed(MstoreError):
 
 class Unavailable(MstoreError):
     """Something that mstore needs and does not own is missing or busy."""
+
+
+def did_you_mean(given: str, known: Iterable[str], hint: str | None = None) -> str | None:
+    """A hint: the known name that was probably meant, if one is near, then `hint` if there is one.
+
+    A name whose last part was given alone is near, and one with few other letters.
+    """
+    from difflib import get_close_matches
+
+    names = sorted(known)
+    found = [name for name in names if name.rpartition("/")[2] == given]
+    found = found[:1] if len(found) == 1 else get_close_matches(given, names, n=1)
+    lines = [f"did you mean {name}?" for name in found] + ([hint] if hint else [])
+    return "\n".join(lines) or None

@@ -359,7 +359,7 @@ def test_a_pickle_is_never_loaded(
         assert f"has only pickled weights ('{Path(name).name if path.is_file() else name}')" in (
             refusal.what
         )
-        assert refusal.hint == f"mstore add {path} --name NAME --convert"
+        assert refusal.hint == f"mstore add {path} --name {path.name} --convert"
     assert not (tmp_path / "ran").exists()
 
 

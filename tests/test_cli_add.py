@@ -208,7 +208,7 @@ def test_pickles_are_converted_only_when_asked(mstore: Program, tmp_path: Path) 
     line = ["add", model, "--name", "m"]
     refused = mstore(*line)
     assert refused.status == 1
-    assert f"add {model} --name NAME --convert" in refused.err
+    assert f"add {model} --name {model.name} --convert" in refused.err
     done = mstore.succeed(*line, "--convert")
     assert "note: converted pytorch_model.bin to model.safetensors: 1 tensors" in done.out
 

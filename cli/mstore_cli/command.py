@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from mstore_cli.errors import notes
+from mstore_cli.errors import UsageError, notes
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
 
 StoreOption = Annotated[
@@ -60,14 +60,26 @@ class Verb:
     epilog: str
 
 
+_MERGING = ("merge", "plan")
+_RECIPE = (".yaml", ".yml")
+
+
 class VerbCommand(TyperCommand):
     """A command whose help lists the global options under a heading of their own."""
 
     # The context and formatter types are private to typer.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The parser empties the list.
+        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
+            if ctx.info_name in _MERGING and any(one.endswith(_RECIPE) for one in given):
+                raise UsageError(
+                    "a recipe of mergekit is given: mstore reads none, and takes base, experts, "
+                    "weights and method on the command line",
+                    hint=f"mstore {ctx.info_name} --help",
+                ) from error
             # Without it the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx

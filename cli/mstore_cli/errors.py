@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -91,10 +92,17 @@ def with_store(hint: str, store: Path | None) -> str:
     return _COMMAND.sub(lambda _: command, hint)
 
 
-def report(error: BaseException, stream: TextIO | None = None, *, store: Path | None = None) -> int:
+def report(
+    error: BaseException,
+    stream: TextIO | None = None,
+    *,
+    store: Path | None = None,
+    document: TextIO | None = None,
+) -> int:
     """Say on standard error what went wrong; returns the exit status.
 
-    store: the one named by `--store`, which commands in hints name too.
+    store: the one named by `--store`, which commands in hints name too.  document: where a JSON
+    object says the same, for `--json`.
     """
     rule = next((rule for rule in rules() if isinstance(error, rule.kind)), None)
     if rule is None:
@@ -103,6 +111,8 @@ def report(error: BaseException, stream: TextIO | None = None, *, store: Path | 
     if rule.kind is BrokenPipeError:
         # The reader has left: it wants no more, and that includes complaints.
         return rule.status
+    if document is not None:
+        _tell_programs(document, error, rule, store)
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
         if isinstance(error, Interrupted):
@@ -116,6 +126,35 @@ def report(error: BaseException, stream: TextIO | None = None, *, store: Path | 
         _say(stream, "hint", "36", with_store(hint, store))
     stream.flush()
     return rule.status
+
+
+def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
+    hint = error.hint if isinstance(error, Interrupted) else _hint(error, rule)
+    where = getattr(error, "where", None)
+    told = {
+        "what": getattr(error, "what", None) or _message(error),
+        "where": where,
+        "hint": with_store(hint, store) if hint else None,
+        "code": _code(error),
+        "exit_status": rule.status,
+    }
+    json.dump({"error": told}, document, indent=2)
+    document.write("\n")
+
+
+def _code(error: BaseException) -> str:
+    """The sort of error, a word for programs: the class of the library's errors."""
+    if isinstance(error, typer.TyperException):
+        return "usage"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    from mstore.errors import MstoreError
+
+    if isinstance(error, MstoreError):
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__).lower()
+    if isinstance(error, OSError):
+        return "storage-failed"
+    return "out-of-memory" if isinstance(error, MemoryError) else "bug"
 
 
 def warn(text: str, hint: str | None = None) -> None:
@@ -140,6 +179,8 @@ def _message(error: BaseException) -> str:
         return message[:1].lower() + message[1:]
     if isinstance(error, MstoreError):
         return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     if isinstance(error, OSError):
         words = os.strerror(error.errno).lower() if error.errno else str(error)
         return f"{os.fsdecode(error.filename)}: {words}" if _has_name(error) else words

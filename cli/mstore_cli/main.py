@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mstore_cli import errors
+from mstore_cli import completion, errors
 from mstore_cli.command import (
     JsonOption,
     NoProgressOption,
@@ -41,7 +41,8 @@ VERBS = (
 )
 EPILOG = (
     "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
-    "the beginning of an id, REF~N (N steps to the first parent) or REF@{N} (N moves ago).\n\n"
+    "the beginning of an id, REF~N (N steps to the first parent) or REF@{N} (N moves ago). "
+    "mstore help COMMAND prints what mstore COMMAND --help does.\n\n"
     "\b\nExit status:\n  0  success\n  1  an error\n  2  wrong usage of the command line\n"
     "  130  interrupted"
 )
@@ -80,7 +81,7 @@ def build() -> TyperGroup:
     """The whole command line as one command tree."""
     app = typer.Typer(
         name=PROGRAM,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         invoke_without_command=True,
@@ -107,6 +108,8 @@ def run(arguments: Sequence[str]) -> int:
 
     Once a command has published its result Ctrl-C stays unheard (`Session.settled`).
     """
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     # The class of contexts is private to typer.
     context: Any = None
     try:
@@ -121,7 +124,9 @@ def run(arguments: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
         choices = context.obj if context else None
         store = choices.store if isinstance(choices, Choices) else None
-        status = errors.report(error, store=store)
+        # What is wrong with the command line itself is found before its options are known.
+        document = sys.stdout if "--json" in arguments else None
+        status = errors.report(error, store=store, document=document)
         _discard_output()
         return status
 
@@ -149,6 +154,9 @@ def main() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # What the imports make stays, and looking through it every 700 objects costs a tenth of a run.
     gc.set_threshold(100_000, 10, 10)
+    if completion.is_asked():
+        # Ends the process.
+        build()(prog_name=PROGRAM)
     status = run(sys.argv[1:])
     # All is closed and flushed by now.  What the interpreter would look through for cycles on its
     # way out, several times, goes with the process.

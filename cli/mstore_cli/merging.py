@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.output import Column, Screen
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 
@@ -27,14 +28,23 @@ EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
 TOP_P_HINT = "--top-p 20% or --top-p 0.2"
 
-_BASE = typer.Option("--base", metavar="REF", help="The model that is merged into.")
+_BASE = typer.Option(
+    "--base",
+    metavar="REF",
+    help="The model that is merged into.",
+    autocompletion=completion.refs,
+)
 _EXPERT = typer.Option(
     "--expert",
     metavar="REF[=WEIGHT]",
+    autocompletion=completion.refs,
     help="A model whose difference from the base is merged; weight 1 unless given. Repeat.",
 )
 _METHOD = typer.Option(
-    "--method", metavar="NAME", help="linear, task_arithmetic, ties, dare_linear or dare_ties."
+    "--method",
+    metavar="NAME",
+    help="linear, task_arithmetic, ties, dare_linear or dare_ties.",
+    autocompletion=completion.methods,
 )
 Base = Annotated[str, _BASE]
 Experts = Annotated[list[str], _EXPERT]

@@ -6,12 +6,15 @@ from typing import Annotated
 
 import typer
 
+from mstore_cli import completion
+
 Revision = Annotated[
     str,
     typer.Argument(
         metavar="REF",
         help="A branch, tag, snapshot id or its beginning, REF~N, or REF@{N}.",
         show_default=False,
+        autocompletion=completion.refs,
     ),
 ]
 Message = Annotated[

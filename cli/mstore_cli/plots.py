@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HINT = "pip install 'mstore[plot]'"
+HINT = "pip install matplotlib"
 SALT = "mstore"
 BLACK, ORANGE, SKY, GREEN = "#000000", "#D55E00", "#0072B2", "#009E73"
 FILLS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2")

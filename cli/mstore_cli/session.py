@@ -67,6 +67,11 @@ class Session:
         variable = os.environ.get(STORE_VARIABLE)
         return Path(variable) if variable else None
 
+    @property
+    def named_by(self) -> str:
+        """What named that store."""
+        return "--store" if self._choices.store is not None else f"${STORE_VARIABLE}"
+
     def store_path(self) -> Path:
         """`--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's own.
 
@@ -95,6 +100,12 @@ class Session:
         from mstore import Store
 
         return self._opened(Store.open(self.store_path()))
+
+    def open_silently(self) -> Store:
+        """The same without a warning, for a shell that completes a line."""
+        from mstore import Store
+
+        return Store.open(self.store_path())
 
     def open_checked(self) -> Store:
         """The same for a store whose index may be damaged: it is looked at first."""

@@ -41,8 +41,13 @@ class Naming(OpenStore):
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
         def choose(transaction: Any) -> list[RefMove]:
-            if refs.get(self._catalog.index, transaction, name) is not None:
-                raise Conflict("the name is taken", where=name, hint=f"mstore rm {name}")
+            current = refs.get(self._catalog.index, transaction, name)
+            if current is not None and current.kind == refs.BRANCH:
+                what = "the name is taken by a branch"
+                raise Conflict(what, where=name, hint=f"mstore tag {name}-v1 {revision}")
+            if current is not None:
+                again = f"mstore rm {name} && mstore tag {name} {revision}"
+                raise Conflict("the name is taken by a tag", where=name, hint=again)
             return [RefMove(name, None, new, f"tag: {revision}")]
 
         choose_moves(self._catalog, choose)

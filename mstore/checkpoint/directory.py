@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstore.checkpoint import strangers
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
-from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
+from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, walk
@@ -182,11 +183,13 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
             f"has only pickled weights ({_listed(pickles)}), which can run code when loaded; "
             "mstore reads safetensors",
             where=str(path),
-            hint=f"mstore add {shlex.quote(str(path))} --name NAME --convert",
+            hint=f"mstore add {shlex.quote(str(path))} --name {name_for(path)} --convert",
         )
-    raise BadCheckpoint(
-        "holds no .safetensors file", where=str(path), hint="mstore add MODEL_DIRECTORY --name NAME"
-    )
+    for name in names:
+        known = strangers.by_name(name)
+        if known is not None:
+            raise known.error(str(tree.shown / name))
+    raise BadCheckpoint("holds no .safetensors file", where=str(path), hint="mstore add --help")
 
 
 def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:

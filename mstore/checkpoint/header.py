@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from mstore.checkpoint import strangers
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
@@ -154,6 +155,9 @@ def parse_header(
 
 
 def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits) -> int:
+    stranger = strangers.by_bytes(prefix)
+    if stranger is not None:
+        raise stranger.error(where)
     if len(prefix) < LENGTH_BYTES or file_size < LENGTH_BYTES:
         raise BadCheckpoint(
             f"truncated: a safetensors file has at least {LENGTH_BYTES} bytes, this one "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from mstore.errors import BadCheckpoint
 
@@ -24,6 +25,12 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 def quoted(text: str, width: int = 120) -> str:
     """Untrusted text for one line of an error: escaped, and cut to about `width` characters."""
     return repr(text if len(text) <= width else f"{text[:width]}…")
+
+
+def name_for(path: PurePath) -> str:
+    """A name that a checkpoint at `path` could be given, for hints: its own, as refs may be."""
+    found = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-.")
+    return found.removesuffix(".safetensors") or "x"
 
 
 def check_relative(path: str, where: str) -> None:

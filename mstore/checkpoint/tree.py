@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from mstore.checkpoint.paths import check_case_twins, check_relative, quoted
+from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import (
     Stamp,
     changed,
@@ -116,12 +116,13 @@ def _refuse_holes(tree: Tree, limit: int | None) -> None:
     status = largest.status
     others = f" with {len(sparse) - 1} more files like it, {total}" if len(sparse) > 1 else ""
     where = shlex.quote(str(tree.shown if len(tree.files) > 1 else tree.shown / largest.path))
+    command = f"mstore add {where} --name {name_for(tree.shown)} --max-sparse {total}"
     raise BadCheckpoint(
         f"is mostly holes: its size is {status.st_size}{others} bytes, "
         f"{status.st_blocks * _UNIT} of it on the disk, and the limit for such files is {limit} "
         "bytes, the free space of the store's disk unless told otherwise",
         where=str(tree.shown / largest.path),
-        hint=f"if it is meant to be so: mstore add {where} --name NAME --max-sparse {total}",
+        hint=f"if it is meant to be so: {command}",
     )
 
 
@@ -317,7 +318,8 @@ class _Walker:
             raise BadCheckpoint(
                 f"is a symlink out of the checkpoint, to {quoted(str(target))}",
                 where=where,
-                hint=f"cp -rL {shlex.quote(str(self.shown))} COPY && mstore add COPY --name NAME",
+                hint=f"cp -rL {shlex.quote(str(self.shown))} copied && "
+                f"mstore add copied --name {name_for(self.shown)}",
             )
         try:
             status = _status(target, where)

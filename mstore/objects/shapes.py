@@ -8,10 +8,22 @@ from mstore.errors import Incompatible
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
+# Of every format in which people publish adapters (PEFT, diffusers, kohya).
+_ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
 
 def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: str) -> None:
-    """Raise Incompatible listing the tensors that are missing, extra, or of another shape."""
+    """Raise Incompatible listing the tensors that are missing, extra, or of another shape.
+
+    Of an adapter it says that it is one.
+    """
+    if any(mark in name for name in other for mark in _ADAPTER) and not other.keys() & base.keys():
+        raise Incompatible(
+            f"{what}: it is a LoRA adapter, and no whole model",
+            where=where,
+            hint="put it into its base and store the result: PeftModel.from_pretrained(base, "
+            "adapter).merge_and_unload().save_pretrained(DIRECTORY)",
+        )
     problems = []
     for name, shape in base.items():
         if name not in other:

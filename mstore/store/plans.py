@@ -81,7 +81,7 @@ def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
         raise NotFound(
             "this store has no snapshot with an input of the plan",
             where=f"manifest {manifest}",
-            hint="mstore add PATH --name NAME",
+            hint="add the checkpoint that it was made from, with: mstore add",
         )
     return Source(found[0], found[0].short)
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from mstore.blocks.index import Index
-from mstore.errors import BadName, Conflict, Corrupt, NotFound
+from mstore.errors import BadName, Conflict, Corrupt, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.canonical import plain_id
 
@@ -151,6 +151,12 @@ def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
         yield name, _decode_ref(name, value)
 
 
+def names(index: Index, transaction: Any) -> list[str]:
+    """The names of all refs, for hints: rows are not read, and unreadable names are left out."""
+    with transaction.cursor(db=index.db("refs")) as cursor:
+        return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
+
+
 def move(
     index: Index,
     transaction: Any,
@@ -273,5 +279,6 @@ def require(index: Index, transaction: Any, name: str) -> Ref:
     """The ref of this name.  Raises NotFound with the nearest names."""
     ref = get(index, transaction, name)
     if ref is None:
-        raise NotFound("no such ref", where=name, hint="mstore refs")
+        hint = did_you_mean(name, names(index, transaction), "mstore refs")
+        raise NotFound("no such ref", where=name, hint=hint)
     return ref

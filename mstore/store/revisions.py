@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mstore.blocks.index import Index
-from mstore.errors import BadName, NotFound
+from mstore.errors import BadName, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import refs
@@ -51,11 +51,11 @@ def start(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
     ref = refs.get(index, transaction, revision.name)
     if ref is not None:
         return ref.snapshot_id()
-    if not _PREFIX.fullmatch(revision.name):
-        raise NotFound("no such ref or snapshot", where=revision.name, hint=_HINT)
-    ids = with_prefix(index, transaction, revision.name)
+    is_prefix = _PREFIX.fullmatch(revision.name) is not None
+    ids = with_prefix(index, transaction, revision.name) if is_prefix else []
     if not ids:
-        raise NotFound("no such ref or snapshot", where=revision.name, hint=_HINT)
+        hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
+        raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
     if len(ids) > 1:
         listed = ", ".join(id.short for id in ids[:5])
         raise BadName(f"{revision.name!r} is the prefix of several snapshots: {listed}", hint=_HINT)
@@ -66,7 +66,8 @@ def _from_reflog(index: Index, transaction: Any, revision: Revision) -> Snapshot
     moves = refs.reflog(index, transaction, revision.name)
     assert revision.back is not None
     if not moves:
-        raise NotFound("no such ref", where=revision.name, hint="mstore refs")
+        hint = did_you_mean(revision.name, refs.names(index, transaction), "mstore refs")
+        raise NotFound("no such ref", where=revision.name, hint=hint)
     if revision.back >= len(moves):
         raise NotFound(
             f"the reflog has only {len(moves)} entries",

@@ -52,7 +52,9 @@ def init(
     cost more index.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
-        raise UsageError(f"two stores named: {directory} and {session.named_store}")
+        raise UsageError(
+            f"two stores named: {directory} and, by {session.named_by}, {session.named_store}"
+        )
     path = directory or session.named_store or Path(STORE_NAME)
     size = parse_size(block_size, option="--block-size")
     from mstore import Store

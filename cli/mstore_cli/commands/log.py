@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how
@@ -35,7 +36,10 @@ def log(
     revision: Annotated[
         str | None,
         typer.Argument(
-            metavar="REF", help="Start here [default: all branches and tags].", show_default=False
+            metavar="REF",
+            help="Start here [default: all branches and tags].",
+            show_default=False,
+            autocompletion=completion.refs,
         ),
     ] = None,
     graph: Annotated[

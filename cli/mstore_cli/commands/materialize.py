@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
@@ -22,7 +23,10 @@ def materialize(
     branch: Annotated[
         str,
         typer.Argument(
-            metavar="REF", help="A branch that holds a virtual merge.", show_default=False
+            metavar="REF",
+            help="A branch that holds a virtual merge.",
+            show_default=False,
+            autocompletion=completion.refs,
         ),
     ],
     message: Message = "",

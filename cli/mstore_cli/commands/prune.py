@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
@@ -27,7 +28,10 @@ def prune(
     branches: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="REF...", help="Branches [default: all of them].", show_default=False
+            metavar="REF...",
+            help="Branches [default: all of them].",
+            show_default=False,
+            autocompletion=completion.refs,
         ),
     ] = None,
     keep_tagged: Annotated[

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
@@ -20,7 +21,12 @@ def rm(
     session: Session,
     names: Annotated[
         list[str],
-        typer.Argument(metavar="REF...", help="Branches or tags.", show_default=False),
+        typer.Argument(
+            metavar="REF...",
+            help="Branches or tags.",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
     ],
 ) -> None:
     """Remove branches or tags, all of them or none.

@@ -28,7 +28,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final, Literal
 
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, did_you_mean
 
 Value = float | int | bool
 
@@ -122,7 +122,10 @@ def operator(method: str) -> Operator:
     try:
         return OPERATORS[method]
     except KeyError:
-        raise BadRequest(f"unknown method {method!r}; methods: {', '.join(OPERATORS)}") from None
+        raise BadRequest(
+            f"unknown method {method!r}; methods: {', '.join(OPERATORS)}",
+            hint=did_you_mean(method, OPERATORS),
+        ) from None
 
 
 def parse_parameters(method: str, given: Mapping[str, object]) -> dict[str, Value]:
@@ -141,7 +144,8 @@ def parse_parameters(method: str, given: Mapping[str, object]) -> dict[str, Valu
             )
         if name not in parameters:
             raise BadRequest(
-                f"{method} has no parameter {name!r}; its parameters: {', '.join(parameters)}"
+                f"{method} has no parameter {name!r}; its parameters: {', '.join(parameters)}",
+                hint=did_you_mean(name, parameters),
             )
     return {
         name: parameter.parse(given[name]) if name in given else parameter.default

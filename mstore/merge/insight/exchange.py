@@ -144,7 +144,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
             raise NotFound(
                 "this store has no snapshot with an input of the plan",
                 where=f"manifest {manifest.short}",
-                hint="mstore add PATH --name NAME",
+                hint="add the checkpoint that it was made from, with: mstore add",
             )
     check_fits(catalog, plan)
     sources = sources_of(catalog, id, plan)

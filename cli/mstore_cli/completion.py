@@ -1,0 +1,40 @@
+"""What the shell offers behind Tab: refs, methods.  Silent whatever goes wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import typer
+
+from mstore_cli.session import Choices, Session
+
+VARIABLE = "_MSTORE_COMPLETE"
+"""Set by the shell's script when it asks for completions."""
+
+
+def is_asked() -> bool:
+    """Whether this process was started to complete a command line."""
+    return VARIABLE in os.environ
+
+
+def refs(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of refs in the store that the line names, or would use; REF=WEIGHT is left as it is."""
+    try:
+        given = [context.params.get("store"), context.find_root().params.get("store")]
+        named = next((store for store in given if store is not None), None)
+        with Session(Choices(store=named)).open_silently() as store:
+            return _beginning(incomplete, (ref.name for ref in store.refs()))
+    except Exception:  # noqa: BLE001 -- there is nobody to tell: the line is still being typed
+        return []
+
+
+def methods(incomplete: str) -> list[str]:
+    """Names of merge methods."""
+    from mstore.merge.arithmetic.operators import OPERATORS
+
+    return _beginning(incomplete, OPERATORS)
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

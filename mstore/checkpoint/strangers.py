@@ -1,0 +1,73 @@
+"""Files that people take for a safetensors checkpoint, told by their first bytes or their name.
+
+For errors only: what such a file is, and how to get a checkpoint that can be added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from mstore.errors import BadCheckpoint
+
+PREFIX_BYTES: Final = 8
+"""As many first bytes of a file as `by_bytes` needs; it takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """What a file is, as a predicate, and what to do."""
+
+    what: str
+    hint: str
+
+    def error(self, where: str) -> BadCheckpoint:
+        """The refusal of a file at `where`."""
+        return BadCheckpoint(self.what, where=where, hint=self.hint)
+
+
+LFS_POINTER: Final = Stranger(
+    "is a Git LFS pointer, not the file that it stands for",
+    "git lfs pull    (in the repository that it lies in)",
+)
+GGUF: Final = Stranger(
+    "is a GGUF file, which is made for llama.cpp and mostly quantised; mstore stores safetensors",
+    "add the safetensors checkpoint that it was made from",
+)
+ZIP: Final = Stranger(
+    "is a zip archive, as torch.save writes, and not safetensors",
+    "give it the suffix .bin, then: mstore add DIRECTORY --name x --convert",
+)
+HTML: Final = Stranger(
+    "is a web page: the download went wrong, or asked for a login",
+    "download it again, as with: hf download REPOSITORY",
+)
+RECIPE: Final = Stranger(
+    "is a YAML file, as mergekit's recipes are; a checkpoint has .safetensors files",
+    "mstore merge --help says how to give base, experts, weights and method",
+)
+
+_BY_BYTES: Final = (
+    (b"version ", LFS_POINTER),
+    (b"GGUF", GGUF),
+    (b"PK\x03\x04", ZIP),
+    (b"<!DOCTYP", HTML),
+    (b"<!doctyp", HTML),
+    (b"<html", HTML),
+)
+
+
+def by_bytes(prefix: bytes) -> Stranger | None:
+    """What a file with these first bytes is, where that is known and no safetensors file."""
+    return next((stranger for magic, stranger in _BY_BYTES if prefix.startswith(magic)), None)
+
+
+def by_name(path: str) -> Stranger | None:
+    """What a file of this name most likely is, where mstore takes no such file."""
+    match PurePath(path).suffix.lower():
+        case ".gguf" | ".ggml":
+            return GGUF
+        case ".yaml" | ".yml":
+            return RECIPE
+    return None

@@ -1,0 +1,200 @@
+"""What a newcomer types, and what the program makes of it: near names, strange files, the shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+Tensor = tuple[str, str, tuple[int, ...], bytes]
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A store with `tiny/base` and a tag `v1`."""
+    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "F32", (4,), bytes(16))])
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    mstore.succeed("add", tmp_path / "m", "--name", "tiny/base")
+    mstore.succeed("tag", "v1", "tiny/base")
+    return mstore
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (["show", "tiny/bas"], "tiny/base"),
+        (["show", "base"], "tiny/base"),
+        (["show", "tinybase@{1}"], "tiny/base"),
+        (["rm", "tiny/bsae"], "tiny/base"),
+        (["plan", *["--base", "v1", "--expert", "v1", "--method", "tie"]], "ties"),
+        (
+            [
+                "plan",
+                *["--base", "v1", "--expert", "v1", "--method", "ties", "--param", "densty=1"],
+            ],
+            "density",
+        ),
+    ],
+)
+def test_near_names(line: list[str], meant: str, mstore: Program) -> None:
+    """A ref, method or parameter that is nearly right is named in the hint."""
+    done = mstore(*line)
+    assert done.status != 0
+    assert f"hint: did you mean {meant}?" in done.err
+
+
+def test_far_names(mstore: Program) -> None:
+    """Nothing is suggested where nothing is near."""
+    assert "did you mean" not in mstore("show", "zzzzz").err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "where"),
+    [
+        (["show", "nothing"], "not-found", "nothing"),
+        (["add", "/nowhere", "--name", "x"], "not-found", "/nowhere"),
+        (["tag", "v1", "tiny/base"], "conflict", "v1"),
+        (["tag", "a b", "tiny/base"], "bad-name", None),
+        (["show"], "usage", None),
+        (["shwo"], "usage", None),
+    ],
+)
+def test_errors_as_json(line: list[str], code: str, where: str | None, mstore: Program) -> None:
+    """Under --json an error is one JSON object on standard output, and words on standard error."""
+    done = mstore("--json", *line)
+    error = done.document["error"]
+    assert (error["code"], error["exit_status"]) == (code, done.status)
+    assert where is None or error["where"] == where
+    assert error["what"] in done.err
+    assert error["hint"]
+    assert done.err.startswith("error: ")
+
+
+def test_a_success_is_no_error(mstore: Program) -> None:
+    """Under --json a command that works prints its own object and no other."""
+    assert "error" not in mstore("--json", "show", "v1").document
+
+
+def test_help_of_a_command(mstore: Program) -> None:
+    """`mstore help CMD` prints what `mstore CMD --help` does, and `mstore help` the whole."""
+    from mstore_cli.main import run
+
+    assert run(["help", "show"]) == run(["show", "--help"]) == run(["help"]) == 0
+
+
+def completed(line: str, store: Path) -> list[str]:
+    """What Tab offers behind a line, as bash asks for it."""
+    words = line.split(" ")
+    asked = {
+        "_MSTORE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+        "MSTORE_STORE": str(store),
+    }
+    command = [sys.executable, "-m", "mstore_cli"]
+    done = subprocess.run(
+        command, env={**os.environ, **asked}, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_completion(mstore: Program, tmp_path: Path) -> None:
+    """Refs, methods and commands are completed, in the store that the line names; else nothing."""
+    assert completed("mstore show ti", mstore.store) == ["tiny/base"]
+    assert completed("mstore rm v", mstore.store) == ["v1"]
+    assert completed("mstore merge --base ", mstore.store) == ["tiny/base", "v1"]
+    assert completed(f"mstore --store {mstore.store} log t", tmp_path) == ["tiny/base"]
+    assert completed("mstore plan --method dare_t", mstore.store) == ["dare_ties"]
+    assert completed("mstore repl", mstore.store) == ["replay"]
+    assert completed("mstore show x", tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_script(shell: str) -> None:
+    """The script that a shell needs is printed."""
+    command = [sys.executable, "-m", "mstore_cli", "--show-completion", shell]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "_MSTORE_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what", "hint"),
+    [
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            "Git LFS pointer",
+            "git lfs pull",
+        ),
+        ("model.safetensors", b"<!DOCTYPE html><html></html>", "web page", "hf download"),
+        ("model.safetensors", b"PK\x03\x04" + bytes(90), "zip archive", "--convert"),
+        ("model.safetensors", b"GGUF" + bytes(90), "GGUF", "safetensors checkpoint"),
+        ("model.gguf", b"GGUF" + bytes(90), "GGUF", "safetensors checkpoint"),
+        ("merge.yaml", b"merge_method: ties\n", "YAML", "mstore merge --help"),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False], ids=["file", "directory"])
+def test_strange_files(
+    name: str, data: bytes, what: str, hint: str, alone: bool, mstore: Program, tmp_path: Path
+) -> None:
+    """A file that is no checkpoint is called what it is, with what to do."""
+    directory = tmp_path / "strange"
+    directory.mkdir()
+    (directory / name).write_bytes(data)
+    done = mstore("add", directory / name if alone else directory, "--name", "x")
+    assert done.status == 1
+    assert f"{directory / name}: " in done.err
+    assert what in done.err
+    assert hint in done.err
+    assert mstore("refs", "-q").out.split() == ["tiny/base", "v1"]
+
+
+def test_a_recipe_where_a_merge_is_asked_for(mstore: Program) -> None:
+    """A mergekit recipe in the place of options is called that."""
+    for verb in ("merge", "plan"):
+        done = mstore(verb, "recipe.yml")
+        assert done.status == 2
+        assert "recipe of mergekit" in done.err
+
+
+def test_an_adapter_where_a_model_is_needed(mstore: Program, tmp_path: Path) -> None:
+    """A LoRA adapter as an expert is called an adapter, and can be stored as it is."""
+    tensors: list[Tensor] = [
+        (f"base_model.model.t.lora_{side}.weight", "F32", (2, 2), bytes(16)) for side in "AB"
+    ]
+    write_safetensors(tmp_path / "lora" / "adapter_model.safetensors", tensors)
+    mstore.succeed("add", tmp_path / "lora", "--name", "lora", "--base", "none")
+    done = mstore(*["plan", "--base", "v1", "--expert", "lora", "--method", "linear"])
+    assert "is a LoRA adapter" in done.err
+    assert "merge_and_unload" in done.err
+    assert (
+        "is a LoRA adapter" in mstore("add", tmp_path / "lora", "--name", "y", "--base", "v1").err
+    )
+
+
+def test_a_tag_of_a_taken_name(mstore: Program) -> None:
+    """Nobody is told to remove a branch for the sake of a tag."""
+    done = mstore("tag", "tiny/base", "v1")
+    assert "taken by a branch" in done.err
+    assert " rm " not in done.err
+    assert "rm v1 && " in mstore("tag", "v1", "tiny/base").err
+
+
+def test_two_stores(mstore: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the second store is that of the environment, the variable is named."""
+    from mstore_cli.main import run
+
+    monkeypatch.setenv("MSTORE_STORE", str(mstore.store))
+    monkeypatch.chdir(tmp_path)
+    assert run(["init", "other"]) == 2
+    command = [sys.executable, "-m", "mstore_cli", "--json", "init", "other"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "$MSTORE_STORE" in json.loads(done.stdout)["error"]["what"]
