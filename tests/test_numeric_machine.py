@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
+from mstore.errors import Unavailable
 from mstore.numeric import machine
 from mstore.numeric.machine import Pass
 from mstore.stats import deltas
@@ -91,3 +93,47 @@ def test_statistics_need_no_compiler() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert found.stdout == "False\n"
+
+
+def test_code_in_a_directory_of_the_users(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `use_cache`, code is kept there and nowhere else; the next process finds it."""
+    monkeypatch.setattr(machine, "_caches", [])
+    cache = modules / "cache"
+    cache.mkdir(mode=0o700)
+    machine.use_cache(cache)
+    made = _pass(modules, "passes_mine")
+    assert _run(made) == [10, 13, 16, 19]
+    assert machine.code_path(modules / "passes_mine.py", "add").parent == cache
+    assert len(list(cache.iterdir())) == 1
+    assert not (modules / "__pycache__").exists()
+    assert _pass(modules, "passes_mine")._stored() is not None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_of_everybodys(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory in which others may write keeps no code: it would run as whoever calls."""
+    monkeypatch.setattr(machine, "_caches", [])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(Unavailable, match="others may write"):
+        machine.use_cache(tmp_path / "cache")
+    assert machine.cache_directory() is None
+    with pytest.raises(Unavailable):
+        machine.use_cache(tmp_path / "nowhere")
+
+
+def test_compiling_is_told_once(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that compiles says so once, in the log; one that finds its code says nothing."""
+    monkeypatch.setattr(machine, "_told", Event())
+    caplog.set_level("INFO", logger=machine.LOGGER)
+    _run(_pass(modules, "passes_told"))
+    _run(_pass(modules, "passes_told_too"))
+    assert [record.getMessage() for record in caplog.records] == [machine.COMPILING]
+    caplog.clear()
+    monkeypatch.setattr(machine, "_told", Event())
+    _run(_pass(modules, "passes_told"))
+    assert caplog.records == []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore_cli import progress
+from mstore_cli import kernels, progress
 from mstore_cli.errors import UsageError, warn, with_store
 from mstore_cli.output import Mode, Output
 
@@ -99,6 +99,7 @@ class Session:
         """The store of this run, to be used in a `with` block."""
         from mstore import Store
 
+        kernels.prepare()
         return self._opened(Store.open(self.store_path()))
 
     def open_silently(self) -> Store:
@@ -111,6 +112,7 @@ class Session:
         """The same for a store whose index may be damaged: it is looked at first."""
         from mstore import Store
 
+        kernels.prepare()
         return self._opened(Store.open_checked(self.store_path()))
 
     def _opened(self, store: Store) -> Store:

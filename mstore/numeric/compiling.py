@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from mstore.numeric import machine
 
@@ -74,8 +74,7 @@ class _StampedCache(FunctionCache):
         """Write a file of our own as numba writes its own: whole or not at all."""
         with contextlib.suppress(OSError):
             self._impl.locator.ensure_cache_path()
-            with self._cache_file._open_for_write(str(path)) as file:
-                file.write(data)
+            _keep(path, data)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(OSError):
@@ -96,10 +95,12 @@ class Entry:
         """(address, what must live as long as it is used); code is kept at `path` if that may be.
 
         Where numba keeps its cache elsewhere than beside the source, the code goes there too, in
-        numba's own form, and each process pays for the compiler's start.
+        numba's own form, and each process pays for the compiler's start; not so where
+        `machine.use_cache` named a directory.
         """
+        own = machine.cache_directory() is not None
         try:
-            cache = _StampedCache(self._function, self._modules)
+            cache = None if own else _StampedCache(self._function, self._modules)
         except (OSError, RuntimeError):
             cache = None
         beside = cache is not None and Path(cache.cache_path) == path.parent
@@ -109,9 +110,21 @@ class Entry:
         dispatcher.compile(self._arguments)
         made = dispatcher.overloads[self._arguments]
         name = made.fndesc.llvm_func_name
-        if cache is not None and beside:
-            cache.keep(path, machine.stored(_alone(made.library.get_llvm_str(), name), stamp))
+        if own or (cache is not None and beside):
+            data = machine.stored(_alone(made.library.get_llvm_str(), name), stamp)
+            if cache is not None:
+                cache.keep(path, data)
+            else:
+                _keep(path, data)
         return made.library.get_pointer_to_function(name), made
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Write a file as numba writes those of its cache: whole or not at all."""
+    with contextlib.suppress(OSError):
+        files = IndexDataCacheFile(str(path.parent), path.stem, None)  # type: ignore[no-untyped-call]
+        with files._open_for_write(str(path)) as file:
+            file.write(data)
 
 
 def entry(takes: str, *modules: ModuleType) -> Callable[[Callable[..., Any]], Entry]:

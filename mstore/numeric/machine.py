@@ -6,7 +6,8 @@ command has to do; loading the code alone takes a twentieth.  Does not own how c
 (`compiling.entry`).
 
 Code lies beside the source, in `__pycache__`, as the interpreter's own does and with the same
-trust: who may write there may run what they like.  It is used only where it was made from the
+trust: who may write there may run what they like; or in a directory that `use_cache` names, where
+nobody but its owner may write.  It is used only where it was made from the
 very same sources by the same compiler for the same processor, and where every byte is there;
 otherwise the compiler is asked.
 
@@ -22,19 +23,56 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Final
 
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
 
+from mstore.errors import Unavailable
+
 SYMBOL: Final = "mstore_pass"
+LOGGER: Final = "mstore.numeric"
+COMPILING: Final = "compiling kernels, once for this machine: about 15 s"
+"""What the logger LOGGER says, at level INFO, before a process compiles its first pass."""
 _TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
 _DIGEST: Final = 32
 _HERE: Final = Path(__file__)
+
+
+_caches: list[Path] = []
+"""The directory of `use_cache`, if there is one."""
+_told = Event()
+
+
+def use_cache(directory: Path) -> None:
+    """Keep code in this directory from now on, and not beside the sources.
+
+    Raises Unavailable where others than its owner may write there: what they put there would run.
+    """
+    try:
+        found = directory.stat()
+    except OSError as error:
+        raise Unavailable(
+            f"compiled kernels cannot be kept here: {error.strerror}", where=str(directory)
+        ) from error
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+        raise Unavailable(
+            "compiled kernels cannot be kept here: others may write in it",
+            where=str(directory),
+            hint=f"chmod go-w {shlex.quote(str(directory))}, or name a directory of your own",
+        )
+    _caches[:] = [directory]
+
+
+def cache_directory() -> Path | None:
+    """The directory of `use_cache`, if there is one."""
+    return _caches[0] if _caches else None
 
 
 class Pass:
@@ -83,6 +121,7 @@ class Pass:
         return _loaded(code)
 
     def _compiled(self) -> tuple[int, Any]:
+        _tell()
         made = getattr(importlib.import_module(self._module), self._name)
         found: tuple[int, Any] = made.compiled(
             code_path(self._sources[-1], self._name), made_from(self._sources)
@@ -93,7 +132,18 @@ class Pass:
 def code_path(source: Path, name: str) -> Path:
     """Where the code of pass `name`, of a module at `source`, lies for this processor."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:12]
-    return source.parent / "__pycache__" / f"{source.stem}.{name}-{processor}.pass"
+    directory = cache_directory() or source.parent / "__pycache__"
+    return directory / f"{source.stem}.{name}-{processor}.pass"
+
+
+def _tell() -> None:
+    """Say once that the compiler is at work, to whoever listens: it may take a while."""
+    if not _told.is_set():
+        _told.set()
+        # Nearly every process never needs it.
+        import logging
+
+        logging.getLogger(LOGGER).info(COMPILING)
 
 
 def made_from(sources: tuple[Path, ...]) -> bytes:

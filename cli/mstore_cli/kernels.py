@@ -1,0 +1,41 @@
+"""Compiled kernels, for the command line: where they are kept, and a word while they are made.
+
+The only module that reads `MSTORE_CACHE_DIR`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from mstore_cli.errors import notes
+from mstore_cli.output import is_terminal
+
+VARIABLE = "MSTORE_CACHE_DIR"
+
+
+class _OnATerminal(logging.Handler):
+    """Tells people who would wonder; elsewhere it goes to whatever handlers there are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_terminal(sys.stderr):
+            notes([record.getMessage()])
+
+
+def prepare() -> None:
+    """Keep kernels where the user says, and tell when some are compiled.  Raises Unavailable."""
+    directory = os.environ.get(VARIABLE)
+    logger = logging.getLogger("mstore.numeric")
+    if not any(isinstance(one, _OnATerminal) for one in logger.handlers):
+        logger.addHandler(_OnATerminal())
+        logger.setLevel(logging.INFO)
+    if directory:
+        from mstore import fs
+        from mstore.numeric import machine
+
+        path = Path(directory)
+        fs.make_directories(path.parent)
+        fs.make_directory(path, mode=0o700, exist_ok=True)
+        machine.use_cache(path)
