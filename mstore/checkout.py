@@ -12,9 +12,10 @@ is one piece: its blocks are computed, a few ahead of the thread that writes the
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -23,7 +24,7 @@ from threading import Lock, local
 
 from mstore import fs
 from mstore.checkpoint.paths import check_case_twins, check_relative
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.reports import CheckoutReport, Progress
 from mstore.store import contents
@@ -41,16 +42,18 @@ def checkout(
     *,
     threads: int,
     shared: bool = False,
+    only: Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
     The snapshot is pinned until that is done.  `computing` gives what computes the blocks of a
-    virtual snapshot.  shared: the directory above may be one in which others can rename.
+    virtual snapshot.  shared: the directory above may be one in which others can rename.  only:
+    files whose paths match one of these patterns (`*` also over `/`), or all for none.
 
-    Raises BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; then nothing is left
-    behind.
+    Raises NotFound for a pattern that matches no file, BadRequest, BadCheckpoint, Conflict,
+    Corrupt, StorageFailed; then nothing is left behind.
     """
     began = time.monotonic()
     view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
@@ -63,18 +66,30 @@ def checkout(
             where=str(directory),
             hint=f"mkdir -p {directory.parent}",
         )
-    total = sum(view.files.values())
+    files = _chosen(view, only)
+    total = sum(files.values())
     tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [snapshot]):
-            _Checkout(catalog, view, tree).run(threads, total, progress)
+            _Checkout(catalog, view, files, tree).run(threads, total, progress)
         tree.publish()
     except BaseException:
         tree.abandon()
         raise
-    return CheckoutReport(
-        snapshot, str(directory), len(view.files), total, time.monotonic() - began
-    )
+    return CheckoutReport(snapshot, str(directory), len(files), total, time.monotonic() - began)
+
+
+def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
+    """Sizes of the files that match, by path, in the snapshot's order."""
+    if not only:
+        return dict(view.files)
+    for pattern in only:
+        if not fnmatch.filter(view.files, pattern):
+            raise NotFound(
+                "no file of the snapshot matches", where=pattern, hint=f"mstore ls {view.id.short}"
+            )
+    matched = {path for pattern in only for path in fnmatch.filter(view.files, pattern)}
+    return {path: size for path, size in view.files.items() if path in matched}
 
 
 def _check_paths(view: SnapshotView) -> None:
@@ -115,9 +130,12 @@ class _File:
 class _Checkout:
     """The work of one checkout, cut into jobs that return how many bytes they wrote."""
 
-    def __init__(self, catalog: Catalog, view: SnapshotView, tree: fs.NewTree) -> None:
+    def __init__(
+        self, catalog: Catalog, view: SnapshotView, files: Mapping[str, int], tree: fs.NewTree
+    ) -> None:
         self._catalog = catalog
         self._view = view
+        self._files = files
         self._tree = tree
         self._open: set[_File] = set()
         self._lock = Lock()
@@ -138,7 +156,7 @@ class _Checkout:
                 file.file.close()
 
     def _jobs(self) -> Iterator[Callable[[], int]]:
-        for path, size in self._view.files.items():
+        for path, size in self._files.items():
             if self._view.is_virtual:
                 yield partial(self._stream, path)
                 continue

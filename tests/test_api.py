@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,15 @@ from families import BLOCK
 
 import mstore
 from mstore import MstoreError, Snapshot, SnapshotId, Store
-from mstore.errors import BadName, BadRequest, Conflict, Corrupt, Incompatible, NotFound
+from mstore.errors import (
+    BadName,
+    BadRequest,
+    Conflict,
+    Corrupt,
+    Incompatible,
+    NotFound,
+    Unavailable,
+)
 
 FAMILY = families.layered(rows=40)
 
@@ -340,3 +349,31 @@ def test_after_close_nothing_pretends(store: Store) -> None:
     store.close()
     with pytest.raises(MstoreError):
         store.refs()
+
+
+def test_all_tensors_at_once(store: Store) -> None:
+    """`state_dict` has every tensor as numpy, `torch` the same elements as torch has them."""
+    torch = pytest.importorskip("torch")
+    snapshot = store[store.refs()[0].name]
+    arrays = snapshot.state_dict()
+    assert list(arrays) == snapshot.tensor_names()
+    tensors = snapshot.torch()
+    assert list(tensors) == list(arrays)
+    for name, array in arrays.items():
+        tensor = tensors[name]
+        assert tuple(tensor.shape) == array.shape
+        assert str(tensor.dtype) == f"torch.{array.dtype.name}"
+        found = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert found == array.tobytes()
+        if tensor.numel():
+            # Its own memory: nothing of the store's can be changed by it.
+            tensor.zero_()
+    assert all(snapshot.tensor(name).tobytes() == a.tobytes() for name, a in arrays.items())
+
+
+def test_tensors_without_torch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is not installed, its tensors are unavailable, with what to install."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Unavailable) as refused:
+        store[store.refs()[0].name].torch()
+    assert refused.value.hint == "pip install torch"

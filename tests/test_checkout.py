@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 
 from mstore import BlockId, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
-from mstore.errors import BadCheckpoint, BadRequest, Conflict, Corrupt, MstoreError, StorageFailed
+from mstore.errors import (
+    BadCheckpoint,
+    BadRequest,
+    Conflict,
+    Corrupt,
+    MstoreError,
+    NotFound,
+    StorageFailed,
+)
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
@@ -410,3 +418,25 @@ def test_the_snapshot_is_pinned_while_it_is_copied(store: Store, tmp_path: Path)
     store.checkout("odd", tmp_path / "out", progress=look)
     assert {frozenset(one) for one in held} == {frozenset([store["odd"].id])}
     assert leases.pins(store._catalog.layout) == set()
+
+
+def test_only_what_matches(store: Store, odd: Path, tmp_path: Path) -> None:
+    """With patterns, files that match are written and no others; none for a pattern is wrong."""
+    ref = store.refs("odd")[0]
+    every = {path.path for path in store.files(ref.name)}
+    wanted = {path for path in every if path.endswith(".json")}
+    assert wanted
+    assert wanted != every
+    report = store.checkout(ref.name, tmp_path / "some", only=["*.json"])
+    found = {
+        str(path.relative_to(tmp_path / "some"))
+        for path in (tmp_path / "some").rglob("*")
+        if path.is_file()
+    }
+    assert found == wanted
+    assert report.files == len(wanted)
+    for path in found:
+        assert (tmp_path / "some" / path).read_bytes() == (odd / path).read_bytes()
+    with pytest.raises(NotFound, match="no file of the snapshot matches"):
+        store.checkout(ref.name, tmp_path / "none", only=["*.json", "absent*"])
+    assert not (tmp_path / "none").exists()

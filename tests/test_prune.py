@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,3 +228,60 @@ def test_a_merge_of_what_was_pruned_is_not_run_again(store: Store, tmp_path: Pat
     assert told is not None
     assert told.plan == plan.plan
     sound(store)
+
+
+DAY = 86_400
+NOON = 1_700_000_000 // DAY * DAY + DAY // 2
+
+
+def at_days(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: list[float]
+) -> list[SnapshotId]:
+    """A snapshot of the branch `a` at each of these days, by the clock."""
+    found = []
+    for number, day in enumerate(days):
+        when = int((NOON + day * DAY) * 1e9)
+        monkeypatch.setattr("time.time_ns", lambda when=when: when)
+        found.append(store.add(write(tmp_path / "in", number), name="a").snapshot)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wish", "kept"),
+    [
+        ({"keep_daily": 3}, {8, 7, 6}),
+        ({"keep_daily": 2, "keep_last": 4}, {8, 7, 6, 5}),
+        ({"keep_weekly": 2}, {8, 3}),
+        ({"keep_monthly": 2}, {8, 1}),
+        ({"keep_monthly": 99}, {8, 1}),
+        ({"keep_yearly": 1}, {8}),
+        ({"keep_daily": 1, "keep_monthly": 2}, {8, 1}),
+    ],
+)
+def test_periods(
+    wish: dict[str, int],
+    kept: set[int],
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The newest of each of the last so many days, weeks, months and years stays."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    request.addfinalizer(lambda: (monkeypatch.undo(), time.tzset()))
+    # Two in October 2023, two on 4 November, three on the 14th, one on each of the next two days.
+    ids = at_days(store, tmp_path, monkeypatch, [-30, -29, -10, -9.9, 0, 0.1, 0.2, 1, 2])
+    pruned = store.prune(**wish, dry_run=True).snapshots
+    assert {number for number, id in enumerate(ids) if id not in pruned} == kept
+    # The tip stays, whatever is kept.
+    assert store.prune(**wish).snapshots == pruned
+    assert store.show("a").snapshot == ids[8]
+    assert store.prune(**wish).snapshots == ()
+
+
+def test_nothing_kept_is_no_wish(store: Store) -> None:
+    """Without any --keep-..., or with less than none, nothing is pruned."""
+    for wish in ({}, {"keep_last": 0}, {"keep_daily": -1, "keep_last": 1}):
+        with pytest.raises(BadRequest):
+            store.prune(**wish)

@@ -34,7 +34,7 @@ VERBS = (
     *("init", "config", "add", "analyze", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
-    *("refs", "tag", "reset", "reflog", "rm"),
+    *("refs", "tag", "reset", "rename", "reflog", "rm"),
     *("sign", "verify"),
     *("prune", "gc"),
     *("fsck", "reindex", "migrate", "stats", "du"),

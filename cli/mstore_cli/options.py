@@ -8,15 +8,14 @@ import typer
 
 from mstore_cli import completion
 
-Revision = Annotated[
-    str,
-    typer.Argument(
-        metavar="REF",
-        help="A branch, tag, snapshot id or its beginning, REF~N, or REF@{N}.",
-        show_default=False,
-        autocompletion=completion.refs,
-    ),
-]
+_REVISION = typer.Argument(
+    metavar="REF",
+    help="A branch, tag, snapshot id or its beginning, REF~N, or REF@{N}.",
+    show_default=False,
+    autocompletion=completion.refs,
+)
+Revision = Annotated[str, _REVISION]
+MaybeRevision = Annotated[str | None, _REVISION]
 Message = Annotated[
     str, typer.Option("--message", "-m", metavar="MSG", help="Why, in words.", show_default=False)
 ]

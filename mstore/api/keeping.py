@@ -68,20 +68,35 @@ class Keeping(OpenStore):
         self,
         branches: Sequence[str] = (),
         *,
-        keep_last: int,
+        keep_last: int = 0,
+        keep_daily: int = 0,
+        keep_weekly: int = 0,
+        keep_monthly: int = 0,
+        keep_yearly: int = 0,
         keep_tagged: bool = True,
         unnamed_inputs: bool = False,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Let the contents of old snapshots go: of a branch, those beyond the newest `keep_last`.
+        """Let the contents of old snapshots go: of a branch, those that nothing of this keeps.
 
+        keep_last: the newest so many.  keep_daily and so on: the newest of each of the last so many
+        days (weeks, months, years) in which there is one.  The tip of a branch always stays.
         branches: all of them where none is named.  keep_tagged: but for those that a tag names;
         else these tags are removed.  unnamed_inputs: also what was merged in and no ref names.
         They stay in the lineage.  Space comes back with `gc`.  Raises BadRequest, NotFound.
         """
         from mstore.gc.prune import Wish, prune
 
-        wish = Wish(keep_last, tuple(branches), keep_tagged, unnamed_inputs)
+        wish = Wish(
+            keep_last,
+            tuple(branches),
+            keep_daily=keep_daily,
+            keep_weekly=keep_weekly,
+            keep_monthly=keep_monthly,
+            keep_yearly=keep_yearly,
+            keep_tagged=keep_tagged,
+            unnamed_inputs=unnamed_inputs,
+        )
         return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
 
     def fsck(

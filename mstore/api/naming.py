@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.opened import OpenStore, Report
-from mstore.errors import Conflict
+from mstore.errors import Conflict, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.reports import (
     GOOD_SIGNATURE,
@@ -31,9 +31,18 @@ if TYPE_CHECKING:
 class Naming(OpenStore):
     """Refs and their reflogs, and signatures."""
 
-    def refs(self) -> list[RefReport]:
-        """All refs by name."""
-        return lineage.refs(self._catalog)
+    def refs(self, *names: str) -> list[RefReport]:
+        """Refs by name: all of them, or those of these names and patterns.  Raises NotFound."""
+        found = lineage.refs(self._catalog)
+        if not names:
+            return found
+        by_name = {one.name: one for one in found}
+        chosen = refs.chosen(by_name, names)
+        for name in chosen:
+            if name not in by_name:
+                hint = did_you_mean(name, by_name, "mstore refs")
+                raise NotFound("no such ref", where=name, hint=hint)
+        return [by_name[name] for name in sorted(chosen)]
 
     def tag(self, name: str, revision: str) -> RefReport:
         """Name a snapshot for good.  Raises Conflict if the name is taken."""
@@ -79,16 +88,19 @@ class Naming(OpenStore):
     def remove(self, *names: str) -> RemoveReport:
         """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
 
-        Raises NotFound, StorageFailed.
+        names: also patterns, as `old/*`.  Raises NotFound, StorageFailed.
         """
+        index = self._catalog.index
 
         def choose(transaction: Any) -> list[RefMove]:
             return [
-                RefMove(name, refs.require(self._catalog.index, transaction, name), None, "rm")
-                for name in dict.fromkeys(names)
+                RefMove(name, refs.require(index, transaction, name), None, "rm")
+                for name in refs.chosen(refs.names(index, transaction), names)
             ]
 
-        told = lineage.unnamed_without(self._catalog, set(names))
+        with index.env.read() as transaction:
+            going = refs.chosen(refs.names(index, transaction), names)
+        told = lineage.unnamed_without(self._catalog, set(going))
         moves = choose_moves(self._catalog, choose)
         return RemoveReport(
             removed=tuple(move.name for move in moves),
@@ -97,6 +109,28 @@ class Naming(OpenStore):
             unnamed_snapshots=told,
             reflog_days=self._catalog.config.reflog_days,
         )
+
+    def rename(self, old: str, new: str) -> RefReport:
+        """Give a branch or tag another name, in one step.
+
+        The reflog of `old` stays under that name, and its last line says where it went; that of
+        `new` goes on.  Raises NotFound, BadName, Conflict where `new` is taken.
+        """
+        refs.check_name(new)
+        index = self._catalog.index
+
+        def choose(transaction: Any) -> list[RefMove]:
+            ref = refs.require(index, transaction, old)
+            if refs.get(index, transaction, new) is not None:
+                raise Conflict("the name is taken", where=new, hint="choose another name")
+            # The old one first: it may be a directory of the new one, or the other way round.
+            return [
+                RefMove(old, ref, None, f"rename to {new}"),
+                RefMove(new, None, ref, f"rename from {old}"),
+            ]
+
+        choose_moves(self._catalog, choose)
+        return lineage.ref(self._catalog, new)
 
     def sign(self, revision: str, key: SigningKey, *, signer: str | None = None) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.  `signing.load_key` reads keys.

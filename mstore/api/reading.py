@@ -5,7 +5,7 @@ Part of `mstore.api.Store`, which is all of them in one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,14 +130,16 @@ class Reading(OpenStore):
         *,
         threads: int | None = None,
         shared: bool = False,
+        only: Sequence[str] = (),
         progress: Report | None = None,
     ) -> CheckoutReport:
         """A byte-exact copy in a new or empty directory.
 
-        shared: also where others may rename and remove in the directory above, whom you trust.
-        Raises NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be
-        made), Conflict (something is there, or others may write above it), Corrupt, StorageFailed;
-        then nothing is left behind.
+        only: files whose paths match one of these patterns, as `*.json`; all for none.  shared:
+        also where others may rename and remove in the directory above, whom you trust.  Raises
+        NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be made),
+        Conflict (something is there, or others may write above it), Corrupt, StorageFailed; then
+        nothing is left behind.
         """
         from mstore.checkout import checkout
 
@@ -147,6 +149,7 @@ class Reading(OpenStore):
             Path(directory),
             threads=thread_count(threads),
             shared=shared,
+            only=only,
             progress=progress,
             computing=self._computing,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.reading import Reading
+from mstore.errors import BadRequest, Unavailable
 from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import (
@@ -63,6 +65,39 @@ class Snapshot:
         Raises NotFound, Corrupt.
         """
         return self._store.view(self.id).tensor(name)
+
+    def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Every tensor by name, as `tensor` gives them: all of the model in memory.
+
+        Of several files that have a tensor of one name, as parts of a pipeline may, the first
+        counts.  Raises Corrupt, Incompatible.
+        """
+        view = self._store.view(self.id)
+        return {name: view.tensor(name) for name in view.tensors}
+
+    def torch(self) -> dict[str, Any]:
+        """The same as tensors of torch, for `load_state_dict`; bfloat16 and float8 as they are.
+
+        They own their memory, and may be written to.
+        Raises Unavailable where torch is not installed, and BadRequest for an element type that
+        torch has not.
+        """
+        try:
+            # By name: the library does without a framework, and is checked to.
+            torch: Any = import_module("torch")
+        except ImportError as error:
+            raise Unavailable("torch is not installed", hint="pip install torch") from error
+        found = {}
+        for name, array in self.state_dict().items():
+            kind = getattr(torch, array.dtype.name, None)
+            if not isinstance(kind, torch.dtype):
+                raise BadRequest(f"torch has no {array.dtype.name}", where=f"tensor {name}")
+            # Through plain bytes, as torch takes no arrays of ml_dtypes.
+            tensor = found[name] = torch.empty(array.shape, dtype=kind)
+            if array.size:
+                raw = torch.from_numpy(array.reshape(-1).view("uint8").copy())
+                tensor.view(-1).view(torch.uint8).copy_(raw)
+        return found
 
     def read(self, path: str) -> bytes:
         """The bytes of one file."""

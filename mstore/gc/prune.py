@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from mstore import lineage
 from mstore.errors import BadRequest, NotFound
@@ -21,17 +22,26 @@ from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, apply_moves
 
+NS_A_SECOND = 1_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to prune: of each branch (all for no names), what is older than the newest `keep_last`.
+    """What to prune: of each branch (all for no names), what none of these keeps.
 
+    keep_last: the newest so many; at least the tip stays.  keep_daily, keep_weekly, keep_monthly,
+    keep_yearly: of each of the newest so many days (weeks, ...) in which there is a snapshot, the
+    newest, as restic counts them: days of this machine's zone, weeks as ISO 8601 has them.
     keep_tagged: but for those that a tag names; else these tags are removed.  unnamed_inputs: also
     what branches were merged from, where no ref names it.
     """
 
-    keep_last: int
+    keep_last: int = 0
     branches: tuple[str, ...] = ()
+    keep_daily: int = 0
+    keep_weekly: int = 0
+    keep_monthly: int = 0
+    keep_yearly: int = 0
     keep_tagged: bool = True
     unnamed_inputs: bool = False
 
@@ -39,8 +49,11 @@ class Wish:
 def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> PruneReport:
     """Prune, or only say what would be.  Raises BadRequest, NotFound, StorageFailed."""
     began = time.monotonic()
-    if wish.keep_last < 1:
-        raise BadRequest(f"at least one snapshot of a branch is kept, not {wish.keep_last}")
+    counts = (wish.keep_last, *(count for count, _ in _periods(wish)))
+    if min(counts) < 0 or not any(counts):
+        raise BadRequest(
+            "at least one snapshot of a branch is kept", hint="mstore prune --keep-last 1"
+        )
     if dry_run:
         chosen, tags = _choose(catalog, wish)
     else:
@@ -84,9 +97,9 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
         chain = _chain(catalog, ref.snapshot_id())
         chains.update(chain)
         # Of a branch that was not asked for, everything is somebody's.
-        count = wish.keep_last if name in asked else len(chain)
-        kept.update(chain[:count])
-        older.update(chain[count:])
+        stays = _kept(catalog, chain, wish) if name in asked else set(chain)
+        kept.update(stays)
+        older.update(set(chain) - stays)
     if wish.unnamed_inputs:
         tips = [branches[name].snapshot_id() for name in asked]
         older.update(set(lineage.ancestry(catalog, tips)) - chains)
@@ -100,6 +113,32 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     tags = {name: ref for name, ref in tagged.items() if ref.snapshot_id() in chosen}
     order = [id for id in lineage.ancestry(catalog, chosen) if id in chosen]
     return order, tags
+
+
+def _periods(wish: Wish) -> list[tuple[int, str]]:
+    """How many of each kind of period are kept; the period of a date in words."""
+    return [
+        (wish.keep_daily, "%Y-%m-%d"),
+        (wish.keep_weekly, "%G-%V"),
+        (wish.keep_monthly, "%Y-%m"),
+        (wish.keep_yearly, "%Y"),
+    ]
+
+
+def _kept(catalog: Catalog, chain: Sequence[SnapshotId], wish: Wish) -> set[SnapshotId]:
+    """What of a branch, newest first, stays.  One whose time is unknown counts for no period."""
+    kept = {*chain[:1], *chain[: wish.keep_last]}
+    dates = {
+        id: datetime.fromtimestamp(record.time_ns // NS_A_SECOND)  # noqa: DTZ006 -- the local day
+        for id in chain
+        if (record := catalog.snapshot_if_there(id)) is not None
+    }
+    for count, form in _periods(wish):
+        newest: dict[str, SnapshotId] = {}
+        for id, date in dates.items():
+            newest.setdefault(date.strftime(form), id)
+        kept.update(list(newest.values())[:count])
+    return kept
 
 
 def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:

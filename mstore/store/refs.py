@@ -10,10 +10,11 @@ mirror is written after the commit (`mstore.store.mirror`).
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import struct
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -155,6 +156,27 @@ def names(index: Index, transaction: Any) -> list[str]:
     """The names of all refs, for hints: rows are not read, and unreadable names are left out."""
     with transaction.cursor(db=index.db("refs")) as cursor:
         return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
+
+
+def is_pattern(text: str) -> bool:
+    """Whether it is a pattern (`*`, `?`, `[abc]`) and not a name, which has none of these."""
+    return any(character in text for character in "*?[")
+
+
+def chosen(known: Iterable[str], asked: Sequence[str]) -> list[str]:
+    """The names that are asked for, patterns replaced by what they match; each once, in order.
+
+    A pattern is matched against the whole name, `*` also over `/`.  A name is taken as it is,
+    known or not.  Raises NotFound for a pattern that matches nothing.
+    """
+    known = sorted(known)
+    found: dict[str, None] = {}
+    for one in asked:
+        matched = fnmatch.filter(known, one) if is_pattern(one) else [one]
+        if not matched:
+            raise NotFound("no ref matches the pattern", where=one, hint="mstore refs")
+        found.update(dict.fromkeys(matched))
+    return list(found)
 
 
 def move(

@@ -27,6 +27,14 @@ def checkout(
             metavar="DIR", help="A directory that is not there yet.", show_default=False
         ),
     ],
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATTERN]...",
+            help="Only files that match, as '*.json' [else all].",
+            show_default=False,
+        ),
+    ] = None,
     shared: Annotated[
         bool,
         typer.Option(
@@ -36,9 +44,19 @@ def checkout(
     ] = False,
     threads: Threads = None,
 ) -> None:
-    """Write the files of a snapshot into a directory, byte for byte."""
+    """Write the files of a snapshot into a directory, byte for byte.
+
+    A PATTERN is matched against whole paths, `*` also over `/`.
+    """
     with session.open() as store, session.progress() as tick:
-        report = store.checkout(revision, directory, threads=threads, shared=shared, progress=tick)
+        report = store.checkout(
+            revision,
+            directory,
+            threads=threads,
+            shared=shared,
+            only=patterns or (),
+            progress=tick,
+        )
         session.settled()
 
     def human(screen: Screen) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mstore_cli import plots
+from mstore_cli import completion, plots
 from mstore_cli.command import command
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
@@ -45,7 +45,12 @@ def du(
     session: Session,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Branches or tags [else all].", show_default=False),
+        typer.Argument(
+            metavar="[REF]...",
+            help="Branches, tags, or patterns [else all].",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
     ] = None,
     svg: Annotated[
         Path | None,

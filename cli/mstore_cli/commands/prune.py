@@ -16,15 +16,9 @@ if TYPE_CHECKING:
     from mstore.reports import PruneReport
 
 
-@command(example="mstore prune --keep-last 3 llama/merged")
+@command(example="mstore prune --keep-last 3 --keep-weekly 8 llama/merged")
 def prune(
     session: Session,
-    keep_last: Annotated[
-        int,
-        typer.Option(
-            "--keep-last", metavar="N", min=1, help="Of each branch, keep the newest N snapshots."
-        ),
-    ],
     branches: Annotated[
         list[str] | None,
         typer.Argument(
@@ -34,6 +28,45 @@ def prune(
             autocompletion=completion.refs,
         ),
     ] = None,
+    keep_last: Annotated[
+        int, typer.Option("--keep-last", metavar="N", min=0, help="Keep the newest N snapshots.")
+    ] = 0,
+    keep_daily: Annotated[
+        int,
+        typer.Option(
+            "--keep-daily",
+            metavar="N",
+            min=0,
+            help="Keep the newest of each of the last N days that have one.",
+        ),
+    ] = 0,
+    keep_weekly: Annotated[
+        int,
+        typer.Option(
+            "--keep-weekly",
+            metavar="N",
+            min=0,
+            help="Keep the newest of each of the last N weeks that have one.",
+        ),
+    ] = 0,
+    keep_monthly: Annotated[
+        int,
+        typer.Option(
+            "--keep-monthly",
+            metavar="N",
+            min=0,
+            help="Keep the newest of each of the last N months that have one.",
+        ),
+    ] = 0,
+    keep_yearly: Annotated[
+        int,
+        typer.Option(
+            "--keep-yearly",
+            metavar="N",
+            min=0,
+            help="Keep the newest of each of the last N years that have one.",
+        ),
+    ] = 0,
     keep_tagged: Annotated[
         bool,
         typer.Option(
@@ -51,15 +84,20 @@ def prune(
         bool, typer.Option("--dry-run", "-n", help="Only say what would be pruned.")
     ] = False,
 ) -> None:
-    """Let the contents of old snapshots go.
+    """Let the contents of old snapshots go: of each branch, those that no --keep-... keeps.
 
-    They stay in the log, with their plans and parents. Their space comes back with `mstore gc`,
-    once the reflog lets go of them too.
+    The tip of a branch always stays. Days are those of this machine's zone. What is pruned stays
+    in the log, with its plans and parents. Its space comes back with `mstore gc`, once the reflog
+    lets go of it too.
     """
     with session.open() as store:
         report = store.prune(
             branches or (),
             keep_last=keep_last,
+            keep_daily=keep_daily,
+            keep_weekly=keep_weekly,
+            keep_monthly=keep_monthly,
+            keep_yearly=keep_yearly,
             keep_tagged=keep_tagged,
             unnamed_inputs=unnamed_inputs,
             dry_run=dry_run,

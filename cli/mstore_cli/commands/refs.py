@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
@@ -19,11 +22,22 @@ COLUMNS = (
 )
 
 
-@command(example="mstore refs -q")
-def refs(session: Session) -> None:
+@command(example="mstore refs 'llama/*'")
+def refs(
+    session: Session,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REF]...",
+            help="Branches, tags, or patterns [else all].",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
+    ] = None,
+) -> None:
     """List branches and tags and what they point at."""
     with session.open() as store:
-        found = store.refs()
+        found = store.refs(*(names or ()))
         is_doubted = store.doubt() is not None
 
     def human(screen: Screen) -> None:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from mstore.reports import RemoveReport
 
 
-@command(example="mstore rm llama/old")
+@command(example="mstore rm llama/old 'tries/*'")
 def rm(
     session: Session,
     names: Annotated[
         list[str],
         typer.Argument(
             metavar="REF...",
-            help="Branches or tags.",
+            help="Branches, tags, or patterns, as 'old/*'.",
             show_default=False,
             autocompletion=completion.refs,
         ),

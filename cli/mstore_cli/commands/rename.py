@@ -1,0 +1,42 @@
+"""`mstore rename`: another name for a branch or tag."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+
+
+@command(
+    example="mstore rename llama/try7 llama/math", failure="the name is taken, or another error"
+)
+def rename(
+    session: Session,
+    old: Annotated[
+        str,
+        typer.Argument(
+            metavar="OLD",
+            help="A branch or tag.",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
+    ],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.", show_default=False)],
+) -> None:
+    """Give a branch or tag another name.
+
+    Where it pointed before stays in the reflog of the old name.
+    """
+    with session.open() as store:
+        report = store.rename(old, new)
+        session.settled()
+
+    def human(screen: Screen) -> None:
+        screen.line(f"{old} is now {report.name}: {short(report.snapshot)}", style="green")
+
+    session.output.emit(report, ids=[report.name], human=human)
