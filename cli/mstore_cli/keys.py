@@ -561,7 +561,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "unmount": (Key("unmounted", "text", "the directory"),),
     "refs": (Key("refs", "list of ref", "branches and tags"),),
     "tag": keys_of(reports.RefReport),
-    "tag, without REF": (Key("refs", "list of ref", "tags"),),
+    "tag [PATTERN]": (Key("refs", "list of ref", "tags"),),
     "reset": keys_of(reports.RefReport),
     "rename": keys_of(reports.RefReport),
     "reflog": (
