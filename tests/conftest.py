@@ -1,4 +1,4 @@
-"""Settings that every test shares: hypothesis profiles and signals, and nothing else.
+"""Settings that every test shares: hypothesis profiles, signals, and no silent end.
 
 No deadline: a first call may compile a kernel.  `ci` draws the same examples each time, so that a
 failure there is a failure here.
@@ -6,6 +6,8 @@ failure there is a failure here.
 A shell starts what runs in the background with SIGINT ignored, `nohup` does so with SIGHUP, and
 programs inherit that: mstore would rightly not hear the signals that some tests send it.  A
 signal with a handler of ours is at its default again in every program that a test starts.
+
+Nothing ends the run in the middle without a word: `silent_ends`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 
+import silent_ends
 from hypothesis import settings
 
 settings.register_profile("dev", deadline=None)
@@ -23,3 +26,5 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+silent_ends.refuse()

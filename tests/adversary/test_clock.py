@@ -56,12 +56,27 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.mark.parametrize("year", STRANGE)
+@pytest.mark.parametrize("year", ["1938", "unset", "beyond any date"])
 def test_every_command_works_by_a_strange_clock(
     year: str, clock: SetClock, models: list[Path], tmp_path: Path
 ) -> None:
     """Commands that store a time, and those that print one, succeed whatever the clock says."""
     clock(STRANGE[year])
+    every_command_works(models, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("year", ["just before 1970", "1970", "2326"])
+def test_every_command_works_by_others(
+    year: str, clock: SetClock, models: list[Path], tmp_path: Path
+) -> None:
+    """The same by the clocks between."""
+    clock(STRANGE[year])
+    every_command_works(models, tmp_path)
+
+
+def every_command_works(models: list[Path], tmp_path: Path) -> None:
+    """Run a life's commands; the clock is set."""
     mstore = Program(tmp_path / "store")
     base, expert, other = models
     for arguments in (

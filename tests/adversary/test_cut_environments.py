@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from apart import commands, program
+from apart import commands, damaged, program
 from small_models import BLOCK, small_model
 
 from mstore.api import Store
@@ -54,17 +54,15 @@ def cut(store: Path, area: str, pages: int) -> None:
     os.truncate(path, max(3 * PAGE, path.stat().st_size - pages * PAGE))
 
 
-@pytest.mark.parametrize("pages", [2, 5, 1000])
+@pytest.mark.parametrize("pages", [2, pytest.param(5, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("area", ["stats", "memo"])
 def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path) -> None:
     """Statistics or a memo table cut short: fsck says so, and every command goes on without."""
     cut(store, area, pages)
-    (checked,) = commands(store, ["fsck"])
-    assert checked.status == 1
-    assert "mstore fsck --repair" in " ".join(checked.out.split()).replace(f"--store {store} ", "")
     sources = store.parent
-    ran = commands(
+    checked, *ran = commands(
         store,
+        ["fsck"],
         ["add", sources / "three", "--name", "three", "--base", "base"],
         [*MERGE, "again"],
         ["gc"],
@@ -73,6 +71,8 @@ def test_what_can_be_thrown_away_is_set_aside(area: str, pages: int, store: Path
         ["reindex"],
         ["fsck", "--read-data"],
     )
+    assert checked.status == 1
+    assert "mstore fsck --repair" in " ".join(checked.out.split()).replace(f"--store {store} ", "")
     assert [done.status for done in ran] == [0] * len(ran), ran
     told = [line for done in ran for line in done.err.splitlines() if line.startswith("note: ")]
     aside = [path for path in store.iterdir() if path.name.startswith(f"{area}.damaged-")]
@@ -92,32 +92,36 @@ def test_a_cut_index_names_reindex(store: Path) -> None:
     """Wherever an index is cut: each command says so and names `mstore reindex`, which mends it."""
     whole = (store / "index" / "data.mdb").read_bytes()
     lines = (["refs"], ["log"], ["cat", "base:config.json"], [*MERGE, "again"], ["gc"])
-    for pages in (1, 2, 3, 7, 1000):
-        (store / "index" / "data.mdb").write_bytes(whole)
-        cut(store, "index", pages)
-        for done in commands(store, *lines):
-            assert done.status == 1
-            assert "damaged index" in done.err
-            assert "reindex" in done.err
+    cuts = [max(3 * PAGE, len(whole) - pages * PAGE) for pages in (1, 2, 3, 7, 1000)]
+    told = damaged(store, [("index/data.mdb", whole[:end]) for end in cuts], *lines)
+    assert len(told) == len(cuts)
+    for done in (done for ran in told for done in ran):
+        assert done.status == 1
+        assert "damaged index" in done.err
+        assert "reindex" in done.err
+    cut(store, "index", 1000)
     ran = commands(store, ["reindex"], *lines)
     assert [done.status for done in ran] == [0] * len(ran), ran
+
+
+def flips(store: Path, area: str, count: int, draw: random.Random) -> list[tuple[str, bytes]]:
+    """An environment's file with one bit of a byte in use turned, so many times."""
+    whole = (store / area / "data.mdb").read_bytes()
+    used = [at for at, byte in enumerate(whole) if byte]
+    found = []
+    for _ in range(count):
+        data = bytearray(whole)
+        data[draw.choice(used)] ^= 1 << draw.randrange(8)
+        found.append((f"{area}/data.mdb", bytes(data)))
+    return found
 
 
 def test_flips_end_no_command_with_a_signal(store: Path) -> None:
     """Any byte of any environment's file may be another: commands end, with or without an error."""
     draw = random.Random(11)
-    for area in ("index", "stats", "memo"):
-        path = store / area / "data.mdb"
-        whole = path.read_bytes()
-        used = [at for at, byte in enumerate(whole) if byte]
-        for _ in range(4):
-            data = bytearray(whole)
-            data[draw.choice(used)] ^= 1 << draw.randrange(8)
-            path.write_bytes(data)
-            commands(store, ["refs"], ["log"], [*MERGE, "again"], ["cat", "base:config.json"])
-            path.write_bytes(whole)
-            for aside in store.glob("*.damaged-*"):
-                shutil.rmtree(aside)
+    turned = [flip for area in ("index", "stats", "memo") for flip in flips(store, area, 4, draw)]
+    lines = (["refs"], ["log"], [*MERGE, "again"], ["cat", "base:config.json"])
+    assert len(damaged(store, turned, *lines)) == len(turned)
 
 
 @pytest.mark.parametrize("area", ["stats", "memo"])

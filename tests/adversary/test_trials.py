@@ -17,7 +17,7 @@ def tried(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_is_lost(seed: int) -> None:
     """A few trials; `make adversary` runs as many as there is time for."""
     done = tried("3600", "--trials", "8", "--seed", str(seed))

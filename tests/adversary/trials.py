@@ -53,13 +53,16 @@ class Past:
     promises: Promises
 
 
-def pasts(directory: Path) -> list[Past]:
-    """A few stores with different pasts."""
-    return [
-        _past(directory / codec / kind, codec, kind)
-        for codec in ("raw", "dense")
-        for kind in ("adds", "merges", "collected")
-    ]
+KINDS = [(codec, kind) for codec in ("raw", "dense") for kind in ("adds", "merges", "collected")]
+
+
+def pasts(directory: Path, needed: Sequence[int]) -> dict[int, Past]:
+    """A few stores with different pasts, by number."""
+    return {
+        number: _past(directory / codec / kind, codec, kind)
+        for number, (codec, kind) in enumerate(KINDS)
+        if number in needed
+    }
 
 
 def _past(directory: Path, codec: str, kind: str) -> Past:
@@ -241,9 +244,9 @@ def main() -> int:
         MUTANTS[asked.mutant]()
     with tempfile.TemporaryDirectory(prefix="mstore-adversary-") as directory:
         # In a child: a process that has had an environment open must not fork.
-        found: list[Past] = []
+        needed = range(len(KINDS)) if asked.only is None else [asked.only % len(KINDS)]
         made = Path(directory) / "pasts"
-        wrong = in_a_child(lambda: _save(pasts(made), made), Path(directory) / "told")
+        wrong = in_a_child(lambda: _save(pasts(made, needed), made), Path(directory) / "told")
         if wrong:
             print((Path(directory) / "told").read_text())
             return 1
@@ -255,7 +258,7 @@ def main() -> int:
         ends = time.monotonic() + asked.seconds
         while sum(tried.values()) < asked.trials and time.monotonic() < ends:
             seed = seeds.pop() if seeds else draw.randrange(1 << 32)
-            past = found[seed % len(found)]
+            past = found[seed % len(KINDS)]
             told = run(past, seed)
             if told:
                 print(told)
@@ -267,16 +270,16 @@ def main() -> int:
     return 0
 
 
-def _save(found: list[Past], directory: Path) -> None:
+def _save(found: dict[int, Past], directory: Path) -> None:
     import pickle
 
     (directory / "pasts").write_bytes(pickle.dumps(found))
 
 
-def _load(directory: Path) -> list[Past]:
+def _load(directory: Path) -> dict[int, Past]:
     import pickle
 
-    found: list[Past] = pickle.loads((directory / "pasts").read_bytes())
+    found: dict[int, Past] = pickle.loads((directory / "pasts").read_bytes())
     return found
 
 
