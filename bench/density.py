@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 
-from family import DOMAINS, train_family
+from family import DOMAINS, FULL, QUICK, train_family
 from generate import BASE, near, write_family
 from measure import Run, keep, machine, options, run, warm_memory
 from store import Store
@@ -355,7 +355,7 @@ def trained(work: Path, experts: int, *, quick: bool) -> list[Path]:
     directory = work / ("family8quick" if quick else "family8")
     if not (directory / "family.json").exists():
         shutil.rmtree(directory, ignore_errors=True)
-        train_family(directory, quick=quick, experts=len(DOMAINS))
+        train_family(directory, size=QUICK if quick else FULL, experts=len(DOMAINS))
     return [directory / name for name in (BASE_NAME, *(one.name for one in DOMAINS[:experts]))]
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 
 import numpy as np
-from family import DOMAINS, domain_losses, train_family
+from family import DOMAINS, FULL, QUICK, domain_losses, train_family
 from measure import RESULTS, keep, machine
 
 import mstore
@@ -104,7 +104,7 @@ class Quality:
             shutil.rmtree(self.family, ignore_errors=True)
             train_family(
                 self.family,
-                quick=quick,
+                size=QUICK if quick else FULL,
                 experts=len(DOMAINS),
                 report=lambda name, member: print(f"{name}: {member.seconds:.0f} s", flush=True),
             )

@@ -16,9 +16,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from family import Family, Member, domain_losses, load, silence_transformers, train_family
+from family import (
+    QUICK,
+    SHORT,
+    Family,
+    Member,
+    domain_losses,
+    load,
+    silence_transformers,
+    train_family,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = ("def ", "The ", "12 + 7 = ")
@@ -52,19 +62,53 @@ def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
+class Progress:
+    """How far training is: on a terminal a line that is written over, elsewhere lines now and then.
+
+    A line says what is trained, how many steps are done, and how long that took.
+    """
+
+    SECONDS = 10.0
+    """Between two lines, where what was printed stays."""
+
+    def __init__(self) -> None:
+        self._over = sys.stdout.isatty()
+        self._name = ""
+        self._began = self._told = 0.0
+
+    def __call__(self, name: str, step: int, steps: int) -> None:
+        now = time.monotonic()
+        if name != self._name:
+            self._name, self._began, self._told = name, now, 0.0
+        if now - self._told < (0.2 if self._over else self.SECONDS) and step < steps:
+            return
+        self._told = now
+        line = f"  {name}: step {step} of {steps}, {now - self._began:.0f} s"
+        print(f"\r{line}\033[K" if self._over else line, end="" if self._over else "\n", flush=True)
+
+    def clear(self) -> None:
+        """What is printed next begins a line of its own."""
+        if self._over:
+            print("\r\033[K", end="", flush=True)
+
+
 def family_in(directory: Path, *, quick: bool) -> None:
     """Train the family unless it lies there already."""
     if (directory / "family.json").exists():
         print(f"using the family in {directory}")
         return
     shutil.rmtree(directory, ignore_errors=True)
+    progress = Progress()
 
     def show(name: str, member: Member) -> None:
+        progress.clear()
         own = member.losses.get(name)
         loss = "" if own is None else f", held-out loss on its own domain {own:.3f}"
         print(f"  {name}: {member.steps} steps, {member.seconds:.0f} s{loss}", flush=True)
 
-    family: Family = train_family(directory, quick=quick, report=show)
+    family: Family = train_family(
+        directory, size=QUICK if quick else SHORT, report=show, progress=progress
+    )
     print(f"  {family.parameters / 1e6:.1f} M parameters, {family.seconds:.0f} s in all")
 
 

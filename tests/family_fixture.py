@@ -19,12 +19,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import demo
 import family
 
-__all__ = ["family", "quick_family"]
+__all__ = ["demo", "family", "quick_family"]
 
 
 @pytest.fixture(scope="session")
 def quick_family(tmp_path_factory: pytest.TempPathFactory) -> family.Family:
     """A base and three experts of 1 M parameters each, in a directory of this session."""
-    return family.train_family(tmp_path_factory.mktemp("family") / "quick", quick=True)
+    return family.train_family(tmp_path_factory.mktemp("family") / "quick", size=family.QUICK)

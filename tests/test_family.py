@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_fixture import family
+from family_fixture import demo, family
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -142,11 +144,42 @@ def test_domains_have_text() -> None:
         assert seen == [], domain.name
 
 
+def test_training_tells_of_each_step() -> None:
+    """`train` calls its progress after each step, with the number of those that were done."""
+    told: list[int] = []
+    model = family.new_model(family.QUICK)
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    family.train(model, itertools.repeat(ids), family.Schedule(3, 1e-4), progress=told.append)
+    assert told == [1, 2, 3]
+
+
+def test_the_demo_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal one line is written over; elsewhere there are lines, some seconds apart."""
+
+    def told() -> str:
+        return re.sub(r"\d+ s", "0 s", capsys.readouterr().out)
+
+    monkeypatch.setattr(demo.Progress, "SECONDS", 3600)
+    progress = demo.Progress()
+    for step in range(1, 4):
+        progress("base", step, 3)
+    progress.clear()
+    assert told() == "  base: step 1 of 3, 0 s\n  base: step 3 of 3, 0 s\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    progress = demo.Progress()
+    progress("base", 1, 3)
+    progress("code", 3, 3)
+    progress.clear()
+    assert told() == ("\r  base: step 1 of 3, 0 s\033[K\r  code: step 3 of 3, 0 s\033[K\r\033[K")
+
+
 @pytest.mark.parametrize("wrong", [{"experts": 0}, {"experts": 9}, {"steps_scale": 0.0}])
 def test_impossible_numbers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """A number that cannot be is refused before anything is written."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        family.train_family(tmp_path / "out", quick=True, **wrong)
+        family.train_family(tmp_path / "out", size=family.QUICK, **wrong)
     assert not (tmp_path / "out").exists()
 
 
@@ -154,7 +187,7 @@ def test_a_full_directory_is_refused(tmp_path: Path) -> None:
     """A directory with something in it is left as it is."""
     (tmp_path / "precious").write_text("mine")
     with pytest.raises(FileExistsError):
-        family.train_family(tmp_path, quick=True)
+        family.train_family(tmp_path, size=family.QUICK)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 

@@ -339,7 +339,8 @@ def read_by_kernel():
         return int(file.readline().removeprefix("rchar: "))
 
 with Store.open(sys.argv[1]) as store:
-    store.merge(sys.argv[2], name="warm", memo=False)  # kernels are loaded, records are cached
+    for plan in sys.argv[2:]:  # code and kernels of each are loaded, records are cached
+        store.merge(plan, name="warm", memo=False)
     for plan in sys.argv[2:]:
         before = read_by_kernel()
         report = store.merge(plan, name="counted", memo=False)

@@ -442,7 +442,7 @@ class Stories(RuleBasedStateMachine):
 
 
 SHORT = settings(
-    max_examples=100,
+    max_examples=25,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
