@@ -205,7 +205,7 @@ def test_of_many_inits_one_succeeds(tmp_path: Path) -> None:
         for _ in range(4)
     ]
     with ThreadPoolExecutor(len(children)) as pool:
-        told = list(pool.map(lambda child: child.communicate("go\n", timeout=60)[0], children))
+        told = list(pool.map(lambda child: child.communicate("go\n", timeout=600)[0], children))
     said = sorted(line.strip() for line in told)
     catalog = Catalog.open(tmp_path / "store")
     assert said == sorted([str(catalog.layout.uuid), *["Conflict"] * 3])

@@ -379,7 +379,7 @@ def children(pid: int) -> list[int]:
 
 def waited(look: Callable[[], T], what: str) -> T:
     """What `look` gives as soon as that is something."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         found = look()
         if found:

@@ -279,7 +279,7 @@ class Meddler:
 
     def join(self) -> None:
         assert self._thread is not None
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
 
 

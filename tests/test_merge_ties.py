@@ -20,7 +20,7 @@ def test_quota_goes_to_the_first_chunks() -> None:
     random.Random(1).shuffle(order)
     with ThreadPoolExecutor(len(ties)) as pool:
         asked = {chunk: pool.submit(ledger.take, chunk, ties[chunk]) for chunk in order}
-        granted = [asked[chunk].result(timeout=120) for chunk in range(len(ties))]
+        granted = [asked[chunk].result(timeout=600) for chunk in range(len(ties))]
     taken = [grant.taken for grant in granted]
     assert ledger.open == [False, False]
     assert taken == [(3, 0), (4, 0), (1, 0), (0, 0), (0, 0)]
@@ -40,12 +40,12 @@ def test_a_failure_stops_only_later_chunks() -> None:
         late = pool.submit(ledger.take, 3, [1])
         ledger.fail(2)
         with pytest.raises(RuntimeError):
-            late.result(timeout=120)
-        assert pool.submit(ledger.take, 0, [3]).result(timeout=120).quotas == (UNLIMITED,)
-        assert pool.submit(ledger.take, 1, [3]).result(timeout=120).quotas == (1,)
+            late.result(timeout=600)
+        assert pool.submit(ledger.take, 0, [3]).result(timeout=600).quotas == (UNLIMITED,)
+        assert pool.submit(ledger.take, 1, [3]).result(timeout=600).quotas == (1,)
         ledger.fail(-1)
         with pytest.raises(RuntimeError):
-            pool.submit(ledger.take, 2, [1]).result(timeout=120)
+            pool.submit(ledger.take, 2, [1]).result(timeout=600)
 
 
 def test_known_chunks_are_booked_in_their_place() -> None:

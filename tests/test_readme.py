@@ -56,7 +56,7 @@ def _run(command: str, directory: Path) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return done.stdout

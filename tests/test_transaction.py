@@ -325,7 +325,7 @@ def run_python(code: str, *arguments: str) -> str:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     ).stdout
 
@@ -359,7 +359,7 @@ def test_writers_in_many_processes(catalog: Catalog) -> None:
         for who in ("a", "b", "c")
     ]
     for child in children:
-        child.communicate(timeout=60)
+        child.communicate(timeout=600)
         assert child.returncode == 0
     with catalog.index.env.read() as rows:
         moves = refs.reflog(catalog.index, rows, "shared")

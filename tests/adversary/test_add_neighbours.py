@@ -177,7 +177,7 @@ with Store.open(sys.argv[2]) as store:
 def test_a_fifo_keeps_nobody_waiting(store: Store, model: Path) -> None:
     """A file that became a fifo is an error at once: nobody ever writes there."""
     command = [sys.executable, "-c", WAITING, str(model), str(store.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout == f"BadCheckpoint the file {CHANGED}\n", done.stderr
     nothing_of(store)
 

@@ -34,7 +34,7 @@ store.close()
 
 def _can_unshare() -> bool:
     try:
-        done = subprocess.run([*ALONE, "true"], capture_output=True, timeout=30, check=False)
+        done = subprocess.run([*ALONE, "true"], capture_output=True, timeout=600, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -74,7 +74,7 @@ def holder(store: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_process_of_that_number_is_told(store: Path) -> None:
     """Who cannot be told apart from a process that has the store open hears why, and what to do;
     a process of another number works as ever."""
-    with holder(store, 120):
+    with holder(store, 600):
         began = time.monotonic()
         refused, again = commands(
             store,
@@ -87,7 +87,7 @@ def test_a_second_process_of_that_number_is_told(store: Path) -> None:
             assert done.status == 1
             assert "another process numbered 1 has this store open" in done.err
             assert "--pid=host" in done.err
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 300
         # `sh` is number 1 there.
         (fine,) = commands(store, ["refs"], before=(*ALONE, "sh", "-c", '"$@"; exit $?', "sh"))
         assert fine.status == 0, fine.err
