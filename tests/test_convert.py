@@ -190,8 +190,14 @@ def tar_of_pickles(mark: Path) -> bytes:
     return raw.getvalue()
 
 
-@pytest.mark.parametrize("form", ["archive", "legacy", "bare", "tar"])
-@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("forced", "form"),
+    [
+        *((True, form) for form in ("archive", "legacy", "bare", "tar")),
+        (False, "archive"),
+        *(pytest.param(False, form, marks=pytest.mark.slow) for form in ("legacy", "bare", "tar")),
+    ],
+)
 def test_a_hostile_pickle_runs_nothing(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, form: str, forced: bool
 ) -> None:
@@ -227,8 +233,8 @@ def test_a_hostile_pickle_runs_nothing(
     [
         ([1, 2], "holds a list"),
         ({"a": "text"}, "holds a str under 'a'"),
-        ({1: "text"}, "which is not text"),
-        ({"a": torch.eye(3).to_sparse()}, "sparse"),
+        pytest.param({1: "text"}, "which is not text", marks=pytest.mark.slow),
+        pytest.param({"a": torch.eye(3).to_sparse()}, "sparse", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_not_tensors_by_name_is_refused(
