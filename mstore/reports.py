@@ -68,6 +68,8 @@ class PlanReport:
     Counts are of (expert, chunk) pairs; where all dtypes are one, a chunk is a block.
     `error_bound` is certified: ||merged - full-read merge|| / ||base|| before rounding to the
     output dtype; None where the method has none.  `error_estimate` is only that.
+    `error_share_estimate` guesses ||merged - full|| / ||full - base||: 0 where nothing was left
+    out, 1 where all was; None where it is not known, or the full merge is the base.
     `memo_expert_bytes` are those of the planned bytes that the memo table saves right now; None
     where nobody asked it.
     """
@@ -97,13 +99,15 @@ class PlanReport:
     blocks_outside_top_p: int
     error_bound: float | None
     error_estimate: float | None
+    error_share_estimate: float | None
     notes: tuple[str, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """The plan at one share of the full cost; errors are relative to the base's norm.
+    """The plan at one share of the full cost; errors are relative to the base's norm, and
+    `*_error_share*` to what the full merge changes.
 
     `unread_expert_bytes` are those of the plan that the memo table does not save.
     `measured_error` is None where it was not measured, or means nothing (NaN, no norm).
@@ -115,7 +119,9 @@ class SweepPoint:
     unread_expert_bytes: int
     error_bound: float | None
     error_estimate: float | None
+    error_share_estimate: float | None
     measured_error: float | None
+    measured_error_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ class MergeReport:
     blocks_reused: int
     error_bound: float | None
     error_estimate: float | None
+    error_share_estimate: float | None
     notes: tuple[str, ...]
     seconds: float
 

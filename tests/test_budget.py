@@ -58,7 +58,8 @@ class Place:
             experts=list(zip(self.family.names, weights, strict=True)),
             method=method,
             parameters=parameters,
-            **options,
+            # Budgets that nothing fits are part of what is tried.
+            **{"allow_noop": True} | options,
         )
 
     def merge(self, plan: PlanReport) -> tuple[MergeReport, Arrays]:

@@ -43,10 +43,10 @@ def test_sweep_for_people(mstore: Program, tmp_path: Path) -> None:
     """A line a budget; --measure adds a column and says what it read, --svg draws."""
     plain = mstore.succeed("plan", *SHAREABLE, "--sweep").lines
     assert len([line for line in plain if line.lstrip()[:1].isdigit()]) == 20
-    assert "MEASURED" not in plain[0]
+    assert "REALLY LOST" not in plain[0]
     picture = tmp_path / "sweep.svg"
     done = mstore.succeed("plan", *SHAREABLE, "--sweep", "--measure", "--svg", picture)
-    assert "MEASURED" in done.lines[0]
+    assert "REALLY LOST" in done.lines[0]
     assert any(line.startswith("measuring read ") for line in done.lines)
     assert picture.read_text().lstrip().startswith("<?xml")
     assert str(picture) in done.out

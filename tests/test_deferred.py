@@ -97,7 +97,7 @@ def test_one_plan_gives_one_manifest(store: Store) -> None:
 
 def test_nothing_to_merge(store: Store) -> None:
     """A virtual merge of what nobody changed is the base's content, and can be made real."""
-    plan = store.plan(base="base", experts=["base"], method="linear")
+    plan = store.plan(base="base", experts=["base"], method="linear", allow_noop=True)
     made = store.merge(plan, name="m", virtual=True)
     assert made.manifest == store["base"].manifest
     assert store.show("m").virtual

@@ -568,7 +568,8 @@ def test_plans_of_the_index(made: Made, indexed: IndependentStore) -> None:
     s = made.snapshots
     assert {key.hex() for key in indexed.index["plans"]} == indexed.ids(reader.PLAN)
     for value in indexed.index["plans"].values():
-        (base, name), experts = reader.decode(value)
+        (base, name), experts, change = reader.decode(value)
+        assert change is None or 0 < change < 1
         assert (base.hex(), name) == (s["base"], "m/base")
         assert [(i.hex(), n) for i, n in experts] == [(s["one"], "m/one"), (s["two"], "m/two")]
 

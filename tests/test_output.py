@@ -302,7 +302,9 @@ def test_a_base_without_changes(tmp_path: Path) -> None:
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         added = store.add(tmp_path / "base", name="base")
         for method in ("linear", "ties", "dare_ties"):
-            report = merge(store, "merged", experts=["base", "base"], method=method)
+            report = merge(
+                store, "merged", experts=["base", "base"], method=method, allow_noop=True
+            )
             assert report.manifest == added.manifest
             assert (report.expert_bytes_read, report.base_bytes_read) == (0, 0)
             assert report.blocks_reused == report.blocks_total == added.blocks_total

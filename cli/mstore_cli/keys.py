@@ -47,6 +47,8 @@ _COMMON = {
     "blocks_total": "blocks in all",
     "error_bound": _BOUND,
     "error_estimate": "a guess at the same error, not certified; null where there is none",
+    "error_share_estimate": "a guess at the norm of (merged - full-read merge) / norm of "
+    "(full-read merge - base), the share of the change that is lost; null where not known",
     "notes": "what the planner wants known, in words",
     "plain_bytes": "size of the files as checked out",
     "files": "number of files",
@@ -98,6 +100,8 @@ _OWN: dict[type, dict[str, str]] = {
         "budget_bytes": "the same in bytes",
         "unread_expert_bytes": "those of the planned bytes that the memo table does not save",
         "measured_error": "the real error, before rounding to the output dtype; null: not measured",
+        "measured_error_share": "the same as a share of what the full merge changes; null: not "
+        "measured, or it changes nothing, or the method scales the base",
     },
     reports.MergeReport: {
         "new_snapshot": "false where the ref held this merge already",

@@ -22,7 +22,7 @@ from mstore_cli.sizes import format_seconds, format_share, format_size, parse_bu
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import PlanReport, Progress, SweepReport
+    from mstore.reports import MergeReport, PlanReport, Progress, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
@@ -125,6 +125,13 @@ TopP = Annotated[
         help="Write only this share of the blocks that would change, the largest changes first.",
     ),
 ]
+AllowNoop = Annotated[
+    bool,
+    typer.Option(
+        "--allow-noop",
+        help="Also take a plan that reads nothing, or whose result is the base itself.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,7 @@ class Request:
     skip: tuple[str, ...] = ()
     expert_budget: int | float | None = None
     top_p: float | None = None
+    allow_noop: bool = False
 
     def plan(
         self,
@@ -167,6 +175,7 @@ class Request:
             skip=self.skip,
             expert_budget=self.expert_budget,
             top_p=self.top_p,
+            allow_noop=self.allow_noop,
             threads=threads,
             progress=progress,
         )
@@ -257,6 +266,7 @@ def make_request(
     skip: list[str] | None = None,
     per_expert_budget: str | None = None,
     top_p: str | None = None,
+    allow_noop: bool = False,
 ) -> Request:
     """The request behind the options of `plan` and `merge`.  Raises BadRequest."""
     return Request(
@@ -275,6 +285,7 @@ def make_request(
         if per_expert_budget is None
         else parse_budget(per_expert_budget, option="--per-expert-budget"),
         top_p=None if top_p is None else parse_share(top_p),
+        allow_noop=allow_noop,
     )
 
 
@@ -338,8 +349,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("  selected", report.blocks_selected),
             ("  omitted", report.blocks_omitted),
             ("  outside top-p", report.blocks_outside_top_p or None),
-            ("error bound", format_bound(report.error_bound)),
-            ("error estimate", format_bound(report.error_estimate)),
+            *error_fields(report),
             # A plan that is only looked at took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
@@ -368,19 +378,23 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
     """A sweep for people: a line a budget."""
     measured = any(point.measured_error is not None for point in report.points)
     columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
-    columns += [("BOUND", True), ("ESTIMATE", True)] + [("MEASURED", True)] * measured
+    columns += [("LOST, ABOUT", True), ("BOUND", True)]
+    columns += [("REALLY LOST", True), ("ERROR", True)] * measured
     rows = []
     for point in report.points:
         row = [
             f"{point.share:.0%}",
             format_size(point.planned_expert_bytes),
             format_size(point.unread_expert_bytes),
+            format_loss(point.error_share_estimate),
             format_bound(point.error_bound),
-            format_bound(point.error_estimate),
         ]
-        rows.append(row + [format_bound(point.measured_error)] * measured)
+        if measured:
+            row += [format_loss(point.measured_error_share), format_bound(point.measured_error)]
+        rows.append(row)
     screen.table([Column(title, right=right) for title, right in columns], rows)
     screen.line(f"full cost {format_size(report.full_expert_bytes)}, ranked by {report.score}")
+    screen.line("lost: of what the full merge changes; bound and error: of the base's norm")
     if measured:
         screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")
 
@@ -389,6 +403,24 @@ def draw_notes(screen: Screen, notes: Iterable[str]) -> None:
     """What the planner wants known."""
     for note in notes:
         screen.line(f"note: {note}")
+
+
+def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:
+    """How far off a merge is: first what people can judge, then what is certified."""
+    yield "change lost", f"{format_loss(report.error_share_estimate)} (estimate)"
+    bound = report.error_bound
+    yield (
+        "error bound",
+        "none" if bound is None else f"{format_bound(bound)} of the base's norm (certified)",
+    )
+    yield "error estimate", f"{format_bound(report.error_estimate)} of the base's norm"
+
+
+def format_loss(value: float | None) -> str:
+    """A share of what the full merge changes; more than 100 % is further off than the base is."""
+    if value is None:
+        return "not known"
+    return f"{100 * value:.3g} %"
 
 
 def format_bound(value: float | None) -> str:

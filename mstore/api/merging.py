@@ -51,6 +51,7 @@ class Merging(OpenStore):
         skip: Sequence[str] = (),
         expert_budget: float | None = None,
         top_p: float | None = None,
+        allow_noop: bool = False,
         threads: int | None = None,
         progress: Report | None = None,
     ) -> PlanReport:
@@ -60,7 +61,9 @@ class Merging(OpenStore):
         cheapest plan within this relative error.  score: norm, trimmed, conflict or random, None
         for the method's own.  only, skip: patterns of tensor names; what they leave out is the
         base's own.  expert_budget: as budget, for any one expert.  top_p: share of the output's
-        blocks that may differ from the base's.  Raises BadRequest, NotFound, Incompatible.
+        blocks that may differ from the base's.  allow_noop: also keep a plan that reads nothing of
+        what experts changed, or whose result is the base.  Raises BadRequest, NotFound,
+        Incompatible; then no plan is kept.
         """
         from mstore.merge.insight.explain import plan_report
 
@@ -80,36 +83,43 @@ class Merging(OpenStore):
             expert_budget=expert_budget,
             top_p=top_p,
         )
-        plan, sources, analyzed = self._made(asked, thread_count(threads), progress)
+        plan, sources, analyzed = self._made(
+            asked, thread_count(threads), progress, allow_noop=allow_noop
+        )
         memo = self._memo_expert_bytes(plan)
         seconds = time.monotonic() - began
         return plan_report(plan, plan.id(), sources, analyzed=analyzed, memo=memo, seconds=seconds)
 
     def _made(
-        self, asked: Request, threads: int, progress: Report | None
+        self, asked: Request, threads: int, progress: Report | None, *, allow_noop: bool
     ) -> tuple[Plan, Sources, int]:
         """The stored plan of a request, made now unless it was before; statistics bytes read."""
+        from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.planning import Planning, request_key
         from mstore.merge.running.commit import store_plan
         from mstore.objects.plan import Plan
-        from mstore.store.plans import Source, Sources
+        from mstore.store.plans import Source, Sources, sources_of
 
-        sources = Sources(
-            Source(asked.base.snapshot, asked.base.name),
-            tuple(Source(expert.snapshot, expert.name) for expert in asked.experts),
-        )
+        base = Source(asked.base.snapshot, asked.base.name)
+        experts = tuple(Source(expert.snapshot, expert.name) for expert in asked.experts)
         key = request_key(self._catalog, asked)
         # Without analysis a plan depends on which statistics happen to be there.
         known = self._memo.plan(key) if asked.analyze else None
         if known is not None:
             with suppress(NotFound):
                 plan = self._catalog.record(Plan, known)
+                if not allow_noop:
+                    require_effect(self._catalog, plan)
+                sources = Sources(base, experts, sources_of(self._catalog, known, plan).change)
                 store_plan(self._catalog, plan, sources)
                 return plan, sources, 0
         planning = Planning(
             self._catalog, self._statistics, asked, threads=threads, progress=progress
         )
         plan = planning.plan()
+        if not allow_noop:
+            require_effect(self._catalog, plan)
+        sources = Sources(base, experts, planning.change)
         id = store_plan(self._catalog, plan, sources)
         if asked.analyze:
             self._memo.put_plan(key, id)
@@ -226,6 +236,7 @@ class Merging(OpenStore):
         name: str,
         message: str = "",
         virtual: bool = False,
+        allow_noop: bool = False,
         threads: int | None = None,
         memo: bool = True,
         memory: int | None = None,
@@ -238,9 +249,11 @@ class Merging(OpenStore):
         anonymous memory in bytes (512 MiB).  executor: where slices are computed instead of in
         threads; its workers need the store's directory, and not its index.
         virtual: publish the plan itself; blocks are computed when they are read, and
-        `materialize` computes all.
+        `materialize` computes all.  allow_noop: also run a plan, named by its id, that reads
+        nothing or whose result is the base; one that `plan` returned was allowed there.
         """
         from mstore.merge.insight.explain import plan_report
+        from mstore.merge.planning.noop import require_effect
         from mstore.merge.running.commit import run_merge
         from mstore.objects.plan import Plan
         from mstore.store.plans import find, sources_of
@@ -249,6 +262,8 @@ class Merging(OpenStore):
         id = plan.plan if isinstance(plan, PlanReport) else find(self._catalog, str(plan))
         analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
         record = self._catalog.record(Plan, id)
+        if not allow_noop and not isinstance(plan, PlanReport):
+            require_effect(self._catalog, record)
         sources = sources_of(self._catalog, id, record)
         if virtual:
             from mstore.merge.virtual.deferred import commit_virtual
@@ -294,6 +309,7 @@ class Merging(OpenStore):
             blocks_reused=merged.outcome.blocks_reused,
             error_bound=record.error_bound,
             error_estimate=record.error_estimate,
+            error_share_estimate=planned.error_share_estimate,
             notes=planned.notes,
             seconds=time.monotonic() - began,
         )
@@ -403,6 +419,7 @@ def deferred_report(
         blocks_reused=merged.blocks_reused,
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
+        error_share_estimate=plan.error_share_estimate,
         notes=plan.notes,
         seconds=seconds,
     )

@@ -1,6 +1,6 @@
 """Where a plan's inputs came from: the snapshots and the names that a person gave.
 
-    plans    PlanId -> [base snapshot, base name, [[expert snapshot, expert name], ...]]
+    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?]
 
 A plan names contents; a merge's parents are snapshots.  Where the row is missing (an index that
 was rebuilt, a plan from elsewhere), the newest snapshot with the same content stands in.
@@ -33,10 +33,15 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sources(msgspec.Struct, frozen=True, array_like=True):
-    """The inputs of a plan, experts in plan order."""
+    """The inputs of a plan, experts in plan order.
+
+    change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
+    where it is not known, and in rows of earlier versions.
+    """
 
     base: Source
     experts: tuple[Source, ...]
+    change: float | None = None
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode

@@ -11,6 +11,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.merging import (
+    AllowNoop,
     Budget,
     Dtype,
     MaxError,
@@ -26,7 +27,7 @@ from mstore_cli.merging import (
     Skip,
     TopP,
     draw_notes,
-    format_bound,
+    error_fields,
     make_request,
 )
 from mstore_cli.options import Message, Threads
@@ -71,6 +72,7 @@ def merge(
     skip: Skip = None,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
+    allow_noop: AllowNoop = False,
     virtual: Annotated[
         bool,
         typer.Option(
@@ -120,6 +122,7 @@ def merge(
             skip=skip,
             per_expert_budget=per_expert_budget,
             top_p=top_p,
+            allow_noop=allow_noop,
         )
     elif any(
         # By identity: a 0 that was given is given.
@@ -139,6 +142,7 @@ def merge(
                 name=name,
                 message=message,
                 virtual=virtual,
+                allow_noop=allow_noop,
                 threads=threads,
                 memo=not no_memo,
                 memory=bound,
@@ -179,8 +183,7 @@ def merge(
                 ("base read", format_size(report.base_bytes_read)),
                 ("written", format_size(report.bytes_written)),
                 ("blocks", f"{report.blocks_total}: {report.blocks_reused} reused"),
-                ("error bound", format_bound(report.error_bound)),
-                ("error estimate", format_bound(report.error_estimate)),
+                *error_fields(report),
                 ("time", format_seconds(report.seconds)),
             ]
         )

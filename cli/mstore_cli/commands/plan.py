@@ -11,6 +11,7 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
+    AllowNoop,
     Base,
     Budget,
     Dtype,
@@ -57,6 +58,7 @@ def plan(
     skip: Skip = None,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
+    allow_noop: AllowNoop = False,
     threads: Threads = None,
     output: Annotated[
         Path | None,
@@ -106,6 +108,7 @@ def plan(
         skip=skip,
         per_expert_budget=per_expert_budget,
         top_p=top_p,
+        allow_noop=allow_noop,
     )
     if sweep:
         _sweep(session, request, measure=measure, svg=svg, threads=threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mstore_cli.command import command
-from mstore_cli.merging import format_bound
+from mstore_cli.merging import format_bound, format_loss
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -20,6 +20,7 @@ COLUMNS = (
     Column("EXPERTS"),
     Column("BUDGET", right=True),
     Column("READS", right=True),
+    Column("LOST", right=True),
     Column("BOUND", right=True),
 )
 
@@ -28,8 +29,8 @@ COLUMNS = (
 def plans(session: Session) -> None:
     """List the plans that the store keeps, by base, method and cost.
 
-    Each can be run with `mstore merge --plan ID`. BOUND is the certified bound on the error, `~` in
-    front of an estimate.
+    Each can be run with `mstore merge --plan ID`. LOST is about how much is lost of what the
+    merge without a budget changes, BOUND the certified bound on the error, over the base's norm.
     """
     with session.open() as store:
         found = store.plans()
@@ -47,7 +48,8 @@ def plans(session: Session) -> None:
                     ", ".join(f"{name}={weight:g}" for name, weight in one.experts),
                     "none" if one.budget_bytes is None else format_size(one.budget_bytes),
                     _reads(one),
-                    _error(one.error_bound, one.error_estimate),
+                    format_loss(one.error_share_estimate),
+                    format_bound(one.error_bound),
                 )
                 for one in found
             ),
@@ -59,10 +61,3 @@ def plans(session: Session) -> None:
 def _reads(one: PlanReport) -> str:
     share = format_share(one.planned_expert_bytes, one.full_expert_bytes)
     return f"{format_size(one.planned_expert_bytes)} ({share})"
-
-
-def _error(bound: float | None, estimate: float | None) -> str:
-    """The bound, else the estimate, marked as one."""
-    if bound is None and estimate is not None:
-        return f"~{format_bound(estimate)}"
-    return format_bound(bound)

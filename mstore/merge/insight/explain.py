@@ -90,9 +90,20 @@ def plan_report(
         blocks_outside_top_p=counts[DROPPED],
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
+        error_share_estimate=share_of(plan.error_estimate, sources.change),
         notes=tuple(notes),
         seconds=seconds,
     )
+
+
+def share_of(error: float | None, change: float | None) -> float | None:
+    """An error as a share of what the full merge changes, both relative to one norm.
+
+    None where either is not known, or the full merge changes nothing.
+    """
+    if error == 0:
+        return 0.0
+    return error / change if error is not None and change else None
 
 
 def _copied_notes(plan: Plan) -> list[str]:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from mstore.errors import BadRequest
+from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.distance import distances
+from mstore.merge.insight.explain import share_of
 from mstore.merge.planning.planning import Planning
 from mstore.objects.plan import Plan
 from mstore.reports import Progress, SweepPoint, SweepReport
@@ -48,13 +50,21 @@ def sweep(
     full = planning.full_expert_bytes
     plans = [planning.plan_within(int(share * full)) for share in shares]
     measured: list[float | None] = [None] * len(plans)
+    whole: float | None = None
     read = 0
     if measure:
+        # The last one reads nothing: as far as it is from the full merge, so far is the base.
         found = distances(
-            planning.catalog, planning.full_plan(), plans, threads=threads, progress=progress
+            planning.catalog,
+            planning.full_plan(),
+            [*plans, planning.plan_within(0)],
+            threads=threads,
+            progress=progress,
         )
         read = found.expert_bytes_read
-        measured = [_relative(square, planning.base_squares) for square in found.squares]
+        *measured, whole = (_relative(square, planning.base_squares) for square in found.squares)
+    if not reuses_base(planning.request.method, planning.request.parameters):
+        whole = None
     points = tuple(
         SweepPoint(
             share=share,
@@ -63,7 +73,9 @@ def sweep(
             unread_expert_bytes=plan.planned_expert_bytes - memo_expert_bytes(plan),
             error_bound=plan.error_bound,
             error_estimate=plan.error_estimate,
+            error_share_estimate=share_of(plan.error_estimate, planning.change),
             measured_error=error,
+            measured_error_share=share_of(error, whole),
         )
         for share, plan, error in zip(shares, plans, measured, strict=True)
     )

@@ -28,7 +28,12 @@ from typing import Any
 import numpy as np
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.operators import OPERATORS, coefficients, needs_thresholds
+from mstore.merge.arithmetic.operators import (
+    OPERATORS,
+    coefficients,
+    needs_thresholds,
+    reuses_base,
+)
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.request import Request
@@ -328,6 +333,20 @@ class Planner:
         sums = 1.0 + math.sqrt(experts * everything) / norm
         rounding = 2 * (experts + 4) * _FLOAT32_UNIT * sums
         return math.sqrt(worst) / norm * (1 + 1e-9) + rounding, estimate
+
+    @property
+    def change(self) -> float | None:
+        """Estimate of ||full - base|| / ||base||; None where a norm is not known.
+
+        Made as error_estimate is, so that leaving out everything is estimated at all of it.
+        """
+        base = self._survey.base_squares
+        # A sum that scales the base changes more than the experts' deltas say.
+        if not base or not reuses_base(self._request.method, self._request.parameters):
+            return None
+        with np.errstate(over="ignore"):
+            squares = math.fsum(added(self._roots**2).tolist())
+        return math.sqrt(squares) / math.sqrt(base) if math.isfinite(squares) else None
 
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Norms of what is left out, per tensor and expert; -1 where not known."""

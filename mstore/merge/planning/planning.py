@@ -98,6 +98,11 @@ class Planning:
         """The plan that was asked for."""
         return self._finished(self._planner.select(), self.request)
 
+    @property
+    def change(self) -> float | None:
+        """Estimate of what the full merge changes (`Selection.change`)."""
+        return self._planner.change
+
     def plan_within(self, budget: int) -> Plan:
         """The plan of the same request with this budget, in bytes, and no error asked for."""
         return self._finished(self._planner.cut(budget), replace(self.request, max_error=None))

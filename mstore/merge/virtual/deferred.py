@@ -210,6 +210,7 @@ def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -
             Source(parent.snapshot, source.name)
             for parent, source in zip(experts, named.experts, strict=True)
         ),
+        named.change,
     )
 
 

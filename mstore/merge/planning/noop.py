@@ -1,0 +1,76 @@
+"""No-ops: plans that read nothing of what experts changed, or whose result is the base itself.
+
+Such a plan is sound, and mostly a slip: 30 bytes instead of 30 %, an error bound that the base
+keeps, an expert that is the base.  Whoever means it says so (`allow_noop`).
+"""
+
+from __future__ import annotations
+
+from mstore.errors import BadRequest
+from mstore.merge.arithmetic.operators import reuses_base
+from mstore.objects.plan import READ, Plan
+from mstore.store.catalog import Catalog
+
+_ALLOW = "--allow-noop merges it all the same"
+# A number of bytes that somebody may have meant as per cent.
+_PERCENT = 100
+
+
+def require_effect(catalog: Catalog, plan: Plan) -> None:
+    """Raise BadRequest for a no-op, with its cause and what to type instead."""
+    if any(READ in states for tensor in plan.tensors for states in tensor.states):
+        return
+    asked = plan.criteria
+    if plan.full_expert_bytes:
+        if asked.max_error is not None:
+            raise BadRequest(
+                f"--max-error {asked.max_error:g} allows the base itself, so this merge would read "
+                "nothing of the experts",
+                hint=f"a smaller --max-error; mstore plan --sweep shows what there is; {_ALLOW}",
+            )
+        if plan.budget is not None and plan.budget < plan.full_expert_bytes:
+            raise _too_small("--budget", plan.budget, plan)
+        if asked.expert_budget is not None:
+            raise _too_small("--per-expert-budget", asked.expert_budget, plan)
+    if _is_base(catalog, plan):
+        raise BadRequest(f"{_why_base(plan)}: this merge would be the base itself", hint=_ALLOW)
+
+
+def is_base(catalog: Catalog, plan: Plan) -> bool:
+    """Whether every tensor of the result is the base's own, as can be told from the plan."""
+    return not any(
+        READ in states for tensor in plan.tensors for states in tensor.states
+    ) and _is_base(catalog, plan)
+
+
+def _is_base(catalog: Catalog, plan: Plan) -> bool:
+    if plan.tensors and not reuses_base(plan.method, dict(plan.parameters)):
+        return False
+    if plan.dtype is None or not plan.tensors:
+        return True
+    base = catalog.manifest(plan.base_id()).tensors()
+    return all(catalog.tensor(base[tensor.name]).dtype == plan.dtype for tensor in plan.tensors)
+
+
+def _too_small(option: str, budget: int, plan: Plan) -> BadRequest:
+    full = plan.full_expert_bytes
+    meant = (
+        f"{option} {budget} is {budget} bytes; did you mean {budget}%? "
+        if budget <= _PERCENT < full
+        else f"{option} 30%, or mstore plan --sweep for what budgets give; "
+    )
+    return BadRequest(
+        f"no block of an expert fits {budget} of {full} bytes, so this merge would read nothing",
+        where=option,
+        hint=f"{meant}{_ALLOW}",
+    )
+
+
+def _why_base(plan: Plan) -> str:
+    if dict(plan.parameters).get("lambda") == 0:
+        return "lambda is 0"
+    if not any(expert.weight for expert in plan.experts):
+        return "no expert has a weight other than 0"
+    if plan.criteria.only or plan.criteria.skip:
+        return "--only and --skip leave no tensor that an expert changed"
+    return "no expert differs from the base where tensors are merged"
