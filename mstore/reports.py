@@ -62,6 +62,18 @@ class AnalyzeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeWarning:
+    """What is allowed and mostly a slip; `kind` is one of a few words, `text` says it all.
+
+    `expert` is the one it is about, as it was named; None where it is about several models.
+    """
+
+    kind: str
+    expert: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """A plan's identity, costs and bounds.
 
@@ -100,6 +112,7 @@ class PlanReport:
     error_bound: float | None
     error_estimate: float | None
     error_share_estimate: float | None
+    warnings: tuple[MergeWarning, ...]
     notes: tuple[str, ...]
     seconds: float
 
@@ -172,6 +185,7 @@ class MergeReport:
     error_bound: float | None
     error_estimate: float | None
     error_share_estimate: float | None
+    warnings: tuple[MergeWarning, ...]
     notes: tuple[str, ...]
     seconds: float
 

@@ -49,6 +49,7 @@ _COMMON = {
     "error_estimate": "a guess at the same error, not certified; null where there is none",
     "error_share_estimate": "a guess at the norm of (merged - full-read merge) / norm of "
     "(full-read merge - base), the share of the change that is lost; null where not known",
+    "warnings": "what is allowed and mostly a slip: idle experts, licences that differ or forbid",
     "notes": "what the planner wants known, in words",
     "plain_bytes": "size of the files as checked out",
     "files": "number of files",
@@ -86,6 +87,12 @@ _OWN: dict[type, dict[str, str]] = {
         "blocks_selected": "chunks that will be read, or are shared",
         "blocks_omitted": "chunks left out for the budget",
         "blocks_outside_top_p": "chunks left out for --top-p",
+    },
+    reports.MergeWarning: {
+        "kind": "expert is the base, expert given twice, expert without weight, expert equals the "
+        "base, expert over budget, expert trimmed away, or licences",
+        "expert": "the expert it is about, as it was named; null: several models",
+        "text": "what to know, in words",
     },
     reports.SweepReport: {
         "base": "the model merged into",
@@ -447,6 +454,7 @@ OBJECTS: dict[str, type] = {
     "file difference": reports.FileDiff,
     "tensor difference": reports.TensorDiff,
     "plan": reports.PlanReport,
+    "merge warning": reports.MergeWarning,
     "sweep point": reports.SweepPoint,
     "tensor explanation": reports.TensorExplanation,
     "layer explanation": reports.LayerExplanation,

@@ -22,7 +22,7 @@ from mstore_cli.sizes import format_seconds, format_share, format_size, parse_bu
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import MergeReport, PlanReport, Progress, SweepReport
+    from mstore.reports import MergeReport, MergeWarning, PlanReport, Progress, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
@@ -354,7 +354,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
     )
-    draw_notes(screen, report.notes)
+    draw_notes(screen, report.notes, report.warnings)
 
 
 def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
@@ -399,8 +399,10 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
         screen.line(f"measuring read {format_size(report.measure_bytes_read)} from experts")
 
 
-def draw_notes(screen: Screen, notes: Iterable[str]) -> None:
-    """What the planner wants known."""
+def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWarning] = ()) -> None:
+    """What is likely a slip, and what the planner wants known."""
+    for warning in warnings:
+        screen.line(f"warning: {warning.text}", style="yellow")
     for note in notes:
         screen.line(f"note: {note}")
 

@@ -310,6 +310,7 @@ class Merging(OpenStore):
             error_bound=record.error_bound,
             error_estimate=record.error_estimate,
             error_share_estimate=planned.error_share_estimate,
+            warnings=planned.warnings,
             notes=planned.notes,
             seconds=time.monotonic() - began,
         )
@@ -420,6 +421,7 @@ def deferred_report(
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
         error_share_estimate=plan.error_share_estimate,
+        warnings=plan.warnings,
         notes=plan.notes,
         seconds=seconds,
     )

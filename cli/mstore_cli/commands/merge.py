@@ -187,7 +187,7 @@ def merge(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        draw_notes(screen, report.notes)
+        draw_notes(screen, report.notes, report.warnings)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
 

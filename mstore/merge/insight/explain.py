@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mstore.errors import NotFound
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.arithmetic.operators import reuses_base
+from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.tied import first_names
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
@@ -22,6 +23,7 @@ from mstore.reports import (
     ExpertShare,
     Explanation,
     LayerExplanation,
+    MergeWarning,
     PlanReport,
     TensorExplanation,
 )
@@ -46,9 +48,13 @@ def plan_report(
     *,
     analyzed: int = 0,
     memo: int | None = None,
+    warnings: tuple[MergeWarning, ...] = (),
     seconds: float = 0.0,
 ) -> PlanReport:
-    """A plan as people see it; counts are of (expert, chunk) pairs."""
+    """A plan as people see it; counts are of (expert, chunk) pairs.
+
+    warnings: what is to be said besides of experts that the plan itself shows to be idle.
+    """
     counts: Counter[int] = Counter()
     for tensor in plan.tensors:
         for states in tensor.states:
@@ -91,6 +97,7 @@ def plan_report(
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
         error_share_estimate=share_of(plan.error_estimate, sources.change),
+        warnings=(*idle_experts(plan, sources), *warnings),
         notes=tuple(notes),
         seconds=seconds,
     )

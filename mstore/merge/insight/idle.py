@@ -1,0 +1,71 @@
+"""Idle experts: those that a plan names and that give it nothing, or nothing of their own.
+
+Told from the plan alone, so that a plan that was kept, a merge and an explanation say the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.reports import MergeWarning
+from mstore.store.plans import Sources
+
+IS_BASE = "expert is the base"
+REPEATED = "expert given twice"
+NO_WEIGHT = "expert without weight"
+EQUALS_BASE = "expert equals the base"
+OVER_BUDGET = "expert over budget"
+TRIMMED = "expert trimmed away"
+
+
+def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    """A warning for each reason why an expert adds nothing to this plan, in plan order."""
+    return tuple(
+        MergeWarning(kind, sources.experts[k].name, text)
+        for k in range(len(plan.experts))
+        for kind, text in _of(plan, sources, k)
+    )
+
+
+def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
+    own, name = plan.experts[k], sources.experts[k].name
+    first = next(n for n, other in enumerate(plan.experts) if other.manifest == own.manifest)
+    if first < k:
+        earlier = sources.experts[first].name
+        also = "" if earlier == name else f": it has the content of {earlier}"
+        yield REPEATED, f"{name} is given more than once{also}; its weights add up"
+    if own.manifest == plan.base:
+        yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
+        return
+    if own.weight == 0:
+        yield NO_WEIGHT, f"{name} has weight 0, so nothing of it is in the merge"
+        return
+    counts = Counter(state for tensor in plan.tensors for state in tensor.states[k])
+    if counts[READ] or counts[SHARED]:
+        return
+    if counts[OMITTED]:
+        yield (
+            OVER_BUDGET,
+            f"{name} contributes nothing: all {counts[OMITTED]} of its chunks that matter are left "
+            "out for the budget or the error asked for",
+        )
+    elif counts[DROPPED]:
+        yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
+    elif counts[BELOW]:
+        yield TRIMMED, f"{name} contributes nothing: none of it reaches the result"
+    elif counts[EQUAL] == counts.total():
+        yield (
+            EQUALS_BASE,
+            f"{name} is equal to the base in all tensors that are merged, so it changes "
+            f"nothing{_diluting(plan)}",
+        )
+
+
+def _diluting(plan: Plan) -> str:
+    """What an expert without a delta still does where weights are divided by their sum."""
+    divides = dict(plan.parameters).get("normalize") and plan.method != "dare_ties"
+    if divides and plan.method != "ties" and len(plan.experts) > 1:
+        return " but to take weight from the others"
+    return ""

@@ -1,0 +1,75 @@
+"""Idle experts: who gives a merge nothing is named, in the plan, the merge and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from cli_runs import Program
+from families import Family
+from test_budget import Place, make
+
+from mstore.merge.insight import idle
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """e0 changed much, e1 little; e2 is the base in other files."""
+    rng = np.random.default_rng(3)
+    base = {"w": families.cast(rng.standard_normal((128, 1024)), "BF16")}
+    experts = (
+        {"w": families.cast(base["w"].astype(np.float32) + 0.5, "BF16")},
+        {"w": families.cast(base["w"].astype(np.float32) + 0.01, "BF16")},
+        base,
+    )
+    made = make(tmp_path_factory.mktemp("family"), Family(base, experts))
+    with made.store:
+        yield made
+
+
+CASES: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, str]]]] = {
+    "none": (["e0", "e1"], {}, []),
+    "over budget": (["e0", "e1"], {"budget": 0.5}, [(idle.OVER_BUDGET, "e1")]),
+    "outside top-p": (["e0", ("e1", 0.0)], {"top_p": 0.5}, [(idle.NO_WEIGHT, "e1")]),
+    "weight 0": (["e0", ("e1", 0)], {}, [(idle.NO_WEIGHT, "e1")]),
+    "equal to the base": (["e0", "e2"], {}, [(idle.EQUALS_BASE, "e2")]),
+    "the base": (["e0", "base"], {}, [(idle.IS_BASE, "base")]),
+    "twice": (["e0", "e0"], {}, [(idle.REPEATED, "e0")]),
+    "the base twice": (
+        ["e0", "base", "base"],
+        {},
+        [(idle.IS_BASE, "base"), (idle.REPEATED, "base"), (idle.IS_BASE, "base")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_an_idle_expert_is_named(what: str, place: Place) -> None:
+    """Left out whole, without weight, equal to the base, the base itself, given twice: each is a
+    warning that names the expert, when planning, when merging, and of the plan as it is kept.
+    """
+    experts, options, wanted = CASES[what]
+    plan = place.store.plan(base="base", experts=experts, method="linear", **options)
+    found = [(one.kind, one.expert) for one in plan.warnings]
+    assert found == wanted
+    assert all(str(one.expert) in one.text for one in plan.warnings)
+    merged = place.store.merge(plan, name="merged")
+    assert merged.warnings == plan.warnings
+    told = place.store.explain("merged").plan
+    assert told is not None
+    assert told.warnings == plan.warnings
+
+
+def test_for_people_and_programs(place: Place) -> None:
+    """`plan` and `merge` print a line each, and JSON has kind, expert and text."""
+    mstore = Program(Path(place.store.path))
+    line = ["--base", "base", "--expert", "e0", "--expert", "e1=0", "--method", "task_arithmetic"]
+    for command in (["plan"], ["merge", "--name", "m"]):
+        said = mstore.succeed(*command, *line)
+        assert "warning: e1 has weight 0, so nothing of it is in the merge" in said.lines
+        [warning] = mstore.succeed(*command, *line, "--json").document["warnings"]
+        assert (warning["kind"], warning["expert"]) == (idle.NO_WEIGHT, "e1")
