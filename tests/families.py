@@ -95,14 +95,14 @@ def layered(
         "model.frozen.weight": cast(normal(64, 1024), base_dtype),
         "model.zeros.weight": cast(np.full((96, 1024), 0.25), base_dtype),
         "model.grid.weight": cast(rng.integers(-16, 17, (300, 256)) / 8, base_dtype),
-        "model.tied.in": cast(normal(40, 512), base_dtype),
+        "model.tied.embed_in": cast(normal(40, 512), base_dtype),
         "model.norm.weight": cast(1 + normal(37) / 16, base_dtype),
         "model.scale": cast(normal(), base_dtype),
         "model.empty": cast(normal(0, 8), base_dtype),
         "model.inv_freq": np.linspace(0, 1, 16),
         "model.steps": np.arange(5),
     }
-    base["model.tied.out"] = base["model.tied.in"]
+    base["model.tied.embed_out"] = base["model.tied.embed_in"]
     other = normal(100, 1000) / 64
     experts = []
     for k, dtype in enumerate(expert_dtypes):
@@ -119,8 +119,8 @@ def layered(
         if k == 2:
             moved["model.zeros.weight"][64:] += normal(32, 1024) / 8
         moved["model.grid.weight"] += rng.integers(-2, 3, (300, 256)) / 8
-        moved["model.tied.in"] += normal(40, 512) / 32
-        moved["model.tied.out"] = moved["model.tied.in"]
+        moved["model.tied.embed_in"] += normal(40, 512) / 32
+        moved["model.tied.embed_out"] = moved["model.tied.embed_in"]
         moved["model.norm.weight"] += normal(37) / 32
         moved["model.scale"] += np.float32(0.5)
         expert = {name: cast(moved[name], dtype) for name in base}
@@ -178,6 +178,7 @@ def write_checkpoint(
     dtypes = {_NAMES[array.dtype] for array in arrays.values()} & reference.DTYPES.keys()
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     config = {"model_type": "none", "torch_dtype": names[min(dtypes)], "hidden_size": 1024}
+    config |= {"tie_word_embeddings": True}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "tokenizer.json").write_text('{"version": "1.0"}\n')
     (directory / "README.md").write_text(f"# {note}\n")
@@ -244,8 +245,8 @@ def expected(
             out_dtype=dtype,
         )
     # Tensors of one content are one tensor, under the first of their names.
-    if "model.tied.out" in merged:
-        merged["model.tied.out"] = merged["model.tied.in"]
+    if "model.tied.embed_out" in merged:
+        merged["model.tied.embed_out"] = merged["model.tied.embed_in"]
     return merged
 
 

@@ -234,11 +234,11 @@ def test_tied_names_and_tensors_left_alone(store: Store) -> None:
     """
     merge(store, "linear")
     whole = {one.name: one for one in store.blame("merged").tensors}
-    assert whole["model.tied.in"].tied == ("model.tied.out",)
-    assert "model.tied.out" not in whole
-    [out] = store.blame("merged", "model.tied.out").tensors
-    assert (out.name, out.tied) == ("model.tied.out", ("model.tied.in",))
-    assert out.experts == whole["model.tied.in"].experts
+    assert whole["model.tied.embed_in"].tied == ("model.tied.embed_out",)
+    assert "model.tied.embed_out" not in whole
+    [out] = store.blame("merged", "model.tied.embed_out").tensors
+    assert (out.name, out.tied) == ("model.tied.embed_out", ("model.tied.embed_in",))
+    assert out.experts == whole["model.tied.embed_in"].experts
     for name in ("model.frozen.weight", "model.steps"):
         [one] = store.blame("merged", name).tensors
         assert (one.norm, one.changed, one.base_share) == (0.0, 0, None)

@@ -85,7 +85,7 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
                     "outside the top-p share": coarse.blocks_outside_top_p,
                 }
             )
-            if item.name != "model.tied.out":
+            if item.name != "model.tied.embed_out":
                 total += counted
     assert total == +Counter(
         {
@@ -139,7 +139,7 @@ def test_sums_are_those_of_the_tensors(way: str, store: Store) -> None:
     explained = store.explain("merged")
     own = [item for item in explained.tensors if item.tied_to is None]
     assert {item.name: item.tied_to for item in explained.tensors if item.tied_to} == {
-        "model.tied.out": "model.tied.in"
+        "model.tied.embed_out": "model.tied.embed_in"
     }
     assert [layer.name for layer in explained.layers] == list(
         dict.fromkeys(item.layer for item in explained.tensors)
@@ -160,7 +160,7 @@ def test_sums_are_those_of_the_tensors(way: str, store: Store) -> None:
             assert _counts(total) == summed
             norms = [part.omitted_norm for part in parts]
             assert total.omitted_norm == pytest.approx(math.hypot(*(n or 0.0 for n in norms)))
-    [alone] = store.explain("merged", "model.tied.out").layers
+    [alone] = store.explain("merged", "model.tied.embed_out").layers
     assert sum(_counts(alone.experts[0]).values()) > 0
 
 

@@ -287,11 +287,11 @@ def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workpla
         )
         store.merge(plan, name="merged")
         tensors = store.view("merged").tensors
-        assert tensors["model.tied.in"] == tensors["model.tied.out"]
-    assert tensors["model.tied.in"] == store.view("base").tensors["model.tied.in"]
+        assert tensors["model.tied.embed_in"] == tensors["model.tied.embed_out"]
+    assert tensors["model.tied.embed_in"] == store.view("base").tensors["model.tied.embed_in"]
     full = store.merge(store.plan(base="base", experts=work.family.names, method=method), name="m")
-    assert store.view("m").tensors["model.tied.in"] != tensors["model.tied.in"]
-    shares = store.explain("m", "model.tied.out").tensors[0]
+    assert store.view("m").tensors["model.tied.embed_in"] != tensors["model.tied.embed_in"]
+    shares = store.explain("m", "model.tied.embed_out").tensors[0]
     assert shares.treatment == "merged"
     assert [share.blocks_read for share in shares.experts] == [1, 1, 1]
     assert full.expert_bytes_read == full.full_expert_bytes

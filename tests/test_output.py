@@ -28,6 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = FAMILY.write(tmp_path_factory.mktemp("family"))
     base = root / "base"
     config = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "name": "Modell 🦙", "eps": 1e-05}
+    config |= {"tie_word_embeddings": True}
     (base / "config.json").write_text(json.dumps(config, ensure_ascii=False))
     index = json.loads((base / "model.safetensors.index.json").read_text())
     index["metadata"] = {"total_size": 17, "note": "kept"}
@@ -107,7 +108,7 @@ def test_what_is_not_merged_is_the_bases_own(store: Store) -> None:
     told = {item.name: item.treatment for item in explained.tensors}
     assert told["model.steps"] == "copied: dtype I64 is not merged"
     assert told["model.inv_freq"] == "unchanged"
-    assert told["model.tied.out"] == told["model.norm.weight"] == "merged"
+    assert told["model.tied.embed_out"] == told["model.norm.weight"] == "merged"
 
 
 # -- another dtype -------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def test_dtype_goes_through_the_checkpoint(dtype: str, store: Store, tmp_path: P
     for path in ("tokenizer.json", "original/params.json", ".gitattributes", "README.md"):
         assert files[path] == base[path]
     tensors = store.view("merged").tensors
-    assert tensors["model.tied.in"] == tensors["model.tied.out"]
+    assert tensors["model.tied.embed_in"] == tensors["model.tied.embed_out"]
 
 
 def test_the_bases_own_dtype_changes_nothing(store: Store) -> None:

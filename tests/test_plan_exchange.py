@@ -257,7 +257,7 @@ FORGED: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "one expert less": lambda plan: {"experts": plan.experts[:-1]},
     "unknown tensor": lambda plan: {"tensors": _first(plan, name="nobody")},
     "tensor of another type": lambda plan: {"tensors": _first(plan, name="model.steps")},
-    "tied name": lambda plan: {"tensors": _first(plan, name="model.tied.out")},
+    "tied name": lambda plan: {"tensors": _first(plan, name="model.tied.embed_out")},
     "twice": lambda plan: {"tensors": (*plan.tensors, plan.tensors[0])},
     "chunk 0": lambda plan: {"tensors": _first(plan, chunk_elements=0)},
     "chunk": lambda plan: {"tensors": _first(plan, chunk_elements=BLOCK)},

@@ -173,10 +173,10 @@ def test_tensors_and_ties(store: Store) -> None:
         assert ours.dtype == theirs.dtype
         assert np.array_equal(families.bits(ours), families.bits(theirs))
     ids = store.view("m/virtual").tensors
-    assert ids["model.tied.in"] == ids["model.tied.out"]
-    record = store.view("m/virtual").record("model.tied.out")
+    assert ids["model.tied.embed_in"] == ids["model.tied.embed_out"]
+    record = store.view("m/virtual").record("model.tied.embed_out")
     assert isinstance(record, VirtualTensor)
-    assert record.tensor == "model.tied.in"
+    assert record.tensor == "model.tied.embed_in"
 
 
 def test_what_no_expert_changes_is_the_base(store: Store) -> None:

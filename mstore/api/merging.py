@@ -18,6 +18,7 @@ from mstore.reports import (
     Explanation,
     MaterializeReport,
     MergeReport,
+    MergeWarning,
     PlanReport,
     ReplayReport,
     SweepReport,
@@ -88,7 +89,15 @@ class Merging(OpenStore):
         )
         memo = self._memo_expert_bytes(plan)
         seconds = time.monotonic() - began
-        return plan_report(plan, plan.id(), sources, analyzed=analyzed, memo=memo, seconds=seconds)
+        return plan_report(
+            plan,
+            plan.id(),
+            sources,
+            analyzed=analyzed,
+            memo=memo,
+            warnings=self._of_licences(plan, sources),
+            seconds=seconds,
+        )
 
     def _made(
         self, asked: Request, threads: int, progress: Report | None, *, allow_noop: bool
@@ -206,6 +215,20 @@ class Merging(OpenStore):
             **options,
         )
 
+    def _of_licences(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+        """What the licences that the inputs' model cards state mean for the merge."""
+        from mstore.merge.running.papers import Papers
+
+        names = [source.name for source in (sources.base, *sources.experts)]
+        return tuple(
+            MergeWarning(
+                "licences",
+                names[who[0]] if len(who) == 1 else None,
+                f"{', '.join(dict.fromkeys(names[n] for n in who))}: {text}",
+            )
+            for who, text in Papers(self._catalog, plan).licence_warnings()
+        )
+
     def _memo_expert_bytes(self, plan: Plan) -> int:
         """Of what a plan reads, what the memo table saves right now."""
         from mstore.merge.running.memo_hits import memo_expert_bytes
@@ -265,13 +288,14 @@ class Merging(OpenStore):
         if not allow_noop and not isinstance(plan, PlanReport):
             require_effect(self._catalog, record)
         sources = sources_of(self._catalog, id, record)
+        licences = self._of_licences(record, sources)
         if virtual:
             from mstore.merge.virtual.deferred import commit_virtual
 
             deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
             return deferred_report(
                 deferred,
-                plan_report(record, id, sources, analyzed=analyzed),
+                plan_report(record, id, sources, analyzed=analyzed, warnings=licences),
                 name=name,
                 seconds=time.monotonic() - began,
             )
@@ -287,7 +311,7 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
         )
-        planned = plan_report(record, id, sources)
+        planned = plan_report(record, id, sources, warnings=licences)
         return MergeReport(
             name=name,
             plan=id,

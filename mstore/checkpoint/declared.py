@@ -70,7 +70,7 @@ def declared_bases(
     """
     config = _config(read(CONFIG, limits.max_config_bytes + 1), limits)
     card = _of_card(read(CARD, limits.max_card_bytes), limits)
-    recipe = _values(_lines(read(MERGEKIT, limits.max_card_bytes)), _KEY, limits)
+    recipe = values(_lines(read(MERGEKIT, limits.max_card_bytes)), _KEY, limits)
     found: dict[str, Declared] = {}
     for names, source, is_base in (
         ([config.get(_KEY)], CONFIG, True),
@@ -98,24 +98,26 @@ def _config(raw: bytes | None, limits: DeclaredLimits) -> dict[str, object]:
 
 
 def _of_card(raw: bytes | None, limits: DeclaredLimits) -> list[str]:
+    matter = front_matter(raw)
+    if _OTHER_TENSORS & set(values(matter, f"{_KEY}_relation", limits)):
+        return []
+    return values(matter, _KEY, limits)
+
+
+def front_matter(raw: bytes | None) -> list[str]:
+    """The lines of a card's front matter; none where there is none, or its end is missing."""
     lines = _lines(raw)
     if not lines or lines[0].rstrip() != _FENCE:
         return []
-    # Without its end a front matter is cut short, or none.
     end = next((n for n, line in enumerate(lines[1:], 1) if line.rstrip() == _FENCE), None)
-    if end is None:
-        return []
-    matter = lines[1:end]
-    if _OTHER_TENSORS & set(_values(matter, f"{_KEY}_relation", limits)):
-        return []
-    return _values(matter, _KEY, limits)
+    return [] if end is None else lines[1:end]
 
 
 def _lines(raw: bytes | None) -> list[str]:
     return [] if raw is None else raw.decode(errors="replace").splitlines()
 
 
-def _values(lines: list[str], key: str, limits: DeclaredLimits) -> list[str]:
+def values(lines: list[str], key: str, limits: DeclaredLimits = DEFAULT_LIMITS) -> list[str]:
     """The scalar or the scalars at a key of the outermost mapping; the first such key counts."""
     head = f"{key}:"
     for number, line in enumerate(lines):

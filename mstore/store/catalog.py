@@ -477,9 +477,27 @@ class Catalog:
     def resolve(self, revision: str) -> SnapshotId:
         """The snapshot that a revision names.  Raises NotFound, BadName."""
         parsed = revisions.parse(revision)
-        with self.index.env.read() as transaction:
-            snapshot = revisions.start(self.index, transaction, parsed)
+        try:
+            with self.index.env.read() as transaction:
+                snapshot = revisions.start(self.index, transaction, parsed)
+        except NotFound:
+            # A model card names its parents by their contents.
+            found = self._of_content(parsed)
+            if found is None:
+                raise
+            snapshot = found
         return revisions.walk_back(snapshot, parsed.steps, self.snapshot, revision)
+
+    def _of_content(self, revision: revisions.Revision) -> SnapshotId | None:
+        """The newest snapshot of a ManifestId in full."""
+        if revision.back is not None or len(revision.name) != 2 * ID_BYTES:
+            return None
+        try:
+            manifest = ManifestId(bytes.fromhex(revision.name))
+        except ValueError:
+            return None
+        found = self.snapshots_of(manifest)
+        return found[0] if found else None
 
     def refs(self) -> dict[str, ref_rows.Ref]:
         """All refs by name."""

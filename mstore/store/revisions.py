@@ -2,6 +2,7 @@
 
 NAME          a ref or tag
 PREFIX        at least four hex digits of a SnapshotId
+MANIFEST      a ManifestId in full: the newest snapshot with that content
 REV~N         N steps along the first parent (parents are in the order previous, base, experts)
 NAME@{N}      where the ref pointed N moves ago; @{0} is now
 """

@@ -15,7 +15,7 @@ from mstore.ids import PlanId, SnapshotId
 from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.snapshot import SnapshotRecord
@@ -206,7 +206,9 @@ class _Explainer:
             self._coverage = {item.name: item for item in found}
         self._planned = {item.name: item for item in plan.tensors}
         self._copied = dict(plan.copied)
-        self._first = first_names(
+        self._first = names_of_plan(
+            catalog,
+            plan,
             self._base,
             [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts],
         )

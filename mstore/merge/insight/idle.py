@@ -46,11 +46,7 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     if counts[READ] or counts[SHARED]:
         return
     if counts[OMITTED]:
-        yield (
-            OVER_BUDGET,
-            f"{name} contributes nothing: all {counts[OMITTED]} of its chunks that matter are left "
-            "out for the budget or the error asked for",
-        )
+        yield OVER_BUDGET, f"{name} contributes nothing: all of it is over the budget"
     elif counts[DROPPED]:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
     elif counts[BELOW]:
@@ -58,8 +54,10 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     elif counts[EQUAL] == counts.total():
         yield (
             EQUALS_BASE,
-            f"{name} is equal to the base in all tensors that are merged, so it changes "
-            f"nothing{_diluting(plan)}",
+            (
+                f"{name} is equal to the base in all tensors that are merged, so it changes "
+                f"nothing{_diluting(plan)}"
+            ),
         )
 
 

@@ -14,7 +14,7 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.operators import check_weights, needs_thresholds, parse_parameters
 from mstore.merge.planning.scores import SCORES
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
 from mstore.stats.chunks import chunk_elements
@@ -51,7 +51,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     _check_criteria(plan)
     base = catalog.manifest(plan.base_id()).tensors()
     experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
-    first = first_names(base, experts)
+    first = names_of_plan(catalog, plan, base, experts)
     trims = needs_thresholds(plan.method, complete)
     seen: set[str] = set()
     for tensor in plan.tensors:

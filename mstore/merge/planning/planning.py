@@ -23,7 +23,7 @@ from mstore.reports import Progress
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
-PLANNER = 2
+PLANNER = 3
 """To be raised whenever the same request leads to another plan."""
 
 

@@ -23,7 +23,7 @@ from mstore.errors import BadRequest
 from mstore.ids import ID_BYTES, ManifestId, TensorId
 from mstore.merge.arithmetic.operators import keep_count, needs_thresholds
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import require_same_shapes
@@ -144,7 +144,8 @@ class Surveyor:
             )
             experts.append(found)
         tensors = []
-        first = first_names(base.tensors(), [_ids(found) for found in experts])
+        tied = ties_embeddings(catalog, base)
+        first = first_names(base.tensors(), [_ids(found) for found in experts], tied=tied)
         left_out = left_out_names(first, request.only, request.skip)
         copies = Counter(first.values())
         total = sum(record.nbytes for _, record in records.values()) or 1

@@ -3,25 +3,100 @@
 A model whose output layer is its embedding may store both.  They are surveyed, planned and
 merged once, under the first of their names, so that they stay one tensor whatever a method draws
 by name and whatever a budget leaves out.
+
+What is tied is what the base's config says (`tie_word_embeddings`): names of input and output
+embeddings that hold the same in all members.  Equal values alone tie nothing (the norms of a young
+model are all ones), and in safetensors no two names share storage.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 
+from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.strict_json import parse_object
+from mstore.errors import BadCheckpoint
 from mstore.ids import TensorId
+from mstore.objects.manifest import OPAQUE, Manifest
+from mstore.objects.plan import Plan
+from mstore.store.catalog import Catalog
+
+_KEY = "tie_word_embeddings"
+_MAX_CONFIG = 1 << 20
+_MAX_CONTAINERS = 65_536
+# Components of the names that models give to the embeddings of words, in and out.
+_EMBEDDINGS = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|shared|wte|"
+    r"lm_head|output|decoder|output_projection)(\.weight)?$"
+)
+
+Names = Mapping[str, TensorId]
 
 
-def first_names(
-    base: Mapping[str, TensorId], experts: Sequence[Mapping[str, TensorId]]
-) -> dict[str, str]:
-    """Each tensor of the base -> the first one, in its order, that is the same in all members.
+def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
+    """Whether the base's config says that input and output embeddings are one.
 
-    A tensor that an expert lacks is tied to nothing.
+    In the config itself or in that of a part of the model (`text_config`).  Raises Corrupt,
+    StorageFailed.
     """
+    file = base.file(CONFIG)
+    if file is None or file.form != OPAQUE or file.size > _MAX_CONFIG:
+        return False
+    blocks = (block for p in file.parts for block in catalog.tensor(p.tensor_id()).block_ids())
+    raw = b"".join(catalog.read_block(block) for block in blocks)
+    try:
+        config = parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
+    except BadCheckpoint:
+        return False
+    parts = (value for value in config.values() if isinstance(value, dict))
+    return any(one.get(_KEY) is True for one in (config, *parts))
+
+
+def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:
+    """Each tensor of the base -> the first one, in its order, that it is tied to in all members.
+
+    tied: what `ties_embeddings` says.  A tensor that an expert lacks is tied to nothing.
+    """
+    embeddings = {name for name in base if tied and _EMBEDDINGS.search(name)}
+    return _firsts(base, experts, embeddings)
+
+
+def names_of_plan(
+    catalog: Catalog, plan: Plan, base: Names, experts: Sequence[Names]
+) -> dict[str, str]:
+    """Each tensor of the base -> the name that a stored plan has it under.
+
+    Earlier versions took names of equal contents as tied.  Their plans lack, of such names, all
+    but the first, although nothing says that the others are to be left as they are.
+    """
+    tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
+    first = first_names(base, experts, tied=tied)
+    planned = {tensor.name for tensor in plan.tensors}
+    left_out = matching(base, plan.criteria.skip)
+    if plan.criteria.only:
+        left_out |= base.keys() - matching(base, plan.criteria.only)
+    equal = _firsts(base, experts, set(base))
+    missing = (
+        name
+        for name, other in equal.items()
+        if other in planned and name not in planned and first[name] == name
+    )
+    return equal if any(name not in left_out for name in missing) else first
+
+
+def matching(names: Mapping[str, object], patterns: Sequence[str]) -> set[str]:
+    """The names that one of the patterns matches (fnmatch, case counts)."""
+    found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
+    return {name for match in found for name in names if match(name)}
+
+
+def _firsts(base: Names, experts: Sequence[Names], among: set[str]) -> dict[str, str]:
     found: dict[tuple[TensorId | None, ...], str] = {}
     first = {}
     for name, id in base.items():
         members = (id, *(expert.get(name) for expert in experts))
-        first[name] = name if None in members else found.setdefault(members, name)
+        alone = None in members or name not in among
+        first[name] = name if alone else found.setdefault(members, name)
     return first

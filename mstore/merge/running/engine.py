@@ -35,6 +35,7 @@ from mstore.merge.running.memo_hits import Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.slices import (
     SLICE_BYTES,
     Computer,
@@ -49,7 +50,7 @@ from mstore.merge.running.slices import (
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
 from mstore.objects.canonical import Record
 from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
-from mstore.objects.manifest import File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import Progress
@@ -148,7 +149,8 @@ class Engine:
     """One run of one plan.
 
     sink: None to learn the outcome and keep nothing.  memo: None to do without.  policy: how the
-    output is coded, None for the store's own.
+    output is coded, None for the store's own.  papers: whether the output has a card of its own
+    (`merge.running.papers`); merges of earlier versions have the base's.
     """
 
     def __init__(
@@ -160,11 +162,13 @@ class Engine:
         means: Means,
         policy: Policy | None = None,
         memo: Memo | None = None,
+        papers: bool = True,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         check_fits(catalog, plan)
         self._catalog = catalog
         self._plan = plan
+        self._papers = papers
         self._sink = sink
         self._means = means
         self._policy = catalog.config.codec if policy is None else policy
@@ -210,7 +214,7 @@ class Engine:
             )
             for name, job in self._jobs.items()
         }
-        manifest = Manifest(tuple(self._file(file, tensors) for file in self._layout.base.files))
+        manifest = self._manifest(tensors)
         coverage = Coverage(
             self._plan.id(), tuple(self._cover(self._jobs[t.name]) for t in self._plan.tensors)
         )
@@ -466,6 +470,16 @@ class Engine:
                 self._rows.append((result.key, result.value))
 
     # -- the output's records ------------------------------------------------------------------
+
+    def _manifest(self, tensors: dict[str, Tensor]) -> Manifest:
+        files, new = self._layout.base.files, dict[str, bytes]()
+        if self._papers:
+            files, new = Papers(self._catalog, self._plan).files()
+        found = [self._file(file, tensors) for file in files]
+        for path, data in new.items():
+            part = self._put_bytes(data, path)
+            found.append(File(path, OPAQUE, part.nbytes, (part,)))
+        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
 
     def _file(self, file: File, tensors: dict[str, Tensor]) -> File:
         if not is_safetensors(file):

@@ -27,7 +27,7 @@ from mstore.ids import BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.operators import OPERATORS, needs_thresholds, reuses_base
 from mstore.merge.arithmetic.random import mask_keys
-from mstore.merge.planning.tied import first_names
+from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
@@ -185,7 +185,7 @@ class Tasks:
             catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
         ]
         self._reuses = reuses_base(plan.method, self._parameters)
-        self.first = first_names(self._base, self._experts)
+        self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
         self.mix = Mix.build(plan.method, self._parameters, [e.weight for e in plan.experts])
 

@@ -1,7 +1,7 @@
 """Deferred merges: a merge committed as its plan, and made real later.
 
 Owns the two ends of a virtual merge's life: `commit_virtual` publishes a snapshot whose merged
-tensors are virtual, reading nothing but records (and, for another output dtype, headers);
+tensors are virtual, reading nothing but records and model cards (and headers, for another dtype);
 `materialize` runs the plan and moves the branch to the real merge.  What happens in between is
 `mstore.merge.virtual.blocks`'s.
 
@@ -21,8 +21,9 @@ from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
+from mstore.merge.running.papers import Papers
 from mstore.merge.running.task import Tasks
-from mstore.objects.manifest import File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
@@ -118,7 +119,13 @@ class _Output:
 
     def manifest(self) -> Manifest:
         """The manifest: tensors and files of the base, virtual tensors where the plan merges."""
-        return Manifest(tuple(self._file(file) for file in self._layout.base.files))
+        files, new = Papers(self._catalog, self._plan).files()
+        found = [self._file(file) for file in files]
+        for path, data in new.items():
+            part = self._bytes(data, path)
+            self.blocks_total += -(-part.nbytes // self._catalog.block_size)
+            found.append(File(path, OPAQUE, part.nbytes, (part,)))
+        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
 
     def _file(self, file: File) -> File:
         parts = list(file.parts)

@@ -1,0 +1,299 @@
+"""Papers: what a merge says of itself as a checkpoint, its model card and the licence texts.
+
+The base's README.md tells of the base, and a licence file at the top speaks for everything below
+it; neither is true of a merge.  So a merge has a card of its own, and keeps the base's licence
+files where they are only if all parents state that one licence; otherwise the texts of all
+parents lie in licenses/, each under the parent that it is from.
+
+All of it is a function of the plan and of the parents' contents, never of names, times, costs at
+rest or versions: the same merge is the same bytes in any store, and for replay and materialize
+(docs/design/011-model-cards.md).  A merge that is the base keeps the base's papers.
+
+What cards of parents say is their words, read with limits and repeated, never interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import PurePosixPath
+
+import msgspec
+import numpy as np
+
+from mstore.checkpoint.declared import (
+    CARD,
+    CONFIG,
+    DEFAULT_LIMITS,
+    declared_bases,
+    front_matter,
+    values,
+)
+from mstore.ids import ManifestId
+from mstore.merge.planning.noop import is_base
+from mstore.objects.manifest import OPAQUE, File, Manifest
+from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.store.catalog import Catalog
+
+LICENCES = "licenses"
+_LICENCE_FILE = re.compile(
+    r"(licen[cs]es?|copying|notice|use[_-]policy)([._-].*)?|.*[_-]licen[cs]e([._-].*)?",
+    re.IGNORECASE,
+)
+_TEXTS = {"", ".txt", ".md", ".rst", ".html", ".pdf", ".0"}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
+_WORD = re.compile(r"[A-Za-z0-9._-]{1,60}")
+_FORBIDS = {
+    "commercial use": re.compile(r"(^|-)nc(-|$)|non-?commercial|research"),
+    "derivatives": re.compile(r"(^|-)nd(-|$)|no-?deriv"),
+}
+
+_OF_NAMES = """\
+A name is what a model's own card says (`model_name`), or what all experts' cards call their
+base. Content is mstore's id of all of a parent's files. Put the names of the models in place
+of ids in `base_model` before you publish this."""
+_OF_BUDGETS = """\
+for a budget, an error that was allowed, or a share of blocks to write. The command above
+makes the whole merge.
+"""
+_OF_IDS = """\
+In the store where it was made, `mstore log REF` tells this merge's snapshot and parents, and
+`mstore explain REF` its plan and what of which expert is in it. A snapshot's id cannot stand
+in its own content; those of its parents' contents can, and `mstore show ID` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A parent by its own words.
+
+    role: base, or expert N from 1 on.  name: what its card calls it, or for the base what every
+    expert's card calls its base; None where none does.  licence: what its card states, None for
+    nothing.  texts: its licence files.
+    """
+
+    role: str
+    manifest: ManifestId
+    weight: float | None
+    name: str | None
+    licence: str | None
+    texts: tuple[File, ...]
+
+    @property
+    def label(self) -> str:
+        """Its name, or else the id of its content."""
+        return self.name or self.manifest.hex()
+
+
+class Papers:
+    """Card and licence files of one plan's merge.  Reads the parents' cards, and nothing else."""
+
+    def __init__(self, catalog: Catalog, plan: Plan) -> None:
+        self._catalog = catalog
+        self._plan = plan
+
+    def files(self) -> tuple[tuple[File, ...], dict[str, bytes]]:
+        """The base's files as the merge has them, without the card; new files by their path."""
+        base = self._catalog.manifest(self._plan.base_id())
+        if is_base(self._catalog, self._plan) or _has_directory(base, CARD):
+            return base.files, {}
+        kept = [file for file in base.files if file.path.casefold() != CARD.casefold()]
+        if not self._is_one_licence():
+            kept = [file for file in kept if not _is_licence(file)]
+            kept += self._licence_files()
+        return tuple(kept), {CARD: self.card().encode()}
+
+    @cached_property
+    def parents(self) -> tuple[Parent, ...]:
+        """Base and experts, in the plan's order."""
+        plan = self._plan
+        ids = [plan.base_id(), *(expert.manifest_id() for expert in plan.experts)]
+        weights = [None, *(expert.weight for expert in plan.experts)]
+        found = [
+            self._parent("base" if number == 0 else f"expert {number}", id, weight)
+            for number, (id, weight) in enumerate(zip(ids, weights, strict=True))
+        ]
+        if found[0].name is None:
+            found[0] = replace(found[0], name=self._name_of_base())
+        return tuple(found)
+
+    def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Which parents (0 the base, experts from 1 on) a warning is about, and what it says."""
+        stated = [parent.licence for parent in self.parents]
+        for what, pattern in _FORBIDS.items():
+            who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
+            if who:
+                yield who, f"may forbid {what}: {', '.join(sorted({str(stated[n]) for n in who}))}"
+        known = sorted({one for one in stated if one is not None})
+        if len(known) > 1:
+            who = tuple(n for n, one in enumerate(stated) if one is not None)
+            yield who, f"licences differ ({', '.join(known)}): all of them bind the merge"
+        silent = tuple(n for n, one in enumerate(stated) if one is None)
+        if known and silent:
+            yield silent, "no licence is stated; nothing says that a merge may be passed on"
+
+    # -- the card ------------------------------------------------------------------------------
+
+    def card(self) -> str:
+        """The text of README.md."""
+        return "\n".join([*self._front_matter(), "", *self._body()]) + "\n"
+
+    def _front_matter(self) -> Iterator[str]:
+        yield "---"
+        yield "base_model:"
+        for label in dict.fromkeys(parent.label for parent in self.parents):
+            # Quoted: an id of digits alone, or with one e, would be a number.
+            yield f"- {json.dumps(label)}"
+        yield "base_model_relation: merge"
+        yield from self._licence_lines()
+        yield from self._kept_keys()
+        yield from ("tags:", "- merge", "- mstore", "---")
+
+    def _licence_lines(self) -> Iterator[str]:
+        stated = [parent.licence for parent in self.parents]
+        if self._is_one_licence():
+            yield f"license: {json.dumps(stated[0])}"
+        elif any(stated):
+            yield from ("license: other", 'license_name: "see-parents"')
+
+    def _kept_keys(self) -> Iterator[str]:
+        matter = front_matter(self._start(self._plan.base_id(), CARD))
+        for key in ("library_name", "pipeline_tag"):
+            found = values(matter, key)
+            if len(found) == 1 and _WORD.fullmatch(found[0]):
+                yield f"{key}: {json.dumps(found[0])}"
+
+    def _body(self) -> Iterator[str]:
+        plan = self._plan
+        yield f"# A merge of {len(plan.experts)} models by {plan.method}"
+        yield ""
+        yield "Made by mstore. This card stands in place of the base's own."
+        yield from ("", "## Parents", "")
+        yield "| role | model | weight | licence as its card states it | content |"
+        yield "|---|---|---|---|---|"
+        for parent in self.parents:
+            weight = "" if parent.weight is None else _number(parent.weight)
+            licence = parent.licence or "none stated"
+            name = parent.name or "not named by its card"
+            yield f"| {parent.role} | {name} | {weight} | {licence} | `{parent.manifest.hex()}` |"
+        yield ""
+        yield _OF_NAMES
+        yield from ("", "## Licences", "")
+        said = [text for _, text in self.licence_warnings()]
+        yield from [f"- {text}" for text in said] or ["Every parent's own terms apply."]
+        if not self._is_one_licence():
+            yield f"\nTexts that came with the parents, if any, are in `{LICENCES}/`."
+        yield from ("", "## How it was made", "", "```sh", self._command(), "```", "")
+        left, all_of_it = self._left_out()
+        if left:
+            yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
+            yield _OF_BUDGETS
+        yield _OF_IDS
+
+    def _command(self) -> str:
+        plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
+        for expert in plan.experts:
+            words += ["--expert", f"{expert.manifest_id().hex()}={_number(expert.weight)}"]
+        words += ["--method", plan.method]
+        for key, value in plan.parameters:
+            words += ["--param", f"{key}={json.dumps(value)}"]
+        if plan.dtype is not None and self._is_retyped():
+            words += ["--dtype", plan.dtype]
+        for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
+            for pattern in patterns:
+                words += [option, pattern]
+        return f"{shlex.join(words)} --name REF"
+
+    def _is_retyped(self) -> bool:
+        base = self._catalog.manifest(self._plan.base_id()).tensors()
+        return any(
+            self._catalog.tensor(base[tensor.name]).dtype != self._plan.dtype
+            for tensor in self._plan.tensors
+        )
+
+    def _left_out(self) -> tuple[int, int]:
+        left = taken = 0
+        for tensor in self._plan.tensors:
+            for states in tensor.states:
+                left += states.count(OMITTED) + states.count(DROPPED)
+                taken += states.count(READ) + states.count(SHARED)
+        return left, left + taken
+
+    # -- licences ------------------------------------------------------------------------------
+
+    def _is_one_licence(self) -> bool:
+        first = self.parents[0].licence
+        return first not in (None, "other") and all(p.licence == first for p in self.parents)
+
+    def _licence_files(self) -> list[File]:
+        return [
+            msgspec.structs.replace(
+                text, path=f"{LICENCES}/{parent.role.replace(' ', '-')}/{text.path}"
+            )
+            for parent in self.parents
+            for text in parent.texts
+        ]
+
+    # -- what parents say ----------------------------------------------------------------------
+
+    def _parent(self, role: str, id: ManifestId, weight: float | None) -> Parent:
+        manifest = self._catalog.manifest(id)
+        matter = front_matter(self._start(id, CARD))
+        names = [name for name in values(matter, "model_name") if _NAME.fullmatch(name)]
+        licences = [one for one in values(matter, "license") if _WORD.fullmatch(one)]
+        if licences == ["other"]:
+            own = [one for one in values(matter, "license_name") if _WORD.fullmatch(one)]
+            licences = own or licences
+        return Parent(
+            role=role,
+            manifest=id,
+            weight=weight,
+            name=names[0] if len(names) == 1 else None,
+            licence=" and ".join(sorted({one.lower() for one in licences})) or None,
+            texts=tuple(file for file in manifest.files if _is_licence(file)),
+        )
+
+    def _name_of_base(self) -> str | None:
+        found: set[str | None] = set()
+        for expert in self._plan.experts:
+            if expert.manifest == self._plan.base:
+                continue
+            id = expert.manifest_id()
+            names = declared_bases(partial(self._start, id))
+            stated = [one.name for one in names if one.is_base and one.source in (CARD, CONFIG)]
+            found.add(stated[0] if len(stated) == 1 and _NAME.fullmatch(stated[0]) else None)
+        return found.pop() if len(found) == 1 else None
+
+    def _start(
+        self, id: ManifestId, path: str, length: int = DEFAULT_LIMITS.max_card_bytes
+    ) -> bytes | None:
+        """The first bytes of a small file, None where there is none."""
+        file = self._catalog.manifest(id).file(path)
+        if file is None or file.form != OPAQUE:
+            return None
+        data = b""
+        for part in file.parts:
+            for block in self._catalog.tensor(part.tensor_id()).block_ids():
+                if len(data) >= length:
+                    break
+                data += self._catalog.read_block(block)
+        return data[:length]
+
+
+def _is_licence(file: File) -> bool:
+    """By the first part of its path: a file at the top, or all of a directory of texts."""
+    top = file.path.split("/")[0]
+    is_text = PurePosixPath(top).suffix.lower() in _TEXTS
+    return file.form == OPAQUE and is_text and bool(_LICENCE_FILE.fullmatch(top))
+
+
+def _has_directory(manifest: Manifest, path: str) -> bool:
+    return any(file.path.startswith(f"{path}/") for file in manifest.files)
+
+
+def _number(value: float) -> str:
+    """The shortest text of a float32."""
+    return str(np.float32(value))
