@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -141,3 +142,26 @@ def test_one_ranking_serves_all_budgets() -> None:
     first = [ranking.take(budget, 7).tolist() for budget in range(40)]
     assert [ranking.take(budget, 7).tolist() for budget in range(40)] == first
     assert [take(units, budget, cap=7) for budget in range(40)] == first
+
+
+@given(st.data())
+def test_a_nested_order_never_trades(data: st.DataObject) -> None:
+    """By lot, a smaller budget takes a beginning of what a larger one takes, with a cap and
+    without, so what is left out never grows with the budget.
+    """
+    count = data.draw(st.integers(1, 12))
+    numbers = st.integers(1, 9)
+    units = Units(
+        tensor=np.zeros(count, dtype=np.int64),
+        chunk=np.arange(count) // 2,
+        expert=np.arange(count) % 2,
+        cost=np.array([data.draw(numbers) for _ in range(count)], dtype=np.int64),
+        root=np.array([float(data.draw(numbers)) for _ in range(count)]),
+    )
+    score = np.array([data.draw(st.floats(0, 1)) for _ in range(count)])
+    ranking = Ranking(units, score=score, nested=True)
+    cap = data.draw(st.none() | st.integers(1, 40))
+    taken = [ranking.take(budget, cap).tolist() for budget in range(int(units.cost.sum()) + 1)]
+    for smaller, larger in itertools.pairwise(taken):
+        assert larger[: len(smaller)] == smaller
+    assert taken[-1] == ranking.take(None, cap).tolist()

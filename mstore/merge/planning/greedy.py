@@ -28,6 +28,11 @@ of those that fit the larger budget, and all of A fit it).  Gains only fall, so
 gain(A) <= gain per byte(u) cost(A) < gain(u).  A cap on each expert changes nothing in this, as
 long as both budgets have the same one.
 
+**An order that is not by gains** (`nested`; a lottery) proves nothing of the kind: a larger budget
+may take a large unit early that keeps many small ones out.  So there the first unit that does not
+fit the budget ends the taking.  What a smaller budget takes is then a beginning of what a larger
+one takes, and what is left out only shrinks.
+
 Pure; ties by tensor, chunk, expert.  O(N (K + log N)) for N units of K experts: N log N for the
 sort, N K for the sums of the chunks.
 """
@@ -67,9 +72,13 @@ class Ranking:
     `order` is that of a merge without a limit.  It is found once; `take` cuts it anywhere.
     """
 
-    def __init__(self, units: Units, *, score: Floats | None = None) -> None:
-        """By `score` (float64, highest first, not NaN), or where it is None by falling gains."""
+    def __init__(self, units: Units, *, score: Floats | None = None, nested: bool = False) -> None:
+        """By `score` (float64, highest first, not NaN), or where it is None by falling gains.
+
+        nested: take no unit behind one that does not fit the budget.
+        """
         self._units = units
+        self._nested = nested
         self._score = score
         # Units by place, so that a stable sort breaks ties by tensor, chunk and expert.
         places = np.lexsort((units.expert, units.chunk, units.tensor))
@@ -102,7 +111,12 @@ class Ranking:
             taken.append(now)
             left -= int(cost[now].sum())
             np.subtract.at(own, expert[now], cost[now])
-            fit = (cost[later] <= left) & (cost[later] <= own[expert[later]])
+            if self._nested:
+                if len(later) and cost[later[0]] > left:
+                    break
+                fit = cost[later] <= own[expert[later]]
+            else:
+                fit = (cost[later] <= left) & (cost[later] <= own[expert[later]])
             rest = later[fit]
             if len(rest) and self._score is None:
                 gone = later[~fit]

@@ -93,7 +93,7 @@ class Planner:
         )
         self._leaders = np.where(dropped, -1, leaders)
         self._units = self._list_units()
-        self._ranking = Ranking(self._units, score=self._scores())
+        self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
 
     def select(self) -> Selection:
         """Choose as requested.  Raises BadRequest where budget and max-error exclude each other."""
@@ -138,6 +138,7 @@ class Planner:
             states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
         elif not self._operator.direct:
             states[nothing] = BELOW
+        states[list(self._request.weightless)] = BELOW
         states[grid.equal] = EQUAL
         return states
 

@@ -49,6 +49,12 @@ class Request:
     expert_budget: int | float | None = None
     top_p: float | None = None
 
+    @property
+    def weightless(self) -> tuple[bool, ...]:
+        """Per expert whether its deltas are multiplied by 0: whatever they are, none is read."""
+        nothing = self.parameters.get("lambda") == 0
+        return tuple(nothing or weight == 0 for weight in self.weights)
+
 
 def request(
     *,

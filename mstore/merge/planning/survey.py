@@ -211,11 +211,17 @@ class Surveyor:
         cost = self._costs(sides, equal, twin)
         experts: list[ExpertTensor] = []
         # One look for all of them; several experts may have one tensor in common.
-        wanted = list(dict.fromkeys((base_id, id) for id, _ in pairs if id != base_id))
+        wanted = list(
+            dict.fromkeys(
+                (base_id, id)
+                for (id, _), nothing in zip(pairs, self._request.weightless, strict=True)
+                if id != base_id and not nothing
+            )
+        )
         tables = dict(zip(wanted, self._statistics.pairs(wanted), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
-            if id != base_id:
+            if id != base_id and not self._request.weightless[number]:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
@@ -300,7 +306,7 @@ class Surveyor:
         table: DeltaTable | None,
     ) -> tuple[np.ndarray[Any, Any] | None, Threshold | None]:
         """Rows at the plan's chunks, and the trim threshold."""
-        if id == base_id:
+        if id == base_id or self._request.weightless[number]:
             return np.zeros(chunks, dtype=CHUNK), NOTHING_KEPT
         trims = needs_thresholds(self._request.method, self._request.parameters)
         if table is None:
