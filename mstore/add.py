@@ -32,7 +32,7 @@ from mstore.checkpoint.reading import changed, open_stamped, read_range, require
 from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.shapes import require_same_shapes
+from mstore.objects.shapes import chosen, matching, require_same_shapes
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.reports import AddReport, ParentReport, Progress
@@ -52,12 +52,16 @@ class Base(NamedTuple):
     """What a checkpoint is compared with, if anything, and why this.
 
     `given` where its user named it.  One that was only found never makes a second snapshot of
-    bytes that the branch holds already, nor stands as the base of its own copy.
+    bytes that the branch holds already, nor stands as the base of its own copy.  only, skip:
+    patterns of the tensors that are compared; others may differ in name and shape, and are stored
+    for themselves.
     """
 
     snapshot: SnapshotId | None
     reason: str | None
     given: bool
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
 
 
 NO_BASE = Base(None, None, given=True)
@@ -298,12 +302,18 @@ class _Adder:
         transaction: Transaction,
         base: Manifest | None,
         policy: Policy,
+        *,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> None:
         self.catalog = catalog
         self.policy = policy
         self.statistics = statistics
         self.transaction = transaction
-        self.base = {} if base is None else base.tensors()
+        tensors = {} if base is None else base.tensors()
+        compared = set(tensors) if not only else matching(tensors, only)
+        compared -= matching(tensors, skip)
+        self.base = {name: id for name, id in tensors.items() if name in compared}
         self.has_base = base is not None
         # Memory that groups were in before: the kernel need not clear it again.
         self.spare: deque[bytearray] = deque()
@@ -417,7 +427,7 @@ def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
 
 
 def _require_fine_tune(
-    base: Manifest, files: tuple[SourceFile, ...], catalog: Catalog, name: str
+    base: Manifest, files: tuple[SourceFile, ...], catalog: Catalog, name: str, asked: Base
 ) -> None:
     shapes = {
         slot.name: slot.shape for file in files if file.header for slot in file.header.tensors
@@ -427,11 +437,12 @@ def _require_fine_tune(
         record = _readable_tensor(catalog, id)
         of_base[tensor] = shapes.get(tensor, ()) if record is None else record.shape
     require_same_shapes(
-        of_base,
-        shapes,
+        chosen(of_base, asked.only, asked.skip),
+        chosen(shapes, asked.only, asked.skip),
         what="not a fine-tune of this base",
         where=name,
-        hint=f"mstore add PATH --name {name}    (without --base)",
+        hint=f"mstore add PATH --name {name} --base none; or --skip PATTERN leaves tensors out of "
+        "the comparison",
     )
 
 
@@ -456,7 +467,7 @@ def add(
     base_manifest = None
     if base.snapshot is not None:
         base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
-        _require_fine_tune(base_manifest, checkpoint.files, catalog, name)
+        _require_fine_tune(base_manifest, checkpoint.files, catalog, name, base)
     total = sum(file.size for file in checkpoint.files)
     done = 0
 
@@ -468,7 +479,15 @@ def add(
 
     with Transaction(catalog, f"add {name}") as transaction:
         current = branch_to_move(catalog, name)
-        adder = _Adder(catalog, statistics, transaction, base_manifest, policy)
+        adder = _Adder(
+            catalog,
+            statistics,
+            transaction,
+            base_manifest,
+            policy,
+            only=base.only,
+            skip=base.skip,
+        )
         # Whoever looks on sees it begin, also where the first read never ends.
         tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:

@@ -68,15 +68,15 @@ def tensors_in(data: bytes) -> dict[str, dict[str, Any]]:
 
 def test_every_file_of_the_base_is_there(store: Store, root: Path, tmp_path: Path) -> None:
     """Config, tokenizer, index and hidden files are the base's, byte for byte; so are the shards'
-    headers, and only tensors differ.
+    headers, and only tensors differ, and the card.
     """
     merge(store, "merged")
     store.checkout("merged", tmp_path / "out")
     base, merged = families.contents(root / "base"), families.contents(tmp_path / "out")
     assert list(merged) == list(base)
     changed = {path for path in base if base[path] != merged[path]}
-    assert changed == {path for path in base if path.endswith(".safetensors")}
-    for path in changed:
+    assert changed == {path for path in base if path.endswith(".safetensors")} | {"README.md"}
+    for path in changed - {"README.md"}:
         _, start = header(base[path])
         assert merged[path][:start] == base[path][:start]
         assert len(merged[path]) == len(base[path])
@@ -135,6 +135,8 @@ def test_dtype_goes_through_the_checkpoint(dtype: str, store: Store, tmp_path: P
         assert start % 8 == 0
         for name, tensor in tensors_in(files[path]).items():
             array = wanted[name]
+            if not array.size:
+                array = families.cast(array, {"float16": "F16"}.get(dtype, dtype))
             assert tuple(tensor["shape"]) == array.shape
             assert bytes(tensor["data"]) == array.tobytes()
             assert tensor["dtype"] == ours[name]["dtype"]
@@ -149,7 +151,7 @@ def test_dtype_goes_through_the_checkpoint(dtype: str, store: Store, tmp_path: P
     assert index["metadata"] == {"total_size": total, "note": "kept"}
     assert index["weight_map"] == old["weight_map"]
     assert list(index) == list(old)
-    for path in ("tokenizer.json", "original/params.json", ".gitattributes", "README.md"):
+    for path in ("tokenizer.json", "original/params.json", ".gitattributes"):
         assert files[path] == base[path]
     tensors = store.view("merged").tensors
     assert tensors["model.tied.embed_in"] == tensors["model.tied.embed_out"]
@@ -172,6 +174,7 @@ def test_odd_headers_are_retyped(tmp_path: Path) -> None:
         store.add(base, name="base")
         merge(store, "merged", experts=["base"], dtype="F32")
         found = {file.path: file.size for file in store.files("merged")}
+        assert found.pop("README.md")
         assert list(found) == [file.path for file in store.files("base")]
         for path in found:
             old, new = (b"".join(store.read_file(name, path)) for name in ("base", "merged"))
@@ -183,7 +186,7 @@ def test_odd_headers_are_retyped(tmp_path: Path) -> None:
             assert header(new)[0].get("__metadata__") == header(old)[0].get("__metadata__")
             assert before.keys() == after.keys()
             for name, tensor in before.items():
-                merged = tensor["dtype"] in ("BF16", "F16", "F32") and 0 not in tensor["shape"]
+                merged = tensor["dtype"] in ("BF16", "F16", "F32")
                 assert after[name]["dtype"] == ("F32" if merged else tensor["dtype"])
                 assert after[name]["shape"] == tensor["shape"]
                 if not merged or tensor["dtype"] == "F32":
@@ -215,6 +218,45 @@ def test_a_consolidated_copy(tmp_path: Path) -> None:
     assert kept == (tmp_path / "base" / "zz" / "other.safetensors").read_bytes()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * 3000
+
+
+def test_dtypes_of_parts_and_of_nothing(root: Path, tmp_path: Path) -> None:
+    """Another dtype reaches the configs of parts and tensors without elements, virtual or not; what
+    says how weights are quantized, and what --skip names, stays.
+    """
+    base = tmp_path / "base"
+    families.write_checkpoint(base, FAMILY.base)
+    config = {
+        "text_config": {"torch_dtype": "bfloat16", "deep_config": {"dtype": "torch.float32"}},
+        "vision_config": {"dtype": "auto"},
+        "quantization_config": {"dtype": "bfloat16"},
+        "rope": {"dtype": "bfloat16"},
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(base, name="base")
+        store.add(root / "e0", name="e0")
+        for name, skip in (("m", []), ("s", ["model.empty"])):
+            plan = store.plan(
+                base="base", experts=["e0"], method="linear", dtype="float16", skip=skip
+            )
+            store.merge(plan, name=name, virtual=True)
+            virtual = {one.name: one.dtype for one in store.tensors(name)}
+            manifest = store.materialize(name).manifest
+            store.merge(plan, name="real")
+            assert store["real"].manifest == manifest
+            assert {one.name: one.dtype for one in store.tensors(name)} == virtual
+            assert virtual["model.empty"] == ("BF16" if skip else "F16")
+            assert store[name].tensor("model.empty").shape == (0, 8)
+            assert store.replay(name).same
+            told = json.loads(b"".join(store.read_file(name, "config.json")))
+            assert told == config | {
+                "text_config": {"torch_dtype": "float16", "deep_config": {"dtype": "float16"}}
+            }
+        store.checkout("m", tmp_path / "out")
+        assert store.fsck(read_data=True).problems == ()
+    found = tensors_in((tmp_path / "out" / "model.safetensors").read_bytes())
+    assert found["model.empty"]["dtype"] == "F16"
 
 
 # -- publishing ----------------------------------------------------------------------------------

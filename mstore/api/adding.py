@@ -6,7 +6,7 @@ Part of `mstore.api.Store`, which is all of them in one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,8 @@ class Adding(OpenStore):
         name: str,
         base: str | None = None,
         detect_base: bool = False,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
         codec: str | None = None,
         message: str = "",
         threads: int | None = None,
@@ -59,7 +61,8 @@ class Adding(OpenStore):
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        With `base`, statistics of the differences are kept for planning merges.  detect_base:
+        With `base`, statistics of the differences are kept for planning merges; only, skip:
+        patterns of the tensors to compare, which must agree in name and shape.  detect_base:
         where none is named, find the nearest of the stored snapshots; the report says which and
         why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
         pickled weights in a child process with these limits, and store them as safetensors.
@@ -78,7 +81,9 @@ class Adding(OpenStore):
         policy = (config if codec is None else config.changed({"codec": codec})).codec
         branch_to_move(self._catalog, name)
         with self._scanned(Path(path), convert, limits) as (checkpoint, notes):
-            chosen = self._base(checkpoint, base, detect=detect_base)
+            chosen = self._base(checkpoint, base, detect=detect_base)._replace(
+                only=tuple(only), skip=tuple(skip)
+            )
             held = [] if chosen.snapshot is None else [chosen.snapshot]
             with contents.held(self._catalog, held):
                 one_add = partial(

@@ -1,8 +1,14 @@
-"""Whether a fine-tune and its base are the same architecture: equal tensor names and shapes."""
+"""Whether a fine-tune and its base are the same architecture: equal tensor names and shapes.
+
+Patterns (`--only`, `--skip`) say which tensors matter for that; others may be missing, extra or of
+another shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from mstore.errors import Incompatible
 
@@ -10,6 +16,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
 # Of every format in which people publish adapters (PEFT, diffusers, kohya).
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that one of the patterns matches (fnmatch, case counts)."""
+    known = list(names)
+    found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
+    return {name for match in found for name in known if match(name)}
+
+
+def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:
+    """Those of some tensors that patterns do not leave out."""
+    kept = matching(shapes, only) if only else shapes.keys()
+    wanted = kept - matching(shapes, skip)
+    return {name: shape for name, shape in shapes.items() if name in wanted}
 
 
 def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: str) -> None:

@@ -65,6 +65,21 @@ def add(
             show_default=False,
         ),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip",
+            metavar="PATTERN",
+            help="Do not compare tensors whose names match: they may be missing, extra or of "
+            "another shape. Repeat.",
+        ),
+    ] = None,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +130,8 @@ def add(
                         name=ref,
                         base=None if base == NO_BASE else base,
                         detect_base=base is None,
+                        only=only or (),
+                        skip=skip or (),
                         codec=codec,
                         convert=_conversion() if convert else None,
                         limits=limits,

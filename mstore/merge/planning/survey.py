@@ -7,11 +7,9 @@ that was ruled out.  After this, planning touches no disk.
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,7 @@ from mstore.merge.planning.request import Request
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import require_same_shapes
+from mstore.objects.shapes import chosen, matching, require_same_shapes
 from mstore.objects.tensor import Tensor
 from mstore.reports import Progress
 from mstore.stats.analysis import measure_pair, measure_squares
@@ -136,28 +134,31 @@ class Surveyor:
         for expert, id in zip(request.experts, expert_ids, strict=True):
             found = _tensors(catalog, catalog.manifest(id))
             require_same_shapes(
-                {name: record.shape for name, (_, record) in records.items()},
-                {name: record.shape for name, (_, record) in found.items()},
+                chosen(_shapes(records), request.only, request.skip),
+                chosen(_shapes(found), request.only, request.skip),
                 what=f"cannot be merged into {request.base.name}",
                 where=expert.name,
-                hint=f"mstore diff {request.base.name} {expert.name}",
+                hint=f"mstore diff {request.base.name} {expert.name}; --skip PATTERN leaves "
+                "tensors out",
             )
             experts.append(found)
         tensors = []
         tied = ties_embeddings(catalog, base)
         first = first_names(base.tensors(), [_ids(found) for found in experts], tied=tied)
-        left_out = left_out_names(first, request.only, request.skip)
+        others = {name for found in experts for name in found}
+        left_out = left_out_names(first, request.only, request.skip, others=others)
         copies = Counter(first.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
         with ThreadPoolExecutor(self._threads, "survey") as pool:
             squares = self._base_squares(records, pool)
             for name, (base_tensor, record) in records.items():
-                pairs = [found[name] for found in experts]
                 if first[name] == name and name in left_out:
-                    if any(id != base_tensor for id, _ in pairs):
+                    there = [found.get(name) for found in experts]
+                    if any(one is None or one[0] != base_tensor for one in there):
                         self._copied.append((name, left_out[name]))
                 elif first[name] == name:
+                    pairs = [found[name] for found in experts]
                     surveyed = self._tensor(name, base_tensor, record, pairs, copies[name], pool)
                     if surveyed is not None:
                         tensors.append(surveyed)
@@ -348,6 +349,10 @@ def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, 
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
+def _shapes(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: record.shape for name, (_, record) in tensors.items()}
+
+
 def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
     return {name: id for name, (id, _) in tensors.items()}
 
@@ -373,20 +378,22 @@ def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
 
 
 def left_out_names(
-    first: Mapping[str, str], only: Sequence[str], skip: Sequence[str]
+    first: Mapping[str, str],
+    only: Sequence[str],
+    skip: Sequence[str],
+    *,
+    others: Collection[str] = (),
 ) -> dict[str, str]:
     """The tensors that patterns leave to the base, and why; by the first of their names.
 
     A tensor of several names is skipped if one of them is to be, and merged if only one is.
-    Raises BadRequest for a pattern that no tensor matches.
+    Raises BadRequest for a pattern that no tensor matches, nor one of `others`, which experts have.
     """
     matches = {
-        pattern: {first[name] for name in first if match(name)}
-        for pattern in (*only, *skip)
-        for match in [re.compile(fnmatch.translate(pattern)).match]
+        pattern: {first[name] for name in matching(first, [pattern])} for pattern in (*only, *skip)
     }
     for pattern, found in matches.items():
-        if not found:
+        if not found and not matching(others, [pattern]):
             raise BadRequest(
                 f"no tensor's name matches {pattern!r}",
                 where="--only" if pattern in only else "--skip",

@@ -11,7 +11,6 @@ model are all ones), and in safetensors no two names share storage.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +19,8 @@ from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint
 from mstore.ids import TensorId
 from mstore.objects.manifest import OPAQUE, Manifest
-from mstore.objects.plan import Plan
+from mstore.objects.plan import Criteria, Plan
+from mstore.objects.shapes import matching
 from mstore.store.catalog import Catalog
 
 _KEY = "tie_word_embeddings"
@@ -74,9 +74,7 @@ def names_of_plan(
     tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
     first = first_names(base, experts, tied=tied)
     planned = {tensor.name for tensor in plan.tensors}
-    left_out = matching(base, plan.criteria.skip)
-    if plan.criteria.only:
-        left_out |= base.keys() - matching(base, plan.criteria.only)
+    left_out = left_to_base(base, plan.criteria)
     equal = _firsts(base, experts, set(base))
     missing = (
         name
@@ -86,10 +84,10 @@ def names_of_plan(
     return equal if any(name not in left_out for name in missing) else first
 
 
-def matching(names: Mapping[str, object], patterns: Sequence[str]) -> set[str]:
-    """The names that one of the patterns matches (fnmatch, case counts)."""
-    found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
-    return {name for match in found for name in names if match(name)}
+def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
+    """Names that --only and --skip leave to the base."""
+    left_out = matching(names, criteria.skip)
+    return left_out | names.keys() - matching(names, criteria.only or ("*",))
 
 
 def _firsts(base: Names, experts: Sequence[Names], among: set[str]) -> dict[str, str]:

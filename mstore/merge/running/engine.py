@@ -500,6 +500,9 @@ class Engine:
                 if name is not None:
                     id = TensorId(self._put_record(tensors[name]))
                     parts[number] = Part(part.name, id, tensors[name].nbytes)
+                empty = self._layout.retyped_empty(part)
+                if empty is not None:
+                    parts[number] = Part(part.name, TensorId(self._put_record(empty)), 0)
             self._count_blocks([parts[number]])
         return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
 

@@ -15,8 +15,11 @@ from typing import Any
 
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.header import parse_header
+from mstore.merge.planning.tied import left_to_base
 from mstore.merge.running.task import Tasks
+from mstore.numeric.codes import CODES
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
+from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
 CONFIG = "config.json"
@@ -36,6 +39,7 @@ class Layout:
         self._tasks = tasks
         self._dtype = tasks.plan.dtype
         self.base: Manifest = catalog.manifest(tasks.plan.base_id())
+        self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
         self._retypes = any(
             self._is_retyped(part)
             for file in self.base.files
@@ -52,8 +56,24 @@ class Layout:
 
     def out_dtype(self, part: Part) -> str:
         """The dtype of a named part in the output."""
-        dtype = self._catalog.tensor(part.tensor_id()).dtype
-        return dtype if self._dtype is None or self.planned_name(part) is None else self._dtype
+        tensor = self._catalog.tensor(part.tensor_id())
+        if self._dtype is None or (self.planned_name(part) is None and not self._is_empty(part)):
+            return tensor.dtype
+        return self._dtype
+
+    def retyped_empty(self, part: Part) -> Tensor | None:
+        """The record of a tensor without elements that gets another dtype; None for any other."""
+        if not self._is_empty(part) or not self._is_retyped(part):
+            return None
+        assert self._dtype is not None
+        return Tensor(self._dtype, self._catalog.tensor(part.tensor_id()).shape, 0, b"")
+
+    def _is_empty(self, part: Part) -> bool:
+        """Whether a tensor has no elements, so that no plan has it, and is merged for all that."""
+        if part.nbytes or part.name in self._left_out:
+            return False
+        tensor = self._catalog.tensor(part.tensor_id())
+        return 0 in tensor.shape and tensor.dtype in CODES
 
     def new_bytes(self, file: File) -> bytes | None:
         """What replaces the header of a safetensors file, or all of another file; else None."""
@@ -120,15 +140,13 @@ def retyped_file(
 ) -> bytes | None:
     """New contents of a small file that names the dtype or the total size, or None.
 
-    config.json: "dtype" / "torch_dtype".  A shard index: "metadata": {"total_size"}, the sum of
-    `out_bytes` over the files that it names: others (a consolidated copy) are not its own.
+    config.json: "dtype" / "torch_dtype", also of parts of the model ("text_config").  A
+    shard index: "metadata": {"total_size"}, the sum of `out_bytes` over the files that it names: others (a consolidated copy) are not its own.
     """
     if path == CONFIG:
         fields = _object(read())
-        found = [key for key in ("dtype", "torch_dtype") if isinstance(fields.get(key), str)]
-        if not found:
-            return None
-        return _dump(fields | dict.fromkeys(found, _CONFIG_NAMES[dtype]))
+        changed = _retyped_config(fields, _CONFIG_NAMES[dtype])
+        return None if changed == fields else _dump(changed)
     if path.endswith(INDEX_SUFFIX):
         fields = _object(read())
         metadata, weight_map = fields.get("metadata"), fields.get("weight_map")
@@ -140,6 +158,22 @@ def retyped_file(
         total = sum(out_bytes(posixpath.join(posixpath.dirname(path), s)) for s in shards)
         return _dump(fields | {"metadata": metadata | {"total_size": total}})
     return None
+
+
+def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:
+    """A config with another dtype: its own, and those of the configs of parts in it."""
+    changed: dict[str, Any] = {}
+    for key, value in fields.items():
+        is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
+        if is_dtype and (not nested or value.removeprefix("torch.") in _CONFIG_NAMES.values()):
+            changed[key] = name
+        # How weights are quantized, or adapters computed, is not the dtype of the model's tensors.
+        elif isinstance(value, dict) and (key == "config" or key.endswith("_config")):
+            is_other = key.startswith(("quantization", "compression"))
+            changed[key] = value if is_other else _retyped_config(value, name, nested=True)
+        else:
+            changed[key] = value
+    return changed
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -141,6 +141,9 @@ class _Output:
 
     def _tensor(self, part: Part) -> Part:
         name = self._layout.planned_name(part)
+        empty = self._layout.retyped_empty(part)
+        if empty is not None:
+            return Part(part.name, self._transaction.put_record(empty), 0)
         if name is None:
             return part
         shape = self._catalog.tensor(part.tensor_id()).shape
