@@ -8,10 +8,12 @@ from __future__ import annotations
 from mstore.api import Snapshot, Store
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.sizes import Budget
 from mstore.version import __version__
 
 __all__ = [
     "BlockId",
+    "Budget",
     "ManifestId",
     "MstoreError",
     "PlanId",

@@ -24,7 +24,7 @@ import reference
 from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
 
-from mstore import Store
+from mstore import Budget, Store
 from mstore.errors import BadRequest, BudgetExceeded, NotFound
 from mstore.merge.running.commit import store_plan
 from mstore.objects.plan import OMITTED, READ, Plan
@@ -53,6 +53,9 @@ class Place:
 
     def plan(self, method: str, store: Store | None = None, **options: Any) -> PlanReport:
         parameters, weights = METHODS[method]
+        for key in ("budget", "expert_budget"):
+            if options.get(key) == 1:
+                options[key] = Budget(options[key])
         return (store or self.store).plan(
             base="base",
             experts=list(zip(self.family.names, weights, strict=True)),

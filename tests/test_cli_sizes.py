@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import BadRequest
+from mstore.sizes import MAX_SIZE, UNITS
 from mstore_cli.sizes import (
-    MAX_SIZE,
-    UNITS,
     format_seconds,
     format_share,
     format_size,

@@ -279,7 +279,7 @@ def test_the_same_merge_again_is_no_new_snapshot(store: Store) -> None:
         *(("expert", store[name].id) for name in FAMILY.names),
     ]
     # The same content from another plan is another snapshot, and costs no block.
-    other = merge(store, "again", parameters={"lambda": 0.5}, budget=1.0)
+    other = merge(store, "again", parameters={"lambda": 0.5}, budget="100%")
     assert other.new_snapshot
     assert other.manifest == third.manifest
     assert other.blocks_reused == other.blocks_total

@@ -126,7 +126,7 @@ def test_one_merge_one_card(make: Make) -> None:
     with make(codec="raw") as store:
         text = merged(store)
         manifest = store["m"].manifest
-        assert merged(store, name="full", budget=1.0) == text
+        assert merged(store, name="full", budget="100%") == text
         assert store["full"].manifest == manifest
         store.reset("other", "e0")
         assert merged(store, name="renamed", experts=["other", ("e1", 0.3)]) == text

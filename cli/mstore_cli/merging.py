@@ -23,6 +23,7 @@ from mstore_cli.sizes import format_seconds, format_share, format_size, parse_bu
 if TYPE_CHECKING:
     from mstore import Store
     from mstore.reports import MergeReport, MergeWarning, PlanReport, Progress, SweepReport
+    from mstore.sizes import Budget as Limit
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
@@ -166,14 +167,14 @@ class Request:
             experts=self.experts,
             method=self.method,
             parameters=self.parameters,
-            budget=self.budget,
+            budget=_budget(self.budget),
             max_error=self.max_error,
             dtype=self.dtype,
             analyze=self.analyze,
             score=self.score,
             only=self.only,
             skip=self.skip,
-            expert_budget=self.expert_budget,
+            expert_budget=_budget(self.expert_budget),
             top_p=self.top_p,
             allow_noop=self.allow_noop,
             threads=threads,
@@ -200,11 +201,17 @@ class Request:
             score=self.score,
             only=self.only,
             skip=self.skip,
-            expert_budget=self.expert_budget,
+            expert_budget=_budget(self.expert_budget),
             top_p=self.top_p,
             threads=threads,
             progress=progress,
         )
+
+
+def _budget(amount: int | float | None) -> Limit | None:
+    from mstore.sizes import Budget as Limit
+
+    return None if amount is None else Limit(amount)
 
 
 def parse_expert(text: str) -> tuple[str, float]:

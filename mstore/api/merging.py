@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.virtual.deferred import Deferred
     from mstore.objects.plan import Plan
+    from mstore.sizes import Budget
     from mstore.store.plans import Sources
 
 
@@ -43,14 +44,14 @@ class Merging(OpenStore):
         experts: Sequence[str | tuple[str, float]],
         method: str,
         parameters: Mapping[str, object] | None = None,
-        budget: float | None = None,
+        budget: Budget | str | float | None = None,
         max_error: float | None = None,
         dtype: str | None = None,
         analyze: bool = True,
         score: str | None = None,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
-        expert_budget: float | None = None,
+        expert_budget: Budget | str | float | None = None,
         top_p: float | None = None,
         allow_noop: bool = False,
         threads: int | None = None,
@@ -58,9 +59,10 @@ class Merging(OpenStore):
     ) -> PlanReport:
         """Plan a merge and keep the plan.  An expert is a revision, or (revision, weight).
 
-        budget: bytes (int), share of the full cost (float in (0, 1]) or None.  max_error: find the
-        cheapest plan within this relative error.  score: norm, trimmed, conflict or random, None
-        for the method's own.  only, skip: patterns of tensor names; what they leave out is the
+        budget: a `Budget`, text as the command line takes it ("2GiB", "30%"), bytes (int), or a
+        share of the full cost (float below 1); the number 1 is refused.  max_error: find
+        the cheapest plan within this relative error.  score: norm, trimmed, conflict or random,
+        None for the method's own.  only, skip: patterns of tensor names; what they leave out is the
         base's own.  expert_budget: as budget, for any one expert.  top_p: share of the output's
         blocks that may differ from the base's.  allow_noop: also keep a plan that reads nothing of
         what experts changed, or whose result is the base.  Raises BadRequest, NotFound,
@@ -149,7 +151,7 @@ class Merging(OpenStore):
         score: str | None = None,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
-        expert_budget: float | None = None,
+        expert_budget: Budget | str | float | None = None,
         top_p: float | None = None,
         threads: int | None = None,
         progress: Report | None = None,

@@ -11,7 +11,9 @@ from mstore.ids import SnapshotId
 from mstore.merge.arithmetic.operators import Value, check_weights, parse_parameters, reuses_base
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
+from mstore.sizes import Budget
 
+BudgetGiven = Budget | str | int | float | None
 _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -62,23 +64,21 @@ def request(
     experts: Sequence[tuple[Input, float]],
     method: str,
     parameters: Mapping[str, object],
-    budget: float | None,
+    budget: BudgetGiven,
     max_error: float | None,
     dtype: str | None,
     analyze: bool,
     score: str | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    expert_budget: float | None = None,
+    expert_budget: BudgetGiven = None,
     top_p: float | None = None,
 ) -> Request:
     """Check everything that can be checked without looking at a tensor.  Raises BadRequest."""
     complete = parse_parameters(method, parameters)
     weights = check_weights(method, complete, [weight for _, weight in experts])
-    if budget is not None:
-        _check_budget(budget, "--budget")
-    if expert_budget is not None:
-        _check_budget(expert_budget, "--per-expert-budget")
+    within = _limit(budget, "--budget")
+    expert_within = _limit(expert_budget, "--per-expert-budget")
     if top_p is not None:
         _check_top_p(top_p, method, complete)
     if max_error is not None and not (math.isfinite(max_error) and max_error >= 0):
@@ -89,14 +89,14 @@ def request(
         weights=weights,
         method=method,
         parameters=complete,
-        budget=budget,
+        budget=within,
         max_error=max_error,
         dtype=None if dtype is None else _output_dtype(dtype),
         analyze=analyze,
         score=score_of(method, complete, score),
         only=_patterns(only, "--only"),
         skip=_patterns(skip, "--skip"),
-        expert_budget=expert_budget,
+        expert_budget=expert_within,
         top_p=None if top_p is None else float(top_p),
     )
 
@@ -128,13 +128,12 @@ def _check_top_p(share: float, method: str, parameters: Mapping[str, Value]) -> 
         )
 
 
-def _check_budget(budget: int | float, option: str) -> None:
+def _limit(given: BudgetGiven, option: str) -> int | float | None:
+    """A budget as bytes (int) or a share (float), None for no limit.  Raises BadRequest."""
+    if given is None:
+        return None
     hint = f"{option} 2GiB or {option} 30%"
-    if not isinstance(budget, int | float):
-        raise BadRequest(
-            f"a budget is a number of bytes or a share, not {budget!r}",
-            hint="budget=2 * 2**30 or budget=0.3",
-        )
+    budget = Budget.of(given, option=option).amount
     if isinstance(budget, int):
         if budget <= 0:
             raise BadRequest(
@@ -144,6 +143,7 @@ def _check_budget(budget: int | float, option: str) -> None:
         raise BadRequest(
             f"a budget as a share must be above 0 % and at most 100 %, not {budget:.6g}", hint=hint
         )
+    return budget
 
 
 def _output_dtype(dtype: str) -> str:

@@ -141,7 +141,8 @@ def retyped_file(
     """New contents of a small file that names the dtype or the total size, or None.
 
     config.json: "dtype" / "torch_dtype", also of parts of the model ("text_config").  A
-    shard index: "metadata": {"total_size"}, the sum of `out_bytes` over the files that it names: others (a consolidated copy) are not its own.
+    shard index: "metadata": {"total_size"}, the sum of `out_bytes` over the files that it
+    names: others (a consolidated copy) are not its own.
     """
     if path == CONFIG:
         fields = _object(read())

@@ -1,0 +1,110 @@
+"""Sizes and budgets as people write them: `2GiB`, `512MB`, `30%`.
+
+`Budget` is a limit as a value of its own, for Python, where the numbers 1 and 1.0 are one.
+A budget as text is what the command line takes.  Parsing raises BadRequest that names the option.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from mstore.errors import BadRequest
+
+_BINARY = {"": 1, "B": 1} | {
+    f"{letter}{tail}": 1024**power
+    for power, letter in enumerate("KMGTPE", start=1)
+    for tail in ("", "IB")
+}
+_DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("KMGTPE", start=1)}
+UNITS = _BINARY | _DECIMAL
+MAX_SIZE = 2**63 - 1
+SIZE_HINT = "write a size as 512MB, 2GiB or a plain number of bytes"
+BUDGET_HINT = "write a budget as a size (2GiB, 512MB, a number of bytes) or as a share (30%)"
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
+
+
+def parse_size(text: str, *, option: str) -> int:
+    """Bytes meant by `text`: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
+
+    Fractions are rounded down to whole bytes.  Raises BadRequest that names `option`.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in UNITS:
+        _refuse(f"not a size: {text!r}", option, SIZE_HINT)
+    return _scaled(match[1], UNITS[unit], text, option)
+
+
+def parse_budget(text: str, *, option: str = "--budget") -> int | float:
+    """A budget: int bytes, or for `30%` the float share 0.3.
+
+    Zero is handed on: what is too small a budget is for the library to say.  Raises BadRequest
+    for anything that is neither a size nor a share of at most 100 %.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is not None and match[2] == "%":
+        share = float(match[1]) / 100
+        if share > 1:
+            _refuse(f"more than the whole: {text!r}", option, "a share is at most 100%")
+        return share
+    if match is None or match[2].upper() not in UNITS:
+        _refuse(f"neither a size nor a share: {text!r}", option, BUDGET_HINT)
+    if not match[2] and 0 < float(match[1]) < 1:
+        percent = f"{float(match[1]):.0%}"
+        _refuse(f"less than a byte: {text!r}", option, f"{option} {percent} is a share")
+    return _scaled(match[1], UNITS[match[2].upper()], text, option)
+
+
+def _scaled(number: str, unit: int, text: str, option: str) -> int:
+    # Whole numbers stay exact: a float would be off above 2**53.
+    size = int(float(number) * unit) if "." in number else int(number) * unit
+    if size > MAX_SIZE:
+        _refuse(f"too large: {text!r}", option, "a size is at most 8 EiB")
+    return size
+
+
+def _refuse(what: str, option: str, hint: str) -> NoReturn:
+    raise BadRequest(what, where=option, hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit on bytes that are read: so many (int), or a share of the full cost (float)."""
+
+    amount: int | float
+
+    @classmethod
+    def bytes(cls, number: int) -> Budget:
+        """So many bytes at rest."""
+        return cls(int(number))
+
+    @classmethod
+    def share(cls, share: float) -> Budget:
+        """A share of what reading everything would cost: 1 is all of it."""
+        return cls(float(share))
+
+    @classmethod
+    def of(cls, given: object, *, option: str) -> Budget:
+        """A Budget, text as the command line takes it, bytes (int), or a share (float below 1).
+
+        Raises BadRequest for anything else, and for the number 1: a byte, or all.
+        """
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, str):
+            return cls(parse_budget(given, option=option))
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            _refuse(
+                f"a budget is a number of bytes or a share, not {given!r}",
+                option,
+                'budget="2GiB" or budget="30%"',
+            )
+        if given == 1:
+            _refuse(
+                f"{given!r} may be one byte or all of it",
+                option,
+                'budget="100%" or budget=mstore.Budget.bytes(1)',
+            )
+        return cls(given)
