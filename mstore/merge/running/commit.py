@@ -58,13 +58,14 @@ def run_merge(
     slice_bytes: int = SLICE_BYTES,
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
+    papers: bool = True,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
     memo: the table to look into and to add to, None to do without.  memory, executor, slice_bytes:
     as in engine.Means.  policy: how the output is coded, None for the store's own.  materialized:
     the ref as it is where it holds the virtual merge of this plan, which becomes real; if it has
-    moved, nothing is published.
+    moved, nothing is published.  papers: as in engine.Engine.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
     memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing
@@ -80,7 +81,14 @@ def run_merge(
         for source in inputs:
             contents.require(catalog, source.snapshot_id(), source.name)
         outcome = Engine(
-            catalog, plan, transaction, means=means, policy=policy, memo=memo, progress=progress
+            catalog,
+            plan,
+            transaction,
+            means=means,
+            policy=policy,
+            memo=memo,
+            papers=papers,
+            progress=progress,
         ).run()
         transaction.rely_on_manifest(outcome.manifest)
         transaction.put_record(outcome.manifest)

@@ -516,7 +516,7 @@ class Engine:
         for start, length in partition(len(data), self._catalog.block_size):
             block = data[start : start + length]
             ids.append(BlockId.of(block))
-            if self._sink is not None:
+            if self._sink is not None and not self._sink.has_blocks(ids[-1:])[0]:
                 encoded = codecs.encode(block, codecs.PLAIN_BYTES, self._policy)
                 self._blocks_new += self._sink.put_block(ids[-1], encoded, path, start)
         self._blocks_total += len(ids)

@@ -37,6 +37,7 @@ from mstore.ids import ManifestId
 from mstore.merge.planning.noop import is_base
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.objects.snapshot import SnapshotRecord
 from mstore.store.catalog import Catalog
 
 LICENCES = "licenses"
@@ -281,6 +282,12 @@ class Papers:
                     break
                 data += self._catalog.read_block(block)
         return data[:length]
+
+
+def has_papers(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> bool:
+    """Whether a merge has papers of its own; those of earlier versions have the base's."""
+    ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
+    return ours.file(CARD) != base.file(CARD)
 
 
 def _is_licence(file: File) -> bool:

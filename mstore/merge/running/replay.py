@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mstore.checkpoint.declared import CARD
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Means, Outcome
+from mstore.merge.running.papers import has_papers
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import SnapshotRecord
 from mstore.reports import Progress, ReplayReport
 from mstore.store.catalog import Catalog
 
@@ -46,7 +45,7 @@ def replay(
             plan,
             None,
             means=Means(threads),
-            papers=not _has_papers_of_base(catalog, record, plan),
+            papers=has_papers(catalog, record, plan),
             progress=progress,
         ).run()
     manifest = outcome.manifest
@@ -62,12 +61,6 @@ def replay(
         else _first_difference(catalog, catalog.manifest(record.manifest_id()), outcome),
         seconds=time.monotonic() - began,
     )
-
-
-def _has_papers_of_base(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> bool:
-    """Whether a merge has the base's card: one of an earlier version, or one that is the base."""
-    ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
-    return ours.file(CARD) == base.file(CARD)
 
 
 def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:

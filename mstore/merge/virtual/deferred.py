@@ -21,7 +21,7 @@ from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Papers
+from mstore.merge.running.papers import Papers, has_papers
 from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.plan import Plan
@@ -203,6 +203,7 @@ def materialize(
         progress=progress,
         memo=memo,
         materialized=current,
+        papers=has_papers(catalog, record, plan),
     )
     return Materialized(merged.snapshot, catalog.snapshot(merged.snapshot), merged)
 
