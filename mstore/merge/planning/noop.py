@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.operators import reuses_base
-from mstore.objects.plan import READ, Plan
+from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.catalog import Catalog
 
 _ALLOW = "--allow-noop merges it all the same"
@@ -21,17 +21,18 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
     if any(READ in states for tensor in plan.tensors for states in tensor.states):
         return
     asked = plan.criteria
-    if plan.full_expert_bytes:
+    if any(OMITTED in states for tensor in plan.tensors for states in tensor.states):
         if asked.max_error is not None:
             raise BadRequest(
                 f"--max-error {asked.max_error:g} allows the base itself, so this merge would read "
                 "nothing of the experts",
                 hint=f"a smaller --max-error; mstore plan --sweep shows what there is; {_ALLOW}",
             )
-        if plan.budget is not None and plan.budget < plan.full_expert_bytes:
-            raise _too_small("--budget", plan.budget, plan)
-        if asked.expert_budget is not None:
-            raise _too_small("--per-expert-budget", asked.expert_budget, plan)
+        limits = {"--budget": plan.budget, "--per-expert-budget": asked.expert_budget}
+        given = {option: limit for option, limit in limits.items() if limit is not None}
+        if given:
+            option = min(given, key=lambda option: given[option])
+            raise _too_small(option, given[option])
     if _is_base(catalog, plan):
         raise BadRequest(f"{_why_base(plan)}: this merge would be the base itself", hint=_ALLOW)
 
@@ -52,15 +53,14 @@ def _is_base(catalog: Catalog, plan: Plan) -> bool:
     return all(catalog.tensor(base[tensor.name]).dtype == plan.dtype for tensor in plan.tensors)
 
 
-def _too_small(option: str, budget: int, plan: Plan) -> BadRequest:
-    full = plan.full_expert_bytes
+def _too_small(option: str, budget: int) -> BadRequest:
     meant = (
         f"{option} {budget} is {budget} bytes; did you mean {budget}%? "
-        if budget <= _PERCENT < full
+        if budget <= _PERCENT
         else f"{option} 30%, or mstore plan --sweep for what budgets give; "
     )
     return BadRequest(
-        f"no block of an expert fits {budget} of {full} bytes, so this merge would read nothing",
+        f"no block of an expert fits {budget} bytes, so this merge would read nothing",
         where=option,
         hint=f"{meant}{_ALLOW}",
     )
