@@ -117,7 +117,11 @@ def every_command_works(models: list[Path], tmp_path: Path) -> None:
     ):
         done = mstore(*arguments)
         assert done.status == 0, (arguments, done.err)
-    assert files_of(tmp_path / "out").keys() == {"config.json", "model.safetensors"}
+    assert files_of(tmp_path / "out").keys() == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
 
 
 @pytest.mark.parametrize("year", STRANGE)
