@@ -47,6 +47,13 @@ WARM = 0.3
 # -- contents ----------------------------------------------------------------------------------
 
 
+def is_told(found: Files, message: str) -> bool:
+    """Whether these are the files of a snapshot with this message; a merge also has a card."""
+    card = None if isinstance(json.loads(message), list) else found.pop("README.md", None)
+    is_card = card is None or b"base_model_relation: merge" in card
+    return is_card and found == contents(message)
+
+
 def contents(message: str) -> Files:
     """The files of a snapshot with this message."""
     told = json.loads(message)
@@ -168,7 +175,7 @@ class Worker:
                 raise
             self._tell(gone=ref.name)
             return
-        if found != contents(record.message):
+        if not is_told(found, record.message):
             raise AssertionError(f"{ref.name} at {ref.snapshot} has other contents")
 
     def remove(self, store: Store) -> None:
@@ -315,7 +322,7 @@ def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
         for ref in store.refs():
             view = store.view(ref.snapshot)
             told = {path: b"".join(view.stream(path)) for path in view.files}
-            assert told == contents(store.show(ref.name).message), ref.name
+            assert is_told(told, store.show(ref.name).message), ref.name
     return {"calls": dict(calls), "slowest": slowest, "memory": memory, "end": _size(root)}
 
 

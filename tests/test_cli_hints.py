@@ -31,7 +31,18 @@ def mstore(tmp_path: Path) -> Program:
     "line",
     [
         ["add", "MODEL", "--name", "other"],
-        ["merge", "--base", "tiny", "--expert", "tiny", "--method", "linear", "--name", "merged"],
+        [
+            "merge",
+            "--base",
+            "tiny",
+            "--expert",
+            "tiny",
+            "--method",
+            "linear",
+            "--name",
+            "merged",
+            "--allow-noop",
+        ],
         ["gc"],
         ["tag", "v1", "tiny"],
         ["rm", "tiny"],
@@ -160,7 +171,7 @@ def test_du_says_where_it_drew(mstore: Program, tmp_path: Path) -> None:
     "line",
     [
         ["du", "--svg"],
-        ["plan", "--base", "tiny", "--expert", "tiny", "--method", "linear", "-o"],
+        ["plan", "--base", "tiny", "--expert", "tiny", "--method", "linear", "--allow-noop", "-o"],
     ],
     ids=lambda line: str(line[0]),
 )

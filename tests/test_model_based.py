@@ -33,6 +33,7 @@ from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors
 
 from mstore import fs
 from mstore.api import Store
+from mstore.checkpoint.declared import CARD
 from mstore.errors import Conflict, MstoreError
 from mstore.ids import SnapshotId
 
@@ -135,6 +136,7 @@ class Step:
     call: Callable[[Store], SnapshotId | None]
     files: Files | None = None
     virtual: bool = False
+    merges: bool = False
 
 
 class Stories(RuleBasedStateMachine):
@@ -199,6 +201,8 @@ class Stories(RuleBasedStateMachine):
                 base=base,
                 experts=list(zip((first, second), weights, strict=True)),
                 method="task_arithmetic",
+                # An expert may be the base, or have its floats.
+                allow_noop=True,
                 threads=1,
             )
             return store.merge(plan, name=name, virtual=virtual, threads=1).snapshot
@@ -208,6 +212,7 @@ class Stories(RuleBasedStateMachine):
             call,
             merged_files(self._at(base), [self._at(first), self._at(second)], weights),
             virtual,
+            merges=True,
         )
 
     def _materialize(self, data: Any) -> Step:
@@ -304,8 +309,9 @@ class Stories(RuleBasedStateMachine):
             self._model.gone.discard(snapshot)
             known = self._model.files.get(snapshot)
             if step.files is not None:
-                assert known is None or known == step.files
-                self._model.files[snapshot] = step.files
+                files = self._with_card(snapshot, step.files) if step.merges else step.files
+                assert known is None or known == files
+                self._model.files[snapshot] = files
                 if self._store.show(str(snapshot)).virtual:
                     self._model.virtual.add(snapshot)
             else:
@@ -315,6 +321,16 @@ class Stories(RuleBasedStateMachine):
         self._model.move(step.name, snapshot)
         if snapshot is not None:
             self._look_at(snapshot)
+
+    def _with_card(self, snapshot: SnapshotId, files: Files) -> Files:
+        """A merge's files: it has a card of its own, and its base's only if it is its base."""
+        view = self._store.view(snapshot)
+        if CARD not in view.files:
+            assert CARD not in files
+            return files
+        card = b"".join(view.stream(CARD))
+        assert card == files.get(CARD) or b"base_model_relation: merge" in card
+        return files | {CARD: card}
 
     # -- the rest ------------------------------------------------------------------------------
 

@@ -220,16 +220,21 @@ class Merging(OpenStore):
     def _of_licences(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         """What the licences that the inputs' model cards state mean for the merge."""
         from mstore.merge.running.papers import Papers
+        from mstore.store import contents
 
-        names = [source.name for source in (sources.base, *sources.experts)]
-        return tuple(
-            MergeWarning(
-                "licences",
-                names[who[0]] if len(who) == 1 else None,
-                f"{', '.join(dict.fromkeys(names[n] for n in who))}: {text}",
+        inputs = (sources.base, *sources.experts)
+        names = [source.name for source in inputs]
+        with contents.held(self._catalog, (source.snapshot_id() for source in inputs)):
+            for source in inputs:
+                contents.require(self._catalog, source.snapshot_id(), source.name)
+            return tuple(
+                MergeWarning(
+                    "licences",
+                    names[who[0]] if len(who) == 1 else None,
+                    f"{', '.join(dict.fromkeys(names[n] for n in who))}: {text}",
+                )
+                for who, text in Papers(self._catalog, plan).licence_warnings()
             )
-            for who, text in Papers(self._catalog, plan).licence_warnings()
-        )
 
     def _memo_expert_bytes(self, plan: Plan) -> int:
         """Of what a plan reads, what the memo table saves right now."""

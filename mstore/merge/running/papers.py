@@ -117,9 +117,13 @@ class Papers:
             self._parent("base" if number == 0 else f"expert {number}", id, weight)
             for number, (id, weight) in enumerate(zip(ids, weights, strict=True))
         ]
-        if found[0].name is None:
-            found[0] = replace(found[0], name=self._name_of_base())
         return tuple(found)
+
+    @cached_property
+    def _named(self) -> tuple[Parent, ...]:
+        """The same, the base by the name that experts have for it where its card has none."""
+        base, *experts = self.parents
+        return (base if base.name else replace(base, name=self._name_of_base()), *experts)
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Which parents (0 the base, experts from 1 on) a warning is about, and what it says."""
@@ -145,7 +149,7 @@ class Papers:
     def _front_matter(self) -> Iterator[str]:
         yield "---"
         yield "base_model:"
-        for label in dict.fromkeys(parent.label for parent in self.parents):
+        for label in dict.fromkeys(parent.label for parent in self._named):
             # Quoted: an id of digits alone, or with one e, would be a number.
             yield f"- {json.dumps(label)}"
         yield "base_model_relation: merge"
@@ -175,7 +179,7 @@ class Papers:
         yield from ("", "## Parents", "")
         yield "| role | model | weight | licence as its card states it | content |"
         yield "|---|---|---|---|---|"
-        for parent in self.parents:
+        for parent in self._named:
             weight = "" if parent.weight is None else _number(parent.weight)
             licence = parent.licence or "none stated"
             name = parent.name or "not named by its card"
