@@ -115,13 +115,18 @@ def _additive(
                 d = np.where(drawn < limit, d, np.float32(0))
             if parameters["rescale"]:
                 d = d * np.float32(1.0 / parameters["density"])
-        products.append(np.float32(weight) * np.where(missing, np.float32(0), d))
+        product = np.float32(weight) * np.where(missing, np.float32(0), d)
+        if method in CONSENSUS:
+            # What has no sign takes part in no election.
+            product = np.where(np.isnan(product), np.float32(0), product)
+        products.append(product)
 
     total = products[0]
     for product in products[1:]:
         total = total + product
     if method in CONSENSUS:
-        positive = total >= 0
+        # Zero counts as positive, and so does infinity less infinity.
+        positive = ~(total < 0)
         mixed, divisor = np.zeros_like(total), np.zeros_like(total)
         for product, weight in zip(products, weights, strict=True):
             agrees = np.where(positive, product > 0, product < 0)

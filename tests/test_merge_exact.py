@@ -250,6 +250,55 @@ def test_a_nan_takes_no_place(tmp_path: Path) -> None:
     store.close()
 
 
+ODD = np.float32([np.nan, np.inf, -np.inf])
+
+
+def _with_odd(base: np.ndarray[Any, Any]) -> Family:
+    """Three experts of a base of zeros: first nine elements where one is a NaN or infinite and the
+    others are up, down and neither; then all nine pairs of them; then numbers.
+    """
+    n = base.size
+    ups = np.float32([1, -2, 0])
+    experts = np.ones((3, n), dtype=np.float32) * np.float32([[1.0], [2.0], [-0.5]])
+    first, second = np.meshgrid(ODD, ups)
+    experts[0, :9], experts[1, :9] = first.ravel(), second.ravel()
+    first, second = np.meshgrid(ODD, ODD)
+    experts[0, 9:18], experts[1, 9:18] = first.ravel(), second.ravel()
+    return Family({"w": base}, tuple({"w": expert} for expert in experts))
+
+
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("weight", [1.0, 0.0, -0.7])
+def test_what_has_no_sign_elects_none(count: int, weight: float, tmp_path: Path) -> None:
+    """At every density a NaN takes no part in ties and dare_ties, and infinity less infinity counts
+    as positive, as zero does: where everything else is kept, densities 1 and just below agree.
+    """
+    n = 20_000
+    few = _with_odd(np.zeros(n, dtype=np.float32))
+    family = Family(few.base, few.experts * (count // 3))
+    work = Workplace(family.write(tmp_path), family)
+    store = work.store(SMALL)
+    weights = (weight, *(1.0 for _ in range(count - 1)))
+    # What trimming drops at .9999 is of the smallest and last: no element that is looked at.
+    looked = slice(0, n // 2)
+    found = {}
+    for method, density in (("ties", 1.0), ("ties", 0.9999), ("dare_ties", 1.0)):
+        case = Case(method, {"density": density, "normalize": True}, weights)
+        work.merge(case, store)
+        found[method, density] = work.merged(store)["w"]
+        wanted = work.expected(case)["w"]
+        assert np.array_equal(found[method, density], wanted, equal_nan=True), (method, density)
+    whole, trimmed = found["ties", 1.0][looked], found["ties", 0.9999][looked]
+    assert np.array_equal(whole, trimmed, equal_nan=True)
+    assert np.array_equal(whole, found["dare_ties", 1.0][looked], equal_nan=True)
+    if weight == 1.0 and count == 3:
+        # A NaN beside +1 (and -0.5): the positive delta stays, and no NaN comes out.
+        assert whole[0] == 1
+        assert not np.isnan(whole).any()
+    assert np.isinf(whole[9:18]).any()
+    store.close()
+
+
 def test_dare_draws_by_position_and_name(tmp_path: Path) -> None:
     """Masks of two experts, two tensors and two seeds differ; density is what is kept."""
     n = 100_000

@@ -202,6 +202,24 @@ def test_infinite_differences_are_named(tmp_path: Any) -> None:
     place.store.close()
 
 
+@pytest.mark.parametrize("method", ["linear", "ties", "dare_ties"])
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_inputs_that_are_not_finite_are_named(odd: float, method: str, tmp_path: Any) -> None:
+    """A NaN or an infinity in the base, or in an expert alone, is named with its tensor at any
+    density and without a budget, also where no expert differs there.
+    """
+    base = {name: np.ones(3 * BLOCK // 4, dtype=np.float32) for name in ("a", "b", "c")}
+    base["b"][5] = odd
+    expert = {name: values + np.float32(0.5) * (name != "b") for name, values in base.items()}
+    expert["c"][7] = odd
+    place = make(tmp_path, Family(base, (expert,)))
+    plan = place.store.plan(base="base", experts=["e0"], method=method)
+    told = [note for note in plan.notes if "infinite or NaN" in note]
+    assert [note.rpartition(": ")[2] for note in told] == ["c", "b"]
+    assert "e0: c" in told[0]
+    place.store.close()
+
+
 # -- plans at rest -------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ from mstore.numeric.floats import (
 _NOTHING: Final = np.uint32(0)
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
+_INFINITY: Final = np.uint32(0x7F800000)
 _ALWAYS: Final = np.uint32(1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
@@ -82,12 +83,22 @@ def _weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> N
     """Turn an expert's tile into its weighted deltas, 0 where the magnitude is below `least`.
 
     Equal bits need no look of their own: what they give is zero, or a NaN, which is not kept.
+    Nor is the NaN that an infinite delta and no weight make.
     """
     tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
     for i in range(count):
         delta = bits_float(tile[i]) - bits_float(bases[i])
         magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
-        tile[i] = float_bits(delta * weight) if magnitude >= least else _NOTHING
+        mixed = np.float32(delta * weight)
+        tile[i] = float_bits(mixed) if (magnitude >= least) & (mixed == mixed) else _NOTHING
+
+
+@compiled
+def _drop_nan(count: int, at: int, scratch: Any) -> None:
+    """Zero every NaN of a tile: it has no sign, and takes part in no election."""
+    tile = scratch[at : at + count]
+    for i in range(count):
+        tile[i] = tile[i] if np.uint32(tile[i] & _MAGNITUDE) <= _INFINITY else _NOTHING
 
 
 @compiled
@@ -122,7 +133,8 @@ def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: An
     for i in range(count):
         delta = bits_float(tile[i]) - bits_float(bases[i])
         magnitude = bits_float(float_bits(delta) & _MAGNITUDE)
-        tile[i] = float_bits(delta * weight) if magnitude >= threshold else _NOTHING
+        mixed = np.float32(delta * weight)
+        tile[i] = float_bits(mixed) if (magnitude >= threshold) & (mixed == mixed) else _NOTHING
         equal = np.uint32(equal + np.uint32(magnitude == threshold))
     return np.int64(equal)
 
@@ -137,6 +149,7 @@ def _weigh_trimmed(
         _subtract(count, at, scratch)
         quota = _keep_some(count, threshold, quota, at, scratch)
         _multiply(count, weight, at, scratch)
+        _drop_nan(count, at, scratch)
         return quota
     # Above the threshold is: not below the next float32.  That of infinity is a NaN, which
     # nothing reaches.
@@ -190,7 +203,10 @@ def _share(bits: Any, weight: Any) -> Any:
 
 @compiled
 def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None:
-    """The sum of those of four tiles that have the sign of the sum of all (zero: positive)."""
+    """The sum of those of four tiles that have the sign of the sum of all.
+
+    A sum without a sign, zero or infinity less infinity, counts as positive.
+    """
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for i in range(count):
         m0, m1 = scratch[EXPERT + i], scratch[SECOND + i]
@@ -198,7 +214,7 @@ def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None
         total = np.float32(np.float32(bits_float(m0) + bits_float(m1)) + bits_float(m2))
         total = np.float32(total + bits_float(m3))
         # On the negative side everything is turned around, and the result back.
-        flip = _NOTHING if total >= _ZERO else _SIGN
+        flip = _SIGN if total < _ZERO else _NOTHING
         m0, m1 = np.uint32(m0 ^ flip), np.uint32(m1 ^ flip)
         m2, m3 = np.uint32(m2 ^ flip), np.uint32(m3 ^ flip)
         total = np.float32(bits_float(_positive(m0)) + bits_float(_positive(m1)))
@@ -243,13 +259,13 @@ def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
 
 @compiled
 def _elect(count: int, normalize: Any, scratch: Any) -> None:
-    """Replace the sums by those of the side that the sum is on (zero counts as positive)."""
+    """Replace the sums by those of the side that the sum is on (as in `_elect_group`)."""
     for i in range(count):
         up, down = scratch[POSITIVE + i], np.uint32(scratch[NEGATIVE + i] ^ _SIGN)
         up_weight, down_weight = scratch[POSITIVE_WEIGHT + i], scratch[NEGATIVE_WEIGHT + i]
-        positive = bits_float(scratch[SUM + i]) >= _ZERO
-        total = bits_float(up if positive else down)
-        divisor = bits_float(up_weight if positive else down_weight)
+        negative = bits_float(scratch[SUM + i]) < _ZERO
+        total = bits_float(down if negative else up)
+        divisor = bits_float(down_weight if negative else up_weight)
         divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
         scratch[SUM + i] = float_bits(total / divisor)
 
@@ -430,7 +446,10 @@ def mix(
                     left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
                     continue
                 if not masked and limit == ALL and rescales[k] == _ONE:
-                    _weigh(count, weights[k], at, scratch)
+                    if kind == CONSENSUS:
+                        _weigh_kept(count, weights[k], _ZERO, at, scratch)
+                    else:
+                        _weigh(count, weights[k], at, scratch)
                     continue
                 below, skipped = _ALWAYS, 0
                 if masked:
@@ -444,6 +463,8 @@ def mix(
                     draws[:count] = 0
                 own = draws[skipped : skipped + count]
                 _weigh_drawn(count, rescales[k], weights[k], own, below, at, scratch)
+                if kind == CONSENSUS:
+                    _drop_nan(count, at, scratch)
             if kind == DIRECT:
                 if members == GROUP:
                     _add_direct_group(count, grouped, scratch)

@@ -80,6 +80,8 @@ def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
     """Weigh in float32; add to the sum, and to the weights for up and for down, in `votes`."""
     for i in range(count):
         vote = np.float32(bits_float(tile[i]) * weight)
+        # A NaN has no sign, and takes part in no election.
+        vote = vote if vote == vote else _ZERO
         mixed[i] = vote
         votes[0, i] = np.float32(votes[0, i] + vote)
         votes[1, i] = np.float32(votes[1, i] + (weight if vote > _ZERO else _ZERO))
@@ -88,16 +90,16 @@ def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
 
 @compiled
 def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
-    """Zero what lost the election: the sign of the sum wins, and zero counts as positive."""
+    """Zero what lost the election: the sign of the sum wins, and one without counts as positive."""
     for i in range(count):
-        agrees = mixed[i] > _ZERO if votes[0, i] >= _ZERO else mixed[i] < _ZERO
+        agrees = mixed[i] < _ZERO if votes[0, i] < _ZERO else mixed[i] > _ZERO
         part[i] = part[i] if agrees else 0.0
 
 
 @compiled
 def _side_factors(count: int, lam: Any, normalize: Any, votes: Any, factor: Any) -> None:
     for i in range(count):
-        divisor = votes[1, i] if votes[0, i] >= _ZERO else votes[2, i]
+        divisor = votes[2, i] if votes[0, i] < _ZERO else votes[1, i]
         divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
         factor[i] = np.float64(lam) / np.float64(divisor)
 

@@ -45,6 +45,8 @@ from mstore.stats.histogram import exp_of_minus, tail_squares
 States = np.ndarray[Any, np.dtype[np.uint8]]
 # Relative error that float32 arithmetic adds to one element, a rounding and an expert.
 _FLOAT32_UNIT = 2.0**-24
+# Tensors with numbers that are not finite are damaged weights: more of them are named.
+_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +381,16 @@ class Planner:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
             notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
+        signs = " (a NaN has no sign and takes no part)" if self._operator.consensus else ""
         if survey.unreliable:
             notes.append(
-                "infinite or NaN differences, their blocks are read first, and leave no bound: "
-                + _few(survey.unreliable)
+                f"infinite or NaN differences{signs}, their blocks are read first, and leave no "
+                "bound: " + _few(survey.unreliable, _NAMED)
+            )
+        if survey.base_not_finite:
+            notes.append(
+                "infinite or NaN elements in the base, so errors have nothing to be relative to: "
+                + _few(survey.base_not_finite, _NAMED)
             )
         if request.top_p is not None and request.dtype is not None:
             notes.append(
@@ -392,9 +400,9 @@ class Planner:
         return tuple(notes)
 
 
-def _few(names: list[str] | tuple[str, ...]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+def _few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _norm(squares: Floats) -> float:

@@ -88,7 +88,8 @@ class Survey:
     base_squares: sum of squares of all floating-point tensors of the base, None if not known.
     copied: (tensor, why) of tensors that are taken from the base although experts differ there.
     missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
-    tensor of statistics with rows that are not finite.
+    tensor of statistics with rows that are not finite.  base_not_finite: tensors of the base with
+    elements that are infinite or NaN.
     """
 
     base: ManifestId
@@ -99,6 +100,7 @@ class Survey:
     copied: tuple[tuple[str, str], ...]
     missing: tuple[tuple[str, str], ...]
     unreliable: tuple[str, ...]
+    base_not_finite: tuple[str, ...] = ()
 
 
 class Surveyor:
@@ -121,6 +123,7 @@ class Surveyor:
         self.analyzed = Meter("analyzed")
         self._missing: list[tuple[str, str]] = []
         self._unreliable: list[str] = []
+        self._base_not_finite: list[str] = []
         self._copied: list[tuple[str, str]] = []
 
     def survey(self) -> Survey:
@@ -174,6 +177,7 @@ class Surveyor:
             copied=tuple(self._copied),
             missing=tuple(self._missing),
             unreliable=tuple(self._unreliable),
+            base_not_finite=tuple(self._base_not_finite),
         )
 
     # -- one tensor --------------------------------------------------------------------------
@@ -331,13 +335,16 @@ class Surveyor:
     ) -> float | None:
         """Sum of squares of the base's tensors whose dtype can be merged."""
         sums = []
-        for id, record in records.values():
+        for name, (id, record) in records.items():
             if record.dtype not in ITEMSIZES:
                 continue
             squares = self._statistics.squares(id)
             if squares is None:
                 squares = measure_squares(self._catalog, record, pool)
                 self._statistics.put_squares(id, squares)
+            if not math.isfinite(squares):
+                # A sum of squares of finite float32 is finite in float64.
+                self._base_not_finite.append(name)
             sums.append(squares)
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None

@@ -31,7 +31,7 @@ from mstore.objects.plan import DROPPED, OMITTED
 from mstore.stats.chunks import blocks_per_chunk
 
 CONTEXT: Final = "mstore 1 memo"
-ARITHMETIC: Final = 1
+ARITHMETIC: Final = 2
 """To be raised whenever the kernels give other bytes for equal inputs."""
 
 _TAKEN = struct.Struct("<I")
