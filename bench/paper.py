@@ -80,9 +80,14 @@ class Paper:
     def look_twice(self, count: int) -> None:
         """Have the thresholds of TIES found once: what they cost is no part of any merge."""
         with mstore.Store.open(self.store.path) as store:
-            store.plan(
-                base="base", experts=self.names(count), method="ties", parameters=METHODS["ties"]
-            )
+            for share in SHARES.values():
+                store.plan(
+                    base="base",
+                    experts=self.names(count),
+                    method="ties",
+                    parameters=METHODS["ties"],
+                    budget=share,
+                )
         # Or every round would find its plan made.
         shutil.rmtree(self.store.path / "memo")
 

@@ -227,8 +227,11 @@ def expected(
     weights: Sequence[float],
     *,
     dtype: str | None = None,
+    absent: Mapping[str, Sequence[npt.NDArray[np.bool_]]] | None = None,
 ) -> Arrays:
-    """The merged arrays by the reference: whole tensors, full budget."""
+    """The merged arrays by the reference: whole tensors, full budget unless `absent` says, by
+    tensor, which elements of each expert are not read.
+    """
     merged = {}
     for name, base in family.base.items():
         sides = [base, *(expert[name] for expert in family.experts)]
@@ -243,6 +246,7 @@ def expected(
             sides[1:],
             tensor=name,
             out_dtype=dtype,
+            absent=None if absent is None else absent.get(name),
         )
     # Tensors of one content are one tensor, under the first of their names.
     if "model.tied.embed_out" in merged:

@@ -27,7 +27,7 @@ from families import BLOCK, Arrays, Family
 from mstore import Budget, Store
 from mstore.errors import BadRequest, BudgetExceeded, NotFound
 from mstore.merge.running.commit import store_plan
-from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.objects.plan import DROPPED, OMITTED, READ, Plan
 from mstore.reports import MergeReport, PlanReport
 from mstore.store.plans import sources_of
 
@@ -257,6 +257,123 @@ with Store.open(sys.argv[1]) as store:
     assert grown < 2 * elements
 
 
+# -- thresholds under a budget --------------------------------------------------------------------
+
+
+def absent(place: Place, plan: PlanReport) -> dict[str, list[np.ndarray[Any, Any]]]:
+    """By tensor and expert, flat: the elements that a plan leaves out."""
+    found = {}
+    for tensor in place.store._catalog.record(Plan, plan.plan).tensors:
+        size = place.family.base[tensor.name].size
+        found[tensor.name] = [
+            np.repeat(np.isin(list(states), (OMITTED, DROPPED)), tensor.chunk_elements)[:size]
+            for states in tensor.states
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Steps of one size, so that nearly everything ties, and float32 that ties off a bin's edge."""
+    rng = np.random.default_rng(11)
+    size = 20 * BLOCK // 2
+
+    def steps(dtype: str, step: float, odd: float) -> np.ndarray[Any, Any]:
+        return families.cast(step * rng.integers(-3, 4, size) * odd, dtype)
+
+    base = {"a": families.cast(np.zeros(size), "BF16"), "b": np.zeros(size, dtype=np.float32)}
+    base["c"] = np.ones(size, dtype=np.float32)
+    experts = [
+        base | {"a": steps("BF16", 2.0**-9, 1), "b": steps("F32", 2.0**-9, 1.00003)}
+        for _ in range(3)
+    ]
+    made = make(tmp_path_factory.mktemp("tied"), Family(base, tuple(experts)))
+    with made.store:
+        yield made
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("kind", ["place", "mixed", "tied"])
+def test_a_budget_changes_only_what_is_left_out(
+    kind: str, density: float, request: pytest.FixtureRequest
+) -> None:
+    """With ties, what stays of a block that is read is the same under every budget: the merge is
+    the one of whole experts with exactly k elements kept, less the blocks that are left out.
+    """
+    place: Place = request.getfixturevalue(kind)
+    parameters, weights = {"density": density}, (1.0, 0.5, 0.75)
+    experts = list(zip(place.family.names, weights, strict=True))
+    ask: dict[str, Any] = {"base": "base", "experts": experts, "method": "ties"}
+    for budget in (0.3, 0.97, 0.999):
+        plan = place.store.plan(**ask, parameters=parameters, budget=budget)
+        assert not any("bin edges" in note for note in plan.notes)
+        _, merged = place.merge(plan)
+        gone = absent(place, plan)
+        assert any(mask.any() for masks in gone.values() for mask in masks)
+        wanted = families.expected(place.family, "ties", parameters, weights, absent=gone)
+        wanted = {name: wanted[name] for name in merged}
+        assert families.differences(merged, wanted) == []
+        place.store.merge(plan, name="virtual", virtual=True)
+        view = place.store["virtual"]
+        found = {name: view.tensor(name) for name in merged}
+        assert families.differences(found, wanted) == []
+
+
+def test_ties_are_counted_once(tied: Place) -> None:
+    """What it takes to know the ties that are left out is read at most once an expert and density,
+    is analysis and not merging, and nothing of it is read for a plan without a budget.
+    """
+    ask: dict[str, Any] = {"parameters": {"density": 0.61}, "base": "base", "experts": ["e0"]}
+    look = tied.store.plan(**ask, method="ties")
+    read = 0
+    for score in ("trimmed", "random"):
+        for budget in (0.2, 0.5, 0.9):
+            plan = tied.store.plan(**ask, method="ties", budget=budget, score=score)
+            report, _ = tied.merge(plan)
+            assert report.expert_bytes_read == plan.planned_expert_bytes
+            assert report.expert_bytes_read <= (plan.budget_bytes or 0)
+            read += plan.analyze_bytes_read
+            assert tied.store.plan(**ask, method="ties", budget=budget).analyze_bytes_read == 0
+    assert 0 < read <= look.full_expert_bytes
+    assert tied.store.plan(**ask, method="ties", score="random").analyze_bytes_read == 0
+
+
+def test_the_estimate_knows_the_edges(tied: Place) -> None:
+    """Where --no-analyze makes a bin's edge serve, the estimate says how far that is from the merge
+    that keeps exactly k, with a budget and without one.
+    """
+    ask: dict[str, Any] = {"parameters": {"density": 0.37}, "base": "base", "experts": ["e1"]}
+    ask |= {"method": "ties", "dtype": "F32"}
+    # Before anything is looked at, and so found, by the others.
+    edges = [tied.store.plan(**ask, budget=share, analyze=False) for share in (None, 0.97)]
+    exact = [tied.store.plan(**ask, budget=share) for share in (None, 0.97)]
+    _, full = tied.merge(exact[0])
+    for plan, better in zip(edges, exact, strict=True):
+        assert plan.analyze_bytes_read == 0
+        assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
+        _, merged = tied.merge(plan)
+        measured = tied.relative_error(merged, full)
+        assert plan.error_estimate == pytest.approx(measured, rel=0.2)
+        _, merged = tied.merge(better)
+        assert better.error_estimate == pytest.approx(tied.relative_error(merged, full), rel=0.2)
+        assert tied.relative_error(merged, full) < measured / 2
+
+
+@pytest.mark.parametrize("method", CONSENSUS)
+def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None:
+    """A plan that elects signs and leaves something out says that its estimate is no bound, and by
+    which factors it was off elsewhere; on this family, too, it is off by no more.
+    """
+    _, full = place.merge(place.plan(method, dtype="F32"))
+    assert not any("no bound" in note for note in place.plan(method).notes)
+    for budget in (0.3, 0.9):
+        plan = place.plan(method, dtype="F32", budget=budget)
+        assert any("0.1 to 1.7 times" in note for note in plan.notes)
+        _, merged = place.merge(plan)
+        measured = place.relative_error(merged, full)
+        assert 0.1 <= measured / (plan.error_estimate or 0) <= 1.7
+
+
 # -- the engine's own guard ----------------------------------------------------------------------
 
 
@@ -449,10 +566,20 @@ def test_trimming_needs_statistics(bare: Place) -> None:
 
 
 def test_trimming_without_a_second_look(mixed: Place) -> None:
-    """With statistics, --no-analyze keeps the bin's edge where the exact threshold takes a look."""
-    plan = mixed.plan("ties", analyze=False)
+    """With statistics, --no-analyze keeps the bin's edge where the exact threshold takes a look,
+    and the threshold itself where somebody has looked before.
+    """
+    experts = mixed.family.names
+    mixed.store.plan(base="base", experts=experts, method="linear")
+    ask: dict[str, Any] = {"parameters": {"density": 0.123}, "method": "ties", "base": "base"}
+    plan = mixed.store.plan(**ask, experts=experts, analyze=False)
     assert plan.analyze_bytes_read == 0
     assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
+    assert (plan.error_estimate or 0) > 0
+    exact = mixed.store.plan(**ask, experts=experts)
+    again = mixed.store.plan(**ask, experts=experts, analyze=False)
+    assert again.plan == exact.plan != plan.plan
+    assert again.error_estimate == 0
 
 
 # -- requests that make no sense -----------------------------------------------------------------

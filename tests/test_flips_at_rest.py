@@ -31,7 +31,7 @@ from mstore.errors import MstoreError
 BLOCK = 1 << 16
 ELEMENTS = 40_000
 DATABASES = {
-    "stats": ("pairs", "tables", "squares", "thresholds"),
+    "stats": ("pairs", "tables", "squares", "thresholds", "ties"),
     "memo": ("outputs", "requests"),
 }
 

@@ -601,7 +601,7 @@ def test_statistics(made: Made, indexed: IndependentStore) -> None:
     with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as reading:
         names = [bytes(name).decode() for name, _ in reading.cursor()]
         handles = {name: env.open_db(name.encode(), reading, create=False) for name in names}
-        assert sorted(names) == ["pairs", "squares", "tables", "thresholds"]
+        assert sorted(names) == ["pairs", "squares", "tables", "thresholds", "ties"]
         place = reading.get(pair, db=handles["pairs"])
         batch, offset, length, check = struct.unpack(">III8s", place)
         tables = reading.get(struct.pack(">I", batch), db=handles["tables"])

@@ -6,6 +6,10 @@
                                                                 after the other
     squares      TensorId                                    -> sum of squares f64, check
     thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
+    ties         base TensorId + expert TensorId + k u64     -> elements with |d| = value in each
+                 + elements a chunk u64                         chunk, u32, up to the one in which
+                                                                the quota ends, check; nothing but
+                                                                the check where all are kept
 
 All of it is a pure function of tensors, so nothing is ever updated; a row that is missing or does
 not match its check (`mstore.blocks.checked_rows`) is taken again.  Tables go into batches because
@@ -22,6 +26,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mstore.blocks import disposable
 from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
 from mstore.blocks.disposable import Tell, silent
@@ -29,13 +36,15 @@ from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
 
-DATABASES = ("pairs", "tables", "squares", "thresholds")
+DATABASES = ("pairs", "tables", "squares", "thresholds", "ties")
 PENDING_ROWS = 256
 BATCH_BYTES = 1 << 16
 _PLACE = struct.Struct(f">III{CHECK_BYTES}s")
 _NUMBER = struct.Struct(">I")
 _SQUARES = struct.Struct(">d")
 _THRESHOLD = struct.Struct(">fQ")
+_KEEP = struct.Struct(">QQ")
+_TIES = np.dtype(">u4")
 
 
 class StatsStore:
@@ -165,10 +174,31 @@ class StatsStore:
         key = base + expert + keep.to_bytes(8, "big")
         self._put("thresholds", key, _THRESHOLD.pack(value, quota))
 
+    def ties(
+        self, base: TensorId, expert: TensorId, keep: int, chunk: int
+    ) -> npt.NDArray[np.int64] | None:
+        """Elements at the threshold chunk by chunk, or None; empty: all of them are kept."""
+        value = self._get("ties", base + expert + _KEEP.pack(keep, chunk))
+        if value is None or len(value) % _TIES.itemsize:
+            return None
+        return np.frombuffer(value, dtype=_TIES).astype(np.int64)
+
+    def put_ties(
+        self,
+        base: TensorId,
+        expert: TensorId,
+        keep: int,
+        chunk: int,
+        counts: npt.NDArray[np.int64],
+    ) -> None:
+        """Keep such counts: int64[chunks], as far as the quota goes."""
+        key = base + expert + _KEEP.pack(keep, chunk)
+        self._put("ties", key, counts.astype(_TIES).tobytes())
+
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
         """Drop what is known of tensors that are not stored, and batches that nothing is in."""
         with self._env.write() as transaction:
-            for database in ("pairs", "squares", "thresholds"):
+            for database in ("pairs", "squares", "thresholds", "ties"):
                 for key in self._gone(transaction, database, stored):
                     transaction.delete(key, db=self._env.databases[database])
             with transaction.cursor(db=self._env.databases["pairs"]) as cursor:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from mstore.blocks.meter import Meter
+from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
@@ -109,19 +110,24 @@ class _Run:
         )
         grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
         whole = self._blended(loaded, grant.quotas)
-        known: dict[tuple[bytes, bytes, tuple[int, ...]], float] = {
-            _key(task.tensor, task.row_of): 0.0
+        known: dict[tuple[bytes, tuple[int, ...], tuple[int, ...]], float] = {
+            _key(task.tensor, grant.quotas, task.row_of): 0.0
         }
         squares = []
         for tensor, present in cuts:
             row_of = tuple(
                 row if here else -1 for row, here in zip(task.row_of, present, strict=True)
             )
-            key = _key(tensor, row_of)
+            # What a plan keeps of the ties in a chunk that it reads is what the full one does.
+            quotas = tuple(
+                UNLIMITED if own == UNLIMITED else granted
+                for own, granted in zip(tensor.quotas.tolist(), grant.quotas, strict=True)
+            )
+            key = _key(tensor, quotas, row_of)
             if key not in known:
                 cut = replace(task, tensor=tensor, row_of=row_of)
                 part = Loaded(cut, loaded.sides, loaded.plain)
-                known[key] = _square(self._blended(part, tensor.quotas), whole)
+                known[key] = _square(self._blended(part, quotas), whole)
             squares.append(known[key])
         return squares
 
@@ -131,9 +137,11 @@ class _Run:
         return out
 
 
-def _key(tensor: TensorTask, row_of: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, ...]]:
-    """What the output depends on, among plans of one request."""
-    return tensor.thresholds.tobytes(), tensor.quotas.tobytes(), row_of
+def _key(
+    tensor: TensorTask, quotas: tuple[int, ...], row_of: tuple[int, ...]
+) -> tuple[bytes, tuple[int, ...], tuple[int, ...]]:
+    """What a chunk's output depends on, among plans of one request."""
+    return tensor.thresholds.tobytes(), quotas, row_of
 
 
 def _square(a: Bytes, b: Bytes) -> float:

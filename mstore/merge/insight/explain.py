@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mstore.errors import NotFound
 from mstore.ids import PlanId, SnapshotId
-from mstore.merge.arithmetic.operators import reuses_base
+from mstore.merge.arithmetic.operators import operator, reuses_base
 from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.tied import names_of_plan
@@ -63,8 +63,16 @@ def plan_report(
     if analyzed:
         # Not a note of the plan: the same plan costs nothing of the kind the next time.
         notes.append(
-            f"{analyzed} bytes of experts were read for statistics that were missing, apart from "
-            "the budget; add --base takes them on the way"
+            f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
+            "missing, apart from the budget, and are not read for them again"
+        )
+    elects = operator(plan.method).consensus
+    if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
+        # Figures of bench/estimates.py.
+        notes.append(
+            "the estimate is no bound: real errors were 0.1 to 1.7 times it where experts were "
+            "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
+            "--measure tells"
         )
     notes += _copied_notes(plan)
     return PlanReport(

@@ -314,7 +314,8 @@ class Planner:
     def _errors(self, states: States) -> tuple[float | None, float | None]:
         """Bound (additive operators only) and estimate; None where a norm is not known."""
         left_out = (states == OMITTED) | (states == DROPPED)
-        if not left_out.any():
+        surplus = self._surplus(states, left_out)
+        if not left_out.any() and not surplus.any():
             return (0.0 if self._operator.additive else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
         # Where nothing is left out, norms are of no interest, known or not.
@@ -323,7 +324,7 @@ class Planner:
         with np.errstate(over="ignore"):
             left = np.where(left_out, self._roots, 0.0)
             worst = math.fsum((added(left) ** 2).tolist())
-            typical = math.fsum(added(left**2).tolist())
+            typical = math.fsum([*added(left**2).tolist(), *surplus.ravel().tolist()])
             everything = math.fsum(added(np.where(known, self._roots, 0.0) ** 2).tolist())
         if not all(map(math.isfinite, (worst, typical, everything))):
             return None, None
@@ -351,6 +352,22 @@ class Planner:
             squares = math.fsum(added(self._roots**2).tolist())
         return math.sqrt(squares) / math.sqrt(base) if math.isfinite(squares) else None
 
+    def _surplus(self, states: States, left_out: Bools) -> Floats:
+        """What elements add that are kept beyond k: float64[K, T], squares as in `_roots`."""
+        grid, tensors = self._grid, self._survey.tensors
+        beyond = np.array([[e.surplus for e in t.experts] for t in tensors], dtype=np.float64)
+        if not beyond.any():
+            return np.zeros((0, 0))
+        starts = grid.starts[:-1]
+        partly = np.logical_or.reduceat(left_out, starts, axis=1)
+        kept = np.where(partly, beyond[:, :, 1].T, beyond[:, :, 0].T)
+        is_read = (states == READ) | (states == SHARED)
+        share = np.add.reduceat(np.where(is_read, grid.elements, 0.0), starts, axis=1)
+        share = share / np.add.reduceat(grid.elements, starts)
+        cuts = np.where(kept > 0, (self._scale * grid.threshold)[:, starts], 0.0)
+        squares: Floats = kept * share * cuts**2
+        return squares
+
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Norms of what is left out, per tensor and expert; -1 where not known."""
         squares = self._grid.split(self._squares)
@@ -371,11 +388,6 @@ class Planner:
             notes.append("no block of an expert fits the budget: the merge is the base")
         if not survey.tensors and (request.only or request.skip):
             notes.append("no tensor that an expert changed is left: the merge is the base")
-        if self._trims and left_out.any():
-            notes.append(
-                "trim thresholds are bin edges of the magnitude histograms: "
-                "exactly k are kept only at full budget"
-            )
         causes: dict[str, list[str]] = {}
         for name, cause in survey.missing:
             causes.setdefault(cause, []).append(name)

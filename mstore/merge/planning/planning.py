@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from blake3 import blake3
@@ -127,18 +128,18 @@ class Planning:
                     self.catalog,
                     self._statistics,
                     density,
-                    full=selection.full,
                     analyze=request.analyze,
                     pool=pool,
                     meter=self._surveyor.analyzed,
                 )
                 thresholds = [
-                    tuple(cut.of(tensor, expert) for expert in tensor.experts)
-                    for tensor in self._survey.tensors
+                    tuple(map(partial(cut.of, tensor), tensor.experts, states))
+                    for tensor, states in zip(self._survey.tensors, selection.states, strict=True)
                 ]
             if cut.at_edges:
                 notes.append(
-                    "some trim thresholds are bin edges of the magnitude histograms (--no-analyze)"
+                    "some trim thresholds are bin edges of the magnitude histograms, which keep "
+                    "more than k elements (--no-analyze); the estimate counts them"
                 )
         self._statistics.flush()
         return _record(self._survey, request, selection, thresholds, notes)

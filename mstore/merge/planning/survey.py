@@ -53,6 +53,8 @@ class ExpertTensor:
     equal: bool[chunks], the chunk's blocks are the base's.  twin: int64[chunks], the first expert
     with the same blocks there (itself, mostly).  cost: int64[chunks], stored bytes of the blocks.
     rows: CHUNK[chunks], None where statistics are missing.  threshold: where trimming cuts.
+    surplus: elements that trimming keeps beyond k because it may not look where they end: if all of
+    the expert is read, and if only part of it is.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -62,6 +64,7 @@ class ExpertTensor:
     cost: Counts
     rows: np.ndarray[Any, Any] | None
     threshold: Threshold | None
+    surplus: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +246,7 @@ class Surveyor:
                     cost[number],
                     rows,
                     threshold,
+                    self._surplus((base_id, id), threshold, elements, chunk),
                 )
             )
         return SurveyedTensor(name, base, elements, chunk, tuple(experts), copies)
@@ -327,6 +331,18 @@ class Surveyor:
             return rows, None
         keep = keep_count(float(self._request.parameters["density"]), table.elements)
         return rows, select(_without_nan(table.histogram), keep, table.elements)
+
+    def _surplus(
+        self, pair: tuple[TensorId, TensorId], cut: Threshold | None, elements: int, chunk: int
+    ) -> tuple[int, int]:
+        """See ExpertTensor; nothing where the data may be looked at, or was before."""
+        if cut is None or self._request.analyze or cut.needed in (0, cut.in_bin):
+            return 0, 0
+        keep = keep_count(float(self._request.parameters["density"]), elements)
+        beyond = cut.in_bin - cut.needed
+        if not cut.exact and self._statistics.threshold(*pair, keep) is None:
+            return beyond, beyond
+        return 0, 0 if self._statistics.ties(*pair, keep, chunk) is not None else beyond
 
     # -- the base ----------------------------------------------------------------------------
 

@@ -1,36 +1,44 @@
 """Trim thresholds: from a histogram's bin to what the engine is to cut at.
 
-At full budget exactly k elements are kept.  Where the bin is too coarse for that, a second look
-at the chunks that reach it decides, and its answer is kept for ever.  Under a budget the bin's
-edge serves, with all elements on it: how many of them lie in blocks that are not read is not
-known (docs/design/002-trim-thresholds.md).
+Exactly k elements of a tensor are kept, the ones with the largest magnitude and, of those that tie,
+the lowest index.  Which they are is a fact of the whole expert; a budget changes only what of it
+is read.  Two things may have to be looked up in the data, once for a pair of tensors and k: where
+in a bin that is too coarse the k-th largest lies (a second look), and, where a budget leaves some
+chunks out, how many ties each chunk has, since those that are left out use up the quota as well
+(docs/design/002-trim-thresholds.md).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from mstore.blocks.meter import Meter
-from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.arithmetic.operators import keep_count
 from mstore.merge.planning.survey import Counts, ExpertTensor, SurveyedTensor
-from mstore.objects.plan import Threshold
+from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
 from mstore.stats.chunks import read_chunk
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
 LOW_VALUES = 1 << 16
+# Chunks of one look: the quota may end in any of them, and the rest was read for nothing.
+_AHEAD = 8
+_ALL_KEPT = np.zeros(0, dtype=np.int64)
+
+States = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Thresholds:
     """Finds the thresholds of one plan.
 
-    density: share of a tensor's elements to keep.  full: nothing was left out for the budget.
-    analyze: a second look is allowed; `meter` counts the expert bytes that it reads.  `at_edges`
-    turns true once a bin's edge had to serve at full budget.
+    density: share of a tensor's elements to keep.  analyze: the data may be looked at; `meter`
+    counts the expert bytes that this reads.  `at_edges` turns true once a bin's edge had to serve,
+    with all elements on it, because that was ruled out.
     """
 
     def __init__(
@@ -39,7 +47,6 @@ class Thresholds:
         statistics: StatsStore,
         density: float,
         *,
-        full: bool,
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
@@ -47,49 +54,123 @@ class Thresholds:
         self._catalog = catalog
         self._statistics = statistics
         self._density = density
-        self._full = full
         self._analyze = analyze
         self.at_edges = False
         self._pool = pool
         self._meter = meter
 
-    def of(self, tensor: SurveyedTensor, expert: ExpertTensor) -> Threshold:
-        """What the engine is to cut this expert's delta at."""
+    def of(self, tensor: SurveyedTensor, expert: ExpertTensor, states: States) -> Threshold:
+        """What the engine is to cut this expert's delta at.
+
+        states: uint8[chunks], what is read of it.  A quota counts the ties that are read, lowest
+        index first.
+        """
         found = expert.threshold
         assert found is not None
-        if self._full and found.exact:
+        whole = self._whole(tensor, expert, found)
+        is_read = (states == READ) | (states == SHARED)
+        left_out = (states == OMITTED) | (states == DROPPED)
+        if whole is None:
+            self.at_edges |= bool(is_read.any())
+            return Threshold(found.value, UNLIMITED)
+        if whole.quota == UNLIMITED or not left_out.any():
+            return whole
+        if not is_read.any():
+            return Threshold(whole.value, UNLIMITED)
+        keep = keep_count(self._density, tensor.elements)
+        ties = self._statistics.ties(*expert.pair, keep, tensor.chunk_elements)
+        if ties is None or not _fit(ties, whole.quota, tensor.chunks):
+            if not self._analyze:
+                self.at_edges = True
+                return Threshold(whole.value, UNLIMITED)
+            ties = self._count_ties(tensor, expert, whole, bounded=found.exact)
+            self._statistics.put_ties(*expert.pair, keep, tensor.chunk_elements, ties)
+        if not len(ties):
+            return Threshold(whole.value, UNLIMITED)
+        kept = ties.copy()
+        kept[-1] -= int(ties.sum()) - whole.quota
+        return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
+
+    def _whole(
+        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
+    ) -> Threshold | None:
+        """The threshold of the whole expert; None where it takes a look that is ruled out."""
+        if found.exact:
             on_edge = found.in_bin - found.inexact
             return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
-        if self._full and self._analyze:
-            return self._second_look(tensor, expert, found)
-        self.at_edges = self._full
-        return Threshold(found.value, UNLIMITED)
+        keep = keep_count(self._density, tensor.elements)
+        known = self._statistics.threshold(*expert.pair, keep)
+        if known is not None:
+            return Threshold(*known)
+        return self._second_look(tensor, expert, found) if self._analyze else None
 
     def _second_look(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
     ) -> Threshold:
         """Exact k-th largest magnitude and quota, from the chunks that reach the bin."""
         keep = keep_count(self._density, tensor.elements)
-        known = self._statistics.threshold(*expert.pair, keep)
-        if known is not None:
-            return Threshold(*known)
-        assert expert.rows is not None
-        # Not `>=`: a NaN is the largest of all, and compares false.
-        reach = np.flatnonzero(~expert.equal & ~(expert.rows["max_abs"] < found.value))
         chunk = tensor.chunk_elements
 
         def count(number: int) -> Counts:
             low = np.zeros(LOW_VALUES, dtype=np.int64)
-            base = read_chunk(self._catalog, tensor.record, chunk, number, None)
-            data = read_chunk(self._catalog, expert.record, chunk, number, self._meter)
-            n = min(chunk, tensor.elements - number * chunk)
+            base, data, n = self._read(tensor, expert, number)
             dtypes = tensor.record.dtype, expert.record.dtype
             deltas.count_low(base, dtypes[0], data, dtypes[1], n, found.bin, low)
             return low
 
         low = np.zeros(LOW_VALUES, dtype=np.int64)
-        for counted in self._pool.map(count, reach.tolist()):
+        for counted in self._pool.map(count, _reaching(expert, found.value)):
             low += counted
         value, quota = histogram.select_exact(found, low)
         self._statistics.put_threshold(*expert.pair, keep, value, quota)
+        if low[int(np.float32(value).view(np.uint32)) % LOW_VALUES] == quota:
+            self._statistics.put_ties(*expert.pair, keep, chunk, _ALL_KEPT)
         return Threshold(value, quota)
+
+    def _count_ties(
+        self, tensor: SurveyedTensor, expert: ExpertTensor, cut: Threshold, *, bounded: bool
+    ) -> Counts:
+        """Ties of each chunk up to the one in which the quota ends; none where all are kept.
+
+        bounded: there are more ties than the quota.
+        """
+
+        def count(number: int) -> int:
+            base, data, n = self._read(tensor, expert, number)
+            dtypes = tensor.record.dtype, expert.record.dtype
+            return count_ties(base, dtypes[0], data, dtypes[1], n, cut.value)
+
+        ties = np.zeros(tensor.chunks, dtype=np.int64)
+        total = 0
+        reach = _reaching(expert, cut.value)
+        for start in range(0, len(reach), _AHEAD):
+            numbers = reach[start : start + _AHEAD]
+            for number, found in zip(numbers, self._pool.map(count, numbers), strict=True):
+                ties[number] = found
+                total += found
+                if total > cut.quota or (bounded and total == cut.quota):
+                    return ties[: number + 1]
+        return _ALL_KEPT
+
+    def _read(self, tensor: SurveyedTensor, expert: ExpertTensor, number: int) -> Any:
+        """The bytes of a chunk of the base and of the expert, and how many elements those are."""
+        chunk = tensor.chunk_elements
+        base = read_chunk(self._catalog, tensor.record, chunk, number, None)
+        data = read_chunk(self._catalog, expert.record, chunk, number, self._meter)
+        return base, data, min(chunk, tensor.elements - number * chunk)
+
+
+def _fit(ties: Counts, quota: int, chunks: int) -> bool:
+    """Whether ties as they were kept can be those of this tensor: the quota ends in the last."""
+    if not len(ties):
+        return True
+    over = int(ties.sum()) - quota
+    return len(ties) <= chunks and 0 <= over <= int(ties[-1])
+
+
+def _reaching(expert: ExpertTensor, value: float) -> list[int]:
+    """The chunks in which a magnitude reaches `value`, or a NaN hides what does."""
+    assert expert.rows is not None
+    # Not `>=`: a NaN is the largest of all, and compares false.
+    reach: list[int] = np.flatnonzero(~expert.equal & ~(expert.rows["max_abs"] < value)).tolist()
+    return reach

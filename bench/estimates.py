@@ -1,0 +1,213 @@
+"""Estimates of the error of merges that elect signs, against the error that was measured.
+
+    python bench/estimates.py WORK [--quick]
+
+Writes and prints bench/results/estimates.json.  WORK/family4 is trained by examples/family.py if it
+is not there (a minute with --quick; kept for the next run), WORK needs 1 GB.  Nothing is timed, and
+everything is a function of the families, so each merge is made once.
+
+Families of random numbers, three experts of 1.3 M elements:
+
+    normal        normal deltas that have nothing to do with each other
+    related       the same, correlated by 0.7
+    alike         the same, by 0.99
+    steps         every element moves by one step of bf16, up, down or not: all magnitudes tie
+    grid          steps of a few sizes, in bf16 and in fp32
+    undecided     two experts move every element apart by one step, and a light third one decides
+
+`ratio` is estimate over measured error: below 1 the merge is further off than was estimated.
+`looked` are the bytes read to know the ties under a budget, once a density, over what the merge
+without a budget reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
+
+import ml_dtypes
+import numpy as np
+from measure import RESULTS, keep, machine
+
+import mstore
+
+BLOCK_SIZE = 1 << 16
+ELEMENTS = 20 * BLOCK_SIZE
+SHARES = (0.1, 0.3, 0.6, 0.9, 0.99)
+WEIGHTS = {"equal": (1.0, 1.0, 1.0, 1.0), "unequal": (1.0, 0.5, 0.75, 1.0)}
+REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ties", {"density": 0.2}),
+    ("ties", {"density": 0.2, "normalize": False}),
+    ("ties", {"density": 0.7}),
+    ("ties", {"density": 1.0}),
+    ("dare_ties", {"density": 0.4, "seed": 3, "normalize": True}),
+    ("dare_ties", {"density": 0.4, "seed": 3}),
+)
+Array = np.ndarray[Any, Any]
+Model = dict[str, Array]
+Figures = dict[str, Any]
+
+
+def related(share: float) -> list[Model]:
+    """A base, and experts whose deltas have so much in common."""
+    rng = np.random.default_rng(13)
+    base, common = rng.standard_normal(ELEMENTS), rng.standard_normal(ELEMENTS)
+    models = [{"w": base}]
+    for _ in range(3):
+        own = rng.standard_normal(ELEMENTS) * np.sqrt(1 - share * share)
+        models.append({"w": base + (share * common + own) / 64})
+    return models
+
+
+def steps() -> list[Model]:
+    """One step up, down, or none."""
+    rng = np.random.default_rng(12)
+    base = (1 + rng.random(ELEMENTS)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    moves = (rng.integers(-1, 2, ELEMENTS) * 2.0**-7 for _ in range(3))
+    return [{"w": base}, *({"w": base + move} for move in moves)]
+
+
+def grid() -> list[Model]:
+    """Up to three steps."""
+    rng = np.random.default_rng(11)
+    base = {"a": np.zeros(ELEMENTS), "b": np.zeros(ELEMENTS, np.float32), "c": np.ones(ELEMENTS)}
+    models = [base]
+    for _ in range(3):
+        a, b = (2.0**-9 * rng.integers(-3, 4, ELEMENTS) for _ in "ab")
+        models.append(base | {"a": a, "b": (b * 1.00003).astype(np.float32)})
+    return models
+
+
+def undecided() -> list[Model]:
+    """Two that cancel, and a third, a thousand times as small, that decides."""
+    rng = np.random.default_rng(14)
+    base = np.ones(ELEMENTS, np.float32)
+    move, light = (rng.choice([-1.0, 1.0], ELEMENTS) for _ in range(2))
+    moves = (move * 2.0**-7, -move * 2.0**-7, light * 2.0**-17)
+    return [{"w": base}, *({"w": (base + one).astype(np.float32)} for one in moves)]
+
+
+FAMILIES: Mapping[str, Callable[[], list[Model]]] = {
+    "normal": lambda: related(0.0),
+    "related": lambda: related(0.7),
+    "alike": lambda: related(0.99),
+    "steps": steps,
+    "grid": grid,
+    "undecided": undecided,
+}
+TRAINED = "trained"
+
+
+def write(directory: Path, model: Model) -> None:
+    """A safetensors file; what is float64 becomes bf16."""
+    header, data = {}, b""
+    for name, array in model.items():
+        is_single = array.dtype == np.float32 and name != "a"
+        stored = (array if is_single else array.astype(ml_dtypes.bfloat16)).tobytes()
+        header[name] = {
+            "dtype": "F32" if is_single else "BF16",
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(stored)],
+        }
+        data += stored
+    text = json.dumps(header).encode()
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def set_up(work: Path, family: str, trained: Path) -> tuple[mstore.Store, list[str]]:
+    """A store of the family, and its experts."""
+    root = work / "estimates"
+    shutil.rmtree(root, ignore_errors=True)
+    if family == TRAINED:
+        told = json.loads((trained / "family.json").read_text())
+        directories = {name: trained / name for name in told["members"]}
+    else:
+        directories = {}
+        for number, model in enumerate(FAMILIES[family]()):
+            name = f"e{number}" if number else "base"
+            directories[name] = root / name
+            write(root / name, model)
+    root.mkdir(parents=True, exist_ok=True)
+    store = mstore.Store.init(root / "store", block_size=BLOCK_SIZE)
+    store.add(directories.pop("base"), name="base")
+    for name, directory in directories.items():
+        store.add(directory, name=name, base="base")
+    return store, list(directories)
+
+
+def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
+    """Each request at each share."""
+    found = []
+    for (method, parameters), (kind, weights) in itertools.product(REQUESTS, WEIGHTS.items()):
+        report = store.sweep(
+            base="base",
+            experts=list(zip(experts, weights, strict=False)),
+            method=method,
+            parameters=parameters,
+            shares=SHARES,
+            measure=True,
+        )
+        points = [
+            (point.share, point.error_estimate, point.measured_error) for point in report.points
+        ]
+        found.append(
+            {
+                "method": method,
+                "parameters": parameters,
+                "weights": kind,
+                "points": points,
+                "ratios": [e / m if m else None for _, e, m in points],
+                "looked": report.analyze_bytes_read / report.full_expert_bytes,
+            }
+        )
+    return found
+
+
+def summary(found: Sequence[Figures]) -> Figures:
+    """Smallest and largest ratio, by whether a merge divides by the weights that agree."""
+    told: Figures = {}
+    for one in found:
+        divides = one["parameters"].get("normalize", one["method"] == "ties")
+        key = "normalize" if divides else "no normalize"
+        ratios = [ratio for ratio in one["ratios"] if ratio]
+        low, high = told.get(key, (np.inf, 0.0))
+        told[key] = (min([low, *ratios]), max([high, *ratios]))
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--quick", action="store_true", help="train a model of 1 M parameters")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    trained = arguments.work / ("family4quick" if arguments.quick else "family4")
+    if not (trained / "family.json").exists():
+        from family import train_family
+
+        shutil.rmtree(trained, ignore_errors=True)
+        train_family(trained, quick=arguments.quick, experts=4)
+    results: Figures = {"machine": machine(), "quick": arguments.quick, "block_size": BLOCK_SIZE}
+    for family in (*FAMILIES, TRAINED):
+        store, experts = set_up(arguments.work, family, trained)
+        with store:
+            found = compare(store, experts)
+        results[family] = {"summary": summary(found), "merges": found}
+        print(family, results[family]["summary"], max(one["looked"] for one in found), flush=True)
+    shutil.rmtree(arguments.work / "estimates")
+    keep(arguments.results, "estimates", results)
+
+
+if __name__ == "__main__":
+    main()
