@@ -176,7 +176,7 @@ def plan_once(path: Path, what: str) -> None:
     mark()
     planner.select()
     mark()
-    whole = planning.Planning(catalog, statistics, asked, threads=1).plan()
+    whole = planning.Planning(catalog, statistics, asked, threads=1).plan().plan
     mark()
     encoded = whole.encode()
     whole.id()

@@ -51,7 +51,10 @@ class Place:
     def merge(self, plan: PlanReport, name: str = "m", **options: Any) -> MergeReport:
         """Run it; what was read is what the plan and the table say, to the byte."""
         promised = memo_expert_bytes(
-            self.store._catalog, self.store._memo, self.store._catalog.record(Plan, plan.plan)
+            self.store._catalog,
+            self.store._memo,
+            self.store._catalog.record(Plan, plan.plan),
+            plan.planned_expert_bytes,
         )
         report = self.store.merge(plan, name=name, **options)
         saved = promised if options.get("memo", True) else 0

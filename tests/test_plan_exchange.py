@@ -250,7 +250,6 @@ FORGED: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "parameter": lambda plan: {"parameters": (("density", 7.0), *plan.parameters[1:])},
     "few parameters": lambda plan: {"parameters": plan.parameters[1:]},
     "dtype": lambda plan: {"dtype": "I8"},
-    "over budget": lambda plan: {"budget": plan.planned_expert_bytes - 1},
     "negative cost": lambda plan: {"planned_expert_bytes": -1, "budget": None},
     "no experts": lambda plan: {"experts": ()},
     "weight": lambda plan: {

@@ -27,6 +27,7 @@ from mstore.reports import (
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from mstore.merge.planning.planning import Planned
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.virtual.deferred import Deferred
     from mstore.objects.plan import Plan
@@ -86,27 +87,28 @@ class Merging(OpenStore):
             expert_budget=expert_budget,
             top_p=top_p,
         )
-        plan, sources, analyzed = self._made(
+        planned, sources, analyzed = self._made(
             asked, thread_count(threads), progress, allow_noop=allow_noop
         )
-        memo = self._memo_expert_bytes(plan)
-        seconds = time.monotonic() - began
+        plan = planned.plan
         return plan_report(
             plan,
             plan.id(),
             sources,
+            planned.costs,
             analyzed=analyzed,
-            memo=memo,
+            memo=self._memo_expert_bytes(planned),
             warnings=self._of_licences(plan, sources),
-            seconds=seconds,
+            seconds=time.monotonic() - began,
         )
 
     def _made(
         self, asked: Request, threads: int, progress: Report | None, *, allow_noop: bool
-    ) -> tuple[Plan, Sources, int]:
+    ) -> tuple[Planned, Sources, int]:
         """The stored plan of a request, made now unless it was before; statistics bytes read."""
+        from mstore.merge.planning.costs import costs_of
         from mstore.merge.planning.noop import require_effect
-        from mstore.merge.planning.planning import Planning, request_key
+        from mstore.merge.planning.planning import Planned, Planning, request_key
         from mstore.merge.running.commit import store_plan
         from mstore.objects.plan import Plan
         from mstore.store.plans import Source, Sources, sources_of
@@ -123,19 +125,19 @@ class Merging(OpenStore):
                     require_effect(self._catalog, plan)
                 sources = Sources(base, experts, sources_of(self._catalog, known, plan).change)
                 store_plan(self._catalog, plan, sources)
-                return plan, sources, 0
+                return Planned(plan, costs_of(self._catalog, plan)), sources, 0
         planning = Planning(
             self._catalog, self._statistics, asked, threads=threads, progress=progress
         )
-        plan = planning.plan()
+        planned = planning.plan()
         if not allow_noop:
-            require_effect(self._catalog, plan)
+            require_effect(self._catalog, planned.plan)
         sources = Sources(base, experts, planning.change)
-        id = store_plan(self._catalog, plan, sources)
+        id = store_plan(self._catalog, planned.plan, sources)
         if asked.analyze:
             self._memo.put_plan(key, id)
             self._memo.flush()
-        return plan, sources, planning.analyzed
+        return planned, sources, planning.analyzed
 
     def sweep(
         self,
@@ -194,6 +196,7 @@ class Merging(OpenStore):
     def plans(self) -> list[PlanReport]:
         """Every stored plan, by base, method and cost."""
         from mstore.merge.insight.explain import plan_report
+        from mstore.merge.planning.costs import told_costs
         from mstore.objects.plan import Plan
         from mstore.store.plans import plan_ids, sources_of
 
@@ -202,7 +205,8 @@ class Merging(OpenStore):
             plan = self._catalog.record(Plan, id)
             # A plan whose inputs were removed can neither be named nor run.
             with suppress(NotFound):
-                found.append(plan_report(plan, id, sources_of(self._catalog, id, plan)))
+                sources = sources_of(self._catalog, id, plan)
+                found.append(plan_report(plan, id, sources, told_costs(self._catalog, plan)))
         return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))
 
     def _asked(
@@ -236,11 +240,11 @@ class Merging(OpenStore):
                 for who, text in Papers(self._catalog, plan).licence_warnings()
             )
 
-    def _memo_expert_bytes(self, plan: Plan) -> int:
+    def _memo_expert_bytes(self, planned: Planned) -> int:
         """Of what a plan reads, what the memo table saves right now."""
         from mstore.merge.running.memo_hits import memo_expert_bytes
 
-        return memo_expert_bytes(self._catalog, self._memo, plan)
+        return memo_expert_bytes(self._catalog, self._memo, planned.plan, planned.costs.planned)
 
     def _input(self, revision: str) -> Input:
         from mstore.merge.planning.request import Input
@@ -283,6 +287,7 @@ class Merging(OpenStore):
         nothing or whose result is the base; one that `plan` returned was allowed there.
         """
         from mstore.merge.insight.explain import plan_report
+        from mstore.merge.planning.costs import told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.running.commit import run_merge
         from mstore.objects.plan import Plan
@@ -302,7 +307,14 @@ class Merging(OpenStore):
             deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
             return deferred_report(
                 deferred,
-                plan_report(record, id, sources, analyzed=analyzed, warnings=licences),
+                plan_report(
+                    record,
+                    id,
+                    sources,
+                    told_costs(self._catalog, record),
+                    analyzed=analyzed,
+                    warnings=licences,
+                ),
                 name=name,
                 seconds=time.monotonic() - began,
             )
@@ -318,7 +330,7 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
         )
-        planned = plan_report(record, id, sources, warnings=licences)
+        planned = plan_report(record, id, sources, merged.outcome.costs, warnings=licences)
         return MergeReport(
             name=name,
             plan=id,
@@ -328,8 +340,8 @@ class Merging(OpenStore):
             virtual=False,
             method=record.method,
             budget_bytes=record.budget,
-            full_expert_bytes=record.full_expert_bytes,
-            planned_expert_bytes=record.planned_expert_bytes,
+            full_expert_bytes=planned.full_expert_bytes,
+            planned_expert_bytes=planned.planned_expert_bytes,
             expert_bytes_read=merged.outcome.expert_bytes_read,
             memo_expert_bytes=merged.outcome.memo_expert_bytes,
             resumed_expert_bytes=merged.outcome.resumed_expert_bytes,

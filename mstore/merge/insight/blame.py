@@ -22,6 +22,7 @@ from mstore.ids import SnapshotId
 from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
 from mstore.merge.insight.layers import layers_of
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.compute import tie_counts
@@ -169,7 +170,7 @@ class _Run:
     ) -> None:
         self.tasks = Tasks(catalog, plan)
         # Not only a count: a read beyond the plan does not happen.
-        self.expert_meter = Meter("expert", plan.planned_expert_bytes)
+        self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
         self.base_meter = Meter("base")
         self._catalog = catalog
         self._plan = plan

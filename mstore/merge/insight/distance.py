@@ -21,6 +21,7 @@ import numpy as np
 
 from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
@@ -55,7 +56,7 @@ def distances(
     StorageFailed.
     """
     run = _Run(catalog, full, plans)
-    total, done = max(1, full.planned_expert_bytes), 0
+    total, done = max(1, run.expert_meter.limit or 0), 0
     sums: list[list[float]] = [[] for _ in plans]
     with ThreadPoolExecutor(threads, "measure") as pool:
         for found in pool.map(run.tensor, range(len(full.tensors))):
@@ -76,7 +77,7 @@ class _Run:
         self._copies = Counter(self._full.first.values())
         self._scratch = Scratch()
         self._base_meter = Meter("base")
-        self.expert_meter = Meter("expert", full.planned_expert_bytes)
+        self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
 
     def tensor(self, position: int) -> list[list[float]]:
         """Per plan the squares of each chunk of one tensor, once for each of its names."""

@@ -14,6 +14,7 @@ import msgspec
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
 from mstore.merge.insight.explain import plan_report
+from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.fitting import check_block_size, check_fits
 from mstore.merge.running.commit import store_plan
 from mstore.objects.canonical import decode
@@ -149,7 +150,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
     check_fits(catalog, plan)
     sources = sources_of(catalog, id, plan)
     store_plan(catalog, plan, sources)
-    return plan_report(plan, id, sources)
+    return plan_report(plan, id, sources, told_costs(catalog, plan))
 
 
 def _plan(value: _Text) -> Plan:

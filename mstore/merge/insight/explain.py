@@ -15,6 +15,7 @@ from mstore.ids import PlanId, SnapshotId
 from mstore.merge.arithmetic.operators import operator, reuses_base
 from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
+from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
@@ -45,13 +46,14 @@ def plan_report(
     plan: Plan,
     id: PlanId,
     sources: Sources,
+    costs: Costs,
     *,
     analyzed: int = 0,
     memo: int | None = None,
     warnings: tuple[MergeWarning, ...] = (),
     seconds: float = 0.0,
 ) -> PlanReport:
-    """A plan as people see it; counts are of (expert, chunk) pairs.
+    """A plan as people see it; counts are of (expert, chunk) pairs, `costs` those in this store.
 
     warnings: what is to be said besides of experts that the plan itself shows to be idle.
     """
@@ -65,6 +67,11 @@ def plan_report(
         notes.append(
             f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
             "missing, apart from the budget, and are not read for them again"
+        )
+    if plan.budget is not None and costs.planned > plan.budget:
+        notes.append(
+            f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
+            f"bytes, more than its budget of {plan.budget}"
         )
     elects = operator(plan.method).consensus
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
@@ -91,8 +98,8 @@ def plan_report(
         only=plan.criteria.only,
         skip=plan.criteria.skip,
         top_p=plan.criteria.top_p,
-        full_expert_bytes=plan.full_expert_bytes,
-        planned_expert_bytes=plan.planned_expert_bytes,
+        full_expert_bytes=costs.full,
+        planned_expert_bytes=costs.planned,
         memo_expert_bytes=memo,
         analyze_bytes_read=analyzed,
         blocks_total=sum(counts.values()),
@@ -321,7 +328,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     return Explanation(
         snapshot=snapshot,
         origin=record.origin,
-        plan=plan_report(plan, plan_id, sources),
+        plan=plan_report(plan, plan_id, sources, told_costs(catalog, plan)),
         tensors=tuple(tensors),
         layers=layers,
         experts=experts,

@@ -14,8 +14,7 @@ from mstore.errors import BadRequest
 from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.distance import distances
 from mstore.merge.insight.explain import share_of
-from mstore.merge.planning.planning import Planning
-from mstore.objects.plan import Plan
+from mstore.merge.planning.planning import Planned, Planning
 from mstore.reports import Progress, SweepPoint, SweepReport
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
@@ -35,7 +34,7 @@ def sweep(
     planning: Planning,
     shares: Sequence[float],
     *,
-    memo_expert_bytes: Callable[[Plan], int],
+    memo_expert_bytes: Callable[[Planned], int],
     measure: bool,
     threads: int,
     progress: Callable[[Progress], None] | None = None,
@@ -56,8 +55,8 @@ def sweep(
         # The last one reads nothing: as far as it is from the full merge, so far is the base.
         found = distances(
             planning.catalog,
-            planning.full_plan(),
-            [*plans, planning.plan_within(0)],
+            planning.full_plan().plan,
+            [planned.plan for planned in [*plans, planning.plan_within(0)]],
             threads=threads,
             progress=progress,
         )
@@ -68,16 +67,16 @@ def sweep(
     points = tuple(
         SweepPoint(
             share=share,
-            budget_bytes=plan.budget or 0,
-            planned_expert_bytes=plan.planned_expert_bytes,
-            unread_expert_bytes=plan.planned_expert_bytes - memo_expert_bytes(plan),
-            error_bound=plan.error_bound,
-            error_estimate=plan.error_estimate,
-            error_share_estimate=share_of(plan.error_estimate, planning.change),
+            budget_bytes=planned.plan.budget or 0,
+            planned_expert_bytes=planned.costs.planned,
+            unread_expert_bytes=planned.costs.planned - memo_expert_bytes(planned),
+            error_bound=planned.plan.error_bound,
+            error_estimate=planned.plan.error_estimate,
+            error_share_estimate=share_of(planned.plan.error_estimate, planning.change),
             measured_error=error,
             measured_error_share=share_of(error, whole),
         )
-        for share, plan, error in zip(shares, plans, measured, strict=True)
+        for share, planned, error in zip(shares, plans, measured, strict=True)
     )
     return SweepReport(
         method=planning.request.method,

@@ -39,6 +39,7 @@ from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import agreement, dilution, lottery, seed
 from mstore.merge.planning.survey import Survey
+from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
@@ -55,7 +56,8 @@ class Selection:
 
     states: uint8[experts, chunks] per tensor.  full: nothing was left out, for the budget or for
     top_p.  budget, expert_budget: bytes, None for no limit.  omitted: per tensor and expert the
-    norm of what was left out (-1: not known).
+    norm of what was left out (-1: not known).  full_expert_bytes, planned_expert_bytes: at rest;
+    plain_bytes: the same two as plain bytes, which are equal in every store.
     """
 
     states: tuple[States, ...]
@@ -65,6 +67,7 @@ class Selection:
     expert_budget: int | None
     full_expert_bytes: int
     planned_expert_bytes: int
+    plain_bytes: tuple[int, int]
     error_bound: float | None
     error_estimate: float | None
     notes: tuple[str, ...]
@@ -86,6 +89,8 @@ class Planner:
         self._free_states = self._free()
         leaders = self._led(self._free_states)
         self.full_expert_bytes = int(self._grid.cost[leaders == self._own].sum())
+        self._plain = self._grid.elements * self._itemsizes()
+        self._full_plain = int(self._plain[leaders == self._own].sum())
         self._squares = self._tails() if self._trims else self._whole()
         self._scale = np.array(_coefficients(request))[:, None] * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
@@ -120,6 +125,7 @@ class Planner:
             expert_budget=cap,
             full_expert_bytes=self.full_expert_bytes,
             planned_expert_bytes=int(self._units.cost[chosen].sum()),
+            plain_bytes=(self._full_plain, int(self._plain[states == READ].sum())),
             error_bound=bound,
             error_estimate=estimate,
             notes=self._notes(left_out, chosen),
@@ -127,6 +133,12 @@ class Planner:
 
     def _bytes(self, budget: int | float | None) -> int | None:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
+
+    def _itemsizes(self) -> Floats:
+        """Bytes of an element of each expert: float64[K, C]."""
+        sizes = [[ITEMSIZES[e.record.dtype] for e in t.experts] for t in self._survey.tensors]
+        shape = len(sizes), self._grid.shape[0]
+        return np.array(sizes, dtype=np.float64).reshape(shape).T[:, self._grid.tensor]
 
     # -- what is free ------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from mstore.ids import ID_BYTES, ManifestId
 from mstore.merge.arithmetic.operators import needs_thresholds
+from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Survey, Surveyor
@@ -24,7 +25,7 @@ from mstore.reports import Progress
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
-PLANNER = 3
+PLANNER = 4
 """To be raised whenever the same request leads to another plan."""
 
 
@@ -62,6 +63,14 @@ def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
     return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it costs in the store that it was made in."""
+
+    plan: Plan
+    costs: Costs
+
+
 class Planning:
     """One request, surveyed and ranked.  Not for several threads at once.
 
@@ -95,7 +104,7 @@ class Planning:
         """Cost of all expert blocks that matter."""
         return self._planner.full_expert_bytes
 
-    def plan(self) -> Plan:
+    def plan(self) -> Planned:
         """The plan that was asked for."""
         return self._finished(self._planner.select(), self.request)
 
@@ -104,11 +113,11 @@ class Planning:
         """Estimate of what the full merge changes (`Selection.change`)."""
         return self._planner.change
 
-    def plan_within(self, budget: int) -> Plan:
+    def plan_within(self, budget: int) -> Planned:
         """The plan of the same request with this budget, in bytes, and no error asked for."""
         return self._finished(self._planner.cut(budget), replace(self.request, max_error=None))
 
-    def full_plan(self) -> Plan:
+    def full_plan(self) -> Planned:
         """The plan of the same merge that leaves nothing out: what errors are relative to."""
         whole = replace(self.request, budget=None, max_error=None, expert_budget=None, top_p=None)
         return self._finished(Planner(self._survey, whole).select(), whole)
@@ -118,7 +127,7 @@ class Planning:
         """Square of the norm that errors are relative to, None where it is not known."""
         return self._survey.base_squares
 
-    def _finished(self, selection: Selection, request: Request) -> Plan:
+    def _finished(self, selection: Selection, request: Request) -> Planned:
         notes = list(selection.notes)
         thresholds: list[tuple[Threshold, ...]] = [() for _ in self._survey.tensors]
         if needs_thresholds(request.method, request.parameters):
@@ -142,7 +151,10 @@ class Planning:
                     "more than k elements (--no-analyze); the estimate counts them"
                 )
         self._statistics.flush()
-        return _record(self._survey, request, selection, thresholds, notes)
+        return Planned(
+            _record(self._survey, request, selection, thresholds, notes),
+            Costs(selection.full_expert_bytes, selection.planned_expert_bytes),
+        )
 
 
 def _record(
@@ -183,8 +195,8 @@ def _record(
             skip=request.skip,
             top_p=request.top_p,
         ),
-        full_expert_bytes=selection.full_expert_bytes,
-        planned_expert_bytes=selection.planned_expert_bytes,
+        full_expert_bytes=selection.plain_bytes[0],
+        planned_expert_bytes=selection.plain_bytes[1],
         error_bound=selection.error_bound,
         error_estimate=selection.error_estimate,
         tensors=tensors,

@@ -208,8 +208,8 @@ class Surveyor:
             return None
         output = self._request.dtype or base.dtype
         chunk = chunk_elements(self._catalog.block_size, *sources, output)
-        ids = _chunk_ids(base, chunk, self._catalog.block_size)
-        sides = [_chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
+        ids = chunk_ids(base, chunk, self._catalog.block_size)
+        sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
         dtypes = [record.dtype for _, record in pairs]
         equal = np.zeros((len(pairs), len(ids)), dtype=bool)
         for number, side in enumerate(sides):
@@ -435,7 +435,7 @@ def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
     return table.elements == math.prod(base.shape) and chunk % table.chunk_elements == 0
 
 
-def _chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
+def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
     """uint64[chunks, 4 * blocks a chunk]: ids as rows, a short last row padded with zeros."""
     width = _ID_WORDS * blocks_per_chunk(record.dtype, chunk, block_size)
     words = np.frombuffer(record.blocks, dtype=np.uint64)
@@ -447,7 +447,7 @@ def _chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
 def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
     """The first expert with the same blocks in the same chunk: int64[K, chunks].
 
-    sides: block ids as `_chunk_ids` gives them.  Equal bytes of another dtype are no twins.
+    sides: block ids as `chunk_ids` gives them.  Equal bytes of another dtype are no twins.
     """
     twin = np.repeat(np.arange(len(sides)), len(sides[0])).reshape(len(sides), -1)
     for dtype in dict.fromkeys(dtypes):

@@ -6,9 +6,10 @@ computed (`mstore.merge.running.slices`): on threads of this process, where the 
 sealed while the next is computed, or by any executor.  The records of the output come last.
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
-the `pread` to a meter whose limit is the plan's own figure; a slice that runs elsewhere is charged
-whole before it is handed out, and refuses to read more than that.  Deterministic: the outcome is a
-function of the plan alone, for any number of threads, any executor, any memo table.
+the `pread` to a meter whose limit is what those blocks take in this store; a slice that runs
+elsewhere is charged whole before it is handed out, and refuses to read more than that.
+Deterministic: the outcome is a function of the plan alone, for any number of threads, any executor,
+any memo table.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mstore.blocks.packs import Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import block_count, partition
 from mstore.errors import BudgetExceeded, Corrupt
 from mstore.ids import ID_BYTES, BlockId, Id, TensorId
+from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.leftovers import Leftovers, write_receipt
 from mstore.merge.running.memo_hits import Shape, find_hits
@@ -106,14 +108,15 @@ class Outcome:
     """What a run produced and what it cost (bytes).
 
     tensors: the merged ones, by the name they are planned under.  memo_rows: what the memo table
-    may learn once the output is published.  resumed_expert_bytes: read by a run that was
-    interrupted, whose work this one took over.
+    may learn once the output is published.  costs: of the plan, here.  resumed_expert_bytes: read
+    by a run that was interrupted, whose work this one took over.
     """
 
     manifest: Manifest
     coverage: Coverage
     tensors: dict[str, Tensor]
     memo_rows: tuple[tuple[bytes, bytes], ...]
+    costs: Costs
     expert_bytes_read: int
     memo_expert_bytes: int
     resumed_expert_bytes: int
@@ -178,7 +181,8 @@ class Engine:
         self._layout = Layout(catalog, self._tasks)
         self._bounds = bounds(self._tasks, memory=means.memory, threads=means.threads)
         self._keys = MemoKeys(self._tasks)
-        self._expert_meter = Meter("expert", plan.planned_expert_bytes)
+        self._costs = costs_of(catalog, plan)
+        self._expert_meter = Meter("expert", self._costs.planned)
         self._base_meter = Meter("base")
         self._leftovers = None if sink is None else Leftovers(sink.directory, catalog)
         self._jobs: dict[str, _Job] = {}
@@ -219,12 +223,13 @@ class Engine:
             self._plan.id(), tuple(self._cover(self._jobs[t.name]) for t in self._plan.tensors)
         )
         read = self._expert_meter.total
-        saved = self._plan.planned_expert_bytes - read - self._resumed_bytes
+        saved = self._costs.planned - read - self._resumed_bytes
         return Outcome(
             manifest=manifest,
             coverage=coverage,
             tensors=tensors,
             memo_rows=tuple(self._rows),
+            costs=self._costs,
             expert_bytes_read=read,
             memo_expert_bytes=saved if self._hits else 0,
             resumed_expert_bytes=self._resumed_bytes,

@@ -75,8 +75,8 @@ def find_hits(
     return Hits(known, {number: row for number, row in rows.items() if number not in known})
 
 
-def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan) -> int:
-    """Of the plan's expert bytes, those that a merge would not read now.
+def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
+    """Of the `planned` bytes that a plan reads of experts, those that a merge would not read now.
 
     The plan must fit this store.
     """
@@ -86,17 +86,17 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan) -> int:
     keys = MemoKeys(tasks)
     known: list[tuple[TensorTask, list[int]]] = []
     unknown: list[tuple[TensorTask, list[int]]] = []
-    for planned in plan.tensors:
-        tensor = tasks.tensor(planned.name)
+    for one in plan.tensors:
+        tensor = tasks.tensor(one.name)
         numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
-        shape = Shape(tensor, tasks.members(planned.name), catalog.block_size)
+        shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
         named = dict(zip(numbers, keys.chunks(tensor, numbers), strict=True))
         hits = find_hits(memo, catalog.has_blocks, shape, named).known
         known.append((tensor, list(hits)))
         unknown.append((tensor, [number for number in numbers if number not in hits]))
     # What is dear is looking up what a chunk costs: the smaller half says as much.
     if _count(unknown) < _count(known):
-        return plan.planned_expert_bytes - _expert_bytes(catalog, tasks, unknown)
+        return planned - _expert_bytes(catalog, tasks, unknown)
     return _expert_bytes(catalog, tasks, known)
 
 

@@ -6,8 +6,8 @@ the id of every block that was computed, also while the block itself is stored n
 that comes out differently than it once did is Corrupt, and never handed out.
 
 The bytes are those of the real merge of the same plan.  Reads of experts are charged as there:
-what is read for the first time to a meter whose limit is the plan's own figure; what is read again
-(because it was forgotten since) chunk by chunk to the same limit.
+what is read for the first time to a meter whose limit is what the plan costs in this store; what is
+read again (because it was forgotten since) chunk by chunk to the same limit.
 
 Safe for any number of threads.  Memory: a chunk of each side a thread, and what readers keep.
 """
@@ -27,6 +27,7 @@ from mstore.blocks.meter import Meter
 from mstore.checkpoint.partition import partition
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
+from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
@@ -59,7 +60,7 @@ class _Plan:
         self.tasks = Tasks(catalog, plan)
         self.keys = MemoKeys(self.tasks)
         self.names = {tensor.name for tensor in plan.tensors}
-        self.first_reads = Meter("expert", plan.planned_expert_bytes)
+        self.first_reads = Meter("expert", costs_of(catalog, plan).planned)
 
 
 class _Tensor:

@@ -1,0 +1,81 @@
+"""What a plan costs in this store: bytes at rest of the expert blocks that it names.
+
+A plan says what is merged, and is the same in any store; how its blocks lie differs from store to
+store, and may change (`add` with another codec).  So costs stand beside a plan, looked up where
+they are wanted.  What the record of a plan holds are plain bytes, which nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstore.errors import Corrupt, NotFound
+from mstore.ids import ID_BYTES
+from mstore.merge.planning.survey import Bools, Counts, Words, chunk_ids, twins
+from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.store.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes at rest of experts: all that matter, and those that the plan reads."""
+
+    full: int
+    planned: int
+
+
+def costs_of(catalog: Catalog, plan: Plan) -> Costs:
+    """What a plan that fits this store costs here.  Raises NotFound, Corrupt where it misses one.
+
+    Blocks that several experts share in a chunk are read, and count, once.
+    """
+    experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
+    blocks: list[Words] = []
+    read: list[Bools] = []
+    for tensor in plan.tensors:
+        records = catalog.tensors([found[tensor.name] for found in experts])
+        states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
+        sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in records]
+        first = twins(sides, [record.dtype for record in records])
+        is_read = (states == READ) | (states == SHARED)
+        matters = is_read | (states == OMITTED) | (states == DROPPED)
+        leads, group_read = _groups(first, matters, is_read)
+        for side, lead, reads in zip(sides, leads, group_read, strict=True):
+            own = side[lead].reshape(-1, ID_BYTES // 8)
+            # A short last chunk was filled up with zeros, which are nobody's hash.
+            there = own.any(axis=1)
+            blocks.append(own[there])
+            read.append(np.repeat(reads[lead], side.shape[1] * 8 // ID_BYTES)[there])
+    if not blocks:
+        return Costs(0, 0)
+    raw = np.concatenate(blocks).tobytes()
+    ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+    lengths = catalog.stored_lengths(ids)
+    return Costs(int(lengths.sum()), int(lengths[np.concatenate(read)].sum()))
+
+
+def told_costs(catalog: Catalog, plan: Plan) -> Costs:
+    """The same, or plain bytes where an input is not stored any more."""
+    try:
+        return costs_of(catalog, plan)
+    except (NotFound, Corrupt):
+        return Costs(plan.full_expert_bytes, plan.planned_expert_bytes)
+
+
+def _groups(first: Counts, matters: Bools, is_read: Bools) -> tuple[Bools, Bools]:
+    """bool[K, chunks]: the first of the experts with equal blocks that matter there, and whether
+    one of those is read.
+
+    first: the first expert with the same blocks in the same chunk (`survey.twins`).
+    """
+    columns = np.arange(first.shape[1])
+    seen = np.zeros_like(matters)
+    any_read = np.zeros_like(matters)
+    leads = np.zeros_like(matters)
+    for k, twin in enumerate(first):
+        leads[k] = matters[k] & ~seen[twin, columns]
+        seen[twin[matters[k]], columns[matters[k]]] = True
+        any_read[twin[is_read[k]], columns[is_read[k]]] = True
+    return leads, np.take_along_axis(any_read, first, axis=0)
