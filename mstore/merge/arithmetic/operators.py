@@ -219,8 +219,8 @@ def coefficients(
     """|c_k|: leaving out a delta d_k changes the merge by at most |c_k| * ||d_k||, per expert.
 
     The exact quotient of the float32 factors that the kernel uses, rounded up to a float64.  The
-    bound is on the sum in exact arithmetic: the kernel's own float32 roundings, at most
-    (K + 4) * 2^-24 of what it adds up, come on top like the rounding to the output type.
+    bound is on the sum in exact arithmetic: the kernel's own roundings come on top (`rounding`),
+    like the rounding to the output type.
     Raises BadRequest for an operator that has no such bound.
     """
     if not operator(method).additive:
@@ -233,6 +233,89 @@ def coefficients(
         / abs(Fraction(fixed_divisor(method, parameters, weights)))
     )
     return [_upper(abs(Fraction(weight)) * factor) for weight in rounded]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far the kernel's float32 is from exact arithmetic, for an additive operator.
+
+    Of one element with base b and float32 deltas d_k, of experts that are read (the others are
+    zero), the kernel makes y, and exact arithmetic with the same float32 factors makes
+    Y = [W] b + sum c_k d_k, where W is sum w_k for `linear` without `normalize`, else 1.  Then
+
+        |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
+
+    as long as no step is larger than the largest float32.  weights: w_k; factors: |divisor|,
+    |lambda| and the rescale factor; direct: as for the operator.
+
+    **Proof.**  u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
+    its result, or by h where that is subnormal; a sum by at most u of its result (a subnormal sum
+    is exact).  Let g(m) = m u / (1 - m u), which is not less than (1 + u)^m - 1 (Higham, "Accuracy
+    and stability of numerical algorithms", lemma 3.1).  Each term of the sum goes through at most m
+    steps, so it comes out with a relative error of at most g(m):
+
+    - others: by rescale factor and by weight, K - 1 additions, by divisor, by lambda: m = K + 3.
+      What is lost in subnormals: h |w_k| + h for each k, over |D| and times |lambda|, h |lambda|
+      for the quotient, h for lambda, all of it up to (1 + g(m)) times through what follows.
+      The base is added last: off by u of |b| + sum |c_k| |d_k| (1 + g(m)) + what was lost.
+      What is zero in float32 leaves the base as it is, which is no larger an error.
+    - linear: K fused steps and the quotient, m = K + 1, on w_k e_k with e_k = b + d_k / (1 + v),
+      |v| <= u.  So the relative error is of sum |w_k| / |D| |b| + sum |c_k| |d_k| / (1 - u), and
+      sum |c_k| |d_k| u / (1 - u) is what d_k itself is off.  Lost in subnormals: K h / |D| + h.
+      With `normalize`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off
+      by |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base is off by
+      nothing.
+
+    The merge under a budget and the full one are each that far from their own Y, and the two Y
+    differ by sum |c_k| |d_k| over what is left out.
+    """
+
+    of_deltas: float
+    of_base: float
+    floor: float
+    weights: tuple[float, ...]
+    factors: tuple[float, float, float]
+    direct: bool
+
+
+_UNIT: Final = Fraction(1, 2**24)
+_SUBNORMAL: Final = Fraction(1, 2**150)
+
+
+def rounding(method: str, parameters: Mapping[str, Value], weights: Sequence[float]) -> Rounding:
+    """What float32 adds to the error of an additive operator's merge; see `Rounding`."""
+    rounded = check_weights(method, parameters, weights)
+    flags, count = operator(method), len(rounded)
+    divisor = abs(Fraction(fixed_divisor(method, parameters, weights)))
+    lam = abs(Fraction(single(parameters.get("lambda", 1.0))))
+    rescale = Fraction(rescale_factor(method, parameters))
+    exact = [Fraction(weight) for weight in rounded]
+    if flags.direct:
+        grown = _grown(count + 1)
+        base = grown * sum(map(abs, exact)) / divisor
+        if parameters["normalize"]:
+            base += abs(sum(exact) / Fraction(fixed_divisor(method, parameters, weights)) - 1)
+        deltas = (grown + _UNIT) / (1 - _UNIT)
+        floor = _SUBNORMAL * (count / divisor + 1)
+    else:
+        grown = _grown(count + 3)
+        lost = sum(1 + abs(weight) for weight in exact) / divisor + 1
+        floor = _SUBNORMAL * (lost * lam + 1) * (1 + grown) * (1 + _UNIT)
+        deltas = grown + _UNIT * (1 + grown)
+        base = _UNIT
+    return Rounding(
+        of_deltas=_upper(deltas),
+        of_base=_upper(base),
+        floor=_upper(floor * (1 + grown)),
+        weights=rounded,
+        factors=(float(divisor), float(lam), float(rescale)),
+        direct=flags.direct,
+    )
+
+
+def _grown(steps: int) -> Fraction:
+    """Largest relative error of so many roundings."""
+    return steps * _UNIT / (1 - steps * _UNIT)
 
 
 def reuses_base(method: str, parameters: Mapping[str, Value]) -> bool:

@@ -12,7 +12,8 @@ orthogonal, so
     ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
 
 That, over ||base||, is the certified `error_bound`, whatever the units were ranked by.  It
-includes what float32 arithmetic may add on either side.  For operators that elect signs there is
+includes what float32 arithmetic may add on either side (`operators.Rounding` has the proof), and
+there is none where a step of it might overflow.  For operators that elect signs there is
 no such bound; `error_estimate` takes the sparsified deltas of different experts as orthogonal.
 
 With top_p, chunks are dropped first: those with the smallest error of the kind above, were they
@@ -29,10 +30,13 @@ import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.operators import (
+    MAX_SINGLE,
     OPERATORS,
+    Rounding,
     coefficients,
     needs_thresholds,
     reuses_base,
+    rounding,
 )
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
@@ -44,8 +48,8 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
-# Relative error that float32 arithmetic adds to one element, a rounding and an expert.
-_FLOAT32_UNIT = 2.0**-24
+# Sums of squares and their roots are off by less than this: 2^-53 a step, in at most 2^28 steps.
+_FLOAT64_ERROR = 2.0**-24
 # Tensors with numbers that are not finite are damaged weights: more of them are named.
 _NAMED = 20
 
@@ -99,6 +103,7 @@ class Planner:
             self._free_states[:, dropped] == READ, DROPPED, self._free_states[:, dropped]
         )
         self._leaders = np.where(dropped, -1, leaders)
+        self._rounding = self._float32_error()
         self._units = self._list_units()
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
 
@@ -337,18 +342,48 @@ class Planner:
             left = np.where(left_out, self._roots, 0.0)
             worst = math.fsum((added(left) ** 2).tolist())
             typical = math.fsum([*added(left**2).tolist(), *surplus.ravel().tolist()])
-            everything = math.fsum(added(np.where(known, self._roots, 0.0) ** 2).tolist())
+            everything = float(added(np.where(known, self._roots, 0.0) ** 2).sum())
+        # Where something read is not finite, a distance means nothing.
         if not all(map(math.isfinite, (worst, typical, everything))):
             return None, None
         norm = math.sqrt(base)
         estimate = math.sqrt(typical) / norm
-        if not self._operator.additive:
+        # Of what is read without statistics it is not known what rounding does to it.
+        in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
+        if not self._operator.additive or in_dark.any() or not math.isfinite(self._rounding):
             return None, estimate
-        # Both merges round: at most experts + 4 float32 roundings of everything that is summed.
-        experts = len(self._own)
-        sums = 1.0 + math.sqrt(experts * everything) / norm
-        rounding = 2 * (experts + 4) * _FLOAT32_UNIT * sums
-        return math.sqrt(worst) / norm * (1 + 1e-9) + rounding, estimate
+        bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
+        return math.nextafter(bound, math.inf), estimate
+
+    def _float32_error(self) -> float:
+        """What float32 may add to the distance of two merges; infinite where a step may overflow.
+
+        Chunks of which nothing is left out come out alike.  Here are all that anything may be left
+        out of, so that it does not depend on the budget.
+        """
+        if not self._operator.additive:
+            return math.inf
+        grid, request = self._grid, self._request
+        error = rounding(request.method, request.parameters, request.weights)
+        computed = (self._free_states == READ).any(axis=0)
+        if not computed.any():
+            return 0.0
+        # A chunk's elements of the base are as many in the row of every expert that has one.
+        squares = np.where(grid.known, grid.column("base_squares"), 0.0).max(axis=0)[computed]
+        largest = np.where(grid.known, grid.column("max_abs"), 0.0)[:, computed]
+        if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:
+            return math.inf
+        with np.errstate(over="ignore", invalid="ignore"):
+            roots = np.where(grid.known, self._roots, 0.0)[:, computed]
+            copies = grid.copies[computed]
+            one = (
+                error.of_deltas * added(roots)
+                + error.of_base * np.sqrt(squares * copies)
+                + error.floor * np.sqrt(grid.elements[computed] * copies)
+            )
+            # Both merges are that far from exact arithmetic.
+            total = 2 * math.sqrt(math.fsum((one * one).tolist()))
+        return total if math.isfinite(total) else math.inf
 
     @property
     def change(self) -> float | None:
@@ -422,6 +457,18 @@ class Planner:
                 "share are the base's, converted"
             )
         return tuple(notes)
+
+
+def largest_step(error: Rounding, largest: Floats, base: Floats) -> float:
+    """No step of the kernel is larger, where |d_k| <= largest (float64[K, C]) and |b| <= base."""
+    divisor, lam, rescale = error.factors
+    with np.errstate(over="ignore", invalid="ignore"):
+        sides = base + largest if error.direct else np.maximum(largest, largest * rescale)
+        total = added([abs(w) * side for w, side in zip(error.weights, sides, strict=True)])
+        mixed = total / divisor
+        steps = [sides.max(axis=0), total, mixed, mixed * lam, mixed * lam + base]
+        found = float(np.max(steps)) * (1 + 2.0**-10)
+    return found if math.isfinite(found) else math.inf
 
 
 def _few(names: list[str] | tuple[str, ...], most: int = 3) -> str:

@@ -1,0 +1,210 @@
+"""The certified bound against exact arithmetic, on numbers made to break it.
+
+One chunk of a few elements, base and experts of float32 from subnormal to nearly infinite, weights
+that cancel; the library's statistics, planner and kernel.  What is measured is computed in
+fractions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mstore.errors import BadRequest
+from mstore.ids import ManifestId, SnapshotId, TensorId
+from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
+from mstore.merge.arithmetic.operators import parse_parameters
+from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.planning.planner import Planner
+from mstore.merge.planning.request import Input, request
+from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
+from mstore.objects.plan import OMITTED, READ
+from mstore.objects.tensor import Tensor
+from mstore.stats import deltas
+
+Single = npt.NDArray[np.float32]
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}),
+    ("linear", {"normalize": False}),
+    ("task_arithmetic", {}),
+    ("task_arithmetic", {"normalize": True, "lambda": 0.3}),
+    ("task_arithmetic", {"lambda": -3e38}),
+    ("dare_linear", {"density": 0.5, "seed": 1}),
+    ("dare_linear", {"density": 0.01, "seed": 1, "normalize": True, "lambda": 1e-3}),
+]
+TINY = float(np.float32(2.0**-149))
+
+
+def merged(
+    method: str, parameters: dict[str, Any], weights: list[float], base: Single, experts: list[Any]
+) -> Single:
+    """The kernel's float32; an expert that is None is left out."""
+    there = [expert for expert in experts if expert is not None]
+    rows = np.stack(there) if there else np.zeros((1, base.size), dtype=np.float32)
+    numbers = iter(range(len(there)))
+    out = np.zeros(base.size, dtype=np.float32)
+    mix_chunk(
+        Mix.build(method, parameters, weights),
+        base.view(np.uint8),
+        "F32",
+        rows.view(np.uint8),
+        ["F32"] * len(there),
+        np.array([-1 if expert is None else next(numbers) for expert in experts]),
+        base.size,
+        0,
+        np.zeros(len(experts), dtype=np.float32),
+        np.full(len(experts), UNLIMITED),
+        mask_keys(int(parameters.get("seed", 0)), len(experts), "t"),
+        out.view(np.uint8),
+        "F32",
+    )
+    return out
+
+
+def planner(
+    method: str, parameters: dict[str, Any], weights: list[float], base: Single, experts: list[Any]
+) -> Planner:
+    """What plans a merge of this one tensor."""
+    n = base.size
+    record = Tensor("F32", (n,), 4 * n, b"")
+    sides = []
+    for k, expert in enumerate(experts):
+        counts = np.zeros((0x8000, 2), dtype=np.int64)
+        row = deltas.measure(base.view(np.uint8), "F32", expert.view(np.uint8), "F32", n, 0, counts)
+        ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
+        cost, twin = np.array([4 * n]), np.array([k])
+        sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, None))
+    squares = deltas.base_squares(base.view(np.uint8), "F32", n)
+    tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1)
+    manifest, snapshot = ManifestId.of(b"m"), SnapshotId.of(b"s")
+    survey = Survey(manifest, (manifest,) * len(sides), 1 << 16, (tensor,), squares, (), (), ())
+    asked = request(
+        base=Input(snapshot, "base"),
+        experts=[(Input(snapshot, f"e{k}"), weight) for k, weight in enumerate(weights)],
+        method=method,
+        parameters=parameters,
+        budget=None,
+        max_error=None,
+        dtype=None,
+        analyze=True,
+    )
+    return Planner(survey, asked)
+
+
+def check(
+    method: str, given: dict[str, Any], weights: list[float], base: Single, experts: list[Single]
+) -> int:
+    """Every way of leaving experts out keeps its bound; returns how many had one."""
+    parameters = parse_parameters(method, given)
+    try:
+        plans = planner(method, given, weights, base, experts)
+    except BadRequest:
+        return 0
+    full = merged(method, parameters, weights, base, experts)
+    norm = sum(Fraction(float(x)) ** 2 for x in base)
+    certified = 0
+    free = plans._free_states[:, 0]
+    for gone in itertools.product([False, True], repeat=len(experts)):
+        out = np.array(gone) & (free == READ)
+        if not out.any():
+            continue
+        bound, _ = plans._errors(np.where(out, OMITTED, free).astype(np.uint8)[:, None])
+        if bound is None or not math.isfinite(bound):
+            continue
+        certified += 1
+        left = [None if away else expert for away, expert in zip(out, experts, strict=True)]
+        part = merged(method, parameters, weights, base, left)
+        assert np.isfinite(full).all()
+        assert np.isfinite(part).all()
+        square = sum(
+            (Fraction(float(x)) - Fraction(float(y))) ** 2 for x, y in zip(full, part, strict=True)
+        )
+        assert square <= Fraction(bound) ** 2 * norm, (gone, bound)
+    return certified
+
+
+def numbers(draw: Any, size: int) -> Single:
+    """float32 of a few magnitudes that are far apart, or close to each other."""
+    scale = draw(
+        st.sampled_from([-149, -140, -126, -100, -60, -12, 0, 0, 0, 20, 63, 100, 126, 127])
+    )
+    spread = draw(st.sampled_from([0, 3, 24, 120]))
+    found = []
+    for _ in range(size):
+        mantissa = draw(st.integers(-(2**24) + 1, 2**24 - 1))
+        exponent = scale - draw(st.integers(0, spread)) - 24
+        found.append(np.clip(math.ldexp(mantissa, exponent + 1), -3.4e38, 3.4e38))
+    return np.array(found, dtype=np.float32)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[list[float], Single, list[Single]]:
+    """Weights, base and experts: unrelated, or a few steps of the last place apart."""
+    count, size = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    base = numbers(draw, size)
+    experts = []
+    for _ in range(count):
+        if draw(st.booleans()):
+            experts.append(numbers(draw, size))
+        else:
+            steps = np.array([draw(st.integers(-3, 3)) for _ in range(size)], dtype=np.int64)
+            near = np.clip(base.view(np.int32).astype(np.int64) + steps, -(2**31), 2**31 - 1)
+            near = near.astype(np.int32).view(np.float32)
+            experts.append(np.where(np.isfinite(near), near, base))
+    weights = [float(one) for one in numbers(draw, count)]
+    if count > 1 and draw(st.booleans()):
+        # They nearly cancel: the last place of the first is all that is left.
+        rest = np.float32(math.fsum(weights[1:]))
+        weights[0] = float(-np.nextafter(rest, np.float32(draw(st.sampled_from([-1e38, 1e38])))))
+    return weights, base, experts
+
+
+ONES = np.ones(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS)
+@settings(max_examples=150, deadline=None)
+@example(([1.0, -1.0000001], ONES, [ONES * np.float32(3.3), ONES * np.float32(3.3000002)]))
+@example(([3e4, 3e4, -5.99999e4], ONES * np.float32(1 / 3), [ONES, ONES * 2, ONES / 3]))
+@example(([TINY * 3, TINY], ONES * np.float32(1e-30), [ONES * np.float32(0.7), ONES / 3]))
+@example(([1.0, 1.0], ONES * np.float32(1e38), [ONES * np.float32(3e38), ONES * np.float32(3e38)]))
+@given(cases())
+def test_a_certificate_is_never_wrong(
+    method: str, parameters: dict[str, Any], case: tuple[list[float], Single, list[Single]]
+) -> None:
+    """Whatever is left out of whatever numbers, ||merged - full|| <= error_bound * ||base||, both
+    before the output is rounded; where a merge overflows there is no bound.
+    """
+    check(method, parameters, *case)
+
+
+@pytest.mark.parametrize(("method", "parameters"), METHODS[:3])
+def test_certificates_are_there(method: str, parameters: dict[str, Any]) -> None:
+    """Ordinary numbers have a certificate, also with weights that cancel and with tiny ones."""
+    rng = np.random.default_rng(0)
+    base, *experts = rng.standard_normal((4, 1000)).astype(np.float32)
+    for weights in ([0.5, 0.3, 0.2], [1000.0, -1000.25, 0.75], [TINY, 3 * TINY, TINY]):
+        assert check(method, parameters, weights, base, list(experts)) == 7
+
+
+def test_what_overflows_has_no_certificate() -> None:
+    """A full merge that is infinite is no finite distance from anything."""
+    base = np.full(4, 1e38, dtype=np.float32)
+    experts = [np.full(4, 3e38, dtype=np.float32), np.full(4, 2.5e38, dtype=np.float32)]
+    plans = planner("task_arithmetic", {}, [1.0, 1.0], base, experts)
+    bound, estimate = plans._errors(np.array([[OMITTED], [READ]], dtype=np.uint8))
+    assert bound is None
+    assert estimate is not None
+    with np.errstate(over="ignore"):
+        full = merged(
+            "task_arithmetic", parse_parameters("task_arithmetic", {}), [1, 1], base, experts
+        )
+    assert np.isinf(full).all()
