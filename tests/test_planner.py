@@ -542,6 +542,15 @@ def test_max_error_is_the_cheapest_prefix(tensors: Survey, goal: float) -> None:
         assert bound > goal
 
 
+def test_what_is_dropped_is_rounded_too() -> None:
+    """Chunks outside the top-p share are the base's, and the full merge's are rounded: the bound
+    counts that as it does for those left out for the budget.
+    """
+    tensors = survey(tensor("t", expert([4, 3, 2, 1], [10, 10, 10, 10])))
+    bounds = [select(tensors, budget=20).error_bound, select(tensors, top_p=0.5).error_bound]
+    assert bounds[0] == bounds[1] > math.sqrt(5) * (1 + 1e-7)
+
+
 def test_one_planner_cuts_any_budget() -> None:
     """A planner that is asked again, with other budgets between, answers the same."""
     tensors = survey(tensor("t", expert([4, 3, 2, 1], [10, 7, 5, 3])))

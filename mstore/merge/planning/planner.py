@@ -365,7 +365,7 @@ class Planner:
             return math.inf
         grid, request = self._grid, self._request
         error = rounding(request.method, request.parameters, request.weights)
-        computed = (self._free_states == READ).any(axis=0)
+        computed = np.isin(self._free_states, (READ, DROPPED)).any(axis=0)
         if not computed.any():
             return 0.0
         # A chunk's elements of the base are as many in the row of every expert that has one.
