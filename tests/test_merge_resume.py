@@ -116,8 +116,8 @@ def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: 
     outcome = merged.outcome
     assert outcome.resumed_expert_bytes > 0
     read = outcome.expert_bytes_read
-    assert read == plan.planned_expert_bytes - outcome.resumed_expert_bytes
-    assert read < plan.planned_expert_bytes
+    assert read == outcome.costs.planned - outcome.resumed_expert_bytes
+    assert read < outcome.costs.planned
     assert merged.manifest == merge(store, plan, "fresh").manifest
     assert store.replay("m").same
     assert list((store.path / "tmp").iterdir()) == []

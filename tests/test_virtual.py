@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import families
-import msgspec
 import numpy as np
 import pytest
 from families import BLOCK
@@ -18,12 +17,12 @@ from small_models import small_model
 
 from mstore import Store
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
-from mstore.merge.running.commit import store_plan
+from mstore.merge.planning.costs import Costs
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
+from mstore.merge.virtual import blocks
 from mstore.objects.plan import Plan
 from mstore.objects.virtual import VirtualTensor
-from mstore.store.plans import sources_of
 from mstore.view import BlockCache, SnapshotView, VirtualBlock
 
 FAMILY = families.layered(rows=160)
@@ -277,13 +276,12 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
     assert store.show("m").virtual
 
 
-def test_a_plan_that_reads_more_than_it_says(store: Store) -> None:
-    """A forged plan, which selects more than its own figure: the reads stop at the figure."""
-    made = store.plan(base="base", experts=["e0"], method="linear").plan
-    honest = store._catalog.record(Plan, made)
-    forged = msgspec.structs.replace(honest, planned_expert_bytes=BLOCK)
-    plan = store_plan(store._catalog, forged, sources_of(store._catalog, made, honest))
+def test_reads_beyond_the_plan_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more is read than what the plan costs here, the reads stop at that figure."""
+    plan = store.plan(base="base", experts=["e0"], method="linear")
+    assert plan.planned_expert_bytes > BLOCK
     store.merge(plan, name="m", virtual=True)
+    monkeypatch.setattr(blocks, "costs_of", lambda catalog, plan: Costs(BLOCK, BLOCK))
     with pytest.raises(BudgetExceeded):
         files_of(store, "m")
 
