@@ -17,11 +17,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pwd
 import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import NamedTuple
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
 from mstore.neighbours import require_alone
+from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +108,29 @@ class NewFile:
     Invariants: created exclusively; `size` is the end of what was written; after `abandon` or
     `close` no method may be called.  Not for use from two threads, but for `write_at`.
 
+    Whose it is and who may use it is for the store that it lies in to say (`serve_owner`, `share`),
+    else for the umask; private, it is for those who may also write it.
+
     `beside` is a descriptor of the file's directory: then that is where it is made, whatever the
-    path may lead to by now, and removing it is up to the owner of that directory.
+    path may lead to by now, with a mode for strangers to read; and removing it is up to the owner
+    of that directory.
     """
 
-    def __init__(self, path: Path, *, mode: int = 0o600, beside: int | None = None) -> None:
+    def __init__(self, path: Path, *, private: bool = True, beside: int | None = None) -> None:
         self.path = path
         self.size = 0
         with translated(path):
             _announce("create", path)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             name = path if beside is None else path.name
-            self._fd = os.open(name, flags, mode, dir_fd=beside)
+            bits = 0o644 if beside is not None else _first_mode(path, FILE, private=private)
+            self._fd = os.open(name, flags, bits, dir_fd=beside)
             self._is_beside = beside is not None
             self.made = _Made.of(os.fstat(self._fd))
-        if _owners:
+        if _owners or _shared:
             try:
                 _hand_over(self._fd, path)
+                _settle(self._fd, path, FILE, private=private)
             except BaseException:
                 self.abandon()
                 raise
@@ -165,9 +173,9 @@ class NewFile:
             os.fsync(self._fd)
 
     def protect(self) -> None:
-        """Make the file read-only (mode 0444); it will not change any more."""
+        """Make the file read-only, for all who may read the store; it will not change any more."""
         with translated(self.path):
-            os.fchmod(self._fd, 0o444)
+            os.fchmod(self._fd, mode(_sharing(self.path), SEALED, _umask()))
 
     def close(self) -> None:
         """Close; idempotent."""
@@ -244,7 +252,7 @@ class NewTree:
         """
         path = self._path / relative
         with self._within(path.parent) as descriptor:
-            file = NewFile(path, mode=0o644, beside=descriptor)
+            file = NewFile(path, beside=descriptor)
             self._made[path] = file.made
             return file
 
@@ -428,22 +436,26 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
         path.unlink(missing_ok=missing_ok)
 
 
-def make_directory(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> bool:
-    """Make one directory; True if it is new.  `sync_directory(parent)` makes its name durable."""
+def make_directory(path: Path, *, private: bool = False, exist_ok: bool = False) -> bool:
+    """Make one directory; True if it is new.  `sync_directory(parent)` makes its name durable.
+
+    private: it is for those who may also write it.
+    """
     with translated(path):
         if exist_ok and path.is_dir():
             return False
         _announce("mkdir", path)
         try:
-            os.mkdir(path, mode)
+            os.mkdir(path, _first_mode(path, DIRECTORY, private=private))
         except FileExistsError:
             if not exist_ok:
                 raise
             return False
-    root = _served(path)
-    if root is not None:
+    if _owners or _shared:
         try:
-            _hand_over_directory(path, _owners[root])
+            with _directory(path) as descriptor:
+                _hand_over(descriptor, path)
+                _settle(descriptor, path, DIRECTORY, private=private)
         except BaseException:
             with translated(path):
                 os.rmdir(path)
@@ -497,7 +509,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
     staging: the directory of the temporary file, on the same filesystem; else that of `path`.
     """
     try:
-        file = NewFile(_temporary(path, staging), mode=0o644)
+        file = NewFile(_temporary(path, staging), private=False)
     except StorageFailed as error:
         if staging is None:
             # Nobody asked for the temporary file.
@@ -518,7 +530,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
 def create_whole(path: Path, data: Buffer) -> bool:
     """Make a file that is never seen but whole; False where the name is taken."""
-    file = NewFile(_temporary(path, None), mode=0o644)
+    file = NewFile(_temporary(path, None), private=False)
     try:
         file.append(data)
         file.sync()
@@ -534,16 +546,36 @@ def create_whole(path: Path, data: Buffer) -> bool:
     return True
 
 
+def in_memory(head: bytes, descriptor: int, size: int) -> int:
+    """A descriptor of a file in memory, this process's own: `head`, and then what the file has.
+
+    size: up to where, or less where the file ends before.
+    """
+    with translated("memory"):
+        made = os.memfd_create("mstore", os.MFD_CLOEXEC)
+        try:
+            os.lseek(made, os.write(made, head), os.SEEK_SET)
+            at = len(head)
+            while at < size and (sent := os.sendfile(made, descriptor, at, size - at)):
+                at += sent
+        except BaseException:
+            os.close(made)
+            raise
+    return made
+
+
 def overwrite(path: Path, data: Buffer) -> None:
     """Put a few bytes at the beginning of a file, made if missing.  Neither whole nor durable.
 
     For what a reader can tell to be torn or old, and can do without.
     """
     with translated(path):
+        if _served(path) is not None or _sharing(path) is not Sharing.UMASK:
+            _make_empty(path, private=False)
         if not os.path.lexists(path):
             _announce("create", path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o644)
+        fd = os.open(path, flags, FILE)
         try:
             if _observer is not None:
                 _observer(Operation("write", str(path), offset=0, data=data))
@@ -556,16 +588,17 @@ def _temporary(path: Path, staging: Path | None) -> Path:
     return (staging or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
 
 
-def about_to_map(path: Path) -> None:
+def about_to_map(path: Path, *, copied: bool = False) -> None:
     """Tell that an index is about to be opened and mapped, which may fail like any other step.
 
-    In a store that root works in for another user, the files that LMDB would make are made first.
+    In a store that root works in for another user, or that is shared, the files that LMDB would
+    make are made first; copied: it makes none.
     """
     with translated(path):
         _announce("map", path)
-    if _served(path) is not None:
+    if not copied and (_served(path) is not None or _sharing(path) is not Sharing.UMASK):
         for name in ("data.mdb", "lock.mdb"):
-            _make_empty(path / name, 0o644)
+            _make_empty(path / name, private=False)
 
 
 @contextmanager
@@ -582,15 +615,21 @@ class LockFile:
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if create and _owners:
             # Whoever writes takes a lock first: the refusal comes before anything is written.
             _require_giving(path)
-            _make_empty(path, 0o600)
-        with translated(path):
-            if create and not os.path.lexists(path):
-                _announce("create", path)
-            self._fd = os.open(path, flags | (os.O_RDWR | os.O_CREAT if create else 0), 0o600)
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if create else os.O_RDONLY)
+        while True:
+            if create:
+                _make_empty(path, private=True)
+            with translated(path):
+                try:
+                    self._fd = os.open(path, flags)
+                    break
+                except FileNotFoundError:
+                    # Of one that was just made, somebody removed the name again.
+                    if not create:
+                        raise
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Take the lock; False if it is held elsewhere and `blocking` is off."""
@@ -660,7 +699,9 @@ def _require_giving(path: Path) -> None:
     root = _served(path)
     if root is not None:
         # It is the owner's already: this changes nothing and is refused like any other.
-        _hand_over_directory(Path(os.path.realpath(root)), _owners[root])
+        real = Path(os.path.realpath(root))
+        with _directory(real) as descriptor:
+            _give(descriptor, real, _owners[root])
 
 
 def _hand_over(descriptor: int, path: Path) -> None:
@@ -685,24 +726,176 @@ def _give(descriptor: int, path: Path, owner: tuple[int, int]) -> None:
         ) from error
 
 
-def _hand_over_directory(path: Path, owner: tuple[int, int]) -> None:
+@contextmanager
+def _directory(path: Path) -> Iterator[int]:
     with translated(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _give(descriptor, path, owner)
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _make_empty(path: Path, mode: int) -> None:
+def _make_empty(path: Path, *, private: bool) -> None:
     """Make a file for somebody else to fill; nothing where the name is taken."""
     if os.path.lexists(path):
         return
     try:
-        NewFile(path, mode=mode).close()
+        NewFile(path, private=private).close()
     except StorageFailed as error:
         if error.errno != errno.EEXIST:
             raise
+
+
+# -- who may use them --------------------------------------------------------------------------
+
+_shared: dict[str, Sharing] = {}
+"""By directory, who besides its maker may use what is made below it."""
+
+
+def share(root: Path, sharing: Sharing) -> None:
+    """Have all that is made below `root` from now on be for those whom `sharing` names."""
+    key = os.path.abspath(root)
+    if sharing is Sharing.UMASK:
+        _shared.pop(key, None)
+    else:
+        _shared[key] = sharing
+
+
+def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) -> None:
+    """Have all that is there already be for them too; what is theirs already stays as it is.
+
+    private: files and directories, each with all in it, that are for those who may write them.
+    Changes modes only, and follows no link.  Raises StorageFailed, and changes nothing, where
+    something is another user's.
+    """
+    changes = []
+    for path in (root, *sorted(root.rglob("*"))):
+        is_private = any(path == one or one in path.parents for one in private)
+        # Others are at work, and what they make they share.
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            now = stat.S_IMODE(status.st_mode)
+            wanted = now | _shared_bits(status, sharing, is_private=is_private)
+            if wanted != now and os.geteuid() not in (0, status.st_uid):
+                raise StorageFailed(
+                    f"this is user {status.st_uid}'s, who has to share it",
+                    where=str(path),
+                    hint=f"sudo chmod -R g+rwX {shlex.quote(str(root))}    (then once more)",
+                    errno=errno.EPERM,
+                )
+            if wanted != now:
+                changes.append((path, wanted))
+    for path, wanted in changes:
+        with suppress(FileNotFoundError):
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags)
+            try:
+                os.fchmod(descriptor, wanted)
+            finally:
+                os.close(descriptor)
+
+
+def _shared_bits(status: os.stat_result, sharing: Sharing, *, is_private: bool) -> int:
+    now = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
+        kind = DIRECTORY
+    elif stat.S_ISREG(status.st_mode):
+        kind = FILE if now & 0o200 else SEALED
+    else:
+        return 0
+    return mode(sharing, kind, 0o777 & ~now, private=is_private)
+
+
+def _sharing(path: Path) -> Sharing:
+    if not _shared:
+        return Sharing.UMASK
+    absolute = os.path.abspath(path)
+    roots = [root for root in _shared if absolute == root or absolute.startswith(root + os.sep)]
+    return _shared[max(roots, key=len)] if roots else Sharing.UMASK
+
+
+def _first_mode(path: Path, kind: int, *, private: bool) -> int:
+    """The mode to make something with: never more than it has in the end."""
+    return mode(_sharing(path), kind, _umask(), private=True) & 0o777 if private else kind
+
+
+def _settle(descriptor: int, path: Path, kind: int, *, private: bool) -> None:
+    """Give what was just made the mode that its store is set to, whatever the umask left of it."""
+    sharing = _sharing(path)
+    if sharing is not Sharing.UMASK:
+        with translated(path):
+            os.fchmod(descriptor, mode(sharing, kind, _umask(), private=private))
+
+
+def _umask() -> int:
+    """What this process takes from the modes of what it makes; reading it changes it for nobody."""
+    try:
+        status = _STATUS.read_text(errors="replace")
+    except OSError:
+        return 0o077
+    line = next((line for line in status.splitlines() if line.startswith("Umask:")), "Umask: 077")
+    return int(line.split()[1], 8)
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def may_write(*paths: Path) -> bool:
+    """Whether this user may write all of these files and directories, as far as there are any."""
+    return _unwritable(paths) is None
+
+
+def require_writable(root: Path, paths: Sequence[Path]) -> None:
+    """Raise StorageFailed where this user may not write one of these, of the store at `root`."""
+    found = _unwritable(paths)
+    if found is None:
+        return
+    path, code = found
+    if code == errno.EROFS:
+        what = "this store can be read and not written: its filesystem is mounted read-only"
+        hint = f"mount -o remount,rw ...    (or copy the store: cp -r {shlex.quote(str(root))} DIR)"
+        raise StorageFailed(what, where=str(path), hint=hint, errno=code)
+    with translated(path):
+        owner = os.stat(path).st_uid
+    me = os.geteuid()
+    what = (
+        f"this store can be read and not written by user {_user(me)}: it is user {_user(owner)}'s"
+    )
+    hint = (
+        f"sudo -u {shlex.quote(_user(owner))} mstore ...    (the same command as the store's owner)"
+        f"\nor its owner shares it: chgrp -R GROUP {shlex.quote(str(root))} && "
+        "mstore config shared group"
+    )
+    if owner == me:
+        what = "this store can be read and not written: somebody took the right to write from it"
+        hint = f"chmod -R u+w {shlex.quote(str(root))}"
+    raise StorageFailed(what, where=str(path), hint=hint, errno=code)
+
+
+def _user(number: int) -> str:
+    """What a user is called, as sudo takes it."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"#{number}"
+
+
+def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
+    """The first that this user may not write, and why not; of one that is missing, what is above.
+
+    Asks and opens nothing: closing a file that LMDB has locked would give its locks away.
+    """
+    for path in paths:
+        there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+        wanted = os.R_OK | os.W_OK | (os.X_OK if there.is_dir() else 0)
+        with suppress(OSError):
+            # Where the kernel knows only real ids, the C library does not look at the filesystem.
+            if os.statvfs(there).f_flag & os.ST_RDONLY:
+                return there, errno.EROFS
+        if not os.access(there, wanted, effective_ids=True):
+            return there, errno.EACCES
+    return None
 
 
 NETWORK_FILESYSTEMS = frozenset(

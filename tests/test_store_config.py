@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.errors import BadRequest, Corrupt
+from mstore.sharing import Sharing
 from mstore.store.config import MAX_BYTES, MAX_REFLOG_DAYS, Config, typed
 
 BLOCK = 1 << 16
@@ -24,17 +25,24 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@given(codec=st.sampled_from(Policy), days=st.integers(0, MAX_REFLOG_DAYS))
+@given(
+    codec=st.sampled_from(Policy),
+    days=st.integers(0, MAX_REFLOG_DAYS),
+    shared=st.sampled_from(Sharing),
+)
 def test_what_is_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, codec: Policy, days: int
+    tmp_path_factory: pytest.TempPathFactory, codec: Policy, days: int, shared: Sharing
 ) -> None:
     """Every setting comes back from the file as it was put in."""
     root = tmp_path_factory.mktemp("config") / "store"
-    with Store.init(root, block_size=BLOCK, codec=codec) as store:
+    expected = {"codec": codec, "reflog_days": days, "shared": shared}
+    with Store.init(root, block_size=BLOCK, codec=codec, shared=shared) as store:
         store.configure("reflog_days", days)
-        assert dict(store.config) == {"codec": codec, "reflog_days": days}
+        assert dict(store.config) == expected
     with Store.open(root) as store:
-        assert dict(store.config) == {"codec": codec, "reflog_days": days}
+        assert dict(store.config) == expected
+    # Whoever does not know how to share reads all other stores.
+    assert ("shared" in (root / "config").read_text()) == (shared is not Sharing.UMASK)
 
 
 def test_what_is_missing_has_its_default(root: Path) -> None:
@@ -107,15 +115,51 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     """`config` shows all settings or one, and changes one; `init` takes a codec."""
     mstore = Program(tmp_path / "store")
     assert mstore.succeed("init", "--codec", "dense", "--json").document["codec"] == "dense"
-    assert mstore.succeed("config", "--json").document == {"codec": "dense", "reflog_days": 30}
+    assert mstore.succeed("config", "--json").document == {
+        "codec": "dense",
+        "reflog_days": 30,
+        "shared": "umask",
+    }
     assert mstore.succeed("config", "codec", "-q").out == "dense\n"
     mstore.succeed("config", "reflog_days", "7")
     assert "7" in mstore.succeed("config", "reflog_days").out
     assert mstore.succeed("config", "codec", "raw", "--json").document == {
         "codec": "raw",
         "reflog_days": 7,
+        "shared": "umask",
     }
-    for words in (("nope",), ("nope", "1"), ("codec", "fast")):
+    mstore.succeed("config", "shared", "group")
+    assert mstore.succeed("config", "shared", "-q").out == "group\n"
+    for words in (("nope",), ("nope", "1"), ("codec", "fast"), ("shared", "me")):
         result = mstore("config", *words)
         assert result.status == 1
         assert " config" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [
+        (("init",), "umask"),
+        (("init", "--shared"), "group"),
+        (("init", "--shared=all"), "all"),
+        (("init", "--shared=umask"), "umask"),
+        (("init", "--shared", "--codec", "raw"), "group"),
+    ],
+)
+def test_init_shared(tmp_path: Path, words: tuple[str, ...], shared: str) -> None:
+    """`init --shared` is for the group; a value is joined to it, so that a directory may follow."""
+    mstore = Program(tmp_path / "store")
+    assert mstore.succeed(*words, "--json").document["shared"] == shared
+    assert mstore.succeed("config", "shared", "-q").out == f"{shared}\n"
+
+
+def test_init_shared_takes_a_directory_after_it(tmp_path: Path) -> None:
+    """What follows a bare --shared is the store, and no value of it."""
+    store = tmp_path / "team"
+    assert Program(store).succeed("init", "--shared", str(store)).status == 0
+    with Store.open(store) as opened:
+        assert opened.config["shared"] == "group"
+    refused = Program(tmp_path / "other")("init", "--shared=some")
+    assert refused.status == 1
+    assert "umask, group, all" in refused.err
+    assert not (tmp_path / "other").exists()

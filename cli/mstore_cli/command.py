@@ -7,9 +7,10 @@ signature, so that they can stand after the verb as well as before it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -58,6 +59,7 @@ class Verb:
     summary: str
     run: Callable[..., None]
     epilog: str
+    bare: Mapping[str, str]
 
 
 _MERGING = ("merge", "plan")
@@ -67,14 +69,19 @@ _RECIPE = (".yaml", ".yml")
 class VerbCommand(TyperCommand):
     """A command whose help lists the global options under a heading of their own."""
 
+    # What an option stands for where no value is joined to it.
+    bare: Mapping[str, str] = MappingProxyType({})
+
     # The context and formatter types are private to typer.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # The parser empties the list.
-        given = list(args)
+        words = list(args)
+        end = args.index("--") if "--" in args else len(args)
+        given = [f"{arg}={self.bare[arg]}" if arg in self.bare else arg for arg in args[:end]]
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [*given, *args[end:]])
         except typer.TyperException as error:
-            if ctx.info_name in _MERGING and any(one.endswith(_RECIPE) for one in given):
+            if ctx.info_name in _MERGING and any(one.endswith(_RECIPE) for one in words):
                 raise UsageError(
                     "a recipe of mergekit is given: mstore reads none, and takes base, experts, "
                     "weights and method on the command line",
@@ -103,11 +110,14 @@ class VerbCommand(TyperCommand):
                     formatter.write_dl(sections[title])
 
 
-def command(*, example: str, failure: str = "an error") -> Callable[[Callable[..., None]], Verb]:
+def command(
+    *, example: str, failure: str = "an error", bare: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb of a function `(session, its own parameters) -> None`.
 
     The function's name is the verb, its docstring the help.  `example` is a command line that
-    makes sense; `failure` says when the exit status is 1.
+    makes sense; `failure` says when the exit status is 1.  bare: options whose value is joined by
+    an equals sign or left out, and what they stand for then.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -140,7 +150,7 @@ def command(*, example: str, failure: str = "an error") -> Callable[[Callable[..
         # typer reads the signature; setting it is how inspect lets a wrapper speak for itself.
         entry.__dict__["__signature__"] = inspect.Signature(parameters)
         summary = (function.__doc__ or "").partition("\n")[0]
-        return Verb(function.__name__, summary, entry, _epilog(example, failure))
+        return Verb(function.__name__, summary, entry, _epilog(example, failure), bare)
 
     return decorate
 

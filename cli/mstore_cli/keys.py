@@ -542,10 +542,12 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key("uuid", "text", "the store's own name"),
         Key("block_size", "integer", "bytes"),
         Key("codec", "text", "how new blocks are stored: auto, raw or dense"),
+        Key("shared", "text", "who besides its maker may use its files: umask, group or all"),
     ),
     "config": (
         Key("codec", "text", "how new blocks are stored: auto, raw or dense"),
         Key("reflog_days", "integer", "for how many days the reflog keeps what refs pointed at"),
+        Key("shared", "text", "who besides its maker may use its files: umask, group or all"),
     ),
     "add": keys_of(reports.AddReport),
     "add PATH PATH": (

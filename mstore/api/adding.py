@@ -39,7 +39,10 @@ class Adding(OpenStore):
         """Change a setting, for this store and whoever opens it later.
 
         codec: which codecs new blocks may take (auto, raw, dense).  reflog_days: for how many days
-        the reflog keeps what refs pointed at.  Raises BadRequest for another key or value.
+        the reflog keeps what refs pointed at.  shared: who besides its maker may use what is made
+        in the store (umask, group, all), from now on and, where the value is not umask, of what is
+        there already.  Raises BadRequest for another key or value, StorageFailed where another
+        user has to share something first.
         """
         self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
 

@@ -59,15 +59,17 @@ class OpenStore:
         *,
         block_size: int = DEFAULT_BLOCK_SIZE,
         codec: str | None = None,
+        shared: str | None = None,
     ) -> Self:
         """Make a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec: which codecs new blocks may take, as `configure` sets it.  Raises Conflict if
-        something is there, BadRequest, Incompatible on a network filesystem.
+        codec, shared: as `configure` sets them.  Raises Conflict if something is there,
+        BadRequest, Incompatible on a network filesystem.
         """
-        config = Config() if codec is None else Config().changed({"codec": codec})
-        return cls(Catalog.create(Path(path), block_size, config))
+        settings = {"codec": codec, "shared": shared}
+        given = {key: value for key, value in settings.items() if value is not None}
+        return cls(Catalog.create(Path(path), block_size, Config().changed(given)))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:

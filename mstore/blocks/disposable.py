@@ -3,6 +3,9 @@
 The whole directory is renamed, with data and lock file: whoever has it open goes on with both, and
 no two processes ever have different data under one lock file.  The directory's own lock (flock)
 lets one process at a time do so, and a second one that saw the damage finds a new directory.
+
+Whoever may not write it does without: where it is missing, damaged, or too large to be copied into
+memory (`lmdb_copy`), there is none for that reader.
 """
 
 from __future__ import annotations
@@ -20,18 +23,23 @@ from mstore.errors import Corrupt, StorageFailed
 
 Tell = Callable[[str], None]
 _ATTEMPTS = 10
+COPIED_BYTES = 1 << 28
+"""Of a larger one no copy is taken: what it tells is not worth so much memory."""
 
 
 def silent(note: str) -> None:
     """Tell nobody."""
 
 
-def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment:
+def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment | None:
     """The environment of this path, made if it is missing; a damaged one is set aside first.
 
     what: the name of its contents, for people; `tell` hears of what was set aside, and where.
-    Raises Corrupt where it cannot be set aside (a disk that may only be read), StorageFailed.
+    None where there is none that this user, who may not write it, could read.  Raises Corrupt where
+    it cannot be set aside, StorageFailed.
     """
+    if not fs.may_write(path, path / "lock.mdb"):
+        return _as_it_is(path, databases, what, tell)
     refused = ""
     for _ in range(_ATTEMPTS):
         # Somebody may have deleted it, which costs nothing but time.
@@ -67,6 +75,25 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
     raise Corrupt(
         f"the {what} is damaged; nothing in it is needed", where=str(path), hint=f"rm -r {path}"
     )
+
+
+def _as_it_is(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment | None:
+    """The environment for a reader who can make nothing."""
+    try:
+        if (path / lmdb_check.DATA).stat().st_size > COPIED_BYTES:
+            return None
+        return Environment.acquire(path, databases, create=False)
+    except FileNotFoundError:
+        return None
+    except Corrupt as error:
+        tell(f"the {what} is not used: {error.what}")
+    except PermissionError:
+        tell(f"the {what} is not used: this user may not read it")
+    except StorageFailed as error:
+        if error.errno not in (errno.EACCES, errno.ENOENT):
+            raise
+        tell(f"the {what} is not used: this user may not read it")
+    return None
 
 
 def _inode(path: Path) -> int | None:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mstore import fs
+from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, StorageFailed
 
@@ -49,6 +50,22 @@ def require_sound(directory: Path, hint: str) -> bytes:
         what = found[0].removeprefix("damaged index: ")
         raise Corrupt(f"damaged index: {what}", where=str(directory), hint=hint)
     return state
+
+
+def require_sound_copy(directory: Path, copy: PrivateCopy, hint: str) -> None:
+    """The same of a copy of the environment's file, which stays as it is.  Writes nothing."""
+    if copy.status.st_size > SMALL_BYTES and _stamp(directory) == _state(
+        copy.status, copy.transaction
+    ):
+        return
+    try:
+        with LmdbFile(copy.path) as file:
+            found = _walked(file)
+    except Corrupt as error:
+        found = [error.what]
+    if found:
+        what = found[0].removeprefix("damaged index: ")
+        raise Corrupt(f"damaged index: {what}", where=str(directory), hint=hint)
 
 
 def faults(directory: Path) -> list[str]:

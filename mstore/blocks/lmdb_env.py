@@ -11,6 +11,9 @@ LMDB trusts its file: some damage ends the process.  So `lmdb_check` looks at th
 maps it.  A commit that fails leaves what was committed before; the environment is then opened anew
 before the next one.
 
+Whoever may not write the lock file has no place among the readers.  He reads a private copy of the
+file (`lmdb_copy`), which is taken anew at the next read after something was committed.
+
 The last user's `release` waits until no thread is inside a transaction.  Whoever asks for one later
 is refused.
 """
@@ -32,9 +35,14 @@ import lmdb
 from mstore import fs
 from mstore.blocks import address_space, lmdb_check
 from mstore.blocks.lmdb_check import Trust
+from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
 from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 
 MAX_READERS = 1024
+RENEWAL_PATIENCE = 0.1
+"""Seconds to try for a newer copy, where there is one already."""
+_COPY_SHARE = 10
+_CHEAP_COPY = 0.02
 PID_PATIENCE = 5.0
 """Seconds to wait for a process of the same number in another PID namespace."""
 _PID_PAUSE = 0.02
@@ -74,16 +82,19 @@ class Environment:
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
+        self._copy: PrivateCopy | None = None
+        self._newer: PrivateCopy | None = None
         if not lmdb_check.is_born(path / "data.mdb"):
             if not create:
                 raise self._damaged("the index is missing or empty")
             self._create()
             return
-        self._trust = Trust(path, lmdb_check.require_sound(path, hint))
+        if not self._is_foreign():
+            self._trust = Trust(path, lmdb_check.require_sound(path, hint))
         try:
             self._open(writable=False)
         except lmdb.NotFoundError as error:
-            if not create:
+            if not create or self._is_foreign():
                 raise self._damaged("a database of the index is missing") from error
             self._create()
 
@@ -99,17 +110,21 @@ class Environment:
                     self.epoch += 1
                 self._file_id = now
                 return
-            self._env.close()
-            self._is_open = False
+            self._close_files()
 
     def _open_once(self, *, writable: bool) -> None:
         try:
-            self._env = self._lmdb(writable=writable)
+            self._copy = None if writable else self._private_copy()
+            try:
+                self._env = self._lmdb(writable=writable)
+            except BaseException:
+                self._drop_copy()
+                raise
             try:
                 # Not in a transaction of ours: the handles of a read transaction end with it.
                 self.databases = {name: self._handle(name) for name in self._names}
             except BaseException:
-                self._env.close()
+                self._close_files()
                 raise
         except lmdb.InvalidError as error:
             raise self._damaged("not an LMDB index") from error
@@ -119,6 +134,44 @@ class Environment:
             raise _translated(error, self.path, self._hint) from error
         self._writable = writable
         self._is_open = True
+
+    def _close_files(self) -> None:
+        self._env.close()
+        self._is_open = False
+        self._drop_copy()
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
+
+    def _is_foreign(self) -> bool:
+        """Whether this user cannot have a place among the readers in the lock file."""
+        return not fs.may_write(self.path / "lock.mdb")
+
+    def _private_copy(self) -> PrivateCopy | None:
+        """What to read where the file itself cannot be read beside writers; None where it can."""
+        copy, self._newer = self._newer, None
+        if copy is None and self._is_foreign():
+            copy = PrivateCopy(self.path / "data.mdb")
+            try:
+                lmdb_check.require_sound_copy(self.path, copy, self._hint)
+            except BaseException:
+                copy.close()
+                raise
+        return copy
+
+    def _renew(self, copy: PrivateCopy, patience: float) -> None:
+        """Take a newer copy, if something was committed since this one.  With no thread inside.
+
+        Where none can be had in so many seconds, what was read before is read again: an earlier
+        state.  So it is where the files are gone: it is all that there is.
+        """
+        with suppress(MstoreError):
+            if copy.is_old():
+                self._newer = PrivateCopy(self.path / "data.mdb", patience=patience)
+                self._close_files()
+                self._open(writable=False)
 
     def _handle(self, name: str) -> Any:
         return self._patiently(lambda: self._env.open_db(name.encode(), create=False))
@@ -149,7 +202,7 @@ class Environment:
         )
 
     def _lmdb(self, *, writable: bool) -> Any:
-        fs.about_to_map(self.path)
+        fs.about_to_map(self.path, copied=self._copy is not None)
         sizes = address_space.map_sizes(self._data_bytes())
         for size in sizes:
             try:
@@ -164,13 +217,16 @@ class Environment:
 
     def _data_bytes(self) -> int:
         try:
-            return os.stat(self.path / "data.mdb").st_size
+            return os.stat(self.data).st_size
         except FileNotFoundError:
             return 0
 
     def _mapping(self, size: int, *, writable: bool) -> Any:
+        copy = self._copy
         return lmdb.open(
-            str(self.path),
+            str(self.path if copy is None else copy.path),
+            subdir=copy is None,
+            lock=copy is None,
             map_size=size,
             max_dbs=len(self._names) + 8,
             max_readers=MAX_READERS,
@@ -180,7 +236,7 @@ class Environment:
             readahead=False,
             readonly=not writable,
             create=False,
-            mode=0o644,
+            mode=0o666,
         )
 
     def _create(self) -> None:
@@ -274,8 +330,7 @@ class Environment:
             if self._is_busy():
                 return False
             if self._is_open:
-                self._env.close()
-            self._is_open = False
+                self._close_files()
             self._is_closed = True
             for key in [key for key, one in _environments.items() if one is self]:
                 del _environments[key]
@@ -309,14 +364,36 @@ class Environment:
     def follow(self) -> bool:
         """Open the files that are in place now, if they were replaced; whether they were.
 
-        For readers: what they look for may have moved where only the new index tells.  Waits for
-        transactions of other threads; not for one that is inside a transaction itself.
+        A private copy that is old is replaced as well.  For readers: what they look for may have
+        moved where only the new index tells.  Waits for transactions of other threads; not for one
+        that is inside a transaction itself.
         """
         self._guard()
         if _file_id(self.path) == self._file_id:
-            return False
+            return self.refresh()
         self._reopen()
         return True
+
+    def refresh(self) -> bool:
+        """Have a private copy be of the newest commit, whatever it costs; whether that changed it.
+
+        For whoever compares the index with what others have written.  Does nothing in a transaction
+        of this thread's own; waits for those of others.
+        """
+        self._guard()
+        copy = self._copy
+        if copy is None or get_ident() in self._readers or not copy.is_old():
+            return False
+        with self._exclusively():
+            if self._copy is copy:
+                self._renew(copy, PATIENCE)
+            return self._copy is not copy
+
+    @property
+    def data(self) -> Path:
+        """The file that is read: LMDB's own, or a private copy."""
+        copy = self._copy
+        return self.path / "data.mdb" if copy is None else copy.path
 
     @contextmanager
     def read(self) -> Iterator[Any]:
@@ -348,6 +425,10 @@ class Environment:
                 self._require_users()
             if not self._is_open:
                 self._open(writable=False)
+            elif self._copy is not None and not (inside or self._is_busy()):
+                is_dear = self._copy.seconds > _CHEAP_COPY
+                if not is_dear or self._copy.age() > _COPY_SHARE * self._copy.seconds:
+                    self._renew(self._copy, RENEWAL_PATIENCE)
             self._readers[thread] = self._readers.get(thread, 0) + 1
 
     def _leave(self) -> None:
@@ -380,8 +461,7 @@ class Environment:
         """Map the file anew, with no thread inside."""
         with self._exclusively():
             writable = self._writable
-            self._env.close()
-            self._is_open = False
+            self._close_files()
             self._open(writable=writable)
 
     @contextmanager
@@ -404,6 +484,8 @@ class Environment:
     def write(self) -> Iterator[Any]:
         """The one write transaction; committed and synced on leaving, dropped on an exception."""
         self._guard()
+        if not self.may_write():
+            fs.require_writable(self.path, [self.path / "lock.mdb", self.path / "data.mdb"])
         self._make_writable()
         try:
             with self._errors_translated():
@@ -464,8 +546,7 @@ class Environment:
                 raise RuntimeError("a write transaction asked for inside a read transaction")
         with self._exclusively():
             if not self._writable or self._is_narrow():
-                self._env.close()
-                self._is_open = False
+                self._close_files()
                 try:
                     self._open(writable=True)
                 except BaseException:
@@ -484,6 +565,10 @@ class Environment:
             yield
         except lmdb.Error as error:
             raise _translated(error, self.path, self._hint) from error
+
+    def may_write(self) -> bool:
+        """Whether this user may write here, by what he reads: a copy, or the file itself."""
+        return self._copy is None or not self._is_foreign()
 
     def file_bytes(self) -> int:
         """Size of the data file on disk."""

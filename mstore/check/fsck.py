@@ -77,7 +77,7 @@ class Checker:
         """Check everything.  Raises Corrupt where the index cannot be walked at all."""
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read():
-                found = index_file.faults(self._layout)
+                found = index_file.faults(self._layout, catalog.index.env.data)
             index_file.refuse(self._layout, found)
             return self._run(catalog)
 
@@ -178,6 +178,7 @@ class Checker:
     def _settle(self, catalog: Catalog) -> None:
         """Drop what somebody else's commit explains."""
         findings, index = self.findings, catalog.index
+        index.env.refresh()
         with index.env.read() as transaction:
             for (kind, id), row in list(findings.broken.items()):
                 database, key = rows.record_key(kind, id)
@@ -218,6 +219,7 @@ def _confirmed(catalog: Catalog, graph: Graph) -> Graph:
     """What is wrong along names and snapshots, now and before: not what somebody just collected."""
     if not graph.findings.problems:
         return graph
+    catalog.index.env.refresh()
     again = Graph(catalog, Findings())
     again.run()
     again.findings.confirm(graph.findings)

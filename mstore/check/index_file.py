@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.blocks.index import DATABASES
@@ -32,13 +33,14 @@ _ATTEMPTS = 20
 _PAUSE = 0.01
 
 
-def faults(layout: Layout) -> list[str]:
+def faults(layout: Layout, data: Path | None = None) -> list[str]:
     """What is wrong with the index file, at most twenty things; nothing changes.
 
     Call inside a read transaction of the index: LMDB leaves the pages alone that it may see.
+    data: the file that this transaction reads, where it is a copy.
     """
     try:
-        with LmdbFile(layout.index / "data.mdb") as file:
+        with LmdbFile(data or layout.index / "data.mdb") as file:
             return _faults(file)
     except Corrupt as error:
         return [error.what]

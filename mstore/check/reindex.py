@@ -45,7 +45,8 @@ from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.reports import ReindexReport
 from mstore.store import leases, lost_found, memo, mirror, refs
 from mstore.store.catalog import insert_snapshot, now_ns
-from mstore.store.layout import Layout, locate
+from mstore.store.config import Config
+from mstore.store.layout import Layout, locate, require_writable
 from mstore.store.plans import Source, Sources
 
 _DATA = "data.mdb"
@@ -60,11 +61,15 @@ def reindex(
     """
     began = time.monotonic()
     layout = locate(root)
+    require_writable(layout)
+    # One that cannot be read says nothing; whoever opens the store is told.
+    with suppress(Corrupt):
+        fs.share(root, Config.load(layout).shared)
     _make_directories(layout)
     with leases.collecting(layout), _alone(layout):
         old = OldIndex.read(layout) if use_old_index else None
         workplace = layout.tmp / f"reindex-{secrets.token_hex(4)}"
-        fs.make_directory(workplace, mode=0o700)
+        fs.make_directory(workplace, private=True)
         try:
             fs.make_directory(workplace / "index")
             returned = lost_found.bring_back(layout)
@@ -103,13 +108,8 @@ def reindex(
 def _make_directories(layout: Layout) -> None:
     """Those that a copy of a store need not have: what lies in them is made anew."""
     made = [
-        fs.make_directory(directory, mode=mode, exist_ok=True)
-        for directory, mode in (
-            (layout.tmp, 0o700),
-            (layout.index, 0o777),
-            (layout.stats, 0o777),
-            (layout.mirror.parent, 0o777),
-        )
+        fs.make_directory(directory, private=directory == layout.tmp, exist_ok=True)
+        for directory in (layout.tmp, layout.index, layout.stats, layout.mirror.parent)
     ]
     if any(made):
         fs.sync_directory(layout.root)

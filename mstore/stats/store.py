@@ -32,6 +32,7 @@ import numpy.typing as npt
 from mstore.blocks import disposable
 from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
 from mstore.blocks.disposable import Tell, silent
+from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
@@ -51,7 +52,8 @@ class StatsStore:
     """Open statistics of one store; safe for any number of threads.
 
     What is put is found at once, and on disk after `flush`: a synced commit a tensor would cost
-    more than the statistics themselves.  What a crash loses is taken again.
+    more than the statistics themselves.  What a crash loses is taken again.  Whoever may not write
+    them keeps what he puts to himself, and to this object.
     """
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
@@ -69,20 +71,24 @@ class StatsStore:
         self.require_outside()
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
-        if is_first:
+        if is_first and self._env is not None:
             self._env.release()
 
     def require_outside(self) -> None:
         """Raise Unavailable inside a transaction of this thread's own."""
-        self._env.require_outside()
+        if self._env is not None:
+            self._env.require_outside()
 
     def _get(self, database: str, key: bytes) -> bytes | None:
         with self._lock:
             waiting = self._pending.get((database, key))
         if waiting is not None:
             return waiting
-        with self._env.read() as transaction:
-            return opened(database, key, transaction.get(key, db=self._env.databases[database]))
+        env = self._env
+        if env is None:
+            return None
+        with env.read() as transaction:
+            return opened(database, key, transaction.get(key, db=env.databases[database]))
 
     def _put(self, database: str, key: bytes, value: bytes) -> None:
         with self._lock:
@@ -93,19 +99,24 @@ class StatsStore:
 
     def flush(self) -> None:
         """Write what is pending in one transaction.  Raises StorageFailed."""
+        env = self._env
+        if env is None or not env.may_write():
+            return
         with self._lock:
             waiting, self._pending = self._pending, {}
         if waiting:
             tables = {key: value for (name, key), value in waiting.items() if name == "pairs"}
-            with self._env.write() as transaction:
+            with env.write() as transaction:
                 for (database, key), value in waiting.items():
                     if database != "pairs":
                         row = sealed(database, key, value)
-                        transaction.put(key, row, db=self._env.databases[database])
-                self._insert_tables(transaction, tables)
+                        transaction.put(key, row, db=env.databases[database])
+                self._insert_tables(env, transaction, tables)
 
-    def _insert_tables(self, transaction: Any, tables: dict[bytes, bytes]) -> None:
-        pairs, batches = self._env.databases["pairs"], self._env.databases["tables"]
+    def _insert_tables(
+        self, env: Environment, transaction: Any, tables: dict[bytes, bytes]
+    ) -> None:
+        pairs, batches = env.databases["pairs"], env.databases["tables"]
         with transaction.cursor(db=batches) as cursor:
             number = 1 + _NUMBER.unpack(cursor.key())[0] if cursor.last() else 0
         batch = bytearray()
@@ -130,22 +141,19 @@ class StatsStore:
         with self._lock:
             found = {key: self._pending.get(("pairs", key)) for key in wanted}
         asked = sorted(key for key, value in found.items() if value is None)
-        if asked:
-            with self._env.read() as transaction:
-                rows = self._many(transaction, "pairs", asked)
+        env = self._env
+        if asked and env is not None:
+            with env.read() as transaction:
+                rows = _many(env, transaction, "pairs", asked)
                 # A row of another length is as good as none.
                 places = {k: _PLACE.unpack(r) for k, r in rows.items() if len(r) == _PLACE.size}
                 numbers = sorted({_NUMBER.pack(number) for number, *_ in places.values()})
-                batches = self._many(transaction, "tables", numbers)
+                batches = _many(env, transaction, "tables", numbers)
             for key, (number, offset, length, check) in places.items():
                 table = batches.get(_NUMBER.pack(number), b"")[offset : offset + length]
                 if check_of("pairs", key, table) == check:
                     found[key] = table
         return [_table(found[key]) for key in wanted]
-
-    def _many(self, transaction: Any, database: str, keys: list[bytes]) -> dict[bytes, bytes]:
-        with transaction.cursor(db=self._env.databases[database]) as cursor:
-            return dict(cursor.getmulti(keys))
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Keep a finished measure; a pair without a difference leaves only the base's squares."""
@@ -197,38 +205,52 @@ class StatsStore:
 
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
         """Drop what is known of tensors that are not stored, and batches that nothing is in."""
-        with self._env.write() as transaction:
+        env = self._env
+        if env is None:
+            return
+        with env.write() as transaction:
             for database in ("pairs", "squares", "thresholds", "ties"):
-                for key in self._gone(transaction, database, stored):
-                    transaction.delete(key, db=self._env.databases[database])
-            with transaction.cursor(db=self._env.databases["pairs"]) as cursor:
+                for key in _gone(env, transaction, database, stored):
+                    transaction.delete(key, db=env.databases[database])
+            with transaction.cursor(db=env.databases["pairs"]) as cursor:
                 used = {bytes(place[: _NUMBER.size]) for _, place in cursor}
-            tables = self._env.databases["tables"]
+            tables = env.databases["tables"]
             with transaction.cursor(db=tables) as cursor:
                 unused = [key for key in cursor.iternext(values=False) if key not in used]
             for key in unused:
                 transaction.delete(key, db=tables)
 
-    def _gone(
-        self, transaction: Any, database: str, stored: Callable[[Sequence[bytes]], list[bool]]
-    ) -> list[bytes]:
-        gone = []
-        with transaction.cursor(db=self._env.databases[database]) as cursor:
-            keys = iter(cursor.iternext(values=False))
-            while batch := list(islice(keys, PENDING_ROWS)):
-                named = [_tensors(key) for key in batch]
-                wanted = sorted({id for ids in named for id in ids})
-                there = dict(zip(wanted, stored(wanted), strict=True))
-                gone += [
-                    key
-                    for key, ids in zip(batch, named, strict=True)
-                    if not all(there[id] for id in ids)
-                ]
-        return gone
-
     def file_bytes(self) -> int:
-        """Size on disk."""
-        return self._env.file_bytes()
+        """Size on disk; 0 where there are none, or none that this user reads."""
+        return 0 if self._env is None else self._env.file_bytes()
+
+
+def _gone(
+    env: Environment,
+    transaction: Any,
+    database: str,
+    stored: Callable[[Sequence[bytes]], list[bool]],
+) -> list[bytes]:
+    gone = []
+    with transaction.cursor(db=env.databases[database]) as cursor:
+        keys = iter(cursor.iternext(values=False))
+        while batch := list(islice(keys, PENDING_ROWS)):
+            named = [_tensors(key) for key in batch]
+            wanted = sorted({id for ids in named for id in ids})
+            there = dict(zip(wanted, stored(wanted), strict=True))
+            gone += [
+                key
+                for key, ids in zip(batch, named, strict=True)
+                if not all(there[id] for id in ids)
+            ]
+    return gone
+
+
+def _many(
+    env: Environment, transaction: Any, database: str, keys: list[bytes]
+) -> dict[bytes, bytes]:
+    with transaction.cursor(db=env.databases[database]) as cursor:
+        return dict(cursor.getmulti(keys))
 
 
 def _tensors(key: bytes) -> list[bytes]:

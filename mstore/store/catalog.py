@@ -53,6 +53,7 @@ class Catalog:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.config = Config.load(layout)
+        fs.share(layout.root, self.config.shared)
         self.index = Index(layout.index)
         self.packs = PackFiles(layout.packs)
         self._records: OrderedDict[bytes, Record] = OrderedDict()
@@ -62,8 +63,9 @@ class Catalog:
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
         """A new, empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
-        with layouts.creating(root, block_size) as layout:
-            (config or Config()).save(layout)
+        config = config or Config()
+        with layouts.creating(root, block_size, config.shared) as layout:
+            config.save(layout)
             index = Index(layout.index, create=True)
             try:
                 mirror.write(layout, index)
@@ -94,6 +96,8 @@ class Catalog:
         """Change settings of the store, now and for those who open it later.  Raises BadRequest."""
         with self.publishing():
             config = Config.load(self.layout).changed(changes)
+            if "shared" in changes:
+                layouts.share(self.layout, config.shared)
             config.save(self.layout)
         self.config = config
 
@@ -105,8 +109,9 @@ class Catalog:
         trusts the index with packs, so these are asked as well whether it is the newest.  Raises
         Corrupt where it is not, Unavailable where it was replaced.
         """
+        layouts.require_writable(self.layout)
         # A copy of a store need not have it.
-        fs.make_directory(self.layout.tmp, mode=0o700, exist_ok=True)
+        fs.make_directory(self.layout.tmp, private=True, exist_ok=True)
         lock = fs.LockFile(self.layout.lock)
         try:
             lock.acquire()

@@ -2,6 +2,7 @@
 
     codec = "auto"       which codecs new blocks may take: auto, raw, dense
     reflog_days = 30     for how many days the reflog keeps what refs pointed at
+    shared = "umask"     who besides its maker may use what is made: umask, group, all
 
 Owns the keys, what they may be, and the file.  What is not in the file has its default; without a
 file, everything.  A key or value that this version does not know is an error: what somebody set is
@@ -19,6 +20,7 @@ from typing import Final, Self
 from mstore import fs
 from mstore.blocks.codecs import Policy
 from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore.sharing import Sharing
 from mstore.store.layout import Layout
 
 MAX_BYTES: Final = 1 << 16
@@ -33,6 +35,7 @@ class Config:
 
     codec: Policy = Policy.AUTO
     reflog_days: int = 30
+    shared: Sharing = Sharing.UMASK
 
     @classmethod
     def load(cls, layout: Layout) -> Self:
@@ -63,13 +66,19 @@ class Config:
 
     def values(self) -> dict[str, Value]:
         """Every key, in order, and what it is."""
-        return {"codec": self.codec.value, "reflog_days": self.reflog_days}
+        return {
+            "codec": self.codec.value,
+            "reflog_days": self.reflog_days,
+            "shared": self.shared.value,
+        }
 
     def save(self, layout: Layout) -> None:
         """Replace the file: at any time it is the old one or the new one, whole."""
         lines = [
             f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
             for key, value in self.values().items()
+            # Stores that nobody shares stay readable for versions that do not know how.
+            if (key, value) != ("shared", Sharing.UMASK)
         ]
         fs.replace_text(layout.config, "".join(lines), staging=layout.tmp)
 
@@ -77,8 +86,12 @@ class Config:
 KEYS: Final = tuple(field.name for field in fields(Config))
 
 
-def _parsed(key: str, value: object) -> Policy | int:
+def _parsed(key: str, value: object) -> Policy | Sharing | int:
     match key, value:
+        case "shared", str() if value in list(Sharing):
+            return Sharing(value)
+        case "shared", _:
+            raise _refused(key, value, ", ".join(Sharing))
         case "codec", str() if value in list(Policy):
             return Policy(value)
         case "codec", _:

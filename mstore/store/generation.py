@@ -43,6 +43,7 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
     try:
         # A mirror that can be read tells what the last acknowledged commit was.
         unknown = unknown_packs(layout, index) if packs or told is None else []
+        index.env.refresh()
         with index.env.read() as transaction:
             own = index.generation(transaction)
     except Corrupt as error:
@@ -90,6 +91,7 @@ def unknown_packs(layout: Layout, index: Index) -> list[Path]:
 
 def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
     """Those of these packs that the index, as it is now, does not name."""
+    index.env.refresh()
     with index.env.read() as transaction:
         known = known_packs(index, transaction)
     return [path for path in listed if bytes.fromhex(path.stem) not in known]

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.sharing import Sharing
 
 FORMAT_VERSION = 2
 MIN_BLOCK_SIZE = 1 << 16
@@ -106,7 +107,7 @@ _UNFINISHED = re.compile(
 
 
 @contextmanager
-def creating(root: Path, block_size: int) -> Iterator[Layout]:
+def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> Iterator[Layout]:
     """Lay out a new store; the format file comes last: without it there is no store.
 
     The block puts the first contents in place.  If it fails, or anything here, what was made is
@@ -125,6 +126,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
     try:
         fs.make_directories(root)
         fs.serve_owner(root)
+        share(layout, sharing)
         lock = fs.LockFile(layout.lock)
     except BaseException as error:
         # Nothing is locked yet: what lies there may be somebody else's.
@@ -141,7 +143,7 @@ def creating(root: Path, block_size: int) -> Iterator[Layout]:
             _clear(layout)
             for directory in (layout.packs, layout.index, layout.stats, layout.mirror.parent):
                 fs.make_directory(directory)
-            fs.make_directory(layout.tmp, mode=0o700)
+            fs.make_directory(layout.tmp, private=True)
             yield layout
             # Or the format's name could outlive a power loss that theirs did not.
             fs.sync_directory(root)
@@ -230,6 +232,30 @@ def locate(root: Path) -> Layout:
     fs.require_local(root)
     fs.serve_owner(root)
     return layout
+
+
+def share(layout: Layout, sharing: Sharing) -> None:
+    """Have a store's files, those that are there and those to come, be for whom `sharing` names.
+
+    Nobody loses what he may do now.  Raises StorageFailed where some are another user's.
+    """
+    fs.share_tree(layout.root, sharing, private=(layout.tmp, layout.lock))
+    fs.share(layout.root, sharing)
+
+
+def require_writable(layout: Layout) -> None:
+    """Raise StorageFailed where this user may read the store and not write it; say what to do."""
+    fs.require_writable(
+        layout.root,
+        [
+            layout.tmp,
+            layout.lock,
+            layout.index,
+            layout.index / "data.mdb",
+            layout.index / "lock.mdb",
+            layout.packs,
+        ],
+    )
 
 
 def read(root: Path) -> Layout:

@@ -17,6 +17,7 @@ reindex hold it as well.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.errors import BadName, StorageFailed
 from mstore.ids import SnapshotId
+from mstore.store import layout as layouts
 from mstore.store.layout import Layout
 
 LOCK = ".lock"
@@ -55,6 +57,7 @@ class Lease:
 
     def __init__(self, layout: Layout, index: Index, purpose: str) -> None:
         self._index = index
+        layouts.require_writable(layout)
         while True:
             self.name = secrets.token_hex(8)
             self._lock = fs.LockFile(_lock_path(layout, self.name))
@@ -65,7 +68,7 @@ class Lease:
             self._lock.release()
         self.directory = layout.tmp / self.name
         try:
-            fs.make_directory(self.directory, mode=0o700)
+            fs.make_directory(self.directory, private=True)
             with index.env.write() as transaction:
                 row = msgspec.msgpack.encode(LeaseRow(os.getpid(), purpose))
                 transaction.put(self.name.encode(), row, db=index.db("leases"))
@@ -96,6 +99,7 @@ def collecting(layout: Layout) -> Iterator[None]:
 
     Whoever holds it may remove rows and packs.  Nobody takes it who holds the writer lock.
     """
+    layouts.require_writable(layout)
     lock = fs.LockFile(layout.packs, create=False)
     try:
         lock.acquire()
@@ -209,11 +213,16 @@ def leftovers(layout: Layout) -> list[Leftover]:
 
 
 def _listed(layout: Layout) -> list[Path]:
-    if not layout.tmp.exists():
+    if not layout.tmp.exists() or not _may_look(layout):
         # A copy of a store need not have it.
         return []
     with fs.translated(layout.tmp):
         return sorted(layout.tmp.iterdir())
+
+
+def _may_look(layout: Layout) -> bool:
+    """False for a reader to whom tmp/ is closed; whoever may write it has to see what is in it."""
+    return os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
 
 
 def _owner_lock(layout: Layout, path: Path) -> Path:
@@ -224,8 +233,9 @@ def _owner_lock(layout: Layout, path: Path) -> Path:
 def _is_live(layout: Layout, path: Path) -> bool:
     try:
         lock = fs.LockFile(_owner_lock(layout, path), create=False)
-    except StorageFailed:
-        return False
+    except StorageFailed as error:
+        # One that may not be asked counts as living: it is not for this user to say.
+        return error.errno in (errno.EACCES, errno.EPERM)
     try:
         return not lock.acquire(blocking=False)
     finally:

@@ -51,7 +51,7 @@ def keep_index(layout: Layout, index: Path) -> Path:
 
 
 def _directory(layout: Layout) -> Path:
-    if fs.make_directory(layout.lost_found, mode=0o777, exist_ok=True):
+    if fs.make_directory(layout.lost_found, exist_ok=True):
         fs.sync_directory(layout.root)
     name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     for number in range(1000):

@@ -35,6 +35,7 @@ class Memo:
 
     What is put is found at once, and on disk after `flush`, in one transaction.  The environment
     is made by the first flush: a store that never merges has none, and reading makes nothing.
+    Whoever may not write it keeps what he puts to himself, and to this object.
     """
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
@@ -42,6 +43,7 @@ class Memo:
         self._tell = tell
         self._lock = Lock()
         self._env: Environment | None = None
+        self._is_out_of_reach = False
         self._is_closed = False
         self._pending: dict[tuple[str, bytes], bytes] = {}
 
@@ -82,12 +84,13 @@ class Memo:
 
     def flush(self) -> None:
         """Write what is pending in one transaction.  Raises StorageFailed, Corrupt."""
-        with self._lock:
-            waiting, self._pending = self._pending, {}
-        if not waiting:
+        if not self._pending:
             return
         env = self._open(create=True)
-        assert env is not None
+        if env is None or not env.may_write():
+            return
+        with self._lock:
+            waiting, self._pending = self._pending, {}
         with env.write() as transaction:
             for (database, key), value in sorted(waiting.items()):
                 row = sealed(database, key, value)
@@ -144,10 +147,11 @@ class Memo:
         with self._lock:
             if self._is_closed:
                 raise closed(self._path)
-            if self._env is None:
+            if self._env is None and not self._is_out_of_reach:
                 if not create and not (self._path / "data.mdb").exists():
                     return None
                 self._env = disposable.acquire(self._path, DATABASES, "memo table", self._tell)
+                self._is_out_of_reach = self._env is None
             return self._env
 
 

@@ -24,6 +24,7 @@ from mstore.blocks.index import DATABASES, GENERATION, UNCHECKED, Index
 from mstore.errors import Conflict, Incompatible
 from mstore.reports import MigrateReport
 from mstore.store import mirror
+from mstore.store.config import Config
 from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
 
 
@@ -46,7 +47,8 @@ def _check_rows(root: Path) -> None:
     Where there is no index, `reindex` makes one that has them.
     """
     layout = read(root)
-    fs.make_directory(layout.tmp, mode=0o700, exist_ok=True)
+    fs.share(root, Config.load(layout).shared)
+    fs.make_directory(layout.tmp, private=True, exist_ok=True)
     if not (layout.index / "data.mdb").exists():
         return
     index = Index(layout.index)
@@ -90,6 +92,7 @@ def migrate(
     way = _way(root, found, steps, target)
     if way and not dry_run:
         fs.require_local(root)
+        fs.require_writable(root, [root / "tmp", root / "lock", root / "index", root / "format"])
         lock = fs.LockFile(root / "lock")
         try:
             if not lock.acquire(blocking=False):

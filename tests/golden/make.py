@@ -95,7 +95,8 @@ def contents(store: Store) -> dict[str, object]:
             name: [[str(m.old), str(m.new), m.action, m.time_ns] for m in store.reflog(name)]
             for name in [*(ref.name for ref in store.refs()), "gone"]
         },
-        "config": dict(store.config),
+        # As the file has it: what came later has its default, and is not in it.
+        "config": {k: v for k, v in store.config.items() if (k, v) != ("shared", "umask")},
     }
 
 

@@ -20,7 +20,9 @@ def config(
     key: Annotated[
         str | None,
         typer.Argument(
-            metavar="KEY", help="codec or reflog_days [default: show all].", show_default=False
+            metavar="KEY",
+            help="codec, reflog_days or shared [default: show all].",
+            show_default=False,
         ),
     ] = None,
     value: Annotated[
@@ -32,7 +34,9 @@ def config(
 
     codec says how new blocks are stored: auto compresses where that saves much, dense wherever it
     saves anything, raw never. reflog_days is for how many days the reflog keeps what a ref pointed
-    at. What is stored already stays as it is.
+    at. What is stored already stays as it is. shared says who besides its maker may use the files
+    of the store: umask leaves it to the umask, group lets the group of the store read and write,
+    all lets everybody else read too; files that are there are widened at once, and never narrowed.
     """
     with session.open() as store:
         if key is not None and value is not None:

@@ -15,7 +15,9 @@ from mstore_cli.sizes import format_size, parse_size
 
 
 @command(
-    example="mstore init --block-size 1MiB", failure="the store exists already, or another error"
+    example="mstore init --block-size 1MiB",
+    failure="the store exists already, or another error",
+    bare={"--shared": "group"},
 )
 def init(
     session: Session,
@@ -45,11 +47,24 @@ def init(
             show_default=False,
         ),
     ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(
+            "--shared",
+            metavar="[=WHO]",
+            help="Who may use the store: group (and may write it), all (and others may read it), "
+            "umask; without =WHO, group.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make an empty store.
 
     The block size is fixed for the life of the store. Smaller blocks find more equal parts and
     cost more index.
+
+    --shared makes all that is ever written in the store readable and writable for the group of its
+    directory, whatever umask who writes has: chgrp the directory above and chmod g+s it first.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
         raise UsageError(
@@ -59,13 +74,14 @@ def init(
     size = parse_size(block_size, option="--block-size")
     from mstore import Store
 
-    with Store.init(path, block_size=size, codec=codec) as store:
+    with Store.init(path, block_size=size, codec=codec, shared=shared) as store:
         session.settled()
         document = {
             "path": str(store.path),
             "uuid": str(store.uuid),
             "block_size": store.block_size,
             "codec": store.config["codec"],
+            "shared": store.config["shared"],
         }
 
     def human(screen: Screen) -> None:
