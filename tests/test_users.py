@@ -1,0 +1,338 @@
+"""The README's transcript where several users are at work, and where nothing can be written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import readme_family
+from other_users import User, World, why_not, world
+from test_readme import _steady, _transcript
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+TEAM = 61000
+ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
+# Commands of the transcript that write to the store; the others only read it.
+WRITING = ("mstore init", "mstore add", "mstore merge")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[World]:
+    with world() as made:
+        (made.path / "models").mkdir()
+        readme_family.write(made.path / "models")
+        for path in (made.path / "models").rglob("*.safetensors"):
+            path.chmod(0o644)
+        yield made
+
+
+@pytest.fixture
+def alice(place: World) -> User:
+    return _user(place, ALICE, TEAM, umask=0o077)
+
+
+@pytest.fixture
+def bob(place: World) -> User:
+    return _user(place, BOB, TEAM, umask=0o027)
+
+
+@pytest.fixture
+def carol(place: World) -> User:
+    return _user(place, CAROL)
+
+
+def _user(place: World, number: int, *groups: int, umask: int = 0o022) -> User:
+    at = place.path / f"home{number}"
+    if at.exists():
+        return User(number, (number, *groups), at, umask)
+    return place.user(number, *groups, umask=umask)
+
+
+def done(place: World, user: User, command: str, at: Path, store: Path | None = None) -> str:
+    """What a command of a user prints; it has to succeed."""
+    result = place.run(user, command, at, store)
+    assert result.returncode == 0, (user.number, command, result.stdout)
+    return result.stdout
+
+
+def together(
+    place: World, user: User, commands: tuple[str, ...], at: Path, store: Path
+) -> Iterator[tuple[int, str, str]]:
+    """Status, command and all that it prints, of many commands in one process."""
+    lines = [command.split()[1:] for command in commands]
+    program = (
+        "import json, sys; from pathlib import Path; from cli_runs import Program\n"
+        "program = Program(Path(sys.argv[1]))\n"
+        "ran = [program(*line) for line in json.loads(sys.argv[2])]\n"
+        "print(json.dumps([[one.status, one.out + one.err] for one in ran]))"
+    )
+    line = shlex.join(["python", "-c", program, str(store), json.dumps(lines)])
+    ran = json.loads(done(place, user, line, at).splitlines()[-1])
+    for command, (status, printed) in zip(commands, ran, strict=True):
+        yield status, command, printed
+
+
+def shop(place: World, name: str, user: User, group: int, mode: int) -> Path:
+    """A directory of a user's, with the three checkpoints in sight."""
+    at = place.path / name
+    at.mkdir()
+    for model in ("llama", "code", "math"):
+        (at / model).symlink_to(place.path / "models" / model)
+    os.chown(at, user.number, group)
+    at.chmod(mode)
+    return at
+
+
+def everything(root: Path) -> dict[str, tuple[object, ...]]:
+    """What is in a store, and every mark that a change would leave."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in (root, *sorted(root.rglob("*"))):
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = (status.st_ino, status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+def unshared(root: Path) -> list[str]:
+    """What in a group's store one of the group could not use."""
+    found = []
+    for path in (root, *sorted(root.rglob("*"))):
+        status = path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        if path.is_dir():
+            wanted = 0o2770
+        else:
+            wanted = 0o440 if path.suffix == ".pack" and "packs" in path.parts else 0o660
+        if status.st_gid != TEAM or mode & wanted != wanted:
+            found.append(f"{path.relative_to(root)} {mode:o} {status.st_gid}")
+    return found
+
+
+def fill(place: World, user: User, at: Path, store: Path) -> None:
+    """The writing part of the transcript, by one user."""
+    for command, _ in _transcript():
+        if command.startswith(WRITING):
+            done(place, user, command, at, store)
+
+
+def reads(place: World, reader: User, store: Path) -> None:
+    """Every command that only reads does so, prints what the README has, and changes nothing."""
+    at = reader.home
+    before = everything(store)
+    try:
+        for command, told in _transcript():
+            if not command.startswith(WRITING):
+                printed = done(place, reader, command, at, store)
+                assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+        commands = (
+            "mstore refs",
+            "mstore show merged",
+            "mstore ls merged --tensors",
+            "mstore cat merged:config.json",
+            "mstore diff code math",
+            "mstore explain merged",
+            "mstore blame merged",
+            "mstore reflog",
+            "mstore stats",
+            "mstore du",
+            "mstore plans",
+            "mstore config",
+            "mstore fsck",
+            "mstore fsck --read-data",
+            "mstore gc --dry-run",
+            "mstore checkout merged out",
+        )
+        for status, command, printed in together(place, reader, commands, at, store):
+            assert status == 0, (command, printed)
+        assert (at / "out" / "model.safetensors").stat().st_uid == reader.number
+        program = (
+            "from mstore import Store; import os\n"
+            "with Store.open(os.environ['MSTORE_STORE']) as store:\n"
+            "    assert store['merged'].tensor('model.norm.weight').shape == (512,)"
+        )
+        done(place, reader, f'python -c "{program}"', at, store)
+    finally:
+        place.run(reader, "mstore unmount mnt; rm -rf mnt out", at, store)
+    assert everything(store) == before
+
+
+def is_refused(place: World, reader: User, store: Path, *words: str) -> None:
+    """Every command that writes says that this user cannot, and what to do, and changes nothing."""
+    before = everything(store)
+    commands = (
+        f"mstore add {place.path}/models/llama --name other",
+        "mstore merge --base llama --expert code --method linear --name other",
+        "mstore tag v1 merged",
+        "mstore reset code math",
+        "mstore rm math",
+        "mstore config codec raw",
+        "mstore prune --keep-last 1",
+        "mstore gc",
+        "mstore fsck --repair",
+        "mstore reindex",
+    )
+    for status, command, printed in together(place, reader, commands, reader.home, store):
+        assert status == 1, command
+        for word in ("this store can be read and not written", *words, "hint: "):
+            assert word in printed, (command, printed)
+        assert "Traceback" not in printed
+    assert everything(store) == before
+
+
+def test_another_users_store(place: World, carol: User) -> None:
+    """Whoever may read the files of a store reads it, and mounts it, and leaves no trace; whoever
+    may not write them is told so, whose it is, and how to go on."""
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, "owned", owner, owner.number, 0o755)
+    fill(place, owner, at, at / "store")
+    reads(place, carol, at / "store")
+    is_refused(place, carol, at / "store", f"user u{CAROL}", f"user u{ALICE}'s", "sudo -u u61001")
+
+
+@pytest.mark.slow
+def test_a_store_without_the_right_to_write(place: World) -> None:
+    """After `chmod -R a-w` its owner reads it as before, and is told how to have it back."""
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, "kept", owner, owner.number, 0o755)
+    store = at / "store"
+    fill(place, owner, at, store)
+    place.root(f"chmod -R a-w {store}")
+    reads(place, owner, store)
+    is_refused(place, owner, store, f"chmod -R u+w {store}")
+    done(place, owner, f"chmod -R u+w {store} && mstore tag v1 merged", at, store)
+
+
+def test_a_read_only_filesystem(place: World) -> None:
+    """On a filesystem that is mounted read-only everybody reads, its owner and root too."""
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, "frozen", owner, owner.number, 0o755)
+    store = at / "store"
+    fill(place, owner, at, store)
+    place.root(f"mount --bind {store} {store}; mount -o remount,bind,ro {store}")
+    reads(place, owner, store)
+    is_refused(place, owner, store, "mounted read-only")
+    root = User(0, (0,), place.path / "root")
+    root.home.mkdir()
+    reads(place, root, store)
+    is_refused(place, root, store, "mounted read-only")
+
+
+def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
+    """In a store that was made with --shared two users of one group, each with a umask that lets
+    nobody else write, take turns in the README's transcript, and collect, repair and reindex what
+    the other made; who is in no such group sees nothing."""
+    at = shop(place, "team", alice, TEAM, 0o2770)
+    store = at / ".mstore"
+    turns = {"mstore init": alice, "mstore add llama": alice, "mstore add code": bob}
+    turns |= {"mstore add math": alice, "mstore merge": bob, "mstore log": alice}
+    for command, told in _transcript():
+        user = next((who for words, who in turns.items() if command.startswith(words)), bob)
+        printed = done(place, user, command.replace("mstore init", "mstore init --shared"), at)
+        assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+        assert unshared(store) == [], command
+    for first, second in ((alice, bob), (bob, alice)):
+        done(place, first, "mstore add code --name extra", at)
+        done(place, second, "mstore merge --base llama --expert extra --method linear --name m", at)
+        done(place, first, "mstore rm m extra && mstore gc --reflog-days 0 --all", at)
+        done(place, second, "mstore fsck --read-data --repair", at)
+        done(place, second, "mstore config codec dense", at)
+        done(place, first, "mstore reindex", at)
+        assert unshared(store) == []
+        done(place, second, "mstore add math --name again && mstore rm again", at)
+        assert unshared(store) == []
+    assert list((store / "tmp").iterdir()) == []
+    assert "permission denied" in place.run(carol, "mstore refs", carol.home, store).stdout
+    root = User(0, (0,), place.path)
+    done(place, root, "mstore add code --name roots", at)
+    assert unshared(store) == []
+    done(place, bob, "mstore rm roots && mstore gc --reflog-days 0", at)
+
+
+def test_what_a_killed_command_left_the_other_removes(place: World, alice: User, bob: User) -> None:
+    """A command of one user that was killed keeps nothing from the other, who cleans up after it;
+    what one who lives is at work on, the other leaves alone."""
+    at = shop(place, "killed", alice, TEAM, 0o2770)
+    store = at / ".mstore"
+    done(place, alice, "mstore init --shared=group && mstore add llama --name llama", at)
+    program = (
+        "from mstore import Store; import os\n"
+        "Store.open('.mstore').add('math', name='a', progress=lambda tick: os._exit(9))"
+    )
+    assert place.run(alice, f'python -c "{program}"', at).returncode == 9
+    assert list((store / "tmp").iterdir()) != []
+    code = done(place, bob, "mstore add code --name code -q", at).strip()
+    assert list((store / "tmp").iterdir()) == []
+    pinning = (
+        "from mstore import Store; from mstore.ids import SnapshotId; import time\n"
+        f"pin = Store.open('.mstore').pin(SnapshotId.parse('{code}'))\n"
+        "open('pinned', 'w').close()\n"
+        "time.sleep(1000)"
+    )
+    line = f'python -c "{pinning}" >/dev/null 2>&1 & while [ ! -e pinned ]; do sleep 0.1; done'
+    pid = int(done(place, alice, f"{line}; echo $!", at))
+    collecting = f"mstore rm code; mstore gc --reflog-days 0 --all && mstore cat {code}:config.json"
+    try:
+        done(place, bob, collecting, at)
+        # One that bob may not even look at is for alice to give up.
+        done(place, alice, "chmod 600 .mstore/tmp/*.pin", at)
+        done(place, bob, collecting, at)
+    finally:
+        place.root(f"kill -9 {pid}")
+    done(place, alice, "mstore add math --name math", at)
+    assert place.run(bob, collecting, at).returncode == 1
+    assert list((store / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_store_is_shared_later(place: World, bob: User) -> None:
+    """`mstore config shared group` opens a store that is there for the group of its directory, and
+    whoever may not do that is told who has to."""
+    owner = _user(place, ALICE, TEAM, umask=0o022)
+    at = shop(place, "later", owner, TEAM, 0o2750)
+    store = at / ".mstore"
+    fill(place, owner, at, store)
+    is_refused(place, bob, store, f"chgrp -R GROUP {store} && ", "config shared group")
+    done(place, owner, f"chgrp -R {TEAM} {store} && mstore config shared group", at)
+    assert unshared(store) == []
+    done(place, bob, "mstore tag v1 merged && mstore gc && mstore reindex", at)
+    assert unshared(store) == []
+    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o007 for path in (store / "tmp").iterdir())
+
+
+@pytest.mark.slow
+def test_the_umask_and_a_setgid_directory_are_enough(place: World) -> None:
+    """Without --shared a umask of 002 in a setgid directory makes a store for its group, whose
+    locks are nobody's who may not write it."""
+    first = User(ALICE, (ALICE, TEAM), _user(place, ALICE).home, 0o002)
+    second = User(BOB, (BOB, TEAM), _user(place, BOB).home, 0o002)
+    at = shop(place, "umask", first, TEAM, 0o2775)
+    store = at / ".mstore"
+    done(place, first, "mstore init && mstore add llama --name llama", at)
+    done(place, second, "mstore add code --name code && mstore config codec dense", at)
+    merging = "mstore merge --base llama --expert code --method linear --name m"
+    done(place, first, merging, at)
+    done(place, second, "mstore rm m && mstore gc --reflog-days 0 --all && mstore reindex", at)
+    done(place, first, merging, at)
+    assert unshared(store) == []
+    for name in ("tmp", "lock"):
+        assert not stat.S_IMODE((store / name).stat().st_mode) & 0o007
+    for path in (store / "packs").rglob("*.pack"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o444
+
+
+def test_a_home_that_cannot_be_written(place: World) -> None:
+    """The whole transcript goes through where neither the home nor the program's directory can be
+    written."""
+    dave = place.user(DAVE, home=False)
+    at = shop(place, "homeless", dave, dave.number, 0o755)
+    for command, told in _transcript():
+        printed = done(place, dave, command, at)
+        assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+    assert list(dave.home.iterdir()) == []
