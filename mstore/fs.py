@@ -772,8 +772,8 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
     changes = []
     for path in (root, *sorted(root.rglob("*"))):
         is_private = any(path == one or one in path.parents for one in private)
-        # Others are at work, and what they make they share.
-        with suppress(FileNotFoundError):
+        # Others may be at work, and take away what was there.
+        with translated(path), suppress(FileNotFoundError):
             status = path.lstat()
             now = stat.S_IMODE(status.st_mode)
             wanted = now | _shared_bits(status, sharing, is_private=is_private)
@@ -787,7 +787,7 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
             if wanted != now:
                 changes.append((path, wanted))
     for path, wanted in changes:
-        with suppress(FileNotFoundError):
+        with translated(path), suppress(FileNotFoundError):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags)
             try:

@@ -91,6 +91,8 @@ class Memo:
             return
         with self._lock:
             waiting, self._pending = self._pending, {}
+        if not waiting:
+            return
         with env.write() as transaction:
             for (database, key), value in sorted(waiting.items()):
                 row = sealed(database, key, value)
