@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mstore import Store
+from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.planning.tied import first_names
 from mstore.merge.running.commit import store_plan
@@ -87,6 +88,19 @@ def test_what_config_says(store: Store) -> None:
         store.merge(skipped, name="m")
         assert np.array_equal(store["m"].tensor("a.norm.weight"), np.ones(64))
         assert np.array_equal(store["m"].tensor("b.norm.weight"), np.full(64, 1.5))
+
+
+def test_explain_reads_no_config(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tied is told also where the base's config cannot be read any more."""
+    asked = {"base": "tying", "experts": ["expert"], "method": "linear"}
+    store.merge(store.plan(**asked), name="m")
+    wanted = store.explain("m")
+
+    def gone(*_given: object) -> bytes:
+        raise Corrupt("the store does not have this block")
+
+    monkeypatch.setattr(type(store._catalog), "read_block", gone)
+    assert store.explain("m") == wanted
 
 
 def test_plans_of_earlier_versions(store: Store) -> None:

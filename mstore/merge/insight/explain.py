@@ -226,6 +226,7 @@ class _Explainer:
             plan,
             self._base,
             [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts],
+            lenient=True,
         )
         self._layers = layers_of(self._parts)
 

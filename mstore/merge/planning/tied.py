@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.strict_json import parse_object
-from mstore.errors import BadCheckpoint
+from mstore.errors import BadCheckpoint, Corrupt, StorageFailed
 from mstore.ids import TensorId
 from mstore.objects.manifest import OPAQUE, Manifest
 from mstore.objects.plan import Criteria, Plan
@@ -64,24 +64,30 @@ def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[st
 
 
 def names_of_plan(
-    catalog: Catalog, plan: Plan, base: Names, experts: Sequence[Names]
+    catalog: Catalog, plan: Plan, base: Names, experts: Sequence[Names], *, lenient: bool = False
 ) -> dict[str, str]:
     """Each tensor of the base -> the name that a stored plan has it under.
 
     Earlier versions took names of equal contents as tied.  Their plans lack, of such names, all
-    but the first, although nothing says that the others are to be left as they are.
+    but the first, although nothing says that the others are to be left as they are.  lenient: do
+    without a config that is pruned or damaged; the plan's tensors then tell what was tied.
     """
-    tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
+    try:
+        tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
+    except (Corrupt, StorageFailed):
+        if not lenient:
+            raise
+        tied = False
     first = first_names(base, experts, tied=tied)
     planned = {tensor.name for tensor in plan.tensors}
     left_out = left_to_base(base, plan.criteria)
     equal = _firsts(base, experts, set(base))
-    missing = (
-        name
+    missing = {
+        name: other
         for name, other in equal.items()
-        if other in planned and name not in planned and first[name] == name
-    )
-    return equal if any(name not in left_out for name in missing) else first
+        if other in planned and name not in planned and name not in left_out
+    }
+    return first | missing
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
