@@ -436,17 +436,19 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
         path.unlink(missing_ok=missing_ok)
 
 
-def make_directory(path: Path, *, private: bool = False, exist_ok: bool = False) -> bool:
+def make_directory(
+    path: Path, *, private: bool = False, own: bool = False, exist_ok: bool = False
+) -> bool:
     """Make one directory; True if it is new.  `sync_directory(parent)` makes its name durable.
 
-    private: it is for those who may also write it.
+    private: it is for those who may also write it.  own: it is its maker's alone, in no store.
     """
     with translated(path):
         if exist_ok and path.is_dir():
             return False
         _announce("mkdir", path)
         try:
-            os.mkdir(path, _first_mode(path, DIRECTORY, private=private))
+            os.mkdir(path, 0o700 if own else _first_mode(path, DIRECTORY, private=private))
         except FileExistsError:
             if not exist_ok:
                 raise

@@ -37,5 +37,5 @@ def prepare() -> None:
 
         path = Path(directory)
         fs.make_directories(path.parent)
-        fs.make_directory(path, private=True, exist_ok=True)
+        fs.make_directory(path, own=True, exist_ok=True)
         machine.use_cache(path)
