@@ -21,6 +21,7 @@ from mstore.merge.planning.request import Input, Request, request
 from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.objects.tensor import Tensor
+from mstore.sizes import Budget
 from mstore.stats.chunk import CHUNK
 from mstore.stats.histogram import Threshold
 
@@ -80,6 +81,10 @@ def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
         "dtype": None,
         "analyze": True,
     }
+    for option in ("budget", "expert_budget"):
+        if options.get(option) is not None:
+            # Bytes or a share, also where they are one byte, or all.
+            options[option] = Budget(options[option])
     return request(base=Input(SNAPSHOT, "base"), experts=inputs, method=method, **(given | options))
 
 

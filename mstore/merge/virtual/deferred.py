@@ -72,6 +72,11 @@ def commit_virtual(
         tip, previous = tip_of(catalog, current)
         if current is not None and tip is not None and is_merge_of(tip, plan, parents):
             # Whether virtual or real: it is the merge that was asked for.
+            if tip.is_virtual and transaction.has_news:
+                # Some of it was lost, and is there again.
+                transaction.rely_on_manifest(manifest)
+                transaction.rely_on_inputs(plan)
+                transaction.commit()
             return _deferred(current.snapshot_id(), tip, False, 0, output)
         record = SnapshotRecord(
             manifest=transaction.put_record(manifest),
