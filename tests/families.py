@@ -235,8 +235,11 @@ def expected(
     merged = {}
     for name, base in family.base.items():
         sides = [base, *(expert[name] for expert in family.experts)]
-        if not base.size or not {_NAMES[side.dtype] for side in sides} <= reference.DTYPES.keys():
-            merged[name] = base
+        is_merged = {_NAMES[side.dtype] for side in sides} <= reference.DTYPES.keys()
+        if not base.size or not is_merged:
+            # Without elements there is a type all the same.
+            to = reference.DTYPES[dtype] if is_merged and dtype is not None else base.dtype
+            merged[name] = base.astype(to) if not base.size else base
             continue
         merged[name] = reference.merge(
             method,

@@ -137,7 +137,7 @@ def test_a_failure_stops_there(mstore: Program, family: Path) -> None:
     paths = [family / name for name in ("base", "e0", "e1")]
     done = mstore("add", *paths, "--name-prefix", "x/", "--json")
     assert done.status == 1
-    assert done.out == ""
+    assert done.document["error"]["where"] == str(family / "e0" / "config.json")
     assert str(family / "e0" / "config.json") in done.err
     assert f"stored before {family / 'e0'}: x/base" in done.err
     assert refs(mstore) == ["x/base"]

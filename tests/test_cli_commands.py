@@ -117,6 +117,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "refs": ["refs"],
         "tag": ["tag", "v1", "tiny/merged"],
         "reset": ["reset", "tiny/merged", "tiny/base"],
+        "rename": ["rename", "tiny/merged", "tiny/renamed"],
         "reflog": ["reflog", "tiny/merged"],
         "rm": ["rm", "tiny/code"],
         "sign": ["sign", "tiny/merged", "--key", str(models / "key"), "--as", "me"],

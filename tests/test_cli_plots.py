@@ -97,7 +97,7 @@ def test_without_matplotlib_it_says_what_to_install(
     for draw in (plots.require, lambda: sweep(POINTS, tmp_path / "sweep.svg")):
         with pytest.raises(Unavailable) as refused:
             draw()
-        assert refused.value.hint == "pip install 'mstore[plot]'"
+        assert refused.value.hint == "pip install matplotlib"
     assert not list(tmp_path.iterdir())
 
 

@@ -41,6 +41,7 @@ from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.reports import PlanReport
+from mstore.sizes import Budget
 from mstore.store import leases
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -279,7 +280,7 @@ def test_every_budget_is_kept(kind: str, way: str, places: Callable[[str], Place
     )
     previous = 0
     for share, point in zip(shares, sweep.points, strict=True):
-        plan = planned(store, "task_arithmetic", budget=share)
+        plan = planned(store, "task_arithmetic", budget=Budget.share(share))
         assert plan.planned_expert_bytes == point.planned_expert_bytes
         report = store.merge(plan, name="within", memo=False)
         budget = int(share * whole.full_expert_bytes)
@@ -318,10 +319,10 @@ def test_bytes_are_counted_where_they_belong(way: str, places: Callable[[str], P
     chunk and charged to the base, and not at all where it is the base's own block.
     """
     store = places("bf16").store(way)
-    plan = plan_of(store, "linear")
-    report = store.merge(str(plan.id()), name="counted", memo=False, threads=1)
-    expert, base = _expected_reads(store, plan)
-    assert report.expert_bytes_read == expert == plan.planned_expert_bytes
+    told = planned(store, "linear")
+    report = store.merge(told, name="counted", memo=False, threads=1)
+    expert, base = _expected_reads(store, store._catalog.record(Plan, told.plan))
+    assert report.expert_bytes_read == expert == told.planned_expert_bytes
     # Small chunks are loaded together, so that one may find what it needs with its neighbour.
     assert report.base_bytes_read == base
 
@@ -349,7 +350,9 @@ with Store.open(sys.argv[1]) as store:
 """
     for way in ("delta", "chain"):
         store = places("bf16").store(way)
-        plans = [planned(store, "ties", budget=share).plan for share in (1.0, 0.2, 0.6)]
+        plans = [
+            planned(store, "ties", budget=Budget.share(share)).plan for share in (1.0, 0.2, 0.6)
+        ]
         done = subprocess.run(
             [sys.executable, "-c", program, str(store.path), *map(str, plans)],
             env={"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -169,8 +169,6 @@ def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits
         raise BadCheckpoint(
             f"the header is too long: {length} bytes; the limit is {limits.max_header_bytes}",
             where=where,
-            # Most often the "length" is the text of a git-lfs pointer.
-            hint="git lfs pull" if prefix == b"version " else None,
         )
     if LENGTH_BYTES + length > file_size:
         raise BadCheckpoint(

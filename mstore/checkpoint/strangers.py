@@ -29,7 +29,7 @@ class Stranger:
 
 LFS_POINTER: Final = Stranger(
     "is a Git LFS pointer, not the file that it stands for",
-    "git lfs pull    (in the repository that it lies in)",
+    "git lfs pull",
 )
 GGUF: Final = Stranger(
     "is a GGUF file, which is made for llama.cpp and mostly quantised; mstore stores safetensors",
