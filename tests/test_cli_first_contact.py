@@ -120,9 +120,19 @@ def test_completion(mstore: Program, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_script(shell: str) -> None:
     """The script that a shell needs is printed."""
-    command = [sys.executable, "-m", "mstore_cli", "--show-completion", shell]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "mstore_cli"]
+    asked = {**os.environ, "_MSTORE_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
     assert "_MSTORE_COMPLETE" in done.stdout
+    assert f"complete_{shell}" in done.stdout
+
+
+def test_the_script_of_this_shell() -> None:
+    """Without a word for which shell, it is the one that asks."""
+    # A second command keeps bash from giving its place to the first.
+    command = ["bash", "-c", f"{sys.executable} -m mstore_cli --show-completion; true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "complete_bash" in done.stdout
 
 
 @pytest.mark.parametrize(
