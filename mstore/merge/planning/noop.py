@@ -18,7 +18,7 @@ _PERCENT = 100
 
 def require_effect(catalog: Catalog, plan: Plan) -> None:
     """Raise BadRequest for a no-op, with its cause and what to type instead."""
-    if any(READ in states for tensor in plan.tensors for states in tensor.states):
+    if _reads(plan):
         return
     asked = plan.criteria
     if any(OMITTED in states for tensor in plan.tensors for states in tensor.states):
@@ -39,18 +39,25 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
 
 def is_base(catalog: Catalog, plan: Plan) -> bool:
     """Whether every tensor of the result is the base's own, as can be told from the plan."""
-    return not any(
-        READ in states for tensor in plan.tensors for states in tensor.states
-    ) and _is_base(catalog, plan)
+    return not _reads(plan) and _is_base(catalog, plan)
+
+
+def is_retyped(catalog: Catalog, plan: Plan) -> bool:
+    """Whether a tensor gets another type than the base's."""
+    if plan.dtype is None:
+        return False
+    base = catalog.manifest(plan.base_id()).tensors()
+    return any(catalog.tensor(base[tensor.name]).dtype != plan.dtype for tensor in plan.tensors)
+
+
+def _reads(plan: Plan) -> bool:
+    return any(READ in states for tensor in plan.tensors for states in tensor.states)
 
 
 def _is_base(catalog: Catalog, plan: Plan) -> bool:
     if plan.tensors and not reuses_base(plan.method, dict(plan.parameters)):
         return False
-    if plan.dtype is None or not plan.tensors:
-        return True
-    base = catalog.manifest(plan.base_id()).tensors()
-    return all(catalog.tensor(base[tensor.name]).dtype == plan.dtype for tensor in plan.tensors)
+    return not is_retyped(catalog, plan)
 
 
 def _too_small(option: str, budget: int) -> BadRequest:

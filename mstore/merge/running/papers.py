@@ -34,7 +34,7 @@ from mstore.checkpoint.declared import (
     values,
 )
 from mstore.ids import ManifestId
-from mstore.merge.planning.noop import is_base
+from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -205,19 +205,12 @@ class Papers:
         words += ["--method", plan.method]
         for key, value in plan.parameters:
             words += ["--param", f"{key}={json.dumps(value)}"]
-        if plan.dtype is not None and self._is_retyped():
+        if plan.dtype is not None and is_retyped(self._catalog, plan):
             words += ["--dtype", plan.dtype]
         for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
             for pattern in patterns:
                 words += [option, pattern]
         return f"{shlex.join(words)} --name REF"
-
-    def _is_retyped(self) -> bool:
-        base = self._catalog.manifest(self._plan.base_id()).tensors()
-        return any(
-            self._catalog.tensor(base[tensor.name]).dtype != self._plan.dtype
-            for tensor in self._plan.tensors
-        )
 
     def _left_out(self) -> tuple[int, int]:
         left = taken = 0
