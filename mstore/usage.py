@@ -33,7 +33,7 @@ import numpy.typing as npt
 from mstore.blocks import packs as packfiles
 from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import Kind, pack_path
-from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound, did_you_mean
+from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
@@ -540,8 +540,7 @@ class Usage:
         names = ref_rows.chosen(known, names)
         for name in names:
             if name not in known:
-                hint = did_you_mean(name, known, "mstore refs")
-                raise NotFound("no such ref", where=name, hint=hint)
+                raise ref_rows.missing(name, known)
             tip = self.history.tips[known[name]]
             if tip not in self.history.records:
                 what = f"its snapshot {tip.short} is missing"

@@ -16,6 +16,15 @@ _REVISION = typer.Argument(
 )
 Revision = Annotated[str, _REVISION]
 MaybeRevision = Annotated[str | None, _REVISION]
+RefNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[REF]...",
+        help="Branches, tags, or patterns [else all].",
+        show_default=False,
+        autocompletion=completion.refs,
+    ),
+]
 Message = Annotated[
     str, typer.Option("--message", "-m", metavar="MSG", help="Why, in words.", show_default=False)
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstore_cli import kernels, progress
+from mstore_cli import progress
 from mstore_cli.errors import UsageError, warn, with_store
 from mstore_cli.output import Mode, Output
 
@@ -58,6 +58,8 @@ class Session:
         mode = Mode.JSON if choices.json else Mode.QUIET if choices.quiet else Mode.HUMAN
         self.output = Output(mode)
         self._stores: list[Store] = []
+        self.is_doubted = False
+        """Whether the index of the store that was opened last cannot be believed."""
 
     @property
     def named_store(self) -> Path | None:
@@ -99,8 +101,7 @@ class Session:
         """The store of this run, to be used in a `with` block."""
         from mstore import Store
 
-        kernels.prepare()
-        return self._opened(Store.open(self.store_path()))
+        return self._opened(Store.open)
 
     def open_silently(self) -> Store:
         """The same without a warning, for a shell that completes a line."""
@@ -112,13 +113,18 @@ class Session:
         """The same for a store whose index may be damaged: it is looked at first."""
         from mstore import Store
 
-        kernels.prepare()
-        return self._opened(Store.open_checked(self.store_path()))
+        return self._opened(Store.open_checked)
 
-    def _opened(self, store: Store) -> Store:
+    def _opened(self, open_at: Callable[[Path], Store]) -> Store:
         """The store; where its index cannot be believed, people are told so."""
+        # Not at the start: it brings in `logging`, which --help and the like do without.
+        from mstore_cli import kernels
+
+        kernels.prepare()
+        store = open_at(self.store_path())
         self._stores.append(store)
         why = store.doubt()
+        self.is_doubted = why is not None
         if why is not None:
             warn(
                 f"{store.path}: {why}; what is read may be out of date, and nothing is written",

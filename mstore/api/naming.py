@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.opened import OpenStore, Report
-from mstore.errors import Conflict, NotFound, did_you_mean
+from mstore.errors import Conflict
 from mstore.ids import SnapshotId
 from mstore.reports import (
     GOOD_SIGNATURE,
@@ -40,8 +40,7 @@ class Naming(OpenStore):
         chosen = refs.chosen(by_name, names)
         for name in chosen:
             if name not in by_name:
-                hint = did_you_mean(name, by_name, "mstore refs")
-                raise NotFound("no such ref", where=name, hint=hint)
+                raise refs.missing(name, by_name)
         return [by_name[name] for name in sorted(chosen)]
 
     def tag(self, name: str, revision: str) -> RefReport:

@@ -128,12 +128,15 @@ def _periods(wish: Wish) -> list[tuple[int, str]]:
 def _kept(catalog: Catalog, chain: Sequence[SnapshotId], wish: Wish) -> set[SnapshotId]:
     """What of a branch, newest first, stays.  One whose time is unknown counts for no period."""
     kept = {*chain[:1], *chain[: wish.keep_last]}
+    periods = [(count, form) for count, form in _periods(wish) if count]
+    if not periods:
+        return kept
     dates = {
         id: datetime.fromtimestamp(record.time_ns // NS_A_SECOND)  # noqa: DTZ006 -- the local day
         for id in chain
         if (record := catalog.snapshot_if_there(id)) is not None
     }
-    for count, form in _periods(wish):
+    for count, form in periods:
         newest: dict[str, SnapshotId] = {}
         for id, date in dates.items():
             newest.setdefault(date.strftime(form), id)

@@ -158,6 +158,11 @@ def names(index: Index, transaction: Any) -> list[str]:
         return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
 
 
+def missing(name: str, known: Iterable[str]) -> NotFound:
+    """The error for a ref that is not there, with the known name that was probably meant."""
+    return NotFound("no such ref", where=name, hint=did_you_mean(name, known, "mstore refs"))
+
+
 def is_pattern(text: str) -> bool:
     """Whether it is a pattern (`*`, `?`, `[abc]`) and not a name, which has none of these."""
     return any(character in text for character in "*?[")
@@ -301,6 +306,5 @@ def require(index: Index, transaction: Any, name: str) -> Ref:
     """The ref of this name.  Raises NotFound with the nearest names."""
     ref = get(index, transaction, name)
     if ref is None:
-        hint = did_you_mean(name, names(index, transaction), "mstore refs")
-        raise NotFound("no such ref", where=name, hint=hint)
+        raise missing(name, names(index, transaction))
     return ref

@@ -67,8 +67,7 @@ def _from_reflog(index: Index, transaction: Any, revision: Revision) -> Snapshot
     moves = refs.reflog(index, transaction, revision.name)
     assert revision.back is not None
     if not moves:
-        hint = did_you_mean(revision.name, refs.names(index, transaction), "mstore refs")
-        raise NotFound("no such ref", where=revision.name, hint=hint)
+        raise refs.missing(revision.name, refs.names(index, transaction))
     if revision.back >= len(moves):
         raise NotFound(
             f"the reflog has only {len(moves)} entries",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mstore_cli import completion, plots
+from mstore_cli import plots
 from mstore_cli.command import command
+from mstore_cli.options import RefNames
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
@@ -43,15 +44,7 @@ UNIQUE, SHARED = "unique", "shared"
 @command(example="mstore du llama/old llama/older")
 def du(
     session: Session,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[REF]...",
-            help="Branches, tags, or patterns [else all].",
-            show_default=False,
-            autocompletion=completion.refs,
-        ),
-    ] = None,
+    names: RefNames = None,
     svg: Annotated[
         Path | None,
         typer.Option(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.options import RefNames
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
 
@@ -25,20 +23,11 @@ COLUMNS = (
 @command(example="mstore refs 'llama/*'")
 def refs(
     session: Session,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[REF]...",
-            help="Branches, tags, or patterns [else all].",
-            show_default=False,
-            autocompletion=completion.refs,
-        ),
-    ] = None,
+    names: RefNames = None,
 ) -> None:
     """List branches and tags and what they point at."""
     with session.open() as store:
         found = store.refs(*(names or ()))
-        is_doubted = store.doubt() is not None
 
     def human(screen: Screen) -> None:
         if not found:
@@ -48,7 +37,7 @@ def refs(
         )
         lost = next((one.name for one in found if one.missing), None)
         # Of an index that is not believed, another command has been named already.
-        if lost is not None and not is_doubted:
+        if lost is not None and not session.is_doubted:
             screen.line(f"missing: mstore fsck says what to do, and mstore rm {lost} lets go of it")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
