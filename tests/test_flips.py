@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from mstore.errors import MstoreError
 BLOCK = 1 << 16
 PATIENCE = 120
 """Seconds after which a worker counts as hung: a loaded machine takes a tenth of that."""
+TOGETHER = 40
+"""Flips, none of which fsck finds, that are looked at together first."""
 DATA = "index/data.mdb"
 MIRROR = "refs/mirror"
 
@@ -137,7 +139,7 @@ _TRUTH: dict[str, Any] = {}
 
 
 def nursery(pristine: str) -> None:
-    """Read lines `[way, file, offset, bits]` to the end of stdin; answer each with a line."""
+    """Answer each line of stdin, `[way, [[file, offset, bits], ...]]`, with a line."""
     tasks = [json.loads(line) for line in sys.stdin]
     store = Path(pristine)
     with Store.open(store) as opened:
@@ -169,15 +171,17 @@ def _work(pristine: Path, root: Path, tasks: list[Any], answer: int) -> None:
     """A worker's life."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     shutil.copytree(pristine, root)
-    for way, file, offset, bits in tasks:
+    for way, flips in tasks:
         signal.alarm(PATIENCE)
-        turn(root / file, offset, bits)
+        for file, offset, bits in flips:
+            turn(root / file, offset, bits)
         found = WAYS[way](root)
         if way == "read_all" and isinstance(found, dict):
             found = _compared(found)
         elif way == "rows":
             found = sorted(name for name in _rows_of(pristine) if found.get(name) != _ROWS[name])
-        turn(root / file, offset, bits)
+        for file, offset, bits in flips:
+            turn(root / file, offset, bits)
         os.write(answer, f"{json.dumps(found)}\n".encode())
     os._exit(0)
 
@@ -216,15 +220,16 @@ def _compared(found: dict[str, Any]) -> str:
 # -- outside -----------------------------------------------------------------------------------
 
 
-def ask(store: Path, tasks: list[tuple[str, Flip]], workers: int = 2) -> list[Any]:
-    """The answers to (way, flip) tasks, in their order."""
+def ask(store: Path, way: str, tasks: Sequence[Sequence[Flip]], workers: int = 2) -> list[Any]:
+    """The answers to tasks, in their order: look in this way while these bytes are turned."""
     shares = [tasks[number::workers] for number in range(workers)]
     processes = []
     for share in shares:
         code = "import sys, test_flips; test_flips.nursery(sys.argv[1])"
         with tempfile.TemporaryFile("w+") as lines:
-            for way, flip in share:
-                print(json.dumps([way, flip.file, flip.offset, flip.bits]), file=lines)
+            for flips in share:
+                told = [[flip.file, flip.offset, flip.bits] for flip in flips]
+                print(json.dumps([way, told]), file=lines)
             lines.seek(0)
             processes.append(
                 subprocess.Popen(
@@ -239,11 +244,31 @@ def ask(store: Path, tasks: list[tuple[str, Flip]], workers: int = 2) -> list[An
     for number, process in enumerate(processes):
         assert process.stdout is not None
         with process:
-            told = [json.loads(line) for line in process.stdout]
+            found = [json.loads(line) for line in process.stdout]
         assert process.returncode == 0
-        assert len(told) == len(shares[number])
-        answers[number::workers] = told
+        assert len(found) == len(shares[number])
+        answers[number::workers] = found
     return answers
+
+
+def ask_each(store: Path, way: str, flips: Sequence[Flip]) -> list[Any]:
+    """The answers for each flip alone."""
+    return ask(store, way, [[flip] for flip in flips])
+
+
+def ask_together(store: Path, way: str, flips: Sequence[Flip], harmless: Any) -> dict[Flip, Any]:
+    """The answers for each flip; those that do no harm together are not asked one by one.
+
+    Only harm that two flips undo for each other is missed.
+    """
+    groups = [flips[start : start + TOGETHER] for start in range(0, len(flips), TOGETHER)]
+    found = {}
+    for group, answer in zip(groups, ask(store, way, groups), strict=True):
+        if answer == harmless:
+            found.update(dict.fromkeys(group, harmless))
+        else:
+            found.update(zip(group, ask_each(store, way, group), strict=True))
+    return found
 
 
 @dataclass
@@ -258,8 +283,8 @@ def flip_all(store: Path, flips: list[Flip]) -> Findings:
     """Flip, read, check; and where fsck finds nothing, look closer."""
     counts: Counter[str] = Counter()
     violations: list[str] = []
-    reads = ask(store, [("read_all", flip) for flip in flips])
-    checks = ask(store, [("check", flip) for flip in flips])
+    reads = ask_each(store, "read_all", flips)
+    checks = ask_each(store, "check", flips)
     unseen: list[tuple[Flip, str]] = []
     for flip, read, checked in zip(flips, reads, checks, strict=True):
         area = flip.file.partition("/")[0]
@@ -276,8 +301,8 @@ def flip_all(store: Path, flips: list[Flip]) -> Findings:
         if checked == "clean":
             unseen.append((flip, read))
     closer = [flip for flip, _ in unseen if flip.file == DATA]
-    changed = dict(zip(closer, ask(store, [("rows", flip) for flip in closer]), strict=True))
-    written = dict(zip(closer, ask(store, [("write", flip) for flip in closer]), strict=True))
+    changed = ask_together(store, "rows", closer, [])
+    written = ask_together(store, "write", closer, "right")
     for flip, read in unseen:
         told = changed.get(flip, [])
         if told and set(told) <= UNCHECKED.keys():

@@ -145,6 +145,8 @@ class Index:
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
         self.env = Environment.acquire(path, DATABASES, create=create)
+        self.moved: set[str] = set()
+        """Refs that were moved since it was cleared, by this process: for the mirror."""
         self._pack_ids: dict[int, PackId] = {}
         self._epoch = 0
         self._closing = Lock()

@@ -132,12 +132,13 @@ class Catalog:
 
         Call with the writer lock held.
         """
+        self.index.moved.clear()
         with self.index.env.write() as transaction:
             self.index.set_generation(transaction, self.index.generation(transaction) + 1)
             yield transaction
         # The commit stands whatever happens here, and the next one writes the mirror.
         with suppress(StorageFailed, Corrupt):
-            mirror.write(self.layout, self.index)
+            mirror.follow(self.layout, self.index, self.index.moved)
 
     @contextmanager
     def committing(self) -> Iterator[Any]:

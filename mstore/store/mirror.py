@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,31 +51,76 @@ class Mirror:
 
 
 def write(layout: Layout, index: Index) -> None:
-    """Bring the mirror up to date, if it is not.  Call with the writer lock held.
+    """Write the mirror from all refs of the index, if it says other things.
 
-    Never takes back a later generation.  Raises Corrupt where the index's refs cannot be read: the
-    mirror may have what a damaged row said, and stays.  Raises StorageFailed.
+    Call with the writer lock held.  Never takes back a later generation.  Raises Corrupt where the
+    index's refs cannot be read: the mirror may have what a damaged row said, and stays.  Raises
+    StorageFailed.
     """
     with index.env.read() as transaction:
         generation = index.generation(transaction)
         named = sorted(refs.walk(index, transaction), key=lambda one: one[0].encode())
-    lines = "".join(f"{ref.kind} {ref.snapshot_id()} {name}\n" for name, ref in named)
-    body = f"{_HEAD}generation {generation}\n{lines}".encode()
-    data = body + _CHECK + blake3(body).hexdigest().encode() + b"\n"
+    _replace(layout, _bytes(layout.mirror), generation, [_line(name, ref) for name, ref in named])
+
+
+def follow(layout: Layout, index: Index, moved: Collection[str]) -> None:
+    """Bring the mirror up to date after a commit that moved these refs and no others.
+
+    In a mirror of the commit before, their lines alone are changed: no other ref is read, and
+    none that a damaged row misstates gets in.  Any other mirror is written whole.  Call as `write`;
+    raises as it does.
+    """
     before = _bytes(layout.mirror)
+    with index.env.read() as transaction:
+        generation = index.generation(transaction)
+        now = {name: refs.get(index, transaction, name) for name in moved}
+        count = index.count(transaction, "refs")
+    lines = [] if before is None else _lines_of(layout.mirror, before, generation - 1)
+    for name, ref in now.items():
+        key = name.encode()
+        at = bisect_left(lines, key, key=_name_in)
+        end = at + (at < len(lines) and _name_in(lines[at]) == key)
+        lines[at:end] = [] if ref is None else [_line(name, ref)]
+    if before is None or len(lines) != count:
+        write(layout, index)
+    else:
+        _replace(layout, before, generation, lines)
+
+
+def _line(name: str, ref: Ref) -> bytes:
+    return f"{ref.kind} {ref.snapshot_id()} {name}\n".encode()
+
+
+def _name_in(line: bytes) -> bytes:
+    return line[:-1].split(b" ", 2)[2]
+
+
+def _lines_of(path: Path, data: bytes, generation: int) -> list[bytes]:
+    """The lines of the refs in a mirror of this generation; none in any other."""
+    with suppress(Corrupt):
+        if data.startswith(_HEAD.encode()) and _generation(path, data) == generation:
+            return data[:-_CHECK_BYTES].splitlines(keepends=True)[2:]
+    return []
+
+
+def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[bytes]) -> None:
+    """Put a mirror of these lines, sorted by name, where the mirror is."""
+    listed = b"".join(lines)
+    body = f"{_HEAD}generation {generation}\n".encode() + listed
+    data = body + _CHECK + blake3(body).hexdigest().encode() + b"\n"
     if before == data:
         return
     if before is None and fs.make_directory(layout.mirror.parent, exist_ok=True):
         fs.sync_directory(layout.root)
     if before is not None:
-        _keep(layout, before, lines, generation)
+        _keep(layout, before, listed, generation)
     fs.replace_text(layout.mirror, data.decode(), staging=layout.tmp)
     for _, path in _versions(layout)[KEPT:]:
         with suppress(StorageFailed):
             fs.unlink(path, missing_ok=True)
 
 
-def _keep(layout: Layout, before: bytes, lines: str, generation: int) -> None:
+def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None:
     """Give the mirror that goes a name of its own, where it says other things."""
     try:
         old = _generation(layout.mirror, before)
@@ -89,8 +135,9 @@ def _keep(layout: Layout, before: bytes, lines: str, generation: int) -> None:
                 where=str(layout.mirror),
                 hint="mstore reindex",
             )
-        if before.startswith(_HEAD.encode()) and before.split(b"\n", 2)[2][:-_CHECK_BYTES] == (
-            lines.encode()
+        if (
+            before.startswith(_HEAD.encode())
+            and listed == (before.split(b"\n", 2)[2][:-_CHECK_BYTES])
         ):
             return
         target = layout.mirror.with_name(f"mirror.{old}")

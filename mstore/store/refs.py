@@ -21,7 +21,7 @@ import msgspec
 
 from mstore.blocks.index import Index
 from mstore.errors import BadName, Conflict, Corrupt, NotFound, did_you_mean
-from mstore.ids import SnapshotId
+from mstore.ids import ID_BYTES, SnapshotId
 from mstore.objects.canonical import plain_id
 
 BRANCH = "branch"
@@ -74,7 +74,8 @@ _moves = msgspec.msgpack.Decoder(Move)
 def _decode_ref(name: str, value: bytes) -> Ref:
     try:
         ref = _refs.decode(value)
-        ref.snapshot_id()
+        if len(ref.snapshot) != ID_BYTES:
+            raise ValueError("not the length of an id")
     except _UNREADABLE as error:
         raise _unreadable(name, "ref") from error
     return ref
@@ -210,6 +211,7 @@ def move(
     if expect is None:
         _refuse_nesting(index, transaction, name)
     key = name.encode()
+    index.moved.add(name)
     if new is None:
         transaction.delete(key, db=index.db("refs"))
     else:
