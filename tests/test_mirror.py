@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore.errors import Corrupt, MstoreError
+from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import SnapshotId
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
@@ -122,6 +123,58 @@ def test_earlier_mirrors_stay(catalog: Catalog) -> None:
     catalog.layout.mirror.write_bytes(b"?")
     move(catalog, "c", None, ref(1))
     assert "mirror.damaged" in kept(catalog)
+
+
+NAMES = ("a", "b/c", "b-d", "b", "ü", "z", "Z", "a.b")
+STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.booleans()), max_size=12)
+
+
+@given(STEPS, st.sampled_from(("nothing", "mirror lost", "mirror damaged", "mirror behind")))
+@settings(max_examples=30, deadline=None)
+def test_a_move_leaves_the_mirror_that_is_written_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[str, int, bool]],
+    accident: str,
+) -> None:
+    """Line by line or whole: byte for byte the same, whatever was there before."""
+    catalog = Catalog.create(tmp_path_factory.mktemp("moves") / "store", 1 << 16)
+    path = catalog.layout.mirror
+    for number, (name, snapshot, is_tag) in enumerate(steps):
+        if number == len(steps) // 2:
+            if accident == "mirror lost":
+                path.unlink()
+            elif accident == "mirror damaged":
+                path.write_bytes(b"?")
+            elif accident == "mirror behind":
+                with catalog.index.env.write() as rows:
+                    catalog.index.set_generation(rows, catalog.index.generation(rows) + 1)
+        now = catalog.refs().get(name)
+        with suppress(Conflict):
+            move(catalog, name, now, ref(snapshot, TAG if is_tag else BRANCH) if snapshot else None)
+    followed = path.read_bytes()
+    path.unlink()
+    mirror.write(catalog.layout, catalog.index)
+    assert path.read_bytes() == followed
+    catalog.close()
+
+
+def test_a_move_does_not_mirror_what_damaged_rows_say(catalog: Catalog) -> None:
+    """The lines of other refs stay as they were, and the move is mirrored."""
+    move(catalog, "a", None, ref(1))
+    move(catalog, "b", None, ref(2))
+    with catalog.index.env.write() as rows:
+        rows.put(b"a", b"junk", db=catalog.index.db("refs"))
+    move(catalog, "b", ref(2), ref(3))
+    assert mirror.read(catalog.layout) == mirror.Mirror(3, {"a": ref(1), "b": ref(3)})
+
+
+def test_a_mirror_with_other_refs_than_the_index_is_written_whole(catalog: Catalog) -> None:
+    """Where their numbers differ, no line of it is kept."""
+    move(catalog, "a", None, ref(1))
+    with catalog.index.env.write() as rows:
+        refs.put(catalog.index, rows, "c", ref(7))
+    move(catalog, "b", None, ref(2))
+    assert mirror.read(catalog.layout).refs == catalog.refs()
 
 
 def test_a_commit_that_moves_no_ref_keeps_no_mirror(catalog: Catalog) -> None:
