@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore_cli import keys, reference
+from mstore_cli import keys, page, reference
 from mstore_cli.main import VERBS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
@@ -14,8 +14,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
 def test_page_is_current() -> None:
     """The page is what the program makes of it: python -m mstore_cli.reference docs/cli.md."""
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == reference.renewed(page)
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page.renewed(text, reference.MARKER, reference.reference())
 
 
 def test_page_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +52,4 @@ def test_every_command_but_cat_has_keys() -> None:
 def test_page_without_marker() -> None:
     """A page without the marker is refused rather than overwritten."""
     with pytest.raises(ValueError, match="no line"):
-        reference.renewed("# hand-written only\n")
+        page.renewed("# hand-written only\n", reference.MARKER, "made\n")

@@ -494,6 +494,11 @@ def keys_of(report: type) -> tuple[Key, ...]:
     )
 
 
+def has_words(report: type) -> bool:
+    """Whether the fields of this class have meanings here."""
+    return report in _OWN
+
+
 def unused_meanings() -> list[str]:
     """Meanings of fields that no report has (any more)."""
     found = [

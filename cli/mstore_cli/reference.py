@@ -12,10 +12,11 @@ from pathlib import Path
 
 from typer.core import TyperCommand, TyperGroup
 
+from mstore_cli import page
 from mstore_cli.keys import DOCUMENTS, OBJECTS, Key, keys_of
 from mstore_cli.main import PROGRAM, VERBS, build
 
-MARKER = "<!-- below: made by `python -m mstore_cli.reference docs/cli.md` -->\n"
+MARKER = page.marker("python -m mstore_cli.reference docs/cli.md")
 WIDTH = 80
 
 
@@ -35,14 +36,6 @@ def reference() -> str:
     for word, report in sorted(OBJECTS.items()):
         parts.append(f"### {word}\n\n{_table(keys_of(report))}")
     return "\n".join(parts)
-
-
-def renewed(page: str) -> str:
-    """The page with what stands below the marker made anew."""
-    head, marker, _old = page.partition(MARKER)
-    if not marker:
-        raise ValueError(f"no line {MARKER.strip()}")
-    return f"{head}{marker}\n{reference()}"
 
 
 def _help(group: TyperGroup, path: Sequence[str]) -> str:
@@ -72,8 +65,7 @@ def _rows(keys: Sequence[Key]) -> Iterator[str]:
 
 def main() -> None:
     """Renew the page named on the command line."""
-    path = Path(sys.argv[1])
-    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+    page.renew(Path(sys.argv[1]), MARKER, reference())
 
 
 if __name__ == "__main__":

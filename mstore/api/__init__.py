@@ -21,8 +21,11 @@ __all__ = ["Snapshot", "Store"]
 
 
 class Store(Reading, Adding, Merging, Naming, Keeping):
-    """An open store.  Use as a context manager, or call `close`."""
+    """An open store.  Use it as a context manager, or call `close`."""
 
     def __getitem__(self, revision: str) -> Snapshot:
-        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names."""
+        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names.
+
+        Raises NotFound, BadName.
+        """
         return Snapshot(self, self._catalog.resolve(revision))

@@ -32,17 +32,19 @@ class Adding(OpenStore):
 
     @property
     def config(self) -> Mapping[str, str | int]:
-        """Every setting of the store and what it is."""
+        """Every setting of the store (codec, reflog_days, shared) and its value."""
         return self._catalog.config.values()
 
     def configure(self, key: str, value: str | int) -> None:
         """Change a setting, for this store and whoever opens it later.
 
-        codec: which codecs new blocks may take (auto, raw, dense).  reflog_days: for how many days
-        the reflog keeps what refs pointed at.  shared: who besides its maker may use what is made
-        in the store (umask, group, all), from now on and, where the value is not umask, of what is
-        there already.  Raises BadRequest for another key or value, StorageFailed where another
-        user has to share something first.
+        key: codec says which codecs new blocks may take (auto, raw, dense); reflog_days, for how
+        many days the reflog keeps what refs pointed at; shared, who besides its maker may use what
+        is made in the store (umask, group, all).
+        value: what it shall be.  group and all also open what is there already.
+
+        Raises BadRequest (another key or value), StorageFailed (another user has to share
+        something first).
         """
         self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
 
@@ -64,13 +66,23 @@ class Adding(OpenStore):
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
-        With `base`, statistics of the differences are kept for planning merges; only, skip:
-        patterns of the tensors to compare, which must agree in name and shape.  detect_base:
-        where none is named, find the nearest of the stored snapshots; the report says which and
-        why.  codec: auto, raw or dense; as the store is set where none is named.  convert: load
-        pickled weights in a child process with these limits, and store them as safetensors.
-        limits: what the checkpoint may cost, for who trusts one that is refused.  Unless they say
-        otherwise, files that are mostly holes may be as large as what is free on the store's disk.
+        path: the directory, the file, or a model of a Hugging Face cache.
+        base: the revision that it was tuned from.  Statistics of the differences are kept, and
+        merges are planned from them.
+        detect_base: where no base is named, find the nearest of the stored snapshots; the report
+        says which and why.
+        only, skip: patterns of the tensors to compare with the base, which must agree in name and
+        shape.
+        codec: auto, raw or dense; None takes the store's setting.
+        message: why, in words.
+        threads: how many at most; None takes one a processor.
+        convert: load pickled weights in a child process with these limits, and store them as
+        safetensors.
+        limits: what the checkpoint may cost, for a caller who trusts one that is refused.  Unless
+        they say otherwise, files that are mostly holes may be as large as what is free on the
+        store's disk.
+        progress: called now and then with what is done.
+
         An add that loses its ref to a writer that is gone by then runs again.
 
         Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
@@ -157,8 +169,10 @@ class Adding(OpenStore):
     ) -> AnalyzeReport:
         """Take the statistics of expert minus base that are missing; what is there is kept.
 
-        Merges plan from them; `add` with a base has taken them already.  Raises NotFound,
-        BadRequest (a virtual merge), Incompatible (other tensors or shapes), Corrupt.
+        Merges are planned from them.  `add` with a base has taken them already.
+
+        Raises NotFound, BadRequest (a virtual merge), Incompatible (other tensors or shapes),
+        Corrupt.
         """
         from mstore.stats.analysis import Side, analyze
 

@@ -40,14 +40,19 @@ class Keeping(OpenStore):
     ) -> GcReport:
         """Drop all that no ref, reflog or pin reaches, and give its space back.
 
-        Safe beside everything else; a second one waits for the first.  dry_run: only say what would
-        go.  wait: seconds to wait for running operations, so that packs they may be reading can go
-        too; else the next writer removes them.  reflog_days: as the store is set (30 days) where
-        None.  dead_share: packs of which so much is dead are written anew
-        (0.3 where None; 0: all with anything dead).  Packs that the index does not know go to
-        lost+found/; empty_lost_found: and all that lies there is removed.
-        Raises Corrupt where a needed record is damaged, or where index, mirror and packs do not
-        agree, StorageFailed; nothing is lost then.
+        Safe beside everything else; a second one waits for the first.  Packs that the index does
+        not know go to lost+found/.
+
+        dry_run: only say what would go.
+        wait: seconds to wait for running operations, so that packs they may be reading can go too;
+        else the next writer removes them.
+        reflog_days: what refs pointed at in so many days stays; None takes the store's setting.
+        dead_share: packs of which this share is dead are written anew; None takes 0.3, and 0 means
+        all with anything dead.
+        empty_lost_found: also remove all that lies in lost+found/.
+
+        Raises Corrupt (a needed record is damaged, or index, mirror and packs do not agree),
+        StorageFailed; nothing is lost then.
         """
         from mstore.gc.collect import Collector, Limits
         from mstore.gc.survey import DEAD_SHARE
@@ -77,13 +82,20 @@ class Keeping(OpenStore):
         unnamed_inputs: bool = False,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Let the contents of old snapshots go: of a branch, those that nothing of this keeps.
+        """Let the contents of old snapshots go: of each branch, those that nothing here keeps.
 
-        keep_last: the newest so many.  keep_daily and so on: the newest of each of the last so many
-        days (weeks, months, years) in which there is one.  The tip of a branch always stays.
-        branches: all of them where none is named.  keep_tagged: but for those that a tag names;
-        else these tags are removed.  unnamed_inputs: also what was merged in and no ref names.
-        They stay in the lineage.  Space comes back with `gc`.  Raises BadRequest, NotFound.
+        The tip of a branch always stays.  What goes stays in the lineage, and its space comes back
+        with `gc`.
+
+        branches: which ones; all of them where none is named.
+        keep_last: keep the newest so many.
+        keep_daily, keep_weekly, keep_monthly, keep_yearly: keep the newest of each of the last so
+        many days (weeks, months, years) in which there is one.
+        keep_tagged: keep what a tag names; else these tags are removed.
+        unnamed_inputs: also let go what was merged in and no ref names.
+        dry_run: only say what would go.
+
+        Raises BadRequest, NotFound.
         """
         from mstore.gc.prune import Wish, prune
 
@@ -110,8 +122,11 @@ class Keeping(OpenStore):
     ) -> CheckReport:
         """Check the store's structure, and with `read_data` every byte.  Changes nothing.
 
-        sample: reads this share of the blocks instead, drawn by `seed`.
-        Raises Corrupt where the index is too damaged to be walked.
+        read_data: read every block and compare it with its id.
+        sample: read this share of the blocks instead, above 0 and up to 1.
+        seed: draws them; the same seed draws the same ones.
+
+        Raises Corrupt (the index is too damaged to be walked).
         """
         from mstore.check.fsck import Checker, Scope
 
@@ -129,9 +144,12 @@ class Keeping(OpenStore):
     ) -> RepairReport:
         """Check the store, put good copies in the place of what is broken, and drop the rest.
 
-        sources: other stores, or checkpoints, that may have copies.  read_data: look for broken
-        payloads everywhere, and not only where the structure is damaged.  Statistics and a memo
-        table that are damaged are set aside; `notes` says so.
+        Statistics and a memo table that are damaged are set aside; `notes` says so.
+
+        sources: other stores, or checkpoints, that may have copies.
+        read_data: look for broken payloads everywhere, and not only where the structure is damaged.
+
+        Raises Corrupt (the index cannot be believed: `reindex` comes first), StorageFailed.
         """
         from mstore.check.fsck import Scope
         from mstore.check.repair import Repair
@@ -153,8 +171,9 @@ class Keeping(OpenStore):
         """Make the index of a store anew, from its packs and its ref mirror.
 
         use_old_index: take refs, reflogs, plans and prunings over from the index that is there, as
-        far as it can be read and agrees with the packs.  Raises Conflict while anybody uses the
-        store.
+        far as it can be read and agrees with the packs.
+
+        Raises Conflict (somebody uses the store), NotFound, StorageFailed.
         """
         from mstore.check.reindex import reindex
 
@@ -162,13 +181,18 @@ class Keeping(OpenStore):
 
     @staticmethod
     def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
-        """Bring a store of an older format to this one.  Raises Conflict while it is in use."""
+        """Bring a store of an older format to this one.
+
+        dry_run: only say which steps there are.
+
+        Raises Conflict (somebody uses the store), NotFound, Incompatible, StorageFailed.
+        """
         from mstore.store.migrations import migrate
 
         return migrate(Path(path), dry_run=dry_run)
 
     def stats(self) -> StoreReport:
-        """Sizes and counts."""
+        """Sizes in bytes and counts of the whole store."""
         from mstore.usage import store_usage
 
         catalog = self._catalog

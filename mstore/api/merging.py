@@ -58,16 +58,26 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> PlanReport:
-        """Plan a merge and keep the plan.  An expert is a revision, or (revision, weight).
+        """Plan a merge and keep the plan.  The same request gives the same plan.
 
-        budget: a `Budget`, text as the command line takes it ("2GiB", "30%"), bytes (int), or a
-        share of the full cost (float below 1); the number 1 is refused.  max_error: find
-        the cheapest plan within this relative error.  score: norm, trimmed, conflict or random,
-        None for the method's own.  only, skip: patterns of tensor names; what they leave out is the
-        base's own.  expert_budget: as budget, for any one expert.  top_p: share of the output's
-        blocks that may differ from the base's.  allow_noop: also keep a plan that reads nothing of
-        what experts changed, or whose result is the base.  Raises BadRequest, NotFound,
-        Incompatible; then no plan is kept.
+        base: the revision that is merged into.
+        experts: revisions, or pairs of a revision and its weight.
+        method: linear, task_arithmetic, ties, dare_linear or dare_ties (docs/merge-methods.md).
+        parameters: of the method, by name; the rest have their defaults.
+        budget: the most bytes to read from experts: a `Budget`, text as the command line takes it
+        ("2GiB", "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1
+        is refused.
+        max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
+        dtype: of the output, as safetensors spells it or as torch does; None takes the base's.
+        analyze: take statistics that are missing; else choose whole tensors.
+        score: norm, trimmed, conflict or random; None takes the method's own.
+        only, skip: patterns of tensor names; what they leave out is the base's own.
+        expert_budget: as budget, for any one expert.
+        top_p: the share of the output's blocks that may differ from the base's.
+        allow_noop: also keep a plan that reads nothing of what experts changed, or whose result is
+        the base.
+
+        Raises BadRequest, NotFound, Incompatible; then no plan is kept.
         """
         from mstore.merge.insight.explain import plan_report
 
@@ -160,9 +170,13 @@ class Merging(OpenStore):
     ) -> SweepReport:
         """What merges cost and leave as error at many budgets; nothing is stored but statistics.
 
-        shares: of the full cost, 5 % to 100 % unless given.  measure: also make the merges in
-        memory and compare them with the full one, which reads all experts once.  The rest is as
-        in `plan`; a point is the plan that `plan` makes with that budget.
+        shares: budgets as shares of the full cost, above 0 and up to 1; None takes 5 % to 100 %.
+        measure: also make the merges in memory and compare them with the full one, which reads all
+        experts once.
+
+        The rest is as in `plan`.  A point is the plan that `plan` makes with that budget.
+
+        Raises BadRequest, NotFound, Incompatible.
         """
         from mstore.merge.insight.sweep import SHARES, check_shares, sweep
         from mstore.merge.planning.planning import Planning
@@ -252,13 +266,16 @@ class Merging(OpenStore):
         return Input(self._real(revision), revision)
 
     def export_plan(self, plan: str) -> str:
-        """A stored plan (id or prefix) as JSON text."""
+        """A stored plan (id or prefix) as JSON text.  Raises NotFound, BadName."""
         from mstore.merge.insight.exchange import export_plan
 
         return export_plan(self._catalog, plan)
 
     def import_plan(self, text: str) -> PlanReport:
-        """Keep a plan that `export_plan` wrote.  Raises BadRequest, NotFound."""
+        """Keep a plan that `export_plan` wrote.
+
+        Raises BadRequest (not a plan), NotFound (an input is not in this store).
+        """
         from mstore.merge.insight.exchange import import_plan
 
         return import_plan(self._catalog, text)
@@ -279,12 +296,20 @@ class Merging(OpenStore):
     ) -> MergeReport:
         """Run a stored plan and publish the result under the ref `name`, or publish nothing.
 
-        memo: take from the memo table what merges made before, and add to it.  memory: most
-        anonymous memory in bytes (512 MiB).  executor: where slices are computed instead of in
-        threads; its workers need the store's directory, and not its index.
+        plan: what `plan` returned, or the id of a stored plan or its beginning.
+        message: why, in words.
         virtual: publish the plan itself; blocks are computed when they are read, and
-        `materialize` computes all.  allow_noop: also run a plan, named by its id, that reads
-        nothing or whose result is the base; one that `plan` returned was allowed there.
+        `materialize` computes all.
+        allow_noop: also run a plan, named by its id, that reads nothing or whose result is the
+        base; one that `plan` returned was allowed there.
+        threads: how many at most; None takes one a processor.  The result is the same for any.
+        memo: take from the memo table what merges made before, and add to it.
+        memory: the most anonymous memory in bytes; None takes 512 MiB.
+        executor: where slices are computed instead of in threads; its workers need the store's
+        directory, and not its index.
+
+        Raises NotFound, BadRequest, BadName, Conflict (the ref moved meanwhile), Corrupt,
+        BudgetExceeded (a read outside the plan), StorageFailed.
         """
         from mstore.merge.insight.explain import plan_report
         from mstore.merge.planning.costs import told_costs
@@ -369,7 +394,9 @@ class Merging(OpenStore):
         """Compute all of the virtual merge at a branch and move the branch to the real one.
 
         The content is that of an ordinary merge of the same plan; the message stays unless another
-        is given.  Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
+        is given.
+
+        Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
         """
         from mstore.merge.virtual.deferred import materialize
 
@@ -398,7 +425,12 @@ class Merging(OpenStore):
         )
 
     def explain(self, revision: str, tensor: str | None = None) -> Explanation:
-        """Which experts made a merge, block by block, what was left out and why."""
+        """Which experts made a merge, block by block, what was left out and why.  Reads no block.
+
+        tensor: only this one, and a word for each of its chunks.
+
+        Raises NotFound, BadName.
+        """
         from mstore.merge.insight.explain import explain
 
         return explain(self._catalog, self._catalog.resolve(revision), tensor)
@@ -413,7 +445,9 @@ class Merging(OpenStore):
     ) -> BlameReport:
         """Each expert's share of what a merge changed, measured by running its plan again.
 
-        Raises BadRequest if it is no merge, NotFound for an unknown tensor.
+        tensor: only this one.
+
+        Raises BadRequest (it is no merge), NotFound (an unknown revision or tensor), Corrupt.
         """
         from mstore.merge.insight.blame import blame
 
@@ -430,7 +464,8 @@ class Merging(OpenStore):
     ) -> ReplayReport:
         """Run a merge's recorded plan again and compare.
 
-        Raises BadRequest if it is no merge, or a virtual one: that has no bytes to compare with.
+        Raises BadRequest (it is no merge, or a virtual one, which has no bytes to compare with),
+        NotFound, Corrupt.
         """
         from mstore.merge.running.replay import replay
 

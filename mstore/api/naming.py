@@ -32,7 +32,10 @@ class Naming(OpenStore):
     """Refs and their reflogs, and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
-        """Refs by name: all of them, or those of these names and patterns.  Raises NotFound."""
+        """Branches and tags by name: all of them, or those of these names and patterns.
+
+        Raises NotFound.
+        """
         found = lineage.refs(self._catalog)
         if not names:
             return found
@@ -44,7 +47,10 @@ class Naming(OpenStore):
         return [by_name[name] for name in sorted(chosen)]
 
     def tag(self, name: str, revision: str) -> RefReport:
-        """Name a snapshot for good.  Raises Conflict if the name is taken."""
+        """Give a snapshot a name that does not move.
+
+        Raises NotFound, BadName, Conflict (the name is taken).
+        """
         refs.check_name(name)
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
@@ -62,7 +68,10 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, name)
 
     def reset(self, name: str, revision: str) -> RefReport:
-        """Point a branch at another snapshot; the old position stays in the reflog."""
+        """Point a branch at another snapshot; the old position stays in the reflog.
+
+        Raises NotFound, BadName, Conflict (the name is a tag's).
+        """
         refs.check_name(name)
         snapshot = self._catalog.resolve(revision)
         new = refs.Ref(refs.BRANCH, snapshot)
@@ -87,7 +96,9 @@ class Naming(OpenStore):
     def remove(self, *names: str) -> RemoveReport:
         """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
 
-        names: also patterns, as `old/*`.  Raises NotFound, StorageFailed.
+        names: of refs, or patterns, as `old/*`.
+
+        Raises NotFound, StorageFailed.
         """
         index = self._catalog.index
 
@@ -113,7 +124,9 @@ class Naming(OpenStore):
         """Give a branch or tag another name, in one step.
 
         The reflog of `old` stays under that name, and its last line says where it went; that of
-        `new` goes on.  Raises NotFound, BadName, Conflict where `new` is taken.
+        `new` goes on.
+
+        Raises NotFound, BadName, Conflict (`new` is taken).
         """
         refs.check_name(new)
         index = self._catalog.index
@@ -132,10 +145,12 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, new)
 
     def sign(self, revision: str, key: SigningKey, *, signer: str | None = None) -> SignatureReport:
-        """Sign a snapshot: every byte, its lineage and its plan.  `signing.load_key` reads keys.
+        """Sign a snapshot: every byte, its lineage and its plan.
 
-        signer: a name for people; whom a key belongs to is what its verifier says.  Raises
-        NotFound, BadRequest, Conflict, StorageFailed.
+        key: what `signing.load_key` gives.
+        signer: a name for people; whom a key belongs to is what its verifier says.
+
+        Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
         from mstore.signing import sign
 
@@ -149,11 +164,15 @@ class Naming(OpenStore):
         read_data: bool = False,
         progress: Report | None = None,
     ) -> VerifyReport:
-        """Check the signatures of a snapshot against trusted keys (`mstore.signing.read_signers`).
+        """Check the signatures of a snapshot against the keys that you trust.
 
-        read_data: also read and check every byte.  A missing or unknown signature is no error, and
-        `verified` is False then.  Raises Corrupt (bytes that are not what was signed), NotFound,
-        Unavailable (no library to check with), StorageFailed.
+        signers: what `signing.read_signers` gives.
+        read_data: also read and check every byte.
+
+        A missing or unknown signature is no error, and `verified` is False then.
+
+        Raises Corrupt (bytes that are not what was signed), NotFound, Unavailable (no library to
+        check with), StorageFailed.
         """
         from mstore.signing import read_everything, require_library, states
 

@@ -34,7 +34,10 @@ Report = Callable[[Progress], None]
 
 
 class OpenStore:
-    """An open store, bare.  Use as a context manager, or call `close`."""
+    """Opening, closing, and what a store is.
+
+    Use a store as a context manager, or call `close`.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._opened = catalog
@@ -64,8 +67,10 @@ class OpenStore:
         """Make a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec, shared: as `configure` sets them.  Raises Conflict if something is there,
-        BadRequest, Incompatible on a network filesystem.
+        codec, shared: as `configure` sets them.
+
+        Raises Conflict (something is there), BadRequest (an impossible setting), Incompatible (a
+        network filesystem), StorageFailed.
         """
         settings = {"codec": codec, "shared": shared}
         given = {key: value for key, value in settings.items() if value is not None}
@@ -73,7 +78,11 @@ class OpenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a store.  Raises NotFound, Incompatible (newer format, network filesystem)."""
+        """Open the store in a directory.
+
+        Raises NotFound (no store is there), Incompatible (another format, a network filesystem),
+        Corrupt (its index cannot be opened), Unavailable, StorageFailed.
+        """
         return cls(Catalog.open(Path(path)))
 
     @classmethod
@@ -90,8 +99,10 @@ class OpenStore:
     def close(self) -> None:
         """Let go of files and index, when the reads of other threads have ended.
 
-        Idempotent.  Whoever uses the store later gets Unavailable.  Raises Unavailable, and closes
-        nothing, inside a call of this thread's own that holds the index.
+        A second call does nothing.  Whoever uses the store later gets Unavailable.
+
+        Raises Unavailable, and closes nothing, inside a call of this thread's own that holds the
+        index.
         """
         if self._pid != os.getpid():
             # In a forked child only the descriptors of packs are its own.
@@ -123,7 +134,7 @@ class OpenStore:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found damaged and made anew since the store was opened, in words."""
+        """Which tables were found damaged and made anew since the store was opened, in words."""
         return tuple(self._notes)
 
     @property
@@ -140,7 +151,7 @@ class OpenStore:
 
     @property
     def block_size(self) -> int:
-        """Bytes of a full block."""
+        """The size of a full block in bytes."""
         return self._opened.block_size
 
     def doubt(self) -> str | None:
@@ -153,7 +164,7 @@ class OpenStore:
 
     @property
     def uuid(self) -> str:
-        """The store's own name."""
+        """The store's own name, a UUID as text."""
         return str(self._opened.layout.uuid)
 
     @property

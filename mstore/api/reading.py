@@ -33,7 +33,10 @@ class Reading(OpenStore):
     """Looking: views, logs, files, differences, checkouts."""
 
     def view(self, revision: str | SnapshotId) -> SnapshotView:
-        """A snapshot as read-only files, as a mount shows it."""
+        """A snapshot as read-only files, as a mount shows it.
+
+        Raises NotFound (also where its contents were let go), BadName.
+        """
         from mstore.view import BlockCache, SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
@@ -64,8 +67,13 @@ class Reading(OpenStore):
     ) -> list[SnapshotReport]:
         """The lineage of a revision, or of all refs: children before parents, newest first.
 
-        every: instead of refs, of every stored snapshot, also those that no ref reaches.
-        signers: trusted keys and their names (`read_signers`), to tell whose signatures there are.
+        limit: so many snapshots at most.
+        every: start from every stored snapshot instead of from refs, also those that no ref
+        reaches.
+        signers: trusted keys and their names (`signing.read_signers`), to tell whose signatures
+        there are.
+
+        Raises NotFound, BadName.
         """
         starts = None if revision is None else [self._catalog.resolve(revision)]
         if every:
@@ -73,7 +81,12 @@ class Reading(OpenStore):
         return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
 
     def show(self, revision: str, *, signers: Mapping[bytes, str] | None = None) -> SnapshotReport:
-        """One snapshot.  signers: as for `log`."""
+        """One snapshot: content, parents, origin, message.
+
+        signers: as for `log`.
+
+        Raises NotFound, BadName.
+        """
         id = self._catalog.resolve(revision)
         report = lineage.describe(self._catalog, id, lineage.names_of(self._catalog))
         return self._signed([report], signers or {})[0]
@@ -93,15 +106,19 @@ class Reading(OpenStore):
         ]
 
     def files(self, revision: str) -> list[FileReport]:
-        """The files of a snapshot."""
+        """The files of a snapshot, by path.  Raises NotFound, BadName."""
         return lineage.files(self._catalog, self._catalog.resolve(revision))
 
     def tensors(self, revision: str) -> list[TensorReport]:
-        """The tensors of a snapshot, in file and data order."""
+        """The tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
         return lineage.tensors(self._catalog, self._whole(revision))
 
     def read_file(self, revision: str, path: str) -> Iterator[Buffer]:
-        """The bytes of one file, block by block.  Raises NotFound before the first piece."""
+        """The bytes of one file, block by block.
+
+        Raises NotFound before the first piece, and Corrupt, naming the block, instead of a piece
+        that is not what its id says.
+        """
         view = self.view(revision)
         view.require(path)
         return view.stream(path)
@@ -109,7 +126,12 @@ class Reading(OpenStore):
     def diff(
         self, a: str, b: str, *, blocks: bool = False, threads: int | None = None
     ) -> DiffReport:
-        """How snapshot b differs from snapshot a."""
+        """How snapshot b differs from snapshot a: files, tensors, blocks, and how far they moved.
+
+        blocks: also name the blocks that differ, by their numbers.
+
+        Raises NotFound, BadName, Corrupt.
+        """
         from mstore.diff import diff
 
         older, newer = self._whole(a), self._whole(b)
@@ -133,13 +155,15 @@ class Reading(OpenStore):
         only: Sequence[str] = (),
         progress: Report | None = None,
     ) -> CheckoutReport:
-        """A byte-exact copy in a new or empty directory.
+        """Write a byte-exact copy into a new or empty directory.
 
-        only: files whose paths match one of these patterns, as `*.json`; all for none.  shared:
-        also where others may rename and remove in the directory above, whom you trust.  Raises
-        NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be made),
-        Conflict (something is there, or others may write above it), Corrupt, StorageFailed; then
-        nothing is left behind.
+        only: patterns of the paths to write, as `*.json`; all files where there is none.
+        shared: also write where others, whom you trust, may rename and remove in the directory
+        above.
+
+        Raises NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be
+        made), Conflict (something is there, or others may write above it), Corrupt, StorageFailed;
+        then nothing is left behind.
         """
         from mstore.checkout import checkout
 

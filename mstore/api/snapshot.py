@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """One immutable snapshot of an open store."""
+    """One immutable snapshot of an open store; `id` is its SnapshotId.
+
+    It reads through its store, and no longer than that is open.
+    """
 
     def __init__(self, store: Reading, id: SnapshotId) -> None:
         self._store = store
@@ -43,7 +46,7 @@ class Snapshot:
 
     @property
     def message(self) -> str:
-        """What its maker wrote."""
+        """The words that its maker gave it."""
         return self._record.message
 
     @property
@@ -52,25 +55,26 @@ class Snapshot:
         return self._record.time_ns
 
     def files(self) -> list[FileReport]:
-        """Its files by path."""
+        """Its files, by path."""
         return lineage.files(self._store._catalog, self.id)
 
     def tensor_names(self) -> list[str]:
-        """Names of its tensors in file and data order."""
+        """The names of its tensors, in file and data order."""
         return list(self._store.view(self.id).tensors)
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as a read-only array; bfloat16 and float8 through ml_dtypes.
+        """A tensor as a read-only array of its shape; bfloat16 and float8 through ml_dtypes.
 
-        Raises NotFound, Corrupt.
+        Raises NotFound, Corrupt, Incompatible (an element type that numpy cannot hold).
         """
         return self._store.view(self.id).tensor(name)
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """Every tensor by name, as `tensor` gives them: all of the model in memory.
 
-        Of several files that have a tensor of one name, as parts of a pipeline may, the first
-        counts.  Raises Corrupt, Incompatible.
+        Where several files have a tensor of one name, as parts of a pipeline may, the first counts.
+
+        Raises Corrupt, Incompatible.
         """
         view = self._store.view(self.id)
         return {name: view.tensor(name) for name in view.tensors}
@@ -79,8 +83,9 @@ class Snapshot:
         """The same as tensors of torch, for `load_state_dict`; bfloat16 and float8 as they are.
 
         They own their memory, and may be written to.
-        Raises Unavailable where torch is not installed, and BadRequest for an element type that
-        torch has not.
+
+        Raises Unavailable (torch is not installed), BadRequest (an element type that torch has
+        not), Corrupt.
         """
         try:
             # By name: the library does without a framework, and is checked to.
@@ -100,7 +105,7 @@ class Snapshot:
         return found
 
     def read(self, path: str) -> bytes:
-        """The bytes of one file."""
+        """The bytes of one file.  Raises NotFound, Corrupt."""
         return b"".join(self._store.view(self.id).stream(path))
 
     def lineage(self) -> list[SnapshotReport]:

@@ -1,0 +1,204 @@
+"""The reference in docs/api.md, made from the docstrings of the library.
+
+`python -m mstore_cli.api_reference docs/api.md` renews what stands below the marker in that page;
+what stands above it is written by hand.  On the page is what `mstore` exports, every error, and
+every class that a call of these takes or gives.  A test compares the page with `reference()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import mstore
+from mstore import errors, ids, reports, signing, view
+from mstore.api.adding import Adding
+from mstore.api.keeping import Keeping
+from mstore.api.merging import Merging
+from mstore.api.naming import Naming
+from mstore.api.opened import OpenStore
+from mstore.api.reading import Reading
+from mstore.checkpoint.directory import CheckpointLimits
+from mstore.convert.conversion import ConversionLimits
+from mstore.store.leases import Pin
+from mstore_cli import keys, page
+from mstore_fuse import mounts
+
+MARKER = page.marker("python -m mstore_cli.api_reference docs/api.md")
+WIDTH = 88
+# In a docstring, a line that begins with names of parameters and a colon.
+_ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
+# A store is one class to who uses it; its parts give the page its sections.
+PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping)
+IDS: tuple[type, ...] = (ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId)
+# What calls take or give beside reports, and a name for one.
+OTHERS: dict[type, str] = {
+    view.SnapshotView: "view",
+    Pin: "pin",
+    CheckpointLimits: "limits",
+    ConversionLimits: "limits",
+}
+
+
+def reference() -> str:
+    """The generated part of docs/api.md."""
+    return "\n".join(_sections())
+
+
+def _sections() -> Iterator[str]:
+    yield f"## mstore.Store\n\n{_text(mstore.Store)}"
+    for part in PARTS:
+        yield f"### Store: {_title(part)}\n"
+        yield from _members(part, "Store", "store")
+    yield "### Store: snapshots by name\n"
+    yield _entry("store[revision]", "store[revision: str] -> Snapshot", mstore.Store.__getitem__)
+    yield f"## mstore.Snapshot\n\n{_text(mstore.Snapshot)}"
+    yield from _members(mstore.Snapshot, "Snapshot", "snapshot")
+    yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"
+    yield from _members(mstore.Budget, "Budget", "budget")
+    yield f"## Ids\n\n{_text(ids.Id)}"
+    for kind in IDS:
+        yield f"### mstore.{kind.__name__}\n\n{_text(kind)}"
+    yield from _members(ids.Id, "SnapshotId", "id")
+    yield "## mstore.\\_\\_version\\_\\_\n\nThe version, as text.\n"
+    yield f"## mstore.errors\n\n{_text(errors)}"
+    for error in _classes(errors):
+        yield f"### {error.__name__}\n\n{_text(error)}"
+    yield f"## mstore.reports\n\n{_text(reports)}"
+    for report in _classes(reports):
+        yield f"### {report.__name__}\n\n{_text(report)}\n{_fields(report)}"
+    yield "## mstore.signing\n\nKeys for `Store.sign` and `Store.verify`.\n"
+    for function in (signing.load_key, signing.read_signers):
+        yield _function("signing", function)
+    yield f"### SigningKey\n\n{_text(signing.SigningKey)}"
+    yield from _members(signing.SigningKey, "SigningKey", "key")
+    yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
+    for call in (mounts.mount, mounts.mounts, mounts.unmount):
+        yield _function("mounts", call)
+    yield f"### MountInfo\n\n{_text(mounts.MountInfo)}\n{_fields(mounts.MountInfo)}"
+    yield "## What else calls take and give\n"
+    for other, instance in OTHERS.items():
+        fields = f"\n{_fields(other)}" if dataclasses.is_dataclass(other) else ""
+        yield f"### {other.__module__}.{other.__name__}\n\n{_text(other)}{fields}"
+        yield from _members(other, other.__name__, instance)
+
+
+def public(owner: type) -> Iterator[tuple[str, object]]:
+    """The public members of a class itself, in the order in which they are written."""
+    for name, member in vars(owner).items():
+        described = isinstance(member, property | classmethod | staticmethod)
+        if not name.startswith("_") and (described or inspect.isfunction(member)):
+            yield name, member
+
+
+def _classes(module: object) -> list[type]:
+    """The classes that a module defines, in its own order."""
+    return [
+        one
+        for one in vars(module).values()
+        if inspect.isclass(one) and one.__module__ == getattr(module, "__name__", None)
+    ]
+
+
+def _members(owner: type, kind: str, instance: str) -> Iterator[str]:
+    for name, member in public(owner):
+        if isinstance(member, property):
+            getter = member.fget
+            assert getter is not None
+            given = inspect.signature(getter).return_annotation
+            yield _entry(f"{kind}.{name}", f"{instance}.{name}: {_own(given, kind)}", getter)
+            continue
+        called_on = kind if isinstance(member, classmethod | staticmethod) else instance
+        function = getattr(owner, name)
+        plain = member.__func__ if isinstance(member, classmethod | staticmethod) else function
+        yield _entry(f"{kind}.{name}", _own(_call(f"{called_on}.{name}", function), kind), plain)
+
+
+def _function(module: str, function: Callable[..., object]) -> str:
+    name = f"{module}.{function.__name__}"
+    return _entry(name, _call(name, function), function)
+
+
+def _own(text: str, kind: str) -> str:
+    return re.sub(r"\bSelf\b", kind, text)
+
+
+def _call(shown: str, function: Callable[..., object]) -> str:
+    """A call as a program would write it, with types; a parameter a line where it is long."""
+    signature = inspect.signature(function)
+    parameters = [one for name, one in signature.parameters.items() if name != "self"]
+    words: list[str] = []
+    for at, one in enumerate(parameters):
+        before = parameters[at - 1].kind if at else None
+        if one.kind is one.KEYWORD_ONLY and before not in (one.KEYWORD_ONLY, one.VAR_POSITIONAL):
+            words.append("*")
+        stars = "*" if one.kind is one.VAR_POSITIONAL else ""
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        words.append(f"{stars}{one.name}: {one.annotation}{default}")
+    tail = f") -> {signature.return_annotation}"
+    line = f"{shown}({', '.join(words)}{tail}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join((f"{shown}(", *(f"    {word}," for word in words), tail))
+
+
+def _entry(title: str, call: str, documented: object) -> str:
+    return f"#### {title}\n\n```python\n{call}\n```\n\n{_text(documented)}"
+
+
+def _title(part: type) -> str:
+    return _doc(part).split("\n")[0].rstrip(".").lower()
+
+
+def _doc(documented: object) -> str:
+    found = inspect.getdoc(documented)
+    if not found:
+        raise ValueError(f"{documented!r} has no docstring")
+    return found
+
+
+def _text(documented: object) -> str:
+    """A docstring as a page has it: what a function says of its parameters is a list."""
+    doc = _doc(documented)
+    if not inspect.isfunction(documented):
+        return f"{doc}\n"
+    return "\n".join(_paragraph(one) for one in doc.split("\n\n"))
+
+
+def _paragraph(text: str) -> str:
+    if not _ITEM.match(text):
+        return f"{text}\n"
+    items = _ITEM.split(text)[1:]
+    pairs = zip(items[::2], items[1::2], strict=True)
+    return "".join(
+        f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {' '.join(said.split())}\n"
+        for names, said in pairs
+    )
+
+
+def _fields(report: type) -> str:
+    """A row a field: its type as it is written, and what the JSON key of that name means."""
+    rows = [(f"`{field.name}`", f"`{field.type}`") for field in dataclasses.fields(report)]
+    if not keys.has_words(report):
+        return _table(("field", "type"), rows)
+    words = (re.sub(r"\bnull\b", "None", key.meaning) for key in keys.keys_of(report))
+    told = [(*row, meaning) for row, meaning in zip(rows, words, strict=True)]
+    return _table(("field", "type", "meaning"), told)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in r] for r in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Renew the page named on the command line."""
+    page.renew(Path(sys.argv[1]), MARKER, reference())
+
+
+if __name__ == "__main__":
+    main()

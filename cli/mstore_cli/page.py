@@ -1,0 +1,24 @@
+"""A page of docs/ whose end a program makes.  What stands above its marker is written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def marker(command: str) -> str:
+    """The line below which `command` makes the page."""
+    return f"<!-- below: made by `{command}` -->\n"
+
+
+def renewed(page: str, marker: str, made: str) -> str:
+    """The page with `made` below the marker.  Raises ValueError for a page without one."""
+    head, found, _old = page.partition(marker)
+    if not found:
+        raise ValueError(f"no line {marker.strip()}")
+    return f"{head}{marker}\n{made}"
+
+
+def renew(path: Path, marker: str, made: str) -> None:
+    """Do that to a file."""
+    page = path.read_text(encoding="utf-8")
+    path.write_text(renewed(page, marker, made), encoding="utf-8")
