@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import readme_family
 from other_users import User, World, why_not, world
-from test_readme import _steady, _transcript
+from test_readme import README
+from transcripts import pairs, steady
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -117,7 +118,7 @@ def unshared(root: Path) -> list[str]:
 
 def fill(place: World, user: User, at: Path, store: Path) -> None:
     """The writing part of the transcript, by one user."""
-    for command, _ in _transcript():
+    for command, _ in pairs(README.read_text()):
         if command.startswith(WRITING):
             done(place, user, command, at, store)
 
@@ -127,10 +128,10 @@ def reads(place: World, reader: User, store: Path) -> None:
     at = reader.home
     before = everything(store)
     try:
-        for command, told in _transcript():
+        for command, told in pairs(README.read_text()):
             if not command.startswith(WRITING):
                 printed = done(place, reader, command, at, store)
-                assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+                assert steady(printed.replace(f"{at}/", "")) == steady(told), command
         commands = (
             "mstore refs",
             "mstore show merged",
@@ -232,10 +233,10 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     store = at / ".mstore"
     turns = {"mstore init": alice, "mstore add llama": alice, "mstore add code": bob}
     turns |= {"mstore add math": alice, "mstore merge": bob, "mstore log": alice}
-    for command, told in _transcript():
+    for command, told in pairs(README.read_text()):
         user = next((who for words, who in turns.items() if command.startswith(words)), bob)
         printed = done(place, user, command.replace("mstore init", "mstore init --shared"), at)
-        assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+        assert steady(printed.replace(f"{at}/", "")) == steady(told), command
         assert unshared(store) == [], command
     for first, second in ((alice, bob), (bob, alice)):
         done(place, first, "mstore add code --name extra", at)
@@ -332,7 +333,7 @@ def test_a_home_that_cannot_be_written(place: World) -> None:
     written."""
     dave = place.user(DAVE, home=False)
     at = shop(place, "homeless", dave, dave.number, 0o755)
-    for command, told in _transcript():
+    for command, told in pairs(README.read_text()):
         printed = done(place, dave, command, at)
-        assert _steady(printed.replace(f"{at}/", "")) == _steady(told), command
+        assert steady(printed.replace(f"{at}/", "")) == steady(told), command
     assert list(dave.home.iterdir()) == []
