@@ -29,13 +29,6 @@ def test_transcript(tmp_path: Path) -> None:
             transcripts.run("mstore unmount mnt", tmp_path)
 
 
-def test_links() -> None:
-    """Every file that the README or a page of docs/ links to exists."""
-    for page in [README, *sorted((ROOT / "docs").rglob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
 def test_figures_have_a_source() -> None:
     """A speed or ratio in the README stands in a line with a footnote to its benchmark."""
     for line in README.read_text().splitlines():

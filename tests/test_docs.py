@@ -1,0 +1,210 @@
+"""What pages say can be followed: links, commands, messages, figures, pipelines."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import readme_family
+import yaml
+
+from mstore_cli import reference
+from mstore_cli.main import VERBS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").glob("*.md")})
+GUIDES = [
+    *sorted((DOCS / "howto").glob("*.md")),
+    *(DOCS / name for name in ("tutorial.md", "when-not.md", "troubleshooting.md")),
+    *(DOCS / name for name in ("sizing.md", "comparison.md", "releases.md")),
+    ROOT / "SECURITY.md",
+]
+GLOBAL_OPTIONS = {"--store", "--json", "--quiet", "-q", "--no-progress", "--version"}
+
+
+def _prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    found: dict[str, int] = {}
+    anchors = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", _prose(page), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("\\", "")
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        count = found.get(slug, 0)
+        found[slug] = count + 1
+        anchors.add(f"{slug}-{count}" if count else slug)
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    """Every relative link leads to a file that exists, and to a heading that it has."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in _anchors(file), target
+
+
+def test_every_page_is_found() -> None:
+    """The README links to every page of docs/, but for designs, to which one link leads."""
+    linked = set(re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text()))
+    pages = {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("docs/design/")} <= linked
+    assert any(page.startswith("docs/design/") for page in linked)
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    """The words of every mstore command in a page, in blocks and in between."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```(?:sh|console|yaml|text|ini)?\n(.*?)^```$", text, re.M | re.S)
+    spoken = re.findall(r"`(mstore [^`]+)`", _prose(page).replace("\n", " "))
+    for line in [*(line for block in blocks for line in block.splitlines()), *spoken]:
+        for command in re.findall(r"(?<![\w/.-])mstore (?!\(|says)[^|;&<>#]*", line):
+            if not line.startswith(("Description", "error", "hint", "to end it", "to have it")):
+                yield _split(command)[1:]
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.replace("'", " ").replace('"', " ").split()
+
+
+@cache
+def _help() -> dict[str, str]:
+    """What the program says of each of its commands."""
+    sections = reference.reference().split("\n## mstore ")[1:]
+    return {section.split("\n")[0]: section.split("\n## ")[0] for section in sections}
+
+
+def _known(words: list[str]) -> str | None:
+    """What is wrong with a command: its verb, or an option that it has not."""
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        if rest[0] not in GLOBAL_OPTIONS:
+            return rest[0]
+        rest = rest[2:] if rest[0] == "--store" else rest[1:]
+    if not rest:
+        return None if words else "nothing"
+    if rest[0] not in VERBS:
+        return rest[0]
+    told = _help()[rest[0]]
+    options = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+    unknown = (one for one in options - GLOBAL_OPTIONS if not re.search(rf" {one}[ ,]", told))
+    return next(unknown, None)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_commands_exist(page: Path) -> None:
+    """Each command of a guide is one of the program's, with options that it has."""
+    for words in _commands(page):
+        assert _known(words) is None, f"mstore {' '.join(words)}"
+
+
+@pytest.mark.parametrize("words", ["frobnicate", "gc --quickly", "--loud refs", "add x --names y"])
+def test_commands_that_do_not_exist(words: str) -> None:
+    """The test above finds verbs and options that are not there."""
+    assert _known(words.split()) is not None
+
+
+def _strings() -> set[str]:
+    """Every text in the program, `...` in the place of values."""
+    found = set()
+    for root in ("mstore", "cli", "fuse"):
+        for path in (ROOT / root).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+                    found.add(re.sub(r"(\.\.\.)+", "...", "".join(map(str, parts))))
+    return found
+
+
+def test_messages_exist() -> None:
+    """Each message in docs/troubleshooting.md is one that the program has."""
+    told = re.findall(r"^\| `([^`]+)`", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(told) > 40
+    strings = "\n".join(_strings())
+    for message in told:
+        assert message.removesuffix("...") in strings, message
+
+
+def test_figures_of_sizing_were_measured() -> None:
+    """Every figure in docs/sizing.md stands in docs/benchmarks.md."""
+    unit = r"(?:MB|GB|MiB|KiB|s|%|bytes|blocks)\b"
+    figure = re.compile(r"\d[\d,]*(?:\.\d+)?(?= ?(?:%|" + unit + "))")
+    measured = set(re.findall(r"\d[\d,]*(?:\.\d+)?", (DOCS / "benchmarks.md").read_text()))
+    figures = set(figure.findall((DOCS / "sizing.md").read_text()))
+    assert len(figures) > 40
+    assert figures <= measured
+
+
+def _steps(page: Path) -> dict[str, list[str]]:
+    """The shell lines of each pipeline in a page."""
+    github, gitlab = (
+        yaml.safe_load(block)
+        for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.M | re.S)
+    )
+    return {
+        "github": [step["run"] for step in github["jobs"]["merge"]["steps"]],
+        "gitlab": gitlab["merge"]["script"],
+    }
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the pipelines use jq")
+@pytest.mark.parametrize("kind", ["github", "gitlab"])
+def test_pipelines(kind: str, tmp_path: Path) -> None:
+    """Each step of docs/howto/ci.md succeeds on a family, and a plan that loses much is refused."""
+    readme_family.write(tmp_path)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MSTORE_STORE": str(tmp_path / "store"),
+        "GITHUB_SHA": "0a1b",
+        "CI_COMMIT_SHA": "0a1b",
+    }
+
+    def run(step: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-ec", step],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=600,
+            check=False,
+        )
+
+    assert run("mstore init").returncode == 0
+    for name in ("llama", "code", "math"):
+        assert run(f"mstore add {name} --name {name}").returncode == 0
+    steps = _steps(DOCS / "howto" / "ci.md")[kind]
+    for step in steps:
+        done = run(step)
+        assert done.returncode == 0, f"{step}: {done.stdout}{done.stderr}"
+    assert run("mstore refs -q candidate").stdout.strip() == "candidate"
+    gate = next(step for step in steps if "error_share_estimate" in step)
+    assert run("echo '{\"error_share_estimate\": 0.9}' > plan.json").returncode == 0
+    assert run(gate).returncode != 0
+    changed = next(step for step in steps if "all(.tensors" in step).splitlines()[-1]
+    assert run('echo \'{"tensors": [{"name": "model.norm.weight"}]}\' > diff.json').returncode == 0
+    assert run(changed).returncode != 0
