@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import signal
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mstore_cli.main import run
 
@@ -37,6 +40,13 @@ class Done:
         return self.out.splitlines()
 
 
+class Terminal(io.TextIOWrapper):
+    """Memory that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class Program:
     """`mstore` on one store."""
@@ -45,7 +55,17 @@ class Program:
 
     def __call__(self, *arguments: str | Path) -> Done:
         """Run one command line, whatever comes of it."""
-        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        return self._run(io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), *arguments)
+
+    def on_terminal(self, width: int, *arguments: str | Path) -> Done:
+        """The same, its output a terminal of so many columns without colours."""
+        terminal = {"COLUMNS": str(width), "TERM": "xterm-256color", "NO_COLOR": "1"}
+        with mock.patch.dict(os.environ, terminal):
+            done = self._run(Terminal(io.BytesIO(), encoding="utf-8"), *arguments)
+        # NO_COLOR leaves bold and dim.
+        return replace(done, raw=re.sub(rb"\x1b\[[0-9;]*m", b"", done.raw))
+
+    def _run(self, out: io.TextIOWrapper, *arguments: str | Path) -> Done:
         err = io.StringIO()
         heard = signal.getsignal(signal.SIGINT)
         try:

@@ -11,19 +11,22 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mstore_cli.output import short
+from mstore_cli.output import printable, short
 
 if TYPE_CHECKING:
     from mstore.ids import SnapshotId
     from mstore.reports import ParentReport, SnapshotReport
 
 Lanes = list["SnapshotId | None"]
+GAP = "  "
+NARROWEST = 20
 
 
-def draw(snapshots: Sequence[SnapshotReport]) -> list[str]:
+def draw(snapshots: Sequence[SnapshotReport], width: int | None = None) -> list[str]:
     """The lines of the graph, children before parents, newest first among those that can come.
 
-    A parent that is not among `snapshots` is named and marked `(not shown)`.
+    A parent that is not among `snapshots` is named and marked `(not shown)`.  What is said of a
+    snapshot goes on beside the graph where it is longer than `width`.
     """
     shown = {snapshot.snapshot: snapshot for snapshot in snapshots}
     lanes: Lanes = []
@@ -32,8 +35,24 @@ def draw(snapshots: Sequence[SnapshotReport]) -> list[str]:
         column = _lane_of(lanes, snapshot.snapshot)
         rows.append((_bars(lanes, {column: "*"}), _title(snapshot)))
         rows.extend(_edges(lanes, column, snapshot.parents, shown))
-    width = max((len(drawn) for drawn, _text in rows), default=0)
-    return [f"{drawn:<{width}}  {text}" for drawn, text in rows]
+    # Imported here because `mstore --help` must not pay for it.
+    from mstore_cli.tables import wrapped
+
+    beside = max((len(drawn) for drawn, _text in rows), default=0)
+    room = None if width is None else max(NARROWEST, width - beside - len(GAP))
+    lines = []
+    for number, (drawn, text) in enumerate(rows):
+        below = rows[number + 1][0] if number + 1 < len(rows) else ""
+        first, *others = [text] if room is None else wrapped(printable(text), room)
+        lines.append(f"{drawn:<{beside}}{GAP}{first}")
+        lines += [f"{_passed(drawn, below):<{beside}}{GAP}{other}" for other in others]
+    return lines
+
+
+def _passed(above: str, below: str) -> str:
+    """The bars between two rows: those that go on from one to the other."""
+    pairs = zip(above, below.ljust(len(above)), strict=False)
+    return "".join("|" if a in "*|+." and b in "*|+'" else " " for a, b in pairs)
 
 
 def _children_first(snapshots: Sequence[SnapshotReport]) -> list[SnapshotReport]:

@@ -19,7 +19,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+
+    from mstore_cli.tables import Line
 
 
 class Mode(enum.Enum):
@@ -32,11 +34,18 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: its heading, and whether its cells are numbers (flushed right)."""
+    """A table column: its heading, and what its cells are.
+
+    right: numbers, flushed right.  sentence: words, which may go on in the next line.
+    """
 
     title: str
     right: bool = False
     style: str = ""
+    sentence: bool = False
+
+
+FIELDS = (Column("", style="dim"), Column(""))
 
 
 class Output:
@@ -70,77 +79,80 @@ class Output:
 class Screen:
     """Lines, fields and tables for people.
 
-    On a terminal: colours (not with NO_COLOR) and folding at its width.  Elsewhere: plain text,
-    one row a line however long, no trailing blanks.
+    On a terminal: colours (not with NO_COLOR), and nothing wider than it is.  Elsewhere: plain
+    text, one row a line however long, no trailing blanks.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._terminal = is_terminal(stream)
+        self._console = _console(stream) if is_terminal(stream) else None
+        self.width = None if self._console is None else self._console.width
+        """Columns of the terminal; None elsewhere, where lines may have any length."""
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line of text."""
-        if not self._terminal:
+        """One line of text; on a terminal it is broken between words."""
+        if self._console is None:
             self._stream.write(f"{printable(text)}\n")
             return
         from rich.text import Text
 
-        self._render(Text(printable(text), style=style))
+        self._console.print(Text(printable(text), style=style))
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
         """`name  value` lines, the values aligned.  Pairs whose value is None are left out."""
-        rows = [(name, str(value)) for name, value in pairs if value is not None]
-        self._grid((Column("", style="dim"), Column("")), rows, titles=False)
+        from mstore_cli.tables import lay_out_fields
+
+        told = [(name, printable(str(value))) for name, value in pairs if value is not None]
+        for lines in lay_out_fields(told, self.width):
+            for line in lines:
+                self._draw(line, FIELDS)
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
         """A table with headings; nothing at all where there are no rows."""
-        filled = list(rows)
-        if filled:
-            self._grid(columns, filled, titles=True)
+        filled = [[printable(cell) for cell in row] for row in rows]
+        if not filled:
+            return
+        from mstore_cli.tables import lay_out
 
-    def _grid(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, titles: bool
-    ) -> None:
-        from rich.table import Table
+        heading, *others = lay_out(
+            [[column.title for column in columns], *filled],
+            right=[column.right for column in columns],
+            sentences=[column.sentence for column in columns],
+            width=self.width,
+        )
+        for line in heading:
+            self._draw(line, [Column("", style="bold")] * len(columns))
+        for lines in others:
+            for line in lines:
+                self._draw(line, columns)
+
+    def _draw(self, line: Line, columns: Sequence[Column]) -> None:
+        """One line of a table, each piece in the style of its column."""
+        if self._console is None:
+            self._stream.write(f"{''.join(piece.text for piece in line).rstrip()}\n")
+            return
         from rich.text import Text
 
-        grid = Table(box=None, show_header=titles, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in columns:
-            grid.add_column(
-                column.title,
-                justify="right" if column.right else "left",
-                style=column.style,
-                overflow="fold",
-                no_wrap=not self._terminal,
-            )
-        for row in rows:
-            # Text, not str: square brackets in names are not markup.
-            grid.add_row(*(Text(printable(cell)) for cell in row))
-        self._render(grid)
+        # Text, not str: square brackets in names are not markup.
+        text = Text(no_wrap=True)
+        for piece in line:
+            text.append(piece.text, None if piece.column is None else columns[piece.column].style)
+        text.rstrip()
+        self._console.print(text, soft_wrap=True)
 
-    def _render(self, renderable: RenderableType) -> None:
-        if self._terminal:
-            self._console(self._stream).print(renderable)
-            return
-        from io import StringIO
 
-        text = StringIO()
-        self._console(text, width=1 << 20).print(renderable)
-        self._stream.writelines(f"{row.rstrip()}\n" for row in text.getvalue().splitlines())
+def _console(stream: TextIO) -> Console:
+    from rich.console import Console
 
-    def _console(self, stream: TextIO, width: int | None = None) -> Console:
-        from rich.console import Console
-
-        return Console(
-            file=stream,
-            width=width,
-            # Given outright, so that FORCE_COLOR and CI variables cannot colour a pipe.
-            force_terminal=self._terminal,
-            color_system="auto" if self._terminal else None,
-            markup=False,
-            emoji=False,
-            highlight=False,
-        )
+    return Console(
+        file=stream,
+        # Given outright: rich asks the stream other questions than `is_terminal`.
+        force_terminal=True,
+        color_system="auto",
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
 
 
 def plain(value: object) -> object:
@@ -174,6 +186,12 @@ def elided(text: str, width: int) -> str:
         return shown
     head = (width - 1) // 2
     return f"{shown[:head]}…{shown[head + 1 - width :]}"
+
+
+def distinct(names: Sequence[str], width: int) -> list[str]:
+    """The names, each elided to `width`, or all in full where that would make two alike."""
+    shown = [elided(name, width) for name in names]
+    return shown if len(set(shown)) == len(set(names)) else [printable(name) for name in names]
 
 
 def short(identity: bytes | None) -> str:

@@ -30,7 +30,7 @@ REF_COLUMNS = (
     Column("FREED BY RM", right=True),
 )
 SHARED_COLUMNS = (Column("REF"), Column("SHARES WITH"), Column("STORED", right=True))
-HELD_COLUMNS = (Column("HELD BY"), Column("STORED", right=True))
+HELD_COLUMNS = (Column("HELD BY", sentence=True), Column("STORED", right=True))
 CODEC_COLUMNS = (
     Column("CODEC"),
     Column("BLOCKS", right=True),

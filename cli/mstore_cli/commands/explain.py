@@ -15,7 +15,7 @@ from mstore_cli.command import command
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, elided, printable, short
+from mstore_cli.output import Screen, distinct, printable, short
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _count(number: int, what: str) -> str:
 
 def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
     fates = list(zip(*(share.blocks or () for share in one.experts), strict=True))
-    names = [elided(share.expert, LONGEST_NAME) for share in one.experts]
+    names = distinct([share.expert for share in one.experts], LONGEST_NAME)
     if fates:
         screen.line()
     for span, words in runs(fates):
@@ -190,7 +190,7 @@ def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
 def _wrapped(screen: Screen, head: str, text: str) -> None:
     for line in textwrap.wrap(
         printable(head + text),
-        WIDTH,
+        screen.width or WIDTH,
         subsequent_indent=" " * len(head),
         break_long_words=False,
         break_on_hyphens=False,

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 Typed = Callable[[str], str]
 """A command as this user is to type it."""
 
-PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT"))
-HURT = (Column("HURT", style="red"), Column("FILE"), Column("TENSOR"), Column("BLOCKS LOST"))
+PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT", sentence=True))
+HURT = (
+    Column("HURT", style="red", sentence=True),
+    Column("FILE"),
+    Column("TENSOR"),
+    Column("BLOCKS LOST"),
+)
 
 
 @command(

@@ -24,9 +24,9 @@ COLUMNS = (
     Column("MADE"),
     Column("HOW"),
     Column("SIZE", right=True),
-    Column("REFS", style="green"),
-    Column("SIGNED"),
-    Column("MESSAGE"),
+    Column("REFS", style="green", sentence=True),
+    Column("SIGNED", sentence=True),
+    Column("MESSAGE", sentence=True),
 )
 
 
@@ -66,7 +66,7 @@ def log(
         elif not snapshots:
             screen.line("no snapshots yet; next: mstore add PATH --name REF")
         elif graph:
-            for line in draw(snapshots):
+            for line in draw(snapshots, screen.width):
                 screen.line(line)
         else:
             screen.table(COLUMNS, (_row(snapshot) for snapshot in snapshots))

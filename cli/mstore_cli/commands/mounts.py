@@ -11,7 +11,7 @@ COLUMNS = (
     Column("REF"),
     Column("STORE"),
     Column("PID", right=True),
-    Column("STATE"),
+    Column("STATE", sentence=True),
 )
 
 

@@ -17,7 +17,7 @@ COLUMNS = (
     Column("PLAN", style="yellow"),
     Column("METHOD"),
     Column("BASE"),
-    Column("EXPERTS"),
+    Column("EXPERTS", sentence=True),
     Column("BUDGET", right=True),
     Column("READS", right=True),
     Column("LOST", right=True),
