@@ -431,14 +431,10 @@ class LayerExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a snapshot came from, by tensor, by layer, and by expert over all that was asked for.
-
-    For an added one, `plan` is None and the rest is empty.
-    """
+    """Where a merge came from, by tensor, by layer, and by expert over all that was asked for."""
 
     snapshot: SnapshotId
-    origin: str
-    plan: PlanReport | None
+    plan: PlanReport
     tensors: tuple[TensorExplanation, ...]
     layers: tuple[LayerExplanation, ...]
     experts: tuple[ExpertShare, ...]

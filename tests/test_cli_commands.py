@@ -264,10 +264,23 @@ def test_diff_names_what_moved(family: Program) -> None:
 
 
 def test_explain(family: Program) -> None:
-    """A merge is explained expert by expert; what was added has nothing to explain."""
+    """A merge is explained expert by expert."""
     [layer] = family.succeed("explain", "tiny/merged", "layer", "--json").document["tensors"]
     assert [share["weight"] for share in layer["experts"]] == [1.0, 0.5]
-    assert "not merged" in family.succeed("explain", "tiny/base").out
+
+
+@pytest.mark.parametrize("verb", ["explain", "blame", "replay"])
+def test_what_was_not_merged(verb: str, family: Program) -> None:
+    """Asking what made a snapshot that was added is an error, alike for all who are asked, with the
+    next command to type; under --json too.
+    """
+    done = family(verb, "tiny/base")
+    assert (done.status, done.out) == (1, "")
+    assert "was not made by a merge" in done.err
+    assert f"mstore --store {family.store} show" in done.err
+    told = family(verb, "tiny/base", "--json")
+    assert told.status == 1
+    assert told.document["error"]["code"] == "bad-request"
 
 
 def test_refs_move_and_come_back(copy: Program) -> None:

@@ -251,9 +251,8 @@ _OWN: dict[type, dict[str, str]] = {
         "experts": "what each expert gave",
     },
     reports.Explanation: {
-        "origin": "add or merge",
-        "plan": "the plan it was merged by; null where it was added",
-        "tensors": "where each tensor came from; empty where it was added",
+        "plan": "the plan it was merged by",
+        "tensors": "where each tensor came from",
         "layers": "the same, summed by layer; a tied tensor counts once",
         "experts": "the same, summed over all that was asked for",
     },

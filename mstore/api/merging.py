@@ -429,7 +429,7 @@ class Merging(OpenStore):
 
         tensor: only this one, and a word for each of its chunks.
 
-        Raises NotFound, BadName.
+        Raises BadRequest if it is no merge, NotFound, BadName.
         """
         from mstore.merge.insight.explain import explain
 

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from mstore.blocks.packs import Kind
-from mstore.errors import BadName, Corrupt, NotFound
+from mstore.errors import BadName, BadRequest, Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
+from mstore.objects.snapshot import SnapshotRecord
 from mstore.store.catalog import Catalog
 
 
@@ -101,6 +102,18 @@ def find(catalog: Catalog, text: str) -> PlanId:
     if len(matches) > 1:
         raise BadName(f"{text!r} is the prefix of several plans", hint="give more digits")
     return matches[0]
+
+
+def plan_of(snapshot: SnapshotId, record: SnapshotRecord, *, so: str) -> PlanId:
+    """The plan of a merge.  Raises BadRequest where no merge made it; so: what follows of that."""
+    id = record.plan_id()
+    if id is None:
+        raise BadRequest(
+            f"was not made by a merge, so {so}",
+            where=snapshot.short,
+            hint=f"mstore show {snapshot.short}",
+        )
+    return id
 
 
 def plan_ids(catalog: Catalog) -> list[PlanId]:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 COLUMNS = ("SHARE", "NORM", "MOVED")
 
 
-@command(example="mstore blame llama/merged --by layer")
+@command(
+    example="mstore blame llama/merged --by layer",
+    failure="the snapshot was added, not merged, or another error",
+)
 def blame(
     session: Session,
     revision: Revision,

@@ -33,7 +33,10 @@ MADE = ("read", "shared")
 LONGEST_NAME = 40
 
 
-@command(example="mstore explain llama/merged --svg merged.svg")
+@command(
+    example="mstore explain llama/merged --svg merged.svg",
+    failure="the snapshot was added, not merged, or another error",
+)
 def explain(
     session: Session,
     revision: Revision,
@@ -61,15 +64,13 @@ def explain(
     Counts are pairs of an expert and a chunk (a block, where all dtypes are one): READ; SHARED
     with an expert read before; = BASE, so that there is nothing to read; BELOW the method's
     threshold; over the BUDGET; outside the TOP-P share. Columns of zeros are left out. LEFT OUT is
-    the norm of the delta that was left out. A snapshot that was added, not merged, has nothing to
-    explain and says so.
+    the norm of the delta that was left out.
     """
     if svg is not None:
         plots.require()
     with session.open() as store:
         report = store.explain(revision, tensor)
     if svg is not None:
-        _refuse_unmerged(report, svg)
         plots.heat_map(shares_read(report, revision), svg)
 
     def human(screen: Screen) -> None:
@@ -78,15 +79,6 @@ def explain(
             screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
-
-
-def _refuse_unmerged(report: Explanation, svg: Path) -> None:
-    from mstore.errors import BadRequest
-
-    if report.plan is None:
-        raise BadRequest(
-            "was not merged, so there is nothing to draw", where=short(report.snapshot)
-        )
 
 
 def shares_read(report: Explanation, name: str) -> plots.HeatMap:
@@ -113,9 +105,6 @@ def _share_read(share: ExpertShare) -> float | None:
 
 
 def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> None:
-    if report.plan is None:
-        screen.line(f"{short(report.snapshot)} was not merged but made by {report.origin}")
-        return
     screen.line(f"{short(report.snapshot)} was merged by plan {short(report.plan.plan)}")
     if not detailed:
         draw_plan(screen, report.plan)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mstore.blocks.meter import Meter
-from mstore.errors import BadRequest, NotFound
+from mstore.errors import NotFound
 from mstore.ids import SnapshotId
 from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
@@ -32,7 +32,7 @@ from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
 from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
 from mstore.store.catalog import Catalog
-from mstore.store.plans import sources_of
+from mstore.store.plans import plan_of, sources_of
 
 _BATCH = 64
 """Chunks whose tasks are made with one look into the index."""
@@ -54,13 +54,7 @@ def blame(
     """
     began = time.monotonic()
     record = catalog.snapshot(snapshot)
-    plan_id = record.plan_id()
-    if plan_id is None:
-        raise BadRequest(
-            "was not made by a merge, so no expert has a share in it",
-            where=snapshot.short,
-            hint=f"mstore log {snapshot.short}",
-        )
+    plan_id = plan_of(snapshot, record, so="no expert has a share in it")
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
         raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")

@@ -30,7 +30,7 @@ from mstore.reports import (
 )
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, sources_of
+from mstore.store.plans import Sources, plan_of, sources_of
 
 STATE_NAMES = {
     READ: "read",
@@ -312,14 +312,15 @@ class _Explainer:
 
 
 def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Explanation:
-    """Where a snapshot, or one tensor of it, came from.  Raises NotFound for an unknown tensor."""
+    """Where a merged snapshot, or one tensor of it, came from.
+
+    Raises BadRequest for a snapshot that no merge made, NotFound for an unknown tensor.
+    """
     record = catalog.snapshot(snapshot)
+    plan_id = plan_of(snapshot, record, so="there is nothing to explain")
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
         raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
-    plan_id = record.plan_id()
-    if plan_id is None:
-        return Explanation(snapshot, record.origin, None, (), (), ())
     plan = catalog.record(Plan, plan_id)
     sources = sources_of(catalog, plan_id, plan)
     explainer = _Explainer(catalog, record, plan, sources)
@@ -328,7 +329,6 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     layers, experts = explainer.sums(tensors)
     return Explanation(
         snapshot=snapshot,
-        origin=record.origin,
         plan=plan_report(plan, plan_id, sources, told_costs(catalog, plan)),
         tensors=tuple(tensors),
         layers=layers,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Means, Outcome
@@ -14,6 +13,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.reports import Progress, ReplayReport
 from mstore.store.catalog import Catalog
+from mstore.store.plans import plan_of
 
 
 def replay(
@@ -29,13 +29,7 @@ def replay(
     was pruned.
     """
     record = catalog.snapshot(snapshot)
-    plan_id = record.plan_id()
-    if plan_id is None:
-        raise BadRequest(
-            "was not made by a merge, so there is no plan to replay",
-            where=snapshot.short,
-            hint=f"mstore log {snapshot.short}",
-        )
+    plan_id = plan_of(snapshot, record, so="there is no plan to replay")
     catalog.require_real(snapshot, snapshot.short)
     began = time.monotonic()
     plan = catalog.record(Plan, plan_id)
