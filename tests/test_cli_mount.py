@@ -73,6 +73,30 @@ def test_mount_and_unmount(store: Program, directory: Path) -> None:
 
 
 @needs_fuse
+def test_a_dead_mount_is_told_with_its_remedy(store: Program, directory: Path) -> None:
+    """Where the process behind a mount was killed, `mounts` says so, and what to type."""
+    serving = store.succeed("mount", "tiny", directory, "--json").document
+    remedy = f"mstore unmount {directory}"
+    assert remedy not in store.succeed("mounts").out
+    os.kill(serving["pid"], signal.SIGKILL)
+    for _ in range(600):
+        [told] = [
+            one
+            for one in store.succeed("mounts", "--json").document["mounts"]
+            if one["mountpoint"] == str(directory)
+        ]
+        if not told["alive"]:
+            break
+        time.sleep(0.1)
+    assert (told["alive"], told["pid"], told["user"]) == (False, None, os.geteuid())
+    shown = store.succeed("mounts").lines
+    assert any(line.startswith(str(directory)) and line.endswith("dead") for line in shown)
+    assert f"  {remedy}" in shown
+    store.succeed(*remedy.split()[1:])
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
 def test_mount_all(store: Program, directory: Path) -> None:
     """--all shows the whole store: its refs and its snapshots."""
     assert "the whole store" in store.succeed("mount", "--all", directory).out

@@ -56,14 +56,16 @@ def test_entries_are_decoded(tmp_path: Path) -> None:
     source = str(Source(Path("/srv/my store"), "main", 7))
     lines = [
         b"22 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw",
-        b"42 22 0:39 / /mnt/a\\040b ro - fuse.mstore " + as_kernel_shows(source) + b" ro,user_id=0",
+        b"42 22 0:39 / /mnt/a\\040b ro - fuse.mstore "
+        + as_kernel_shows(source)
+        + b" ro,user_id=1007,group_id=0",
         b"43 22 0:39 /sub /mnt/bound ro - fuse.mstore " + as_kernel_shows(source) + b" ro",
     ]
     table = tmp_path / "mountinfo"
     table.write_bytes(b"\n".join(lines) + b"\n")
     assert mount_table.entries(table) == [
         TableEntry(Path("/"), "ext4", "/dev/vda", True),
-        TableEntry(Path("/mnt/a b"), "fuse.mstore", source, True),
+        TableEntry(Path("/mnt/a b"), "fuse.mstore", source, True, 1007),
         TableEntry(Path("/mnt/bound"), "fuse.mstore", source, False),
     ]
 

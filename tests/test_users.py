@@ -225,6 +225,30 @@ def test_a_read_only_filesystem(place: World) -> None:
     is_refused(place, root, store, "mounted read-only")
 
 
+def test_mounts_are_those_of_who_asks(place: World, carol: User) -> None:
+    """`mounts` lists what the caller mounted; with --all, and for root, also what others did, and
+    whose it is."""
+    if not Path("/dev/fuse").exists():
+        pytest.skip("this machine cannot mount")
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, "mounting", owner, owner.number, 0o755)
+    store = at / "store"
+    done(place, owner, "mstore init store && mkdir mnt", at)
+    done(place, owner, "mstore mount --all mnt", at, store)
+    try:
+        assert str(at / "mnt") in done(place, owner, "mstore mounts", at)
+        assert done(place, carol, "mstore mounts", carol.home).strip() == "nothing is mounted"
+        assert done(place, carol, "mstore mounts -q", carol.home) == ""
+        for seen in (
+            done(place, carol, "mstore mounts --all", carol.home),
+            done(place, User(0, (0,), place.path), "mstore mounts", place.path),
+        ):
+            [line] = [line for line in seen.splitlines() if line.startswith(str(at / "mnt"))]
+            assert line.split()[-2:] == ["serving", f"u{ALICE}"]
+    finally:
+        done(place, owner, "mstore unmount mnt", at)
+
+
 def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     """In a store that was made with --shared two users of one group, each with a umask that lets
     nobody else write, take turns in the README's transcript, and collect, repair and reindex what

@@ -438,6 +438,7 @@ _OWN: dict[type, dict[str, str]] = {
         "revision": "what is shown; null: the whole store",
         "pid": "the process that serves it; null where none does any more",
         "alive": "whether it answers; a dead one is cleared by `mstore unmount`",
+        "user": "the number of the user who mounted it",
     },
 }
 
@@ -575,7 +576,13 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "replay": keys_of(reports.ReplayReport),
     "checkout": keys_of(reports.CheckoutReport),
     "mount": keys_of(MountInfo),
-    "mounts": (Key("mounts", "list of mount", "every mount of this user"),),
+    "mounts": (
+        Key(
+            "mounts",
+            "list of mount",
+            "every mount of this user; for root, or with --all, of everybody",
+        ),
+    ),
     "unmount": (Key("unmounted", "text", "the directory"),),
     "refs": (Key("refs", "list of ref", "branches and tags"),),
     "tag": keys_of(reports.RefReport),

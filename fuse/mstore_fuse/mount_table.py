@@ -28,6 +28,7 @@ TYPE = "fuse.mstore"
 _WHOLE_STORE = "*"
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(rb"\\([0-7]{3})")
+_USER = re.compile(rb"(?:^|,)user_id=(\d+)")
 _SOURCE = re.compile(r"mstore:(?P<revision>.*)@(?P<store>[^@]*)#(?P<pid>\d+)", re.DOTALL)
 _UNSAFE = re.compile(r"[\x00-\x20\x7f%,\\\"']")
 _UNSAFE_IN_PATH = re.compile(r"[\x00-\x20\x7f%,\\\"'@]")
@@ -38,12 +39,16 @@ _UMOUNT_NOFOLLOW = 8
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """One line of mountinfo: where, which type, which source, whether it is a whole file system."""
+    """One line of mountinfo: where, which type, which source, whether it is a whole file system.
+
+    user: who mounted it, for FUSE; None for other types.
+    """
 
     mountpoint: Path
     type: str
     source: str
     whole: bool
+    user: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,15 @@ def _entry(line: bytes) -> TableEntry:
     # 36 35 98:0 /root /where opt,opt optional:1 - type source opt,opt     (proc_pid_mountinfo(5))
     before, _, after = line.partition(b" - ")
     fields = before.split(b" ")
-    kind, source = after.split(b" ")[:2]
-    return TableEntry(Path(_plain(fields[4])), _plain(kind), _plain(source), fields[3] == b"/")
+    kind, source, *options = after.split(b" ")
+    user = _USER.search(options[0]) if options else None
+    return TableEntry(
+        Path(_plain(fields[4])),
+        _plain(kind),
+        _plain(source),
+        fields[3] == b"/",
+        None if user is None else int(user[1]),
+    )
 
 
 def _plain(field: bytes) -> str:

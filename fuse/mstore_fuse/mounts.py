@@ -42,6 +42,7 @@ class MountInfo:
     """One mount.  `revision` is None for the whole store; `pid` where nothing serves it any more.
 
     A mount that is not `alive` crashed: reading it fails with ENOTCONN until it is unmounted.
+    `user` mounted it, and may unmount it, as root may.
     """
 
     mountpoint: Path
@@ -49,6 +50,7 @@ class MountInfo:
     revision: str | None
     pid: int | None
     alive: bool
+    user: int
 
 
 def mount(
@@ -99,9 +101,13 @@ def mount(
     return info
 
 
-def mounts() -> list[MountInfo]:
-    """All mounts of mstore that this process sees, of any store.  Touches none of them."""
-    return [info for entry in mount_table.entries() if (info := _info(entry)) is not None]
+def mounts(user: int | None = None) -> list[MountInfo]:
+    """The mounts of mstore that this process sees, of any store: those of a user, or all.
+
+    Touches none of them.
+    """
+    found = [info for entry in mount_table.entries() if (info := _info(entry)) is not None]
+    return [info for info in found if user is None or info.user == user]
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
@@ -340,14 +346,14 @@ def _error_from(message: dict[str, object]) -> MstoreError:
 
 
 def _info(entry: mount_table.TableEntry) -> MountInfo | None:
-    if entry.type != mount_table.TYPE or not entry.whole:
+    if entry.type != mount_table.TYPE or not entry.whole or entry.user is None:
         return None
     source = Source.parse(entry.source)
     if source is None:
         return None
     alive = source.alive
     pid = source.pid if alive else None
-    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive)
+    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive, entry.user)
 
 
 def _info_at(mountpoint: Path) -> MountInfo:
