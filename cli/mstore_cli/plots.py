@@ -10,14 +10,16 @@ and dash.  Files are written whole, through mstore.fs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+from xml.sax.saxutils import escape
 
-from mstore_cli.output import elided
+from mstore_cli.output import elided, printable
 from mstore_cli.treemap import Box, Node, Placed, place
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ LONGEST_LABEL = 28
 INCHES_A_LETTER = 0.085
 SHORTEST_NAME = 5
 TREE_INCHES = (9.0, 5.6)
+INCHES_A_ROW = 0.155
+LEGEND_ROWS = 20
 DECADES = 1e-4
 """An error less than this part of the largest is next to zero in a plot."""
 CELL_NUMBERS = 400
@@ -200,6 +204,9 @@ def heat_map(table: HeatMap, path: Path) -> None:
 class TreeMap:
     """Sizes in parts of parts.  The leaves whose name is in `hatched` are drawn so.
 
+    Boxes have their numbers in them where there is room, and all of them in their titles; the
+    parts of the root stand in the legend, too.
+
     measure: what the areas are; hatching: what it means.
     """
 
@@ -217,17 +224,21 @@ def tree_map(tree: TreeMap, path: Path) -> None:
     Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
     """
 
+    width, height = TREE_INCHES
+    placed = place(tree.root, Box(0, 0, width, height), margin=0.03)[1:]
+    colours = {id(part): FILLS[n % len(FILLS)] for n, part in enumerate(tree.root.parts)}
+
     def draw(figure: Figure) -> None:
         from matplotlib.patches import Patch, Rectangle
 
-        width, height = TREE_INCHES
-        figure.set_size_inches(width, height + 0.8)
-        axes = figure.add_axes((0.01, 0.01, 0.98, height / (height + 0.8)))
+        labels = _legend(tree)
+        below = INCHES_A_ROW * len(labels)
+        whole = height + below + 0.8
+        figure.set_size_inches(width, whole)
+        axes = figure.add_axes((0.01, (below + 0.1) / whole, 0.98, height / whole))
         axes.set(xlim=(0, width), ylim=(0, height))
         axes.set_axis_off()
-        placed = place(tree.root, Box(0, 0, width, height), margin=0.03)
-        colours = {id(part): FILLS[n % len(FILLS)] for n, part in enumerate(tree.root.parts)}
-        for one in placed[1:]:
+        for number, one in enumerate(placed):
             top = (*one.path, one.node)[1]
             is_hatched = any(node.name in tree.hatched for node in (*one.path, one.node))
             box = one.box
@@ -240,11 +251,21 @@ def tree_map(tree: TreeMap, path: Path) -> None:
                     edgecolor="white" if not one.node.parts else BLACK,
                     hatch="///" if is_hatched and not one.node.parts else None,
                     linewidth=0.8 if len(one.path) > 1 else 1.6,
+                    gid=f"box-{number}",
                 )
             )
-        for one in placed[1:]:
+        for one in placed:
             _name_box(axes, one, tree)
         figure.suptitle(f"{_label(tree.title, 80)}\n{tree.measure}", fontsize=10)
+        figure.legend(
+            handles=[
+                Patch(facecolor=colours[id(part)] if part else "none") for part, _label in labels
+            ],
+            labels=[label for _part, label in labels],
+            loc="lower left",
+            fontsize=8,
+            labelspacing=0.2,
+        )
         if tree.hatched:
             figure.legend(
                 handles=[Patch(facecolor="white", edgecolor="#8C8C8C", hatch="///")],
@@ -253,16 +274,45 @@ def tree_map(tree: TreeMap, path: Path) -> None:
                 fontsize=8,
             )
 
-    _write(draw, path, layout=None)
+    titles = {f"box-{number}": _told(one, tree) for number, one in enumerate(placed)}
+    _write(draw, path, layout=None, titles=titles)
+
+
+def _told(one: Placed, tree: TreeMap) -> str:
+    """What a box is and how large, in full: a browser shows it beside the pointer."""
+    names = ", ".join(printable(node.name) for node in (*one.path[1:], one.node))
+    share = f" ({100 * one.node.size / tree.root.size:.1f} %)" if tree.root.size else ""
+    return f"{names}: {tree.describe(one.node.size)}{share}"
+
+
+def _legend(tree: TreeMap) -> list[tuple[Node | None, str]]:
+    """The parts of the root with their numbers, the largest first, and those of their own parts."""
+    ordered = sorted(tree.root.parts, key=lambda part: -part.size)
+    lines: list[tuple[Node | None, str]] = []
+    for part in ordered[:LEGEND_ROWS]:
+        parts = ", ".join(f"{one.name} {tree.describe(one.size)}" for one in part.parts)
+        detail = f" ({parts})" if parts else ""
+        lines.append((part, f"{_label(part.name, 60)}: {tree.describe(part.size)}{detail}"))
+    more = ordered[LEGEND_ROWS:]
+    if more:
+        size = tree.describe(sum(part.size for part in more))
+        lines.append((None, f"and {len(more)} more, together {size}: the boxes say theirs"))
+    lines.append((None, f"all: {tree.describe(tree.root.size)}"))
+    return lines
 
 
 def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
-    """Write the name into a leaf, name and size into a part of the root, if there is room."""
+    """Write name and size into a leaf and a part of the root, or what of it there is room for."""
     is_top = len(one.path) == 1
     if one.node.parts and not is_top:
         return
-    name = one.node.name if not is_top else f"{one.node.name}  {tree.describe(one.node.size)}"
+    name, size = printable(one.node.name), tree.describe(one.node.size)
     room = int(one.box.width / INCHES_A_LETTER)
+    # A size that is cut would be another size.
+    if len(name) + 2 + len(size) <= room:
+        name = f"{name}  {size}"
+    elif is_top and SHORTEST_NAME + 2 + len(size) <= room:
+        name = f"{elided(name, room - 2 - len(size))}  {size}"
     if room < SHORTEST_NAME or one.box.height < 0.4:
         return
     text = axes.text(
@@ -277,7 +327,14 @@ def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
     text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
 
 
-def _write(draw: Any, path: Path, *, layout: Literal["constrained"] | None = "constrained") -> None:
+def _write(
+    draw: Any,
+    path: Path,
+    *,
+    layout: Literal["constrained"] | None = "constrained",
+    titles: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Draw and write.  titles: what is told of the element with this id when it is pointed at."""
     require()
     import matplotlib.style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -293,6 +350,10 @@ def _write(draw: Any, path: Path, *, layout: Literal["constrained"] | None = "co
         draw(figure)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    # matplotlib has no titles; each id stands once.
+    for id, title in titles.items():
+        head = f'<g id="{id}">\n'
+        svg = svg.replace(head, f"{head}<title>{escape(title)}</title>\n", 1)
     fs.replace_text(path, svg)
 
 
