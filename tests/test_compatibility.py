@@ -71,6 +71,34 @@ def test_what_is_left_out_is_not_judged(
     assert store.fsck(read_data=True).problems == ()
 
 
+@pytest.mark.parametrize("patterns", [{"skip": SKIP}, {"only": ["model.layers.*.w"]}])
+def test_analysis_leaves_out_what_a_plan_does(
+    patterns: dict[str, list[str]], root: Path, store: Store
+) -> None:
+    """`analyze` takes the patterns of `plan`: it compares and reads only what they leave in, and
+    the plan with the same patterns then reads no expert for statistics.
+    """
+    store.add(root / "expert", name="expert", base=None)
+    with pytest.raises(Incompatible, match="has shape") as refused:
+        store.analyze("expert", "base")
+    assert "--skip PATTERN" in (refused.value.hint or "")
+    report = store.analyze("expert", "base", **patterns)
+    assert report.tensors_measured == 1
+    [own] = [one for one in store.tensors("expert") if one.name == "model.layers.0.w"]
+    assert 0 < report.expert_bytes_read <= own.nbytes
+    plan = store.plan(base="base", experts=["expert"], method="linear", **patterns)
+    assert plan.analyze_bytes_read == 0
+    with pytest.raises(BadRequest, match=r"no tensor's name matches 'nothing\.\*'"):
+        store.analyze("expert", "base", skip=[*SKIP, "nothing.*"])
+    for odd in ("lm_head.*", [""]):
+        with pytest.raises(BadRequest, match="list of texts"):
+            store.analyze("expert", "base", skip=odd)
+    mstore = Program(Path(store.path))
+    assert mstore("analyze", "expert", "--base", "base").status == 1
+    words = [w for key, given in patterns.items() for one in given for w in (f"--{key}", one)]
+    assert "is known" in mstore.succeed("analyze", "expert", "--base", "base", *words).out
+
+
 def test_what_is_merged_is_judged(root: Path, store: Store) -> None:
     """A tensor that no pattern leaves out must be there; the error says how to leave it out, and a
     pattern that matches nothing anywhere is still refused.

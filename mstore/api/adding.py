@@ -164,6 +164,8 @@ class Adding(OpenStore):
         expert: str,
         base: str,
         *,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
         threads: int | None = None,
         progress: Report | None = None,
     ) -> AnalyzeReport:
@@ -171,8 +173,11 @@ class Adding(OpenStore):
 
         Merges are planned from them.  `add` with a base has taken them already.
 
-        Raises NotFound, BadRequest (a virtual merge), Incompatible (other tensors or shapes),
-        Corrupt.
+        only, skip: patterns of tensor names, as in `plan`; what they leave out is neither compared
+        nor read.
+
+        Raises NotFound, BadRequest (a virtual merge, no such pattern), Incompatible (other tensors
+        or shapes), Corrupt.
         """
         from mstore.stats.analysis import Side, analyze
 
@@ -181,6 +186,8 @@ class Adding(OpenStore):
             self._statistics,
             Side(self._real(expert), expert),
             Side(self._real(base), base),
+            only=only,
+            skip=skip,
             threads=thread_count(threads),
             progress=progress,
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from mstore.errors import Incompatible
+from mstore.errors import BadRequest, Incompatible
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
@@ -30,6 +30,29 @@ def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:
     kept = matching(shapes, only) if only else shapes.keys()
     wanted = kept - matching(shapes, skip)
     return {name: shape for name, shape in shapes.items() if name in wanted}
+
+
+def require_patterns(patterns: Sequence[str], option: str) -> None:
+    """Raise BadRequest for what is no list of patterns, or has an empty one."""
+    if isinstance(patterns, str) or not all(patterns):
+        raise BadRequest(
+            "patterns of tensor names are a list of texts that are not empty",
+            where=option,
+            hint=f"{option} 'model.layers.*.mlp.*'",
+        )
+
+
+def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[str]) -> None:
+    """Raise BadRequest for a pattern that is empty, or that matches none of the names."""
+    for option, patterns in (("--only", only), ("--skip", skip)):
+        require_patterns(patterns, option)
+        for pattern in patterns:
+            if not matching(names, [pattern]):
+                raise BadRequest(
+                    f"no tensor's name matches {pattern!r}",
+                    where=option,
+                    hint="mstore ls --tensors REF",
+                )
 
 
 def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: str) -> None:

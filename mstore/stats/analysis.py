@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mstore.blocks.meter import Meter
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.shapes import require_same_shapes
+from mstore.objects.shapes import chosen, require_matches, require_same_shapes
 from mstore.objects.tensor import Tensor
 from mstore.reports import AnalyzeReport, Progress
 from mstore.stats import deltas
@@ -74,6 +74,8 @@ def analyze(
     expert: Side,
     base: Side,
     *,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> AnalyzeReport:
@@ -81,22 +83,28 @@ def analyze(
 
     Also the base's own sums of squares, which a bound on an error is relative to.  Tensors that
     are the base's own have no difference, and those of other dtypes than BF16, F16 and F32 no
-    statistics.  Raises Incompatible where names or shapes differ, Corrupt, StorageFailed.
+    statistics.  only, skip: patterns of tensor names; what they leave out may be missing, extra or
+    of another shape, and nothing of it is read.  Raises Incompatible where names or shapes
+    differ, BadRequest for a pattern that matches nothing, Corrupt, StorageFailed.
     """
     began = time.monotonic()
     bases, experts = _tensors(catalog, base), _tensors(catalog, expert)
+    require_matches({*bases, *experts}, only, skip)
+    wanted = chosen({name: record.shape for name, (_, record) in bases.items()}, only, skip)
     require_same_shapes(
-        {name: record.shape for name, (_, record) in bases.items()},
-        {name: record.shape for name, (_, record) in experts.items()},
+        wanted,
+        chosen({name: record.shape for name, (_, record) in experts.items()}, only, skip),
         what=f"not a fine-tune of {base.name}",
         where=expert.name,
-        hint=f"mstore diff {base.name} {expert.name}",
+        hint=f"mstore diff {base.name} {expert.name}; --skip PATTERN leaves tensors out",
     )
     # By pair of tensors: tied names are one.
     pairs = {
         (base_id, experts[name][0]): (record, experts[name][1])
         for name, (base_id, record) in bases.items()
-        if {record.dtype, experts[name][1].dtype} <= ITEMSIZES.keys() and 0 not in record.shape
+        if name in wanted
+        and {record.dtype, experts[name][1].dtype} <= ITEMSIZES.keys()
+        and 0 not in record.shape
     }
     differing = [pair for pair in pairs if pair[0] != pair[1]]
     known = {

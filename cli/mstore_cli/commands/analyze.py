@@ -26,6 +26,21 @@ def analyze(
     base: Annotated[
         str, typer.Option("--base", metavar="REF", help="What it is to be compared with.")
     ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip",
+            metavar="PATTERN",
+            help="Do not compare tensors whose names match: they may be missing, extra or of "
+            "another shape. Repeat.",
+        ),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Measure how an expert differs from a base, so that merges can be planned.
@@ -34,7 +49,9 @@ def analyze(
     and an interrupted run goes on where it stopped.
     """
     with session.open() as store, session.progress() as tick:
-        report = store.analyze(expert, base, threads=threads, progress=tick)
+        report = store.analyze(
+            expert, base, only=only or (), skip=skip or (), threads=threads, progress=tick
+        )
 
     def human(screen: Screen) -> None:
         if report.tensors_measured:

@@ -11,6 +11,7 @@ from mstore.ids import SnapshotId
 from mstore.merge.arithmetic.operators import Value, check_weights, parse_parameters, reuses_base
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
+from mstore.objects.shapes import require_patterns
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
@@ -102,12 +103,7 @@ def request(
 
 
 def _patterns(patterns: Sequence[str], option: str) -> tuple[str, ...]:
-    if isinstance(patterns, str) or not all(patterns):
-        raise BadRequest(
-            "patterns of tensor names are a list of texts that are not empty",
-            where=option,
-            hint=f"{option} 'model.layers.*.mlp.*'",
-        )
+    require_patterns(patterns, option)
     # Sorted, so that equal requests are equal plans.
     return tuple(sorted(set(patterns)))
 

@@ -19,12 +19,12 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import ID_BYTES, ManifestId, TensorId
-from mstore.merge.arithmetic.operators import keep_count, needs_thresholds
+from mstore.merge.arithmetic.operators import keep_count, needs_thresholds, reuses_base
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import chosen, matching, require_same_shapes
+from mstore.objects.shapes import chosen, matching, require_matches, require_same_shapes
 from mstore.objects.tensor import Tensor
 from mstore.reports import Progress
 from mstore.stats.analysis import measure_pair, measure_squares
@@ -255,8 +255,7 @@ class Surveyor:
         """Whether a tensor that no expert changed still has to be computed."""
         request = self._request
         converted = request.dtype is not None and request.dtype != dtype
-        scaled = request.method == "linear" and not request.parameters["normalize"]
-        return converted or scaled
+        return converted or not reuses_base(request.method, request.parameters)
 
     def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
         """Stored bytes of each expert's chunks, int64[K, chunks]: 0 where equal to the base."""
@@ -412,16 +411,10 @@ def left_out_names(
     A tensor of several names is skipped if one of them is to be, and merged if only one is.
     Raises BadRequest for a pattern that no tensor matches, nor one of `others`, which experts have.
     """
+    require_matches({*first, *others}, only, skip)
     matches = {
         pattern: {first[name] for name in matching(first, [pattern])} for pattern in (*only, *skip)
     }
-    for pattern, found in matches.items():
-        if not found and not matching(others, [pattern]):
-            raise BadRequest(
-                f"no tensor's name matches {pattern!r}",
-                where="--only" if pattern in only else "--skip",
-                hint="mstore ls --tensors REF",
-            )
     left_out = {}
     if only:
         wanted = set().union(*(matches[pattern] for pattern in only))
