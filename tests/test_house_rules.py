@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from mstore.merge.arithmetic.operators import OPERATORS
+from mstore_cli.main import VERBS
+
 ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the
 # library and loaded by none of it (tests/test_convert.py).  It knows torch: nothing else need.
@@ -191,6 +194,46 @@ def test_input_stays_data(path: Path) -> None:
     starts_programs = path in ADAPTERS or path == PARENT
     names = EXECUTION - {"subprocess"} if starts_programs else EXECUTION
     assert not list(breaches(path.read_text(), names))
+
+
+def compared_with(source: str, names: set[str]) -> Iterator[str]:
+    """Each comparison with one of these words, or with one of those in a constant of the module."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [
+            constants.get(side.id, side) if isinstance(side, ast.Name) else side
+            for side in (node.left, *node.comparators)
+        ]
+        for part in (part for side in sides for part in ast.walk(side)):
+            if isinstance(part, ast.Constant) and part.value in names:
+                yield f"line {node.lineno}: {part.value!r}"
+
+
+def test_what_compares_with_names_is_seen() -> None:
+    """A comparison is found in an expression, in a tuple, and by way of a constant."""
+    for source in ("m == 'x'", "m in ('x', 'y')", "ALL = ('x',)\nm in ALL", "m != 'x' and m"):
+        assert len(list(compared_with(source, {"x"}))) == 1
+    assert not list(compared_with("m == 'y'; ALL = ('x',); f('x')", {"x"}))
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *ADAPTERS], ids=_name)
+def test_methods_and_verbs_have_properties(path: Path) -> None:
+    """Nothing asks for a merge method or a command by its name: what is special about one is a
+    property of its operator, or of its verb.
+    """
+    names = set(OPERATORS)
+    if path.name in {"command.py", "main.py"}:
+        names |= set(VERBS)
+    assert not list(compared_with(path.read_text(), names))
 
 
 @pytest.mark.parametrize(

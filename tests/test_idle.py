@@ -13,6 +13,7 @@ from cli_runs import Program
 from families import Family
 from test_budget import Place, make
 
+from mstore.merge.arithmetic.operators import OPERATORS
 from mstore.merge.insight import idle
 
 
@@ -62,6 +63,22 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     told = place.store.explain("merged").plan
     assert told is not None
     assert told.warnings == plan.warnings
+
+
+@pytest.mark.parametrize("method", OPERATORS)
+def test_who_takes_weight_from_others(method: str, place: Place) -> None:
+    """An expert without a delta is said to take weight from the others exactly where it does: its
+    merge with another one is not that one's alone.
+    """
+    given = {"base": "base", "method": method, "parameters": {"normalize": True}}
+    alone = place.store.plan(experts=["e0"], **given)
+    both = place.store.plan(experts=["e0", "base"], **given)
+    [text] = [one.text for one in both.warnings if one.kind == idle.IS_BASE]
+    weights = []
+    for plan in (alone, both):
+        place.store.merge(plan, name="m")
+        weights.append(families.bits(place.store["m"].tensor("w")))
+    assert ("take weight from the others" in text) == (not np.array_equal(*weights))
 
 
 def test_for_people_and_programs(place: Place) -> None:

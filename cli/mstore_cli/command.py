@@ -53,24 +53,25 @@ GLOBAL_NAMES = tuple(parameter.name for parameter in _GLOBALS)
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command ready for typer: its function with the global options, and words for its help."""
+    """A command ready for typer: its function with the global options, and words for its help.
+
+    bare: what an option stands for where no value is joined to it.  foreign: files of other
+    programs that people may give it, by how their names end, and what is said of them.
+    """
 
     name: str
     summary: str
     run: Callable[..., None]
     epilog: str
     bare: Mapping[str, str]
-
-
-_MERGING = ("merge", "plan")
-_RECIPE = (".yaml", ".yml")
+    foreign: Mapping[str, str]
 
 
 class VerbCommand(TyperCommand):
     """A command whose help lists the global options under a heading of their own."""
 
-    # What an option stands for where no value is joined to it.
     bare: Mapping[str, str] = MappingProxyType({})
+    foreign: Mapping[str, str] = MappingProxyType({})
 
     # The context and formatter types are private to typer.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -81,12 +82,12 @@ class VerbCommand(TyperCommand):
         try:
             return super().parse_args(ctx, [*given, *args[end:]])
         except typer.TyperException as error:
-            if ctx.info_name in _MERGING and any(one.endswith(_RECIPE) for one in words):
-                raise UsageError(
-                    "a recipe of mergekit is given: mstore reads none, and takes base, experts, "
-                    "weights and method on the command line",
-                    hint=f"mstore {ctx.info_name} --help",
-                ) from error
+            told = next(
+                (what for end, what in self.foreign.items() if any(w.endswith(end) for w in words)),
+                None,
+            )
+            if told is not None:
+                raise UsageError(told, hint=f"mstore {ctx.info_name} --help") from error
             # Without it the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
@@ -111,13 +112,17 @@ class VerbCommand(TyperCommand):
 
 
 def command(
-    *, example: str, failure: str = "an error", bare: Mapping[str, str] = MappingProxyType({})
+    *,
+    example: str,
+    failure: str = "an error",
+    bare: Mapping[str, str] = MappingProxyType({}),
+    foreign: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb of a function `(session, its own parameters) -> None`.
 
     The function's name is the verb, its docstring the help.  `example` is a command line that
     makes sense; `failure` says when the exit status is 1.  bare: options whose value is joined by
-    an equals sign or left out, and what they stand for then.
+    an equals sign or left out, and what they stand for then.  foreign: as in `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -150,7 +155,8 @@ def command(
         # typer reads the signature; setting it is how inspect lets a wrapper speak for itself.
         entry.__dict__["__signature__"] = inspect.Signature(parameters)
         summary = (function.__doc__ or "").partition("\n")[0]
-        return Verb(function.__name__, summary, entry, _epilog(example, failure), bare)
+        told = _epilog(example, failure)
+        return Verb(function.__name__, summary, entry, told, bare, foreign)
 
     return decorate
 

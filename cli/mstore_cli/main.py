@@ -93,7 +93,7 @@ def build() -> TyperGroup:
         verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
         app.command(
             verb.name,
-            cls=type("VerbCommand", (VerbCommand,), {"bare": verb.bare}),
+            cls=type("VerbCommand", (VerbCommand,), {"bare": verb.bare, "foreign": verb.foreign}),
             short_help=verb.summary,
             epilog=verb.epilog,
             context_settings=dict(CONTEXT),

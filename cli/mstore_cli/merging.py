@@ -29,6 +29,13 @@ EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
 TOP_P_HINT = "--top-p 20% or --top-p 0.2"
 
+_RECIPE = (
+    "a recipe of mergekit is given: mstore reads none, and takes base, experts, weights and method "
+    "on the command line"
+)
+RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
+"""How the names of other programs' recipes end, and what is to be said of one."""
+
 _BASE = typer.Option(
     "--base",
     metavar="REF",

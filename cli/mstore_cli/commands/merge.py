@@ -11,6 +11,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.merging import (
+    RECIPES,
     AllowNoop,
     Budget,
     Dtype,
@@ -45,6 +46,7 @@ PLAN_HINT = "mstore plan --help"
 @command(
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
+    foreign=RECIPES,
 )
 def merge(
     session: Session,

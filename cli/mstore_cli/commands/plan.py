@@ -11,6 +11,7 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
+    RECIPES,
     AllowNoop,
     Base,
     Budget,
@@ -42,6 +43,7 @@ HELP = "mstore plan --help"
     example="mstore plan --base llama/base --expert llama/math --expert llama/code=0.5 "
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
+    foreign=RECIPES,
 )
 def plan(
     session: Session,
