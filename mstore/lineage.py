@@ -18,11 +18,13 @@ from mstore.reports import (
     ReflogReport,
     RefReport,
     SnapshotReport,
+    TensorOverflow,
     TensorReport,
 )
 from mstore.store import contents
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
+from mstore.store.plans import overflow_of
 
 
 def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
@@ -74,6 +76,7 @@ def _described(
         files=len(manifest.files),
         tensors=len(manifest.tensors()),
         pruned=id in pruned,
+        overflow=() if plan_id is None else _overflow(catalog, plan_id),
     )
 
 
@@ -97,6 +100,12 @@ def _missing(
         tensors=0,
         missing=True,
     )
+
+
+def _overflow(catalog: Catalog, plan: PlanId) -> tuple[TensorOverflow, ...]:
+    with suppress(Corrupt):
+        return overflow_of(catalog, plan)
+    return ()
 
 
 def _method(catalog: Catalog, plan: PlanId) -> str | None:

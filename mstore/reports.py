@@ -74,6 +74,17 @@ class MergeWarning:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorOverflow:
+    """A tensor of a merge that its element type cannot hold: how many of its elements became
+    infinite that are finite in the base; None where it is only known that some may.
+    """
+
+    tensor: str
+    elements: int | None
+    elements_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanReport:
     """A plan's identity, costs and bounds.
 
@@ -112,6 +123,7 @@ class PlanReport:
     error_bound: float | None
     error_estimate: float | None
     error_share_estimate: float | None
+    overflow: tuple[TensorOverflow, ...]
     warnings: tuple[MergeWarning, ...]
     notes: tuple[str, ...]
     seconds: float
@@ -185,6 +197,7 @@ class MergeReport:
     error_bound: float | None
     error_estimate: float | None
     error_share_estimate: float | None
+    overflow: tuple[TensorOverflow, ...]
     warnings: tuple[MergeWarning, ...]
     notes: tuple[str, ...]
     seconds: float
@@ -298,6 +311,7 @@ class SnapshotReport:
     signatures: tuple[SignatureReport, ...] = ()
     pruned: bool = False
     missing: bool = False
+    overflow: tuple[TensorOverflow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ _COMMON = {
     "error_estimate": "a guess at the same error, not certified; null where there is none",
     "error_share_estimate": "a guess at the norm of (merged - full-read merge) / norm of "
     "(full-read merge - base), the share of the change that is lost; null where not known",
-    "warnings": "what is allowed and mostly a slip: idle experts, licences that differ or forbid",
+    "overflow": "tensors of which elements became, or may become, infinite, worst first",
+    "warnings": "what is allowed and mostly a slip: idle experts, overflow, licences that differ "
+    "or forbid",
     "notes": "what the planner wants known, in words",
     "plain_bytes": "size of the files as checked out",
     "files": "number of files",
@@ -87,6 +89,11 @@ _OWN: dict[type, dict[str, str]] = {
         "blocks_selected": "chunks that will be read, or are shared",
         "blocks_omitted": "chunks left out for the budget",
         "blocks_outside_top_p": "chunks left out for --top-p",
+    },
+    reports.TensorOverflow: {
+        "tensor": "its name",
+        "elements": "how many are infinite and finite in the base; null: some may become so",
+        "elements_total": "how many there are",
     },
     reports.MergeWarning: {
         "kind": "expert is the base, expert given twice, expert without weight, expert equals the "
@@ -455,6 +462,7 @@ OBJECTS: dict[str, type] = {
     "tensor difference": reports.TensorDiff,
     "plan": reports.PlanReport,
     "merge warning": reports.MergeWarning,
+    "tensor overflow": reports.TensorOverflow,
     "sweep point": reports.SweepPoint,
     "tensor explanation": reports.TensorExplanation,
     "layer explanation": reports.LayerExplanation,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.errors import NotFound
 from mstore.ids import PlanId
@@ -133,7 +135,8 @@ class Merging(OpenStore):
                 plan = self._catalog.record(Plan, known)
                 if not allow_noop:
                     require_effect(self._catalog, plan)
-                sources = Sources(base, experts, sources_of(self._catalog, known, plan).change)
+                kept = sources_of(self._catalog, known, plan)
+                sources = Sources(base, experts, kept.change, kept.overflow)
                 store_plan(self._catalog, plan, sources)
                 return Planned(plan, costs_of(self._catalog, plan)), sources, 0
         planning = Planning(
@@ -142,7 +145,9 @@ class Merging(OpenStore):
         planned = planning.plan()
         if not allow_noop:
             require_effect(self._catalog, planned.plan)
-        sources = Sources(base, experts, planning.change)
+        kept = sources_of(self._catalog, planned.plan.id(), planned.plan)
+        overflow = kept.overflow if kept.has_counts else planning.overflow
+        sources = Sources(base, experts, planning.change, overflow)
         id = store_plan(self._catalog, planned.plan, sources)
         if asked.analyze:
             self._memo.put_plan(key, id)
@@ -355,6 +360,7 @@ class Merging(OpenStore):
             memory=memory,
             executor=executor,
         )
+        sources = structs.replace(sources, overflow=merged.overflow)
         planned = plan_report(record, id, sources, merged.outcome.costs, warnings=licences)
         return MergeReport(
             name=name,
@@ -378,6 +384,7 @@ class Merging(OpenStore):
             error_bound=record.error_bound,
             error_estimate=record.error_estimate,
             error_share_estimate=planned.error_share_estimate,
+            overflow=planned.overflow,
             warnings=planned.warnings,
             notes=planned.notes,
             seconds=time.monotonic() - began,
@@ -499,6 +506,7 @@ def deferred_report(
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
         error_share_estimate=plan.error_share_estimate,
+        overflow=plan.overflow,
         warnings=plan.warnings,
         notes=plan.notes,
         seconds=seconds,

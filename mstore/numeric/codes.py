@@ -20,6 +20,26 @@ ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes an element."""
 
 
+INFINITIES: Final[dict[str, int]] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
+"""The bits of positive infinity."""
+
+LARGEST: Final[dict[str, float]] = {
+    "BF16": float.fromhex("0x1.fep+127"),
+    "F16": 65504.0,
+    "F32": float.fromhex("0x1.fffffep+127"),
+}
+"""The largest finite element."""
+
+
+def can_overflow(base: str, out: str) -> bool:
+    """Whether elements of a merge into type `out` are looked at for overflow.
+
+    A type that holds all that the base's does overflows only where sums do: within what models
+    hold, float16 alone.
+    """
+    return out == "F16" or LARGEST[out] < LARGEST[base]
+
+
 def dtype_code(dtype: str) -> int:
     """The code of a mergeable element type.  Raises BadRequest for any other."""
     try:

@@ -1,6 +1,6 @@
 """Where a plan's inputs came from: the snapshots and the names that a person gave.
 
-    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?]
+    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?, overflow?]
 
 A plan names contents; a merge's parents are snapshots.  Where the row is missing (an index that
 was rebuilt, a plan from elsewhere), the newest snapshot with the same content stands in.
@@ -19,6 +19,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.reports import TensorOverflow
 from mstore.store.catalog import Catalog
 
 
@@ -33,16 +34,35 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         return SnapshotId(self.snapshot)
 
 
+class Overflow(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a plan's output whose type cannot hold all that comes out.
+
+    elements: how many became infinite; None where it is only known that some may.  of: how many
+    there are.
+    """
+
+    tensor: str
+    elements: int | None
+    of: int
+
+
 class Sources(msgspec.Struct, frozen=True, array_like=True):
     """The inputs of a plan, experts in plan order.
 
     change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
-    where it is not known, and in rows of earlier versions.
+    where it is not known, and in rows of earlier versions.  overflow: what became infinite when the
+    plan was run, else what may, worst first; None where nobody looked.
     """
 
     base: Source
     experts: tuple[Source, ...]
     change: float | None = None
+    overflow: tuple[Overflow, ...] | None = None
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether the plan was run, so that `overflow` is what came out."""
+        return self.overflow is not None and all(one.elements is not None for one in self.overflow)
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
@@ -66,7 +86,9 @@ def decode_sources(id: PlanId, row: bytes) -> Sources:
 
 def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
     """Remember the inputs, within an open index transaction."""
-    catalog.index.put(transaction, "plans", plan, _encode(sources))
+    row = (sources.base, sources.experts, sources.change)
+    told = row if sources.overflow is None else (*row, sources.overflow)
+    catalog.index.put(transaction, "plans", plan, _encode(told))
 
 
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
@@ -79,6 +101,18 @@ def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
         _stand_in(catalog, plan.base_id()),
         tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
     )
+
+
+def overflow_of(catalog: Catalog, id: PlanId) -> tuple[TensorOverflow, ...]:
+    """What is known of overflow in a plan's output, if its row is there.  Raises Corrupt."""
+    with catalog.index.env.read() as transaction:
+        row = catalog.index.get(transaction, "plans", id)
+    return () if row is None else reported(decode_sources(id, row).overflow)
+
+
+def reported(overflow: tuple[Overflow, ...] | None) -> tuple[TensorOverflow, ...]:
+    """The same as reports have it."""
+    return tuple(TensorOverflow(one.tensor, one.elements, one.of) for one in overflow or ())
 
 
 def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:

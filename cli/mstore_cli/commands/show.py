@@ -13,7 +13,9 @@ from mstore_cli.signers import states_of, trusted_signers
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import ParentReport
+    from mstore.reports import ParentReport, SnapshotReport
+
+SHOWN = 5
 
 
 @command(example="mstore show llama/merged")
@@ -36,12 +38,28 @@ def show(session: Session, revision: Revision) -> None:
                 ),
                 ("size", format_size(report.plain_bytes)),
                 *((parent.role, _named(parent)) for parent in report.parents),
+                ("overflow", _overflowed(report)),
                 ("signatures", states_of(report.signatures)),
                 ("message", report.message or None),
             ]
         )
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+
+
+def _overflowed(report: SnapshotReport) -> str | None:
+    """What became infinite where it was merged, worst first."""
+    if not report.overflow:
+        return None
+    shown = ", ".join(
+        one.tensor
+        if one.elements is None
+        else f"{one.tensor} {one.elements} of {one.elements_total}"
+        for one in report.overflow[:SHOWN]
+    )
+    more = len(report.overflow) - SHOWN
+    became = "may become" if report.overflow[0].elements is None else "became"
+    return f"{became} infinite: {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _named(parent: ParentReport) -> str:

@@ -17,6 +17,7 @@ from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.tied import names_of_plan
+from mstore.merge.running.overflow import overflow_warnings
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.snapshot import SnapshotRecord
@@ -30,7 +31,7 @@ from mstore.reports import (
 )
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, plan_of, sources_of
+from mstore.store.plans import Sources, plan_of, reported, sources_of
 
 STATE_NAMES = {
     READ: "read",
@@ -112,7 +113,12 @@ def plan_report(
         error_bound=plan.error_bound,
         error_estimate=plan.error_estimate,
         error_share_estimate=share_of(plan.error_estimate, sources.change),
-        warnings=(*idle_experts(plan, sources), *warnings),
+        overflow=reported(sources.overflow),
+        warnings=(
+            *idle_experts(plan, sources),
+            *overflow_warnings(plan, sources.overflow),
+            *warnings,
+        ),
         notes=tuple(notes),
         seconds=seconds,
     )

@@ -43,7 +43,7 @@ from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import agreement, dilution, lottery, seed
 from mstore.merge.planning.survey import Survey
-from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
@@ -398,6 +398,35 @@ class Planner:
         with np.errstate(over="ignore"):
             squares = math.fsum(added(self._roots**2).tolist())
         return math.sqrt(squares) / math.sqrt(base) if math.isfinite(squares) else None
+
+    def overflow(self) -> list[tuple[str, int]]:
+        """Tensors, and their elements, that the output's type may not hold, worst first.
+
+        By the norm of the base's tensor, which no element of it exceeds, and the largest deltas
+        where statistics are there: what it does not name cannot overflow where all are.
+        """
+        request, grid, survey = self._request, self._grid, self._survey
+        if not survey.tensors:
+            return []
+        error = rounding(request.method, request.parameters, request.weights)
+        divisor, lam, rescale = error.factors
+        weights = np.abs(error.weights)[:, None]
+        if self._operator.consensus and request.parameters["normalize"]:
+            # Divided by the weights that agree, which may be one alone.
+            weights = np.maximum(weights, 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            deltas = np.where(grid.known, grid.column("max_abs"), 0.0) * weights
+            moved = added(deltas) * (lam * rescale / divisor)
+            moved = np.maximum.reduceat(moved, grid.starts[:-1])
+        scale = float(weights.sum()) / divisor if error.direct else 1.0
+        found = []
+        for tensor, delta in zip(survey.tensors, moved.tolist(), strict=True):
+            own, out = tensor.record.dtype, request.dtype or tensor.record.dtype
+            reach = max(1.0, scale) * math.sqrt(survey.squares.get(tensor.name, 0.0)) + delta
+            if can_overflow(own, out) and not reach <= LARGEST[out]:
+                worst = math.inf if math.isnan(reach) else reach
+                found.append((-worst, tensor.name, tensor.elements))
+        return [(name, elements) for _, name, elements in sorted(found)]
 
     def _surplus(self, states: States, left_out: Bools) -> Floats:
         """What elements add that are kept beyond k: float64[K, T], squares as in `_roots`."""

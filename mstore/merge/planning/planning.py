@@ -24,6 +24,7 @@ from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshol
 from mstore.reports import Progress
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
+from mstore.store.plans import Overflow
 
 PLANNER = 4
 """To be raised whenever the same request leads to another plan."""
@@ -112,6 +113,12 @@ class Planning:
     def change(self) -> float | None:
         """Estimate of what the full merge changes (`Selection.change`)."""
         return self._planner.change
+
+    @property
+    def overflow(self) -> tuple[Overflow, ...] | None:
+        """Tensors whose output type may not hold all that the full merge comes to; None: none."""
+        found = self._planner.overflow()
+        return tuple(Overflow(name, None, elements) for name, elements in found) or None
 
     def plan_within(self, budget: int) -> Planned:
         """The plan of the same request with this budget, in bytes, and no error asked for."""

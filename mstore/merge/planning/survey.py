@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class Survey:
     copied: (tensor, why) of tensors that are taken from the base although experts differ there.
     missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
     tensor of statistics with rows that are not finite.  base_not_finite: tensors of the base with
-    elements that are infinite or NaN.
+    elements that are infinite or NaN.  squares: sum of squares of each tensor of the base.
     """
 
     base: ManifestId
@@ -104,6 +104,7 @@ class Survey:
     missing: tuple[tuple[str, str], ...]
     unreliable: tuple[str, ...]
     base_not_finite: tuple[str, ...] = ()
+    squares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Surveyor:
@@ -127,6 +128,7 @@ class Surveyor:
         self._missing: list[tuple[str, str]] = []
         self._unreliable: list[str] = []
         self._base_not_finite: list[str] = []
+        self._squares: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
 
     def survey(self) -> Survey:
@@ -181,6 +183,7 @@ class Surveyor:
             missing=tuple(self._missing),
             unreliable=tuple(self._unreliable),
             base_not_finite=tuple(self._base_not_finite),
+            squares=self._squares,
         )
 
     # -- one tensor --------------------------------------------------------------------------
@@ -361,6 +364,7 @@ class Surveyor:
                 # A sum of squares of finite float32 is finite in float64.
                 self._base_not_finite.append(name)
             sums.append(squares)
+            self._squares[name] = squares
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None
 
@@ -393,8 +397,8 @@ def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
         return rows
     starts = np.arange(0, len(rows), factor)
     coarse = np.zeros(len(starts), dtype=CHUNK)
-    for field in ("nonzeros", "sum_abs", "sum_squares", "base_squares"):
-        coarse[field] = np.add.reduceat(rows[field], starts)
+    for name in ("nonzeros", "sum_abs", "sum_squares", "base_squares"):
+        coarse[name] = np.add.reduceat(rows[name], starts)
     coarse["max_abs"] = np.maximum.reduceat(rows["max_abs"], starts)
     return coarse
 

@@ -7,11 +7,14 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from mstore.blocks.codecs import Policy
 from mstore.errors import StorageFailed
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.merge.running.memory import MEMORY
+from mstore.merge.running.overflow import counted
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
@@ -19,20 +22,24 @@ from mstore.reports import Progress
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
-from mstore.store.plans import Sources, put_sources
+from mstore.store.plans import Overflow, Sources, put_sources, sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A published merge.  `is_new` is False where the ref already was exactly that."""
+    """A published merge.  `is_new` is False where the ref already was exactly that.
+
+    overflow: what became infinite, worst first.
+    """
 
     snapshot: SnapshotId
     manifest: ManifestId
     is_new: bool
     outcome: Outcome
     bytes_written: int
+    overflow: tuple[Overflow, ...]
 
 
 def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
@@ -101,12 +108,24 @@ def run_merge(
         elif transaction.has_news:
             # A repair had to drop some of it: it is whole again.
             transaction.commit()
+        overflow = _told_of_overflow(catalog, plan, outcome)
     if memo is not None:
         # Only now are the blocks there for others.  What cannot be remembered is computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
-    return Merged(record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written)
+    return Merged(
+        record.id(), record.manifest_id(), is_new, outcome, transaction.bytes_written, overflow
+    )
+
+
+def _told_of_overflow(catalog: Catalog, plan: Plan, outcome: Outcome) -> tuple[Overflow, ...]:
+    """What became infinite, kept beside the plan: it is the same whenever the plan is run."""
+    overflow = counted(catalog, outcome.overflow)
+    kept = sources_of(catalog, plan.id(), plan)
+    if overflow != (kept.overflow or ()):
+        store_plan(catalog, plan, structs.replace(kept, overflow=overflow))
+    return overflow
 
 
 def parents_of(sources: Sources) -> tuple[Parent, ...]:

@@ -37,6 +37,7 @@ from mstore.merge.running.memo_hits import Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
+from mstore.merge.running.overflow import Tally
 from mstore.merge.running.papers import Papers
 from mstore.merge.running.slices import (
     SLICE_BYTES,
@@ -109,7 +110,7 @@ class Outcome:
 
     tensors: the merged ones, by the name they are planned under.  memo_rows: what the memo table
     may learn once the output is published.  costs: of the plan, here.  resumed_expert_bytes: read
-    by a run that was interrupted, whose work this one took over.
+    by a run that was interrupted, whose work this one took over.  overflow: what became infinite.
     """
 
     manifest: Manifest
@@ -123,6 +124,7 @@ class Outcome:
     base_bytes_read: int
     blocks_total: int
     blocks_reused: int
+    overflow: Tally
 
 
 @dataclass(slots=True)
@@ -195,6 +197,7 @@ class Engine:
         self._expected: dict[bytes, tuple[BlockId, ...]] = {}
         self._hits = 0
         self._resumed_bytes = 0
+        self._overflow = Tally()
         self._blocks_total = 0
         self._blocks_new = 0
         self._done = 0
@@ -236,6 +239,7 @@ class Engine:
             base_bytes_read=self._base_meter.total,
             blocks_total=self._blocks_total,
             blocks_reused=self._blocks_total - self._blocks_new,
+            overflow=self._overflow,
         )
 
     # -- what is to be computed ----------------------------------------------------------------
@@ -325,6 +329,8 @@ class Engine:
                     self._rows.append((keys[number], found.row.encode()))
         for number, row in rows.items():
             job.put(number, row.blocks)
+        made = {number: row.blocks for number, row in rows.items()}
+        self._overflow.leave(job.tensor, job.members, made)
         return {number: job.shape.ties(number, rows[number]) for number in sorted(rows)}
 
     def _adopt(self, path: Path) -> None:
@@ -470,6 +476,7 @@ class Engine:
                     hint="mstore fsck --read-data",
                 )
             job.put(result.number, result.blocks)
+            self._overflow.add(tensor, result.infinite)
             self._tick_chunk(tensor, result.number)
             if result.key:
                 self._rows.append((result.key, result.value))

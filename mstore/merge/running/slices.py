@@ -34,6 +34,7 @@ from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix
 from mstore.merge.running.compute import blend
 from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
+from mstore.merge.running.overflow import became_infinite
 from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 
@@ -88,7 +89,7 @@ class Slice:
 class Result:
     """A chunk that was computed: ids of its output blocks, and its row for the memo table.
 
-    expert_bytes: what was read of experts for it.
+    expert_bytes: what was read of experts for it.  infinite: elements that overflowed.
     """
 
     tensor: str
@@ -97,6 +98,7 @@ class Result:
     key: bytes
     value: bytes
     expert_bytes: int
+    infinite: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ class Computer:
                     key=key,
                     value=Remembered.of(one.task, ids, taken).encode(),
                     expert_bytes=one.task.expert_bytes,
+                    infinite=became_infinite(tensor, _base_of(one), out),
                 )
             )
         return Computed(group.slice, tensor, tuple(results), tuple(outputs), buffer)
@@ -265,6 +268,13 @@ class Computer:
         """Take back the buffer of an outcome that nobody looks at any more."""
         with self._lock:
             self._free.append(computed.buffer)
+
+
+def _base_of(loaded: Loaded) -> npt.NDArray[np.uint8]:
+    """The base's bytes of a chunk."""
+    task = loaded.task
+    base: npt.NDArray[np.uint8] = loaded.sides[0]
+    return base[: task.n * item_size(task.tensor.base_dtype)]
 
 
 def groups(slice: Slice) -> Iterator[Group]:

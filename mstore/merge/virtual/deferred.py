@@ -227,6 +227,7 @@ def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -
             for parent, source in zip(experts, named.experts, strict=True)
         ),
         named.change,
+        named.overflow,
     )
 
 

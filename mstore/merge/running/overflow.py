@@ -1,0 +1,112 @@
+"""Overflow: elements of a merge that its element type cannot hold, and that became infinite.
+
+Counted is what is infinite in the output and finite in the base.  Chunks that are computed are
+counted on the way, where base and output are in memory; those that an earlier merge made are looked
+at once they are published (`counted`).  Of which types, `codes.can_overflow` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.ids import ID_BYTES, BlockId
+from mstore.merge.running.task import Members, TensorTask
+from mstore.numeric.codes import INFINITIES, ITEMSIZES, LARGEST, can_overflow
+from mstore.objects.plan import Plan
+from mstore.reports import MergeWarning
+from mstore.stats.chunks import blocks_per_chunk
+from mstore.store.catalog import Catalog
+from mstore.store.plans import Overflow
+
+Bytes = npt.NDArray[np.uint8]
+KIND = "overflow"
+_NAMED = 3
+
+
+def infinite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
+    """bool[elements]: which of these stored elements are infinite."""
+    bits = data.view(f"<u{ITEMSIZES[dtype]}")
+    # Without the sign.
+    found: npt.NDArray[np.bool_] = (bits & (2 ** (8 * ITEMSIZES[dtype] - 1) - 1)) == INFINITIES[
+        dtype
+    ]
+    return found
+
+
+def became_infinite(tensor: TensorTask, base: Bytes, out: Bytes) -> int:
+    """Elements of a chunk that are infinite in `out` and not in `base`."""
+    if not can_overflow(tensor.base_dtype, tensor.out_dtype):
+        return 0
+    now = infinite(out, tensor.out_dtype)
+    # Mostly there is none, and the base need not be looked at.
+    return int((now & ~infinite(base, tensor.base_dtype)).sum()) if now.any() else 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one run knows of overflow: counts by tensor, and chunks that nobody looked at."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    elements: dict[str, int] = field(default_factory=dict)
+    unseen: list[tuple[TensorTask, Members, int, tuple[BlockId, ...]]] = field(default_factory=list)
+
+    def add(self, tensor: TensorTask, count: int) -> None:
+        """Count in one chunk that was computed."""
+        if count:
+            self.counts[tensor.name] = self.counts.get(tensor.name, 0) + count
+            self.elements[tensor.name] = tensor.elements
+
+    def leave(
+        self, tensor: TensorTask, members: Members, found: Mapping[int, Sequence[BlockId]]
+    ) -> None:
+        """Chunks that were made before, by number, with the blocks that came out."""
+        if can_overflow(tensor.base_dtype, tensor.out_dtype):
+            self.unseen += [(tensor, members, n, tuple(blocks)) for n, blocks in found.items()]
+
+
+def counted(catalog: Catalog, tally: Tally) -> tuple[Overflow, ...]:
+    """All that a published merge overflowed, worst first.  Raises Corrupt, StorageFailed."""
+    for tensor, members, number, blocks in tally.unseen:
+        out = _read(catalog, blocks)
+        if infinite(out, tensor.out_dtype).any():
+            span = ID_BYTES * blocks_per_chunk(
+                tensor.base_dtype, tensor.chunk_elements, catalog.block_size
+            )
+            ids = members.base.blocks[number * span : (number + 1) * span]
+            own = [BlockId(ids[at : at + ID_BYTES]) for at in range(0, len(ids), ID_BYTES)]
+            tally.add(tensor, became_infinite(tensor, _read(catalog, own), out))
+    tally.unseen.clear()
+    ordered = sorted(tally.counts.items(), key=lambda one: (-one[1], one[0]))
+    return tuple(Overflow(name, count, tally.elements[name]) for name, count in ordered)
+
+
+def _read(catalog: Catalog, blocks: Iterable[BlockId]) -> Bytes:
+    return np.frombuffer(b"".join(catalog.read_block(block) for block in blocks), dtype=np.uint8)
+
+
+def overflow_warnings(
+    plan: Plan, overflow: tuple[Overflow, ...] | None
+) -> tuple[MergeWarning, ...]:
+    """What people are told of it: counts where it was merged, else that there may be some."""
+    if not overflow:
+        return ()
+    what = "the output's type" if plan.dtype is None else plan.dtype
+    holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
+    shown = ", ".join(map(told, overflow[:_NAMED]))
+    more = f" and {len(overflow) - _NAMED} more tensors" if len(overflow) > _NAMED else ""
+    known = [one for one in overflow if one.elements is not None]
+    if known:
+        total, of = sum(one.elements or 0 for one in known), sum(one.of for one in known)
+        text = f"{total} of {of} elements became infinite in {what}{holds}: {shown}{more}"
+    else:
+        text = f"elements may become infinite in {what}{holds}: {shown}{more}; merge counts them"
+    return (MergeWarning(KIND, None, text),)
+
+
+def told(one: Overflow) -> str:
+    """A tensor and how much of it."""
+    return one.tensor if one.elements is None else f"{one.tensor} {one.elements} of {one.of}"
