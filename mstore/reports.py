@@ -94,7 +94,8 @@ class PlanReport:
     `error_share_estimate` guesses ||merged - full|| / ||full - base||: 0 where nothing was left
     out, 1 where all was; None where it is not known, or the full merge is the base.
     `memo_expert_bytes` are those of the planned bytes that the memo table saves right now; None
-    where nobody asked it.
+    where nobody asked it.  `kept` is False where the store may only be read, so that the plan is in
+    no store: nobody finds it by its id.
     """
 
     plan: PlanId
@@ -126,6 +127,7 @@ class PlanReport:
     overflow: tuple[TensorOverflow, ...]
     warnings: tuple[MergeWarning, ...]
     notes: tuple[str, ...]
+    kept: bool
     seconds: float
 
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TEAM = 61000
 ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
 # Commands of the transcript that write to the store; the others only read it.
+# Of a pair that nobody has compared: its statistics are taken for this.
+PLAN = "mstore plan --base code --expert math --method linear"
 WRITING = ("mstore init", "mstore add", "mstore merge")
 
 
@@ -144,6 +146,8 @@ def reads(place: World, reader: User, store: Path) -> None:
             "mstore stats",
             "mstore du",
             "mstore plans",
+            f"{PLAN} -o plan.json",
+            "mstore plan --base llama --expert math --method ties --param density=0.3 --sweep",
             "mstore config",
             "mstore fsck",
             "mstore fsck --read-data",
@@ -153,6 +157,14 @@ def reads(place: World, reader: User, store: Path) -> None:
         for status, command, printed in together(place, reader, commands, at, store):
             assert status == 0, (command, printed)
         assert (at / "out" / "model.safetensors").stat().st_uid == reader.number
+        made = json.loads((at / "plan.json").read_text())
+        planned = done(place, reader, f"{PLAN} --json", at, store)
+        assert json.loads(planned)["plan"] == made["plan"]
+        assert json.loads(planned)["kept"] is False
+        said = done(place, reader, PLAN, at, store)
+        assert "this store can be read and not written: the plan is not kept in it" in said
+        assert "what they told is not kept" in said
+        assert "mstore merge --plan" not in said
         program = (
             "from mstore import Store; import os\n"
             "with Store.open(os.environ['MSTORE_STORE']) as store:\n"
@@ -160,7 +172,7 @@ def reads(place: World, reader: User, store: Path) -> None:
         )
         done(place, reader, f'python -c "{program}"', at, store)
     finally:
-        place.run(reader, "mstore unmount mnt; rm -rf mnt out", at, store)
+        place.run(reader, "mstore unmount mnt; rm -rf mnt out plan.json", at, store)
     assert everything(store) == before
 
 

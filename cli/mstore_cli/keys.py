@@ -53,6 +53,7 @@ _COMMON = {
     "warnings": "what is allowed and mostly a slip: idle experts, overflow, licences that differ "
     "or forbid",
     "notes": "what the planner wants known, in words",
+    "kept": "whether the plan is in the store; false where that can only be read",
     "plain_bytes": "size of the files as checked out",
     "files": "number of files",
     "tensors": "number of tensors",

@@ -167,8 +167,9 @@ class Request:
         *,
         threads: int | None,
         progress: Callable[[Progress], None] | None,
+        keep: bool = False,
     ) -> PlanReport:
-        """Let the store make and keep the plan."""
+        """Let the store make the plan; keep: as in `Store.plan`."""
         return store.plan(
             base=self.base,
             experts=self.experts,
@@ -184,6 +185,7 @@ class Request:
             expert_budget=_budget(self.expert_budget),
             top_p=self.top_p,
             allow_noop=self.allow_noop,
+            keep=keep,
             threads=threads,
             progress=progress,
         )

@@ -57,6 +57,7 @@ class Merging(OpenStore):
         expert_budget: Budget | str | float | None = None,
         top_p: float | None = None,
         allow_noop: bool = False,
+        keep: bool = False,
         threads: int | None = None,
         progress: Report | None = None,
     ) -> PlanReport:
@@ -78,12 +79,17 @@ class Merging(OpenStore):
         top_p: the share of the output's blocks that may differ from the base's.
         allow_noop: also keep a plan that reads nothing of what experts changed, or whose result is
         the base.
+        keep: the plan must be kept: where this user may only read the store, raise before anything
+        is read.  Else neither the plan nor statistics that were missing are kept there
+        (`PlanReport.kept`).
 
-        Raises BadRequest, NotFound, Incompatible; then no plan is kept.
+        Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is kept.
         """
         from mstore.merge.insight.explain import plan_report
 
         began = time.monotonic()
+        if keep:
+            self._catalog.index.env.require_writable()
         asked = self._asked(
             base,
             experts,
@@ -111,13 +117,16 @@ class Merging(OpenStore):
             analyzed=analyzed,
             memo=self._memo_expert_bytes(planned),
             warnings=self._of_licences(plan, sources),
+            kept=plan.id() not in self._unkept,
             seconds=time.monotonic() - began,
         )
 
     def _made(
         self, asked: Request, threads: int, progress: Report | None, *, allow_noop: bool
     ) -> tuple[Planned, Sources, int]:
-        """The stored plan of a request, made now unless it was before; statistics bytes read."""
+        """The plan of a request, made now unless it was before, and stored where that can be;
+        statistics bytes read.
+        """
         from mstore.merge.planning.costs import costs_of
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.planning.planning import Planned, Planning, request_key
@@ -127,6 +136,7 @@ class Merging(OpenStore):
 
         base = Source(asked.base.snapshot, asked.base.name)
         experts = tuple(Source(expert.snapshot, expert.name) for expert in asked.experts)
+        may_write = self._catalog.index.env.may_write()
         key = request_key(self._catalog, asked)
         # Without analysis a plan depends on which statistics happen to be there.
         known = self._memo.plan(key) if asked.analyze else None
@@ -137,7 +147,8 @@ class Merging(OpenStore):
                     require_effect(self._catalog, plan)
                 kept = sources_of(self._catalog, known, plan)
                 sources = Sources(base, experts, kept.change, kept.overflow)
-                store_plan(self._catalog, plan, sources)
+                if may_write:
+                    store_plan(self._catalog, plan, sources)
                 return Planned(plan, costs_of(self._catalog, plan)), sources, 0
         planning = Planning(
             self._catalog, self._statistics, asked, threads=threads, progress=progress
@@ -148,6 +159,12 @@ class Merging(OpenStore):
         kept = sources_of(self._catalog, planned.plan.id(), planned.plan)
         overflow = kept.overflow if kept.has_counts else planning.overflow
         sources = Sources(base, experts, planning.change, overflow)
+        if not may_write:
+            with suppress(NotFound):
+                self._catalog.record(Plan, planned.plan.id())
+                return planned, sources, planning.analyzed
+            self._unkept[planned.plan.id()] = planned.plan, sources
+            return planned, sources, planning.analyzed
         id = store_plan(self._catalog, planned.plan, sources)
         if asked.analyze:
             self._memo.put_plan(key, id)
@@ -271,9 +288,15 @@ class Merging(OpenStore):
         return Input(self._real(revision), revision)
 
     def export_plan(self, plan: str) -> str:
-        """A stored plan (id or prefix) as JSON text.  Raises NotFound, BadName."""
-        from mstore.merge.insight.exchange import export_plan
+        """A stored plan (id or prefix) as JSON text; also one of this object that was not kept.
 
+        Raises NotFound, BadName.
+        """
+        from mstore.merge.insight.exchange import export_plan, plan_text
+
+        for id, (unkept, sources) in self._unkept.items():
+            if plan == id.hex():
+                return plan_text(unkept, id, sources)
         return export_plan(self._catalog, plan)
 
     def import_plan(self, text: str) -> PlanReport:
@@ -324,6 +347,7 @@ class Merging(OpenStore):
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
+        self._catalog.index.env.require_writable()
         id = plan.plan if isinstance(plan, PlanReport) else find(self._catalog, str(plan))
         analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
         record = self._catalog.record(Plan, id)

@@ -25,8 +25,11 @@ from mstore.store.memo import Memo
 # numpy, numba and the merge engine are imported by the calls that need them: `log` must not
 # wait for a compiler.
 if TYPE_CHECKING:
+    from mstore.ids import PlanId
     from mstore.merge.virtual.blocks import VirtualBlocks
+    from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
+    from mstore.store.plans import Sources
     from mstore.view import BlockCache, SnapshotView
 
 
@@ -49,6 +52,8 @@ class OpenStore:
         self._notes: list[str] = []
         self._stats: StatsStore | None = None
         self._remembered: Memo | None = None
+        # Plans of a store that may only be read.
+        self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()

@@ -145,6 +145,11 @@ class Environment:
         if copy is not None:
             copy.close()
 
+    def require_writable(self) -> None:
+        """Raise StorageFailed where this user may not write it."""
+        if not self.may_write():
+            fs.require_writable(self.path, [self.path / "lock.mdb", self.path / "data.mdb"])
+
     def _is_foreign(self) -> bool:
         """Whether this user cannot have a place among the readers in the lock file."""
         return not fs.may_write(self.path / "lock.mdb")
@@ -484,8 +489,7 @@ class Environment:
     def write(self) -> Iterator[Any]:
         """The one write transaction; committed and synced on leaving, dropped on an exception."""
         self._guard()
-        if not self.may_write():
-            fs.require_writable(self.path, [self.path / "lock.mdb", self.path / "data.mdb"])
+        self.require_writable()
         self._make_writable()
         try:
             with self._errors_translated():

@@ -137,7 +137,11 @@ def merge(
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store, session.progress() as tick:
-        planned = None if request is None else request.plan(store, threads=threads, progress=tick)
+        planned = (
+            None
+            if request is None
+            else request.plan(store, threads=threads, progress=tick, keep=True)
+        )
         try:
             report = store.merge(
                 planned or _known_plan(store, plan or ""),

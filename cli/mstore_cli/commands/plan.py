@@ -85,8 +85,9 @@ def plan(
 ) -> None:
     """Choose which expert blocks a merge reads, and say what it costs and how far off it can be.
 
-    The plan is kept in the store. The same request gives the same plan. With --sweep no plan is
-    kept: each line is what the plan with that budget would be.
+    The plan is kept in the store, unless it can only be read; -o writes it for others then. The
+    same request gives the same plan. With --sweep no plan is kept: each line is what the plan with
+    that budget would be.
     """
     if sweep and (budget is not None or max_error is not None or output is not None):
         raise UsageError(
@@ -128,7 +129,10 @@ def plan(
         draw_plan(screen, report)
         if output is not None:
             screen.line(f"written to {output}")
-        screen.line(f"next: mstore merge --plan {short(report.plan)} --name REF")
+        if report.kept:
+            screen.line(f"next: mstore merge --plan {short(report.plan)} --name REF")
+        elif output is None:
+            screen.line("to hand it to whoever may write: mstore plan ... -o plan.json")
 
     session.output.emit(plan_document(report, output), ids=[report.plan], human=human)
 

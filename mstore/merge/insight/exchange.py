@@ -21,7 +21,7 @@ from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import PlanReport
 from mstore.store.catalog import Catalog
-from mstore.store.plans import find, sources_of
+from mstore.store.plans import Sources, find, sources_of
 
 FORMAT = "mstore plan 2"
 MAX_TEXT = 256 << 20
@@ -76,10 +76,14 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
-    """A stored plan (id or prefix) as indented JSON.  States are digits, one a chunk."""
+    """A stored plan (id or prefix) as indented JSON."""
     id = find(catalog, text)
     plan = catalog.record(Plan, id)
-    sources = sources_of(catalog, id, plan)
+    return plan_text(plan, id, sources_of(catalog, id, plan))
+
+
+def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
+    """A plan as indented JSON.  States are digits, one a chunk."""
     value = _Text(
         format=FORMAT,
         plan=id.hex(),

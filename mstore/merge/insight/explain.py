@@ -52,6 +52,7 @@ def plan_report(
     analyzed: int = 0,
     memo: int | None = None,
     warnings: tuple[MergeWarning, ...] = (),
+    kept: bool = True,
     seconds: float = 0.0,
 ) -> PlanReport:
     """A plan as people see it; counts are of (expert, chunk) pairs, `costs` those in this store.
@@ -65,10 +66,13 @@ def plan_report(
     notes = list(plan.notes)
     if analyzed:
         # Not a note of the plan: the same plan costs nothing of the kind the next time.
+        again = "and are not read for them again" if kept else "and what they told is not kept"
         notes.append(
             f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
-            "missing, apart from the budget, and are not read for them again"
+            f"missing, apart from the budget, {again}"
         )
+    if not kept:
+        notes.append("this store can be read and not written: the plan is not kept in it")
     if plan.budget is not None and costs.planned > plan.budget:
         notes.append(
             f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
@@ -120,6 +124,7 @@ def plan_report(
             *warnings,
         ),
         notes=tuple(notes),
+        kept=kept,
         seconds=seconds,
     )
 
