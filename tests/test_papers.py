@@ -15,6 +15,8 @@ from families import BLOCK
 
 from mstore import Store
 from mstore.checkpoint.declared import front_matter, values
+from mstore.merge.planning import costs as planning_costs
+from mstore.merge.running import papers
 
 Make = Callable[..., Store]
 CARDS = {
@@ -83,6 +85,42 @@ def test_the_card_is_of_the_merge(make: Make) -> None:
     Program(path).succeed(*shlex.split(command.replace("REF", "again"))[1:])
     with Store.open(path) as store:
         assert store["again"].manifest == manifest
+
+
+def test_what_a_plan_has_found_a_merge_does_not_look_up_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cards are read for their licences once for a plan and its merge, and what a virtual merge
+    costs is what its plan said; a merge by a plan's id finds the same by itself.
+    """
+    asked: list[str] = []
+    warnings, costs = papers.Papers.licence_warnings, planning_costs.told_costs
+
+    def seen_warnings(self: Any) -> Any:
+        asked.append("licences")
+        return warnings(self)
+
+    def seen_costs(*given: Any) -> Any:
+        asked.append("costs")
+        return costs(*given)
+
+    monkeypatch.setattr(papers.Papers, "licence_warnings", seen_warnings)
+    monkeypatch.setattr(planning_costs, "told_costs", seen_costs)
+    with make({"base": "license: llama3", "e0": "license: mit"}) as store:
+        plan = store.plan(base="base", experts=["e0"], method="linear")
+        assert asked == ["licences"]
+        report = store.merge(plan, name="m", virtual=True)
+        # The merge's own card says it, too.
+        assert asked == ["licences"] * 2
+        path = store.path
+    asked.clear()
+    with Store.open(path) as store:
+        again = store.merge(str(plan.plan), name="n", virtual=True)
+        assert sorted(asked) == ["costs", "licences", "licences"]
+    for one in (report, again):
+        assert [w.text for w in one.warnings] == [w.text for w in plan.warnings] != []
+        assert one.planned_expert_bytes == plan.planned_expert_bytes > 0
+        assert one.full_expert_bytes == plan.full_expert_bytes
 
 
 def test_licences_that_differ(make: Make) -> None:

@@ -264,10 +264,13 @@ class Merging(OpenStore):
 
         inputs = (sources.base, *sources.experts)
         names = [source.name for source in inputs]
+        key = (plan.base, *(expert.manifest for expert in plan.experts), *names)
+        if key in self._licences:
+            return self._licences[key]
         with contents.held(self._catalog, (source.snapshot_id() for source in inputs)):
             for source in inputs:
                 contents.require(self._catalog, source.snapshot_id(), source.name)
-            return tuple(
+            self._licences[key] = tuple(
                 MergeWarning(
                     "licences",
                     names[who[0]] if len(who) == 1 else None,
@@ -275,6 +278,7 @@ class Merging(OpenStore):
                 )
                 for who, text in Papers(self._catalog, plan).licence_warnings()
             )
+        return self._licences[key]
 
     def _memo_expert_bytes(self, planned: Planned) -> int:
         """Of what a plan reads, what the memo table saves right now."""
@@ -340,7 +344,7 @@ class Merging(OpenStore):
         BudgetExceeded (a read outside the plan), StorageFailed.
         """
         from mstore.merge.insight.explain import plan_report
-        from mstore.merge.planning.costs import told_costs
+        from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.running.commit import run_merge
         from mstore.objects.plan import Plan
@@ -359,13 +363,18 @@ class Merging(OpenStore):
             from mstore.merge.virtual.deferred import commit_virtual
 
             deferred = commit_virtual(self._catalog, record, sources, name=name, message=message)
+            costs = (
+                Costs(plan.full_expert_bytes, plan.planned_expert_bytes)
+                if isinstance(plan, PlanReport)
+                else told_costs(self._catalog, record)
+            )
             return deferred_report(
                 deferred,
                 plan_report(
                     record,
                     id,
                     sources,
-                    told_costs(self._catalog, record),
+                    costs,
                     analyzed=analyzed,
                     warnings=licences,
                 ),

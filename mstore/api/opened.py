@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Self
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
-from mstore.reports import (
-    Progress,
-)
+from mstore.reports import MergeWarning, Progress
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
@@ -54,6 +52,8 @@ class OpenStore:
         self._remembered: Memo | None = None
         # Plans of a store that may only be read.
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
+        # What cards say never changes: a merge need not read again what its plan read.
+        self._licences: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()
