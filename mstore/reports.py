@@ -646,6 +646,48 @@ class ReindexReport:
 
 
 @dataclass(frozen=True, slots=True)
+class BackupReport:
+    """The result of `backup`: what the directory holds now, and what was done for it.
+
+    `problems` is what is damaged in the source, of what was copied now, and `hurt` whom that hurts;
+    `hint` is the next command then.  Nothing was removed in that case.  `waiting_bytes` are packs
+    that the source has no more and that somebody may be reading: a later backup removes them.
+    `put_aside` are packs that no index knows, now in lost+found/.
+    """
+
+    path: str
+    uuid: str
+    generation: int
+    refs: int
+    snapshots: int
+    packs: int
+    packs_copied: int
+    bytes_copied: int
+    packs_removed: tuple[str, ...]
+    freed_bytes: int
+    waiting_bytes: int
+    put_aside: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    hurt: tuple[Hurt, ...]
+    hint: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloneReport:
+    """The result of `clone`: a new store, `uuid`, with all that `source` had."""
+
+    path: str
+    uuid: str
+    source: str
+    refs: int
+    snapshots: int
+    packs: int
+    bytes_copied: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class MigrateReport:
     """The result of `migrate`: the steps from one format version to another, done or to be done."""
 

@@ -124,6 +124,9 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "verify": ["verify", "tiny/code", "--signers", str(models / "signers"), "--read-data"],
         "prune": ["prune", "--keep-last", "1"],
         "gc": ["gc", "--dry-run"],
+        "backup": ["backup", str(out / "backup")],
+        # Where the store of `copy` is.
+        "clone": ["clone", str(out / "store"), str(out / "clone")],
         "fsck": ["fsck", "--read-data"],
         "reindex": ["reindex"],
         "migrate": ["migrate"],

@@ -36,7 +36,7 @@ VERBS = (
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),
     *("sign", "verify"),
-    *("prune", "gc"),
+    *("prune", "gc", "backup", "clone"),
     *("fsck", "reindex", "migrate", "stats", "du"),
 )
 EPILOG = (

@@ -70,6 +70,11 @@ class Session:
         return Path(variable) if variable else None
 
     @property
+    def given_store(self) -> Path | None:
+        """The store that `--store` names on this command line."""
+        return self._choices.store
+
+    @property
     def named_by(self) -> str:
         """What named that store."""
         return "--store" if self._choices.store is not None else f"${STORE_VARIABLE}"

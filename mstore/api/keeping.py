@@ -13,7 +13,9 @@ from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.blocks import lmdb_check
 from mstore.blocks.packs import Kind
 from mstore.reports import (
+    BackupReport,
     CheckReport,
+    CloneReport,
     GcReport,
     MigrateReport,
     PruneReport,
@@ -190,6 +192,49 @@ class Keeping(OpenStore):
         from mstore.store.migrations import migrate
 
         return migrate(Path(path), dry_run=dry_run)
+
+    def backup(
+        self,
+        destination: str | Path,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> BackupReport:
+        """Bring the backup of this store at `destination` up to date, or begin one.
+
+        Others may write and collect meanwhile: the backup has the state of one commit.  Only packs
+        that it has not are copied, and each payload of them is checked against its id.  Until all
+        is there it holds what it held before.  What is damaged here stops nothing: the report's
+        `problems` name it.  Raises Conflict where something else is at `destination`, where it was
+        written to, or where it is newer than this store; BadRequest for the store itself, Corrupt
+        where the index is damaged or not the newest, StorageFailed.
+        """
+        from mstore.backup.backup import backup
+
+        return backup(
+            self._catalog, Path(destination), threads=thread_count(threads), progress=progress
+        )
+
+    @staticmethod
+    def clone(
+        source: str | Path,
+        destination: str | Path,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> CloneReport:
+        """Make a new store with all that the one at `source` has: refs, reflogs, settings.
+
+        It has a name (UUID) and packs of its own.  Others may write and collect meanwhile.  Each
+        payload is checked against its id.  Raises Conflict where something is at `destination`,
+        BadRequest where that lies in the source, Corrupt where the source is damaged, NotFound,
+        StorageFailed; then nothing was made.
+        """
+        from mstore.backup.clone import clone
+
+        return clone(
+            Path(source), Path(destination), threads=thread_count(threads), progress=progress
+        )
 
     def stats(self) -> StoreReport:
         """Sizes in bytes and counts of the whole store."""

@@ -405,7 +405,7 @@ class PackFiles:
                 self._drop_unlinked()
                 opened = None
             if opened is None:
-                path = pack_path(self.directory, pack)
+                path = self.path(pack)
                 try:
                     fd = open_pack(path)
                 except FileNotFoundError as error:

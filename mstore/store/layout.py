@@ -81,6 +81,11 @@ class Layout:
         return self.root / "tmp"
 
     @property
+    def incoming(self) -> Path:
+        """Where copies from another store lie until all of them are there (`mstore.backup`)."""
+        return self.tmp / "incoming"
+
+    @property
     def config(self) -> Path:
         """The store's settings."""
         return self.root / "config"
@@ -101,7 +106,7 @@ def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
 
 # All that a `creating` which was killed can leave behind.  Anything else is somebody's.
 _UNFINISHED = re.compile(
-    r"lock|config|packs|refs(/mirror)?|tmp(/\.(mirror|format|config)\.[0-9a-f]{8})?"
+    r"lock|config|packs|refs(/mirror)?|tmp(/\.(mirror|format|config)\.[0-9a-f]{8}|/incoming(/.*)?)?"
     r"|(index|stats)(/(data\.mdb|lock\.mdb|\.lock\.mdb\.[0-9a-f]{8}))?"
 )
 
@@ -147,7 +152,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
             yield layout
             # Or the format's name could outlive a power loss that theirs did not.
             fs.sync_directory(root)
-            fs.replace_text(root / "format", _format_line(layout), staging=layout.tmp)
+            write_format(layout)
             fs.sync_directory(root.parent)
         except BaseException:
             _clear(layout)
@@ -158,6 +163,11 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
             raise
     finally:
         lock.release()
+
+
+def write_format(layout: Layout) -> None:
+    """Make a directory a store: the last thing that is written of one."""
+    fs.replace_text(layout.root / "format", _format_line(layout), staging=layout.tmp)
 
 
 def _require_unused(root: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import CheckReport, Hurt, RepairReport
+    from mstore.reports import CheckReport, Hurt, Problem, RepairReport
 
 Typed = Callable[[str], str]
 """A command as this user is to type it."""
@@ -186,17 +186,28 @@ def _headline(screen: Screen, count: int, word: str) -> None:
 
 
 def _damage(screen: Screen, report: CheckReport, typed: Typed) -> None:
-    if report.problems:
+    show_damage(screen, report.problems, report.hurt, report.hint, typed)
+
+
+def show_damage(
+    screen: Screen,
+    problems: Sequence[Problem],
+    hurt: Sequence[Hurt],
+    hint: str | None,
+    typed: Typed,
+) -> None:
+    """Tables of what is wrong and whom it hurts, and the next command; nothing for nothing."""
+    if problems:
         screen.line()
-    screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in report.problems))
-    if report.hurt:
+    screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in problems))
+    if hurt:
         screen.line()
     # Where whole snapshots are hurt and nothing else, their names say it all.
-    columns = len(HURT) if any(one.path is not None for one in report.hurt) else 1
-    screen.table(HURT[:columns], (_hurt(one)[:columns] for one in report.hurt))
-    if report.hint:
+    columns = len(HURT) if any(one.path is not None for one in hurt) else 1
+    screen.table(HURT[:columns], (_hurt(one)[:columns] for one in hurt))
+    if hint:
         screen.line()
-        screen.line(f"next: {typed(report.hint)}")
+        screen.line(f"next: {typed(hint)}")
 
 
 def _hurt(one: Hurt) -> tuple[str, str, str, str]:

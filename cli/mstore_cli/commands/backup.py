@@ -1,0 +1,89 @@
+"""`mstore backup`: a copy of the store, brought up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.commands.fsck import show_damage
+from mstore_cli.errors import FAILURE
+from mstore_cli.options import Threads
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import counted, format_seconds, format_size
+
+if TYPE_CHECKING:
+    from mstore.reports import BackupReport
+
+
+@command(
+    example="mstore backup /backup/models",
+    failure="packs of the store are damaged (all else was copied), or another error",
+)
+def backup(
+    session: Session,
+    destination: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DEST",
+            help="A new directory, or an earlier backup of this store; a local disk.",
+            show_default=False,
+        ),
+    ],
+    threads: Threads = None,
+) -> None:
+    """Copy the store to DEST, or bring an earlier backup there up to date.
+
+    Commands, mounts and gc may run meanwhile: DEST has the state of one moment. Only packs that
+    DEST has not are copied, and every block in them is checked. DEST stays what it was until all
+    is there, wherever this is interrupted; then what gc has removed from the store goes from DEST.
+
+    DEST is a store: mstore --store DEST reads it. Once something is written to it, it is a store
+    of its own, and no backup goes there any more. Statistics and the memo table are not copied.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.backup(destination, threads=threads, progress=tick)
+        session.settled()
+    session.output.emit(
+        report,
+        ids=[one.where for one in report.problems],
+        human=lambda screen: _show(screen, report, session),
+    )
+    if report.problems:
+        raise typer.Exit(FAILURE)
+
+
+def _show(screen: Screen, report: BackupReport, session: Session) -> None:
+    if report.problems:
+        found = counted(len(report.problems), "problem")
+        screen.line(
+            f"{found} in the store: this backup lacks what is named below, and nothing was removed",
+            style="red",
+        )
+    else:
+        screen.line(f"{report.path} is up to date", style="green")
+    copied = f"{counted(report.packs_copied, 'pack')}, {format_size(report.bytes_copied)}"
+    removed = f"{counted(len(report.packs_removed), 'pack')}, {format_size(report.freed_bytes)}"
+    screen.fields(
+        [
+            ("generation", report.generation),
+            ("refs", report.refs),
+            ("snapshots", report.snapshots),
+            ("packs", report.packs),
+            ("copied", copied),
+            ("removed", removed if report.packs_removed else None),
+            ("waiting", _waiting(report.waiting_bytes)),
+            ("lost+found", ", ".join(report.put_aside) or None),
+            ("time", format_seconds(report.seconds)),
+        ]
+    )
+    show_damage(screen, report.problems, report.hurt, report.hint, session.typed)
+
+
+def _waiting(size: int) -> str | None:
+    if not size:
+        return None
+    return f"{format_size(size)} that the store has no more: somebody reads the backup"

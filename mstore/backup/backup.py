@@ -1,0 +1,268 @@
+"""One backup: a directory brought to what the store is now.
+
+    lock of the destination -> lease in the source -> rows of one commit into a new index
+    -> packs that the destination has not: copied to tmp/incoming/, synced, proved
+    -> locks of the destination: packs get their names -> the new index takes the place of the old
+       one -> mirror, settings, format -> packs that the source has no more are removed
+
+Before the new index is in place a crash leaves the state of the last backup, and in tmp/ what was
+copied whole, from which the next run goes on.  After it, the new state.
+
+A payload that is damaged in the source stops nothing: what is whole gets away from a disk that may
+be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
+pack of the destination may have the good copy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from mstore import fs
+from mstore.backup import destination, packs, rows, source
+from mstore.backup.destination import Destination
+from mstore.backup.packs import PackLost, PlacedPacks, Proof
+from mstore.backup.rows import NamedPack
+from mstore.blocks.index import Condemned, Index
+from mstore.blocks.packs import SealedPack, pack_path, publish
+from mstore.check.findings import Findings
+from mstore.check.hurt import Wounds
+from mstore.errors import Conflict, StorageFailed, Unavailable
+from mstore.ids import PackId
+from mstore.reports import BackupReport, Hurt, Progress
+from mstore.store import condemned, generation, leases, lost_found, mirror, refs
+from mstore.store.catalog import Catalog
+
+Report = Callable[[Progress], None]
+_ATTEMPTS = 20
+
+
+class Moved(Exception):
+    """A pack went while it was copied: the rows of now name it no more."""
+
+
+def backup(
+    catalog: Catalog, target: Path, *, threads: int, progress: Report | None = None
+) -> BackupReport:
+    """Bring the backup at `target` up to date; see `Store.backup`."""
+    source.require_outside(catalog.layout, target)
+    source.require_sound(catalog)
+    path = Path(os.path.realpath(target))
+    with (
+        Destination.opened(catalog.layout, catalog.config, path) as into,
+        source.held(catalog, f"backup to {path.name}"),
+    ):
+        for _ in range(_ATTEMPTS):
+            with suppress(Moved):
+                return _Backup(catalog, into, threads, progress).run()
+    raise Unavailable(
+        "packs are collected faster than they can be copied, and this user cannot hold a lease",
+        where=str(catalog.layout.root),
+        hint="run the command again when no gc is running",
+    )
+
+
+class _Backup:
+    """One attempt, by the rows of one commit."""
+
+    def __init__(
+        self, catalog: Catalog, into: Destination, threads: int, progress: Report | None
+    ) -> None:
+        self._began = time.monotonic()
+        self._catalog = catalog
+        self._into = into
+        self._layout = into.layout
+        self._threads = threads
+        self._progress = progress
+        self._findings = Findings()
+        self._done: dict[str, int] = {}
+
+    def run(self) -> BackupReport:
+        """Copy, prove, publish.  Raises Moved where the source changed under it."""
+        fresh = self._layout.incoming / "index"
+        fs.remove_tree(fresh)
+        fs.make_directory(fresh)
+        with closing(Index(fresh, create=True)) as index:
+            named = rows.copy(self._catalog.index, index)
+            with index.env.write() as transaction:
+                rows.name(index, transaction, named)
+            self._require_later(index)
+            missing = [pack for pack in named if not self._has(pack)]
+            staged = self._copy(missing)
+            self._prove(index, named, missing, staged)
+            self._finish(index, named, missing)
+            with index.env.read() as transaction:
+                number = index.generation(transaction)
+                names = dict(refs.walk(index, transaction))
+                snapshots = index.count(transaction, "snapshots")
+        removed, aside, waiting = self._publish(fresh, staged)
+        return BackupReport(
+            path=str(self._layout.root),
+            uuid=str(self._layout.uuid),
+            generation=number,
+            refs=len(names),
+            snapshots=snapshots,
+            packs=len(named),
+            packs_copied=len(staged),
+            bytes_copied=sum(pack.size for pack in missing if pack.id in staged),
+            packs_removed=tuple(pack.pack.hex() for pack in removed),
+            freed_bytes=sum(pack.size for pack in removed),
+            waiting_bytes=waiting,
+            put_aside=tuple(path.stem for path in aside),
+            problems=self._findings.problems,
+            hurt=self._hurt(names),
+            hint=self._hint(),
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _require_later(self, index: Index) -> None:
+        """Raise Conflict where the backup has what this store never had, or has no more.
+
+        A store that was itself restored from an older copy, and its twin, have the same name.
+        """
+        before = self._into.before
+        if before is None:
+            return
+        with index.env.read() as transaction:
+            own = index.generation(transaction)
+            if before.names.generation > own:
+                raise Conflict(
+                    f"the backup is newer than this store (generation {before.names.generation}, "
+                    f"{own})",
+                    where=str(self._layout.root),
+                    hint="name a new directory",
+                )
+            differing = mirror.differences(before.names, index, transaction)
+        if differing:
+            raise Conflict(
+                f"the backup is of another history than this store's: {differing[0]} was never "
+                "here what it is there",
+                where=str(self._layout.root),
+                hint="name a new directory",
+            )
+
+    def _has(self, pack: NamedPack) -> bool:
+        before = self._into.before
+        if before is not None and pack.id in before.damaged:
+            # It may have been mended since, or be healed by whoever reads it from elsewhere.
+            return False
+        return packs.is_whole(pack_path(self._layout.packs, pack.id), pack)
+
+    def _tick(self, phase: str, total: int) -> Callable[[int], None]:
+        def tick(more: int) -> None:
+            self._done[phase] = self._done.get(phase, 0) + more
+            if self._progress is not None:
+                self._progress(Progress(phase, self._done[phase], max(total, self._done[phase])))
+
+        return tick
+
+    def _copy(self, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
+        """Copies of packs in tmp/incoming/, whole; what is lost goes to the findings."""
+        tick = self._tick("backup", sum(pack.size for pack in missing))
+        staged = {}
+        for pack in missing:
+            path = self._layout.incoming / f"{pack.id.hex()}.pack"
+            if packs.is_whole(path, pack):
+                tick(pack.size)
+                staged[pack.id] = path
+                continue
+            try:
+                packs.copy(self._catalog.packs.path(pack.id), path, tick)
+            except PackLost as error:
+                if not source.names(self._catalog.index, pack.id):
+                    raise Moved from error
+                self._findings.tell_pack(pack.id, error.what)
+            else:
+                staged[pack.id] = path
+        return staged
+
+    def _prove(
+        self,
+        index: Index,
+        named: Sequence[NamedPack],
+        missing: Sequence[NamedPack],
+        staged: dict[PackId, Path],
+    ) -> None:
+        files = PlacedPacks(self._layout.packs, staged)
+        try:
+            layout = self._layout
+            proof = Proof(index, files, layout.uuid.bytes, layout.block_size, self._findings)
+            here = [pack for pack in missing if pack.id in staged]
+            tick = self._tick("verify", sum(pack.size for pack in here))
+            proof.run(here, tick, threads=self._threads)
+        finally:
+            files.close()
+        lost = {bytes(pack.number): pack.id for pack in missing}
+        self._damaged = {
+            lost[row[:4]] for row in self._findings.broken.values() if row and row[:4] in lost
+        } | set(self._findings.packs)
+
+    def _finish(
+        self, index: Index, named: Sequence[NamedPack], missing: Sequence[NamedPack]
+    ) -> None:
+        """What makes the new index a backup's: what it is of, and what goes once it is in place."""
+        with index.env.read() as transaction:
+            number = index.generation(transaction)
+        destination.note(index, number, sorted(self._damaged))
+        before = self._into.before
+        if before is None:
+            return
+        own = {pack.id for pack in named}
+        old = {pack.id: pack.size for pack in before.packs}
+        gone = [pack for pack in (*old, *before.condemned) if pack not in own]
+        first = max((int.from_bytes(pack.number, "big") for pack in named), default=-1) + 1
+        kept = [
+            NamedPack((first + at).to_bytes(4, "big"), pack, self._size(pack, old))
+            for at, pack in enumerate(gone)
+        ]
+        with index.env.write() as transaction:
+            rows.name(index, transaction, kept)
+            if not self._findings.problems:
+                for pack in kept:
+                    index.condemn(transaction, pack.id)
+
+    def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
+        size = known.get(pack)
+        if size is None:
+            with suppress(OSError):
+                return pack_path(self._layout.packs, pack).stat().st_size
+        return size or 0
+
+    def _publish(
+        self, fresh: Path, staged: dict[PackId, Path]
+    ) -> tuple[list[Condemned], list[Path], int]:
+        """Make the new state the state; what was removed, put aside, and waits for its readers."""
+        layout, into = self._layout, self._into
+        with into.publishing():
+            sealed = [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())]
+            publish(layout.packs, sealed, [])
+            into.replace_index(fresh)
+            with closing(Index(layout.index)) as index:
+                mirror.write(layout, index)
+                into.settle(self._catalog.config)
+                leases.sweep(layout, index)
+                waiting = condemned.listed(index)
+                removed = [] if into.is_read() else condemned.sweep(layout, index)
+                unknown = generation.unknown_packs(layout, index)
+            aside = lost_found.put_aside(layout, unknown)
+        with suppress(StorageFailed):
+            fs.remove_tree(layout.incoming)
+        left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)
+        return removed, aside, left
+
+    def _hurt(self, names: dict[str, refs.Ref]) -> tuple[Hurt, ...]:
+        """Whom damage hurts, as the backup is now."""
+        if not self._findings.problems:
+            return ()
+        with closing(Catalog(self._layout)) as catalog:
+            with catalog.index.env.read() as transaction:
+                pruned = {key for key, _ in catalog.index.walk(transaction, "pruned")}
+            return Wounds(catalog, self._findings).all(names, pruned)
+
+    def _hint(self) -> str | None:
+        if not self._findings.problems:
+            return None
+        return f"mstore fsck --read-data --repair --from {self._layout.root}"

@@ -1,0 +1,168 @@
+"""A new store with all that another one has.
+
+It gets a UUID of its own, so that nobody takes the two for one: a backup of one is none of the
+other, and neither's packs are taken for the other's.  Packs carry the UUID in their headers, and a
+PackId covers it, so each pack is copied with another header and gets another id; payloads and
+footers are copied as they are.  Hard links are therefore out of the question, and unwanted: two
+names of one file share its damage.
+
+Unlike a backup a clone is whole or not there: damage in the source ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mstore import fs
+from mstore.backup import destination, packs, rows, source
+from mstore.backup.backup import Moved
+from mstore.backup.packs import PackLost, PlacedPacks, Proof
+from mstore.backup.rows import NamedPack
+from mstore.blocks.index import Index
+from mstore.blocks.packs import SealedPack, publish, read_table
+from mstore.check.findings import Findings
+from mstore.errors import Conflict, Corrupt, Unavailable
+from mstore.ids import PackId
+from mstore.reports import CloneReport, Progress
+from mstore.store import layout as layouts
+from mstore.store import mirror
+from mstore.store.catalog import Catalog
+from mstore.store.layout import Layout
+
+Report = Callable[[Progress], None]
+_ATTEMPTS = 20
+
+
+def clone(
+    origin: Path, target: Path, *, threads: int, progress: Report | None = None
+) -> CloneReport:
+    """Make a store at `target` with all that the one at `origin` has; see `Store.clone`."""
+    began = time.monotonic()
+    with closing(Catalog.open(origin)) as catalog:
+        source.require_outside(catalog.layout, target)
+        source.require_sound(catalog)
+        path = Path(os.path.realpath(target))
+        with source.held(catalog, f"clone to {path.name}"):
+            return replace(
+                _made(catalog, path, threads, progress), seconds=time.monotonic() - began
+            )
+
+
+def _made(catalog: Catalog, path: Path, threads: int, progress: Report | None) -> CloneReport:
+    try:
+        with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
+            catalog.config.save(layout)
+            for _ in range(_ATTEMPTS):
+                with suppress(Moved):
+                    return _Clone(catalog, layout, threads, progress).run()
+    except Conflict as error:
+        error.hint = "name a new directory"
+        raise
+    raise Unavailable(
+        "packs are collected faster than they can be copied, and this user cannot hold a lease",
+        where=str(catalog.layout.root),
+        hint="run the command again when no gc is running",
+    )
+
+
+class _Clone:
+    """One attempt, by the rows of one commit."""
+
+    def __init__(
+        self, catalog: Catalog, layout: Layout, threads: int, progress: Report | None
+    ) -> None:
+        self._catalog = catalog
+        self._layout = layout
+        self._threads = threads
+        self._progress = progress
+        self._done: dict[str, int] = {}
+
+    def run(self) -> CloneReport:
+        """Copy, prove, put in place.  Raises Moved where the source changed under it."""
+        layout = self._layout
+        for directory in (layout.index, layout.incoming):
+            fs.remove_tree(directory)
+        fs.make_directory(layout.index)
+        fs.make_directory(layout.incoming, private=True)
+        with closing(Index(layout.index, create=True)) as index:
+            theirs = rows.copy(self._catalog.index, index)
+            destination.forget(index)
+            staged: dict[PackId, Path] = {}
+            own = [self._copy(pack, theirs, staged) for pack in theirs]
+            with index.env.write() as transaction:
+                rows.name(index, transaction, own)
+            self._prove(index, own, staged)
+            publish(
+                layout.packs,
+                [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())],
+                [],
+            )
+            fs.remove_tree(layout.incoming)
+            mirror.write(layout, index)
+            with index.env.read() as transaction:
+                return CloneReport(
+                    path=str(layout.root),
+                    uuid=str(layout.uuid),
+                    source=str(self._catalog.layout.root),
+                    refs=index.count(transaction, "refs"),
+                    snapshots=index.count(transaction, "snapshots"),
+                    packs=len(own),
+                    bytes_copied=sum(pack.size for pack in own),
+                    seconds=0.0,
+                )
+
+    def _tick(self, phase: str, total: int) -> Callable[[int], None]:
+        def tick(more: int) -> None:
+            self._done[phase] = self._done.get(phase, 0) + more
+            if self._progress is not None:
+                self._progress(Progress(phase, self._done[phase], max(total, self._done[phase])))
+
+        return tick
+
+    def _copy(
+        self, pack: NamedPack, all_packs: list[NamedPack], staged: dict[PackId, Path]
+    ) -> NamedPack:
+        """A pack of the new store with the payloads of one of the source's."""
+        path = self._layout.incoming / f"{pack.id.hex()}.pack"
+        origin = self._catalog.packs.path(pack.id)
+        tick = self._tick("clone", sum(one.size for one in all_packs))
+        try:
+            packs.copy(origin, path, tick, store=self._layout.uuid.bytes)
+            if not packs.is_whole(origin, pack):
+                raise PackLost("header, footer or length is damaged", where=str(origin))
+            own = read_table(path)[0]
+        except PackLost as error:
+            if not source.names(self._catalog.index, pack.id):
+                raise Moved from error
+            raise self._damaged(f"pack {pack.id.hex()}", error.what) from error
+        staged[own] = path
+        return NamedPack(pack.number, own, pack.size)
+
+    def _prove(self, index: Index, own: list[NamedPack], staged: dict[PackId, Path]) -> None:
+        findings = Findings()
+        files = PlacedPacks(self._layout.packs, staged)
+        try:
+            layout = self._layout
+            proof = Proof(index, files, layout.uuid.bytes, layout.block_size, findings)
+            proof.run(
+                own,
+                self._tick("verify", sum(pack.size for pack in own)),
+                threads=self._threads,
+            )
+        finally:
+            files.close()
+        if findings.problems:
+            first = findings.problems[0]
+            raise self._damaged(f"{first.kind} {first.where}", first.what)
+
+    def _damaged(self, where: str, what: str) -> Corrupt:
+        return Corrupt(
+            f"{what}: the store is damaged, and no clone of it was made",
+            where=where,
+            hint=f"mstore --store {self._catalog.layout.root} fsck --read-data",
+        )

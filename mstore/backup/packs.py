@@ -1,0 +1,234 @@
+"""Packs copied, and what was copied proved: a footer by its name, each payload by its id.
+
+What is read back is the copy, so the proof covers the way there too.  Proved is what rows lead to:
+a payload that no row names, and that may have been given up as damaged long ago, is copied as it
+is.  Crash promise: under `<name>.pack` a copy has all its bytes, synced; `<name>.part` is garbage.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from mstore import fs
+from mstore.backup.rows import NamedPack
+from mstore.blocks import codecs
+from mstore.blocks.index import Index, Location
+from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_table, store_of
+from mstore.check import rows
+from mstore.check.findings import Findings, typed
+from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.ids import BlockId, Buffer, PackId
+from mstore.store.catalog import RECORD_LIMIT
+
+PART = ".part"
+_READ_BYTES = 8 << 20
+_GROUP_BYTES = 8 << 20
+_STORE_UUID = slice(16, 32)
+_LOST = frozenset({errno.ENOENT, errno.EIO})
+Tick = Callable[[int], None]
+"""Told how many more bytes are done."""
+
+
+class PackLost(Corrupt):
+    """The source does not give the bytes of a pack: the file is missing, or the disk fails."""
+
+
+def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) -> None:
+    """Copy a pack, durably but for its name; `target` gets it when it is whole.
+
+    store: the UUID to write into its header in the place of the one there.  Raises PackLost,
+    StorageFailed.
+    """
+    descriptor = _opened(source)
+    try:
+        part = target.with_suffix(PART)
+        fs.unlink(part, missing_ok=True)
+        file = fs.NewFile(part)
+        try:
+            while data := _read(descriptor, file.size, source):
+                if store is not None and not file.size:
+                    data = data[: _STORE_UUID.start] + store + data[_STORE_UUID.stop :]
+                start = file.append(data)
+                file.begin_writing_back(start, len(data))
+                tick(len(data))
+            file.protect()
+            file.sync()
+            file.close()
+            fs.rename(part, target)
+        except BaseException:
+            file.abandon()
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return open_pack(path)
+    except Corrupt as error:
+        raise PackLost(error.what, where=str(path)) from error
+    except OSError as error:
+        if error.errno in _LOST:
+            what = "the file is missing" if error.errno == errno.ENOENT else str(error.strerror)
+            raise PackLost(what, where=str(path)) from error
+        raise fs.refusal(error.errno or 0, path, str(error)) from error
+
+
+def _read(descriptor: int, offset: int, path: Path) -> bytes:
+    try:
+        return os.pread(descriptor, _READ_BYTES, offset)
+    except OSError as error:
+        if error.errno in _LOST:
+            what = f"{os.strerror(error.errno).lower()} at byte {offset}"
+            raise PackLost(what, where=str(path)) from error
+        raise fs.refusal(error.errno or 0, path, str(error)) from error
+
+
+def is_whole(path: Path, pack: NamedPack) -> bool:
+    """Whether a pack of this name lies there, by its size, header and footer."""
+    try:
+        with fs.translated(path):
+            size = path.stat().st_size
+        return size == pack.size and read_table(path)[0] == pack.id
+    except MstoreError:
+        return False
+
+
+class PlacedPacks(PackFiles):
+    """Packs for reading, some of which lie elsewhere than below `directory`."""
+
+    def __init__(self, directory: Path, places: Mapping[PackId, Path]) -> None:
+        super().__init__(directory)
+        self._places = places
+
+    def path(self, pack: PackId) -> Path:
+        """Where this pack lies."""
+        return self._places.get(pack) or super().path(pack)
+
+
+_Payload = tuple[Kind, bytes, Location, bytes]
+_Failure = tuple[Kind, bytes, bytes, MstoreError]
+
+
+class Proof:
+    """What the rows of an index lead to in some packs, read, decoded and hashed."""
+
+    def __init__(
+        self, index: Index, files: PackFiles, store: bytes, block_size: int, findings: Findings
+    ) -> None:
+        self._index = index
+        self._files = files
+        self._store = store
+        self._block_size = block_size
+        self._findings = findings
+
+    def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
+        """Prove these packs; what is wrong goes to the findings.  Raises StorageFailed."""
+        waiting: deque[Future[list[_Failure]]] = deque()
+        with ThreadPoolExecutor(threads, "proof") as pool:
+            for pack in packs:
+                for group in self._groups(pack):
+                    waiting.append(pool.submit(self._failures, group))
+                    if len(waiting) > 2 * threads:
+                        self._take(waiting.popleft())
+                tick(pack.size)
+            while waiting:
+                self._take(waiting.popleft())
+
+    def _take(self, future: Future[list[_Failure]]) -> None:
+        for kind, id, row, error in future.result():
+            self._findings.tell_row(kind, id, row, error.what)
+
+    def _groups(self, pack: NamedPack) -> Iterator[list[_Payload]]:
+        group: list[_Payload] = []
+        size = 0
+        for payload in self._payloads(pack):
+            group.append(payload)
+            size += payload[2].stored_length
+            if size > _GROUP_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _payloads(self, pack: NamedPack) -> list[_Payload]:
+        """What rows have in this pack, in the order in which it lies there."""
+        path = self._files.path(pack.id)
+        try:
+            id, entries = read_table(path)
+            store = store_of(path)
+            with fs.translated(path):
+                size = path.stat().st_size
+        except (Corrupt, StorageFailed) as error:
+            self._findings.tell_pack(pack.id, error.what)
+            return []
+        if id != pack.id or size != pack.size or store != self._store:
+            self._findings.tell_pack(pack.id, f"not {pack.size} bytes long, or another pack")
+            return []
+        found = []
+        index = self._index
+        with index.env.read() as transaction:
+            for entry in entries:
+                try:
+                    kind = Kind(entry.kind)
+                except ValueError:
+                    # Nothing that this version reads leads there.
+                    continue
+                database, key = rows.record_key(kind, entry.id)
+                row = index.row(transaction, database, key)
+                if row is None or rows.pack_number(row) != pack.number:
+                    continue
+                location = index.location(transaction, row)
+                if _told(entry) == _told(location):
+                    found.append((kind, entry.id, location, row))
+                else:
+                    what = "index and pack footer do not agree"
+                    self._findings.tell_row(kind, entry.id, row, what)
+        found.sort(key=lambda payload: payload[2].offset)
+        return found
+
+    def _failures(self, group: list[_Payload]) -> list[_Failure]:
+        failures = []
+        for kind, id, location, row in group:
+            try:
+                if typed(kind, id).of(self._plain(kind, location)) != id:
+                    raise Corrupt("the stored bytes do not match the id", where=id.hex())
+            except MstoreError as error:
+                failures.append((kind, id, row, error))
+        return failures
+
+    def _plain(self, kind: Kind, location: Location) -> Buffer:
+        limit = self._block_size if kind == Kind.BLOCK else RECORD_LIMIT
+        if max(location.raw_length, location.stored_length) > limit:
+            raise Corrupt("longer than it may be")
+        payload = self._files.read(location.pack, location.offset, location.stored_length)
+        if kind != Kind.BLOCK:
+            return payload
+        base = None if location.base == NO_BASE else self._base(BlockId(location.base))
+        return codecs.decode(location.codec, payload, location.width, location.raw_length, base)
+
+    def _base(self, block: BlockId) -> Buffer:
+        with self._index.env.read() as transaction:
+            location = self._index.block(transaction, block)
+        if location is None or location.base != NO_BASE:
+            raise Corrupt(f"its base {block.short} is missing")
+        data = self._plain(Kind.BLOCK, location)
+        if BlockId.of(data) != block:
+            raise Corrupt(f"the stored bytes of its base {block.short} do not match the id")
+        return data
+
+
+def _told(place: Entry | Location) -> tuple[object, ...]:
+    return (
+        place.offset,
+        place.stored_length,
+        place.raw_length,
+        place.codec,
+        place.width,
+        place.base,
+    )

@@ -1,0 +1,69 @@
+"""`mstore backup` and `mstore clone` at the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import Program
+from small_models import BLOCK, small_model
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A store with one model."""
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init", "--block-size", str(BLOCK))
+    mstore.succeed("add", small_model(tmp_path / "one", "one"), "--name", "one")
+    return mstore
+
+
+def test_backup_and_read_it(mstore: Program, tmp_path: Path) -> None:
+    """A backup says what it copied, and is a store that --store names."""
+    first = mstore.succeed("backup", tmp_path / "backup")
+    assert "up to date" in first.out
+    assert "1 pack" in first.out
+    assert "0 packs" in mstore.succeed("backup", tmp_path / "backup").out
+    copy = Program(tmp_path / "backup")
+    assert copy.succeed("refs", "-q").lines == ["one"]
+    assert copy.succeed("fsck", "--read-data", "-q").out == ""
+    assert copy.succeed("cat", "one:config.json").raw == (tmp_path / "one/config.json").read_bytes()
+
+
+def test_damage_is_an_error_that_names_it(mstore: Program, tmp_path: Path) -> None:
+    """A damaged block ends in status 1, its id, the model it hurts, and the next command."""
+    [pack] = (mstore.store / "packs").glob("*/*.pack")
+    pack.chmod(0o644)
+    data = bytearray(pack.read_bytes())
+    data[4196] ^= 1
+    pack.write_bytes(data)
+    target = tmp_path / "backup"
+    done = mstore("backup", target)
+    assert done.status == 1
+    assert "1 problem" in done.out
+    assert f"next: mstore --store {mstore.store} fsck --read-data --repair" in done.out
+    document = mstore("backup", tmp_path / "other", "--json").document
+    [problem] = document["problems"]
+    assert problem["kind"] == "block"
+    assert problem["where"] in done.out
+    assert document["hurt"][0]["refs"] == ["one"]
+    assert mstore("backup", tmp_path / "third", "-q").lines == [problem["where"]]
+    clone = mstore("clone", mstore.store, tmp_path / "clone")
+    assert clone.status == 1
+    assert problem["where"] in clone.err
+    assert "fsck --read-data" in clone.err
+
+
+def test_wrong_places(mstore: Program, tmp_path: Path) -> None:
+    """What is no backup is refused with a hint, and two names for one source are wrong usage."""
+    assert "name a directory on another disk" in mstore("backup", mstore.store / "tmp" / "x").err
+    full = mstore("backup", tmp_path / "one")
+    assert full.status == 1
+    assert "name a new directory" in full.err
+    done = mstore("clone", tmp_path / "backup", tmp_path / "clone")
+    assert done.status == 2
+    assert "two stores named" in done.err
+    absent = Program(tmp_path / "none")("clone", tmp_path / "none", tmp_path / "clone")
+    assert absent.status == 1
+    assert "no store here" in absent.err
+    assert not (tmp_path / "clone").exists()
