@@ -523,6 +523,9 @@ def add(
         blocks_equal_base=adder.blocks_equal_base if is_told else None,
         base=told,
         base_reason=_reason(base, told, is_new=is_new),
+        excluded=tuple(one.path for one in checkpoint.excluded),
+        excluded_files=sum(one.files for one in checkpoint.excluded),
+        excluded_bytes=sum(one.size for one in checkpoint.excluded),
         notes=notes,
         seconds=time.monotonic() - began,
     )

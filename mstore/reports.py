@@ -27,7 +27,8 @@ class AddReport:
     """What `add` stored.  `new_snapshot` is False where the ref already held these bytes.
 
     `base` is the base that the snapshot records, `base_reason` why it has this one or none: None
-    where it was named, or none was looked for.
+    where it was named, or none was looked for.  `excluded` is what lies in the directory and is no
+    part of the model: files, and directories, which end with a slash.
     """
 
     name: str
@@ -43,6 +44,9 @@ class AddReport:
     blocks_equal_base: int | None
     base: ParentReport | None
     base_reason: str | None
+    excluded: tuple[str, ...]
+    excluded_files: int
+    excluded_bytes: int
     notes: tuple[str, ...]
     seconds: float
 

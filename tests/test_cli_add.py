@@ -231,3 +231,23 @@ def test_a_base_nobody_asked_for_fails_nothing(broken: Callable[[], Done]) -> No
     done = broken()
     assert done.status == 0, done.err
     assert any(line.startswith("base        none: ") for line in done.lines)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    """Training states are left out and named; --exclude and --no-default-excludes say otherwise."""
+    model = small_model(tmp_path / "model", "x")
+    for name in ("optimizer.pt", "notes.txt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        (model / name).write_text("1234")
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init", "--block-size", "64KiB")
+    done = mstore.succeed("add", model, "--name", "x", "--exclude", "*.txt")
+    assert "5 files, 20 B: notes.txt, optimizer.pt" in done.out
+    assert "and 1 more" in done.out
+    assert mstore.succeed("ls", "x", "-q").lines == ["config.json", "model.safetensors"]
+    whole = mstore.succeed("add", model, "--name", "y", "--no-default-excludes", "--json").document
+    assert (whole["files"], whole["excluded"]) == (7, [])
+    none = mstore("add", model, "--name", "z", "--exclude", "*.safetensors")
+    assert none.status == 1
+    assert "all its weights are left out" in none.err
+    assert "(without --exclude '*.safetensors')" in none.err
+    assert mstore("add", model, "--name", "z", "--exclude", "/").status == 1

@@ -73,6 +73,9 @@ _OWN: dict[type, dict[str, str]] = {
         "blocks_equal_base": "blocks that are the base's own; null without a base",
         "base": "the base that the snapshot records; null: none",
         "base_reason": "why this base or none; null: it was named, or none was looked for",
+        "excluded": "files and directories (with a slash) that are no part of the model",
+        "excluded_files": "number of files in them",
+        "excluded_bytes": "size of these files",
         "notes": "what did not come to pass, in words",
     },
     reports.PlanReport: {

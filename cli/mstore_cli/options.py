@@ -38,3 +38,20 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude",
+        metavar="PATTERN",
+        help="Leave out files or directories whose names match, as in a .gitignore. Repeat.",
+        show_default=False,
+    ),
+]
+NoDefaultExcludes = Annotated[
+    bool,
+    typer.Option(
+        "--no-default-excludes",
+        help="Keep what is left out by default: .git, download caches, states of optimizers and "
+        "the like.",
+    ),
+]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.checkpoint.exclusion import Exclusion
 from mstore.reports import (
     AddReport,
     AnalyzeReport,
@@ -57,6 +58,8 @@ class Adding(OpenStore):
         detect_base: bool = False,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        default_excludes: bool = True,
         codec: str | None = None,
         message: str = "",
         threads: int | None = None,
@@ -73,6 +76,10 @@ class Adding(OpenStore):
         says which and why.
         only, skip: patterns of the tensors to compare with the base, which must agree in name and
         shape.
+        exclude: patterns of files and directories to leave out, as gitignore(5) has them: after
+        those of the directory's own `.mstoreignore`.  The report names what was left out.
+        default_excludes: begin with the patterns of what is no part of a model
+        (`mstore.checkpoint.exclusion`).
         codec: auto, raw or dense; None takes the store's setting.
         message: why, in words.
         threads: how many at most; None takes one a processor.
@@ -95,7 +102,8 @@ class Adding(OpenStore):
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
         branch_to_move(self._catalog, name)
-        with self._scanned(Path(path), convert, limits) as (checkpoint, notes):
+        exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
+        with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, notes):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
                 only=tuple(only), skip=tuple(skip)
             )
@@ -114,11 +122,15 @@ class Adding(OpenStore):
                     progress=progress,
                 )
                 report = unless_overtaken(self._catalog, name, one_add)
-        return replace(report, notes=notes + report.notes)
+        return replace(report, notes=notes + report.notes + _idle(exclusion, checkpoint))
 
     @contextmanager
     def _scanned(
-        self, path: Path, convert: ConversionLimits | None, limits: CheckpointLimits | None
+        self,
+        path: Path,
+        convert: ConversionLimits | None,
+        limits: CheckpointLimits | None,
+        exclusion: Exclusion,
     ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
         """A checkpoint, converted if asked for, and what there is to say of that.
 
@@ -132,7 +144,7 @@ class Adding(OpenStore):
             room = os.statvfs(self.path)
             allowed = replace(allowed, max_sparse_bytes=room.f_bavail * room.f_frsize)
         if convert is None:
-            yield scan(path, limits=allowed), ()
+            yield scan(path, limits=allowed, exclusion=exclusion), ()
             return
         from mstore.convert import conversion
         from mstore.store.leases import Lease
@@ -140,9 +152,14 @@ class Adding(OpenStore):
         lease = Lease(self._catalog.layout, self._catalog.index, f"convert {path.name}")
         try:
             made = conversion.convert(
-                path, lease.directory, limits=convert, checkpoint_limits=allowed
+                path,
+                lease.directory,
+                limits=convert,
+                checkpoint_limits=allowed,
+                exclusion=exclusion,
             )
-            yield scan(path, limits=allowed, replacement=made.replacement), made.notes
+            found = scan(path, limits=allowed, replacement=made.replacement, exclusion=exclusion)
+            yield found, made.notes
         finally:
             lease.release()
 
@@ -191,3 +208,13 @@ class Adding(OpenStore):
             threads=thread_count(threads),
             progress=progress,
         )
+
+
+def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Notes of patterns that were asked for and left nothing out."""
+    decided = {one.pattern for one in checkpoint.excluded}
+    return tuple(
+        f"--exclude {pattern.text} left nothing out"
+        for pattern in exclusion.asked
+        if not pattern.takes_back and pattern not in decided
+    )

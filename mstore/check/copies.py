@@ -20,6 +20,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, read_table
 from mstore.check.findings import Key, typed
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
+from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.errors import BadCheckpoint, MstoreError
@@ -162,6 +163,11 @@ class CheckpointCopies:
 
     def __init__(self, path: Path, block_size: int) -> None:
         self._checkpoint: Checkpoint = scan(path)
+        self._added: set[str] = set()
+        # Whatever speaks against adding it speaks against no block that it has.
+        with suppress(BadCheckpoint):
+            checkpoint = scan(path, exclusion=Exclusion.chosen())
+            self._added = {file.path for file in checkpoint.files}
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
@@ -175,10 +181,14 @@ class CheckpointCopies:
                 yield copy
             form = OPAQUE if source.header is None else SAFETENSORS
             files.append(File(source.path, form, source.size, tuple(parts)))
-        manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
-        key = (Kind.MANIFEST, bytes(manifest.id()))
-        if key in missing:
-            yield Copy(key, manifest.encode(), AS_RECORD, "", 0)
+        files.sort(key=lambda file: file.path)
+        # It may have been added with all its files, or with those that `add` takes.
+        for taken in (files, [file for file in files if file.path in self._added]):
+            manifest = Manifest(tuple(taken))
+            key = (Kind.MANIFEST, bytes(manifest.id()))
+            if key in missing:
+                missing.discard(key)
+                yield Copy(key, manifest.encode(), AS_RECORD, "", 0)
 
     def _file(
         self, source: SourceFile, missing: set[Key], parts: list[Part], tick: Tick

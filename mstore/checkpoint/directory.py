@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mstore.checkpoint import strangers
+from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Excluded, Exclusion
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
 from mstore.checkpoint.strict_json import parse_object
-from mstore.checkpoint.tree import Found, Tree, several, walk
+from mstore.checkpoint.tree import Found, Tree, several, told, walk
 from mstore.errors import BadCheckpoint
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -76,10 +78,14 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The files below `root`, sorted by path; at least one has a header."""
+    """The files below `root`, sorted by path; at least one has a header.
+
+    excluded: what lies there and was left out.
+    """
 
     root: Path
     files: tuple[SourceFile, ...]
+    excluded: tuple[Excluded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ def scan(
     *,
     limits: CheckpointLimits = DEFAULT_LIMITS,
     replacement: Replacement = NOTHING_REPLACED,
+    exclusion: Exclusion = NOTHING_EXCLUDED,
 ) -> Checkpoint:
     """Read a checkpoint directory, or a single .safetensors file, without its tensor data.
 
@@ -112,7 +119,12 @@ def scan(
     names a missing shard or tensor or has one name in two shards, more tensors than the
     limits allow, a directory of several models, and a checkpoint without any .safetensors file.
     """
-    tree = walk(path, max_files=limits.max_files, max_sparse_bytes=limits.max_sparse_bytes)
+    tree = walk(
+        path,
+        max_files=limits.max_files,
+        max_sparse_bytes=limits.max_sparse_bytes,
+        exclusion=exclusion,
+    )
     tree = _replaced(tree, replacement)
     _require_safetensors(tree, path)
     files = _sources(tree, replacement, limits)
@@ -120,8 +132,21 @@ def scan(
     by_path = {file.path: file for file in files}
     for file in files:
         if file.path.endswith(INDEX_SUFFIX):
-            _check_index(file, by_path, str(tree.shown / file.path), limits)
-    return Checkpoint(root=tree.root, files=files)
+            with _excluded_told(tree):
+                _check_index(file, by_path, str(tree.shown / file.path), limits)
+    return Checkpoint(root=tree.root, files=files, excluded=tree.excluded)
+
+
+@contextmanager
+def _excluded_told(tree: Tree) -> Iterator[None]:
+    """Where an index names what was left out, the error says by which pattern."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        lost = next((one for one in tree.excluded if one.has_weights), None)
+        if lost is not None:
+            error.hint = f"{quoted(lost.path)} is left out by {told(lost.pattern)}"
+        raise
 
 
 def _replaced(tree: Tree, replacement: Replacement) -> Tree:
@@ -135,7 +160,8 @@ def _replaced(tree: Tree, replacement: Replacement) -> Tree:
         except OSError as error:
             raise storage_error(error, str(absolute)) from error
     check_case_twins((each.path for each in files), str(tree.shown))
-    return Tree(tree.root, tree.shown, tuple(sorted(files, key=lambda each: each.path)))
+    files.sort(key=lambda each: each.path)
+    return Tree(tree.root, tree.shown, tuple(files), tree.excluded)
 
 
 def _sources(

@@ -23,11 +23,22 @@ import os
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from mstore.checkpoint.exclusion import (
+    IGNORE_FILE,
+    MAX_IGNORE_BYTES,
+    NOTHING_EXCLUDED,
+    WEIGHTS,
+    Excluded,
+    Exclusion,
+    Pattern,
+    is_needed,
+    spares,
+)
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import (
     Stamp,
@@ -70,17 +81,28 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The regular files of a checkpoint, sorted by path; `shown` is `root` as its user names it."""
+    """The regular files of a checkpoint, sorted by path; `shown` is `root` as its user names it.
+
+    excluded: what lies there and was left out, sorted too.
+    """
 
     root: Path
     shown: Path
     files: tuple[Found, ...]
+    excluded: tuple[Excluded, ...] = ()
 
 
-def walk(path: Path, *, max_files: int, max_sparse_bytes: int | None = None) -> Tree:
+def walk(
+    path: Path,
+    *,
+    max_files: int,
+    max_sparse_bytes: int | None = None,
+    exclusion: Exclusion = NOTHING_EXCLUDED,
+) -> Tree:
     """Every regular file of a checkpoint directory, hidden ones too, or the one file at `path`.
 
-    `path` itself may be a link: whoever named it meant it.  Raises NotFound, StorageFailed, and
+    `path` itself may be a link: whoever named it meant it.  Of a directory `exclusion` leaves out
+    what it names, whatever that is; nothing of it is opened.  Raises NotFound, StorageFailed, and
     BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
     that is not portable or has a twin in another case, an mstore store or models of a Hub cache
     inside, too many files, files that change meanwhile, and more in sparse files than the limit.
@@ -97,13 +119,54 @@ def walk(path: Path, *, max_files: int, max_sparse_bytes: int | None = None) -> 
         raise BadCheckpoint("is neither a directory nor a regular file", where=str(path))
     shown = hub_snapshot(path)
     root = shown.resolve()
-    walker = _Walker(root, shown, _own_blobs(root), max_files)
-    found = sorted(walker.files(), key=lambda each: each.path)
+    walker = _Walker(root, shown, _own_blobs(root), max_files, exclusion)
+    if exclusion.reads_file:
+        walker = walker.with_file()
+    found, excluded = walker.files()
+    _refuse_unloadable(found, excluded, shown)
     _refuse_hub(found, shown)
     check_case_twins((each.path for each in found), str(path))
-    tree = Tree(root, shown, tuple(found))
+    tree = Tree(root, shown, tuple(found), tuple(excluded))
     _refuse_holes(tree, max_sparse_bytes)
     return tree
+
+
+def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], shown: Path) -> None:
+    """What is left must still be a model: it has weights, and beside them what they need."""
+    weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
+    if not weights:
+        lost = next((one for one in excluded if one.has_weights), None)
+        if lost is not None:
+            raise BadCheckpoint(
+                f"all its weights are left out, {quoted(lost.path)} by {told(lost.pattern)}",
+                where=str(shown),
+                hint=_instead(lost.pattern, shown),
+            )
+        return
+    homes = {os.path.dirname(path) for path in weights}
+    for one in excluded:
+        if is_needed(one.path) and os.path.dirname(one.path) in homes:
+            raise BadCheckpoint(
+                f"{told(one.pattern)} leaves out {quoted(one.path)}, and the weights beside it "
+                "cannot be loaded without",
+                where=str(shown),
+                hint=f"after that pattern: --exclude '!/{one.path}'",
+            )
+
+
+def told(pattern: Pattern) -> str:
+    """A pattern and where it stands, in words."""
+    return f"{quoted(pattern.text)} of {pattern.source}"
+
+
+def _instead(pattern: Pattern, shown: Path) -> str:
+    """What to type where a pattern takes too much."""
+    line = f"mstore add {shlex.quote(str(shown))} --name {name_for(shown)}"
+    if pattern.source == IGNORE_FILE:
+        return f"change {shlex.quote(str(shown / IGNORE_FILE))}, or: {line} --exclude '!*{WEIGHTS}'"
+    if pattern.source == "--exclude":
+        return f"{line}    (without --exclude {shlex.quote(pattern.text)})"
+    return f"{line} --no-default-excludes"
 
 
 def _refuse_holes(tree: Tree, limit: int | None) -> None:
@@ -249,6 +312,11 @@ def _read_error(error: OSError, where: str) -> MstoreError:
     return changed(where) if is_link else storage_error(error, where)
 
 
+def _shown(path: str) -> str:
+    """A path as text: what is left out may have any name."""
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass(frozen=True, slots=True)
 class _Walker:
     """One walk below `root`; `blobs` is where links may lead besides."""
@@ -257,10 +325,25 @@ class _Walker:
     shown: Path
     blobs: Path | None
     max_files: int
+    exclusion: Exclusion
 
-    def files(self) -> list[Found]:
-        """Iterative, so that depth costs no stack."""
+    def with_file(self) -> _Walker:
+        """The same with what the checkpoint's own `.mstoreignore` says."""
+        path = self.root / IGNORE_FILE
+        if not os.path.lexists(path):
+            return self
+        if path.is_symlink():
+            path = self._linked(IGNORE_FILE).absolute
+        with open_regular(path) as (descriptor, _):
+            data = read_range(descriptor, 0, MAX_IGNORE_BYTES + 1)
+        return replace(
+            self, exclusion=self.exclusion.with_file(data, str(self.shown / IGNORE_FILE))
+        )
+
+    def files(self) -> tuple[list[Found], list[Excluded]]:
+        """What is there and what was left out, each sorted.  Iterative: depth costs no stack."""
         found: list[Found] = []
+        excluded: list[Excluded] = []
         pending = [""]
         while pending:
             prefix = pending.pop()
@@ -268,15 +351,52 @@ class _Walker:
                 with self._entries(prefix) as entries:
                     for entry in entries:
                         relative = f"{prefix}{entry.name}"
+                        is_directory = entry.is_dir(follow_symlinks=False)
+                        left_out = self._left_out(entry, relative, is_directory=is_directory)
+                        if left_out is not None:
+                            excluded.append(left_out)
+                            continue
                         check_relative(relative, str(self.shown))
-                        if entry.is_dir(follow_symlinks=False):
+                        if is_directory:
                             pending.append(f"{relative}/")
                         else:
                             found.append(self._file(entry, relative))
                         self._check_count(len(found) + len(pending))
             except OSError as error:
                 raise _read_error(error, str(self.shown / prefix)) from error
-        return found
+        found.sort(key=lambda each: each.path)
+        excluded.sort(key=lambda each: each.path)
+        return found, excluded
+
+    def _left_out(
+        self, entry: os.DirEntry[str], relative: str, *, is_directory: bool
+    ) -> Excluded | None:
+        pattern = self.exclusion.deciding(relative, is_directory=is_directory)
+        if pattern is None:
+            return None
+        if not is_directory:
+            size = entry.stat(follow_symlinks=False).st_size
+            return Excluded(_shown(relative), pattern, 1, size, relative.endswith(WEIGHTS))
+        counted = self._counted(relative, pattern)
+        return None if spares(pattern, has_weights=counted.has_weights) else counted
+
+    def _counted(self, relative: str, pattern: Pattern) -> Excluded:
+        """A directory that is left out: what may not be looked at counts for nothing."""
+        files = size = entries = 0
+        has_weights = False
+        pending = [f"{relative}/"]
+        while pending and entries <= self.max_files:
+            prefix = pending.pop()
+            with suppress(OSError), self._entries(prefix) as listed:
+                for entry in listed:
+                    entries += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{prefix}{entry.name}/")
+                        continue
+                    files += 1
+                    size += entry.stat(follow_symlinks=False).st_size
+                    has_weights = has_weights or entry.name.endswith(WEIGHTS)
+        return Excluded(f"{_shown(relative)}/", pattern, files, size, has_weights)
 
     @contextmanager
     def _entries(self, prefix: str) -> Iterator[list[os.DirEntry[str]]]:
@@ -297,7 +417,7 @@ class _Walker:
             )
 
     def _file(self, entry: os.DirEntry[str], relative: str) -> Found:
-        found = self._linked(entry, relative) if entry.is_symlink() else self._own(entry, relative)
+        found = self._linked(relative) if entry.is_symlink() else self._own(entry, relative)
         if entry.name == "format":
             self._refuse_store(found)
         return found
@@ -311,7 +431,7 @@ class _Walker:
             )
         return Found(relative, self.root / relative, status)
 
-    def _linked(self, entry: os.DirEntry[str], relative: str) -> Found:
+    def _linked(self, relative: str) -> Found:
         where = str(self.shown / relative)
         target = Path(os.path.realpath(self.root / relative))
         if not target.is_relative_to(self.root) and target.parent != self.blobs:

@@ -35,6 +35,7 @@ from mstore.checkpoint.directory import (
     Replacement,
     read_weight_map,
 )
+from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Exclusion
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
@@ -101,6 +102,7 @@ def convert(
     *,
     limits: ConversionLimits,
     checkpoint_limits: CheckpointLimits = DEFAULT_LIMITS,
+    exclusion: Exclusion = NOTHING_EXCLUDED,
 ) -> Conversion:
     """Write a checkpoint's pickled weights to the directory `scratch`, as safetensors.
 
@@ -111,6 +113,7 @@ def convert(
         path,
         max_files=checkpoint_limits.max_files,
         max_sparse_bytes=checkpoint_limits.max_sparse_bytes,
+        exclusion=exclusion,
     )
     pickles = [found for found in tree.files if _is_pickle(found)]
     own = {found.path for found in tree.files}

@@ -10,7 +10,7 @@ import typer
 
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
-from mstore_cli.options import Message, Threads
+from mstore_cli.options import Exclude, Message, NoDefaultExcludes, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size, parse_size
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mstore.reports import AddReport, ParentReport
 
 NO_BASE = "none"
+NAMES_SHOWN = 4
 
 
 @command(
@@ -80,6 +81,8 @@ def add(
             "another shape. Repeat.",
         ),
     ] = None,
+    exclude: Exclude = None,
+    no_default_excludes: NoDefaultExcludes = False,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -114,6 +117,10 @@ def add(
     Blocks that the store has already cost nothing. Adding the same bytes again changes nothing.
     Each of several checkpoints is stored whole or not at all; those that others declare as their
     base come first.
+
+    Left out is what is no part of a model: .git, the Hub's download cache, and what only goes on
+    training (optimizer.pt, scheduler.pt, rng_state*.pth, global_step*/ and their like). Patterns
+    of a file .mstoreignore in the directory and those of --exclude say more; '!name' takes back.
     """
     named = _named(paths, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
@@ -132,6 +139,8 @@ def add(
                         detect_base=base is None,
                         only=only or (),
                         skip=skip or (),
+                        exclude=exclude or (),
+                        default_excludes=not no_default_excludes,
                         codec=codec,
                         convert=_conversion() if convert else None,
                         limits=limits,
@@ -252,11 +261,22 @@ def _show_one(screen: Screen, report: AddReport) -> None:
                 "equal to base",
                 None if equal is None else f"{equal} of {report.blocks_total} blocks",
             ),
+            ("left out", _left_out(report)),
             ("time", format_seconds(report.seconds)),
         ]
     )
     for note in report.notes:
         screen.line(f"note: {note}")
+
+
+def _left_out(report: AddReport) -> str | None:
+    if not report.excluded:
+        return None
+    shown = ", ".join(report.excluded[:NAMES_SHOWN])
+    more = len(report.excluded) - NAMES_SHOWN
+    names = f"{shown} and {more} more" if more > 0 else shown
+    files = counted(report.excluded_files, "file")
+    return f"{files}, {format_size(report.excluded_bytes)}: {names}"
 
 
 def _base(base: ParentReport | None, reason: str | None) -> str | None:

@@ -1,0 +1,226 @@
+"""What lies in a checkpoint's directory and is no part of the model.
+
+Patterns come from three places, and the last one that fits a path decides: the defaults below, the
+file `.mstoreignore` at the top of the directory, and the caller.  They read as in gitignore(5):
+
+    name        a file or directory of this name, at any depth
+    dir/        a directory only, and so all that is in it
+    /a, a/b     from the top of the checkpoint on
+    *  ?  [a-z] within a name; `**` as a whole part stands for any number of directories
+    !name       takes back what an earlier pattern left out; not within a directory that is left out
+    # ...       a comment; \\# and \\! begin a name
+
+The defaults leave out what programs put beside a model: version control, the download cache of the
+Hub, and what only goes on training (optimizer, schedule, loss scale, random state).  They name such
+files one by one: `*.pt` would take weights too, and voices and styles that some models load.
+`trainer_state.json` stays: it is small, and tells how the model came to be.  No default takes a
+file that a model is loaded from (`is_needed`), nor a directory in which weights lie.
+
+Patterns are data: they are matched part by part, in time that grows with path and pattern only.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+from mstore.checkpoint.paths import quoted
+from mstore.errors import BadCheckpoint, BadRequest
+
+IGNORE_FILE: Final = ".mstoreignore"
+MAX_IGNORE_BYTES: Final = 1 << 16
+MAX_PATTERNS: Final = 1000
+MAX_PARTS: Final = 64
+WEIGHTS: Final = ".safetensors"
+DEFAULT: Final = "the defaults"
+ASKED: Final = "--exclude"
+
+DEFAULT_PATTERNS: Final = (
+    ".git",
+    ".hg/",
+    ".svn/",
+    ".cache/huggingface/",
+    IGNORE_FILE,
+    "optimizer.pt",
+    "optimizer.bin",
+    "optimizer_[0-9]*.bin",
+    "optimizer_[0-9]*/",
+    "scheduler.pt",
+    "scheduler.bin",
+    "scheduler_[0-9]*.bin",
+    "scaler.pt",
+    "rng_state.pth",
+    "rng_state_*.pth",
+    "random_states_*.pkl",
+    "global_step*/",
+)
+# Only in these may lie files of any name without a model being there.
+_NEVER_A_MODEL: Final = frozenset({".git", ".hg/", ".svn/", ".cache/huggingface/"})
+
+_NEEDED: Final = frozenset(
+    {
+        "config.json",
+        "adapter_config.json",
+        "model_index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One line: as it was written, where, and what it fits."""
+
+    text: str
+    source: str
+    parts: tuple[str, ...]
+    takes_back: bool
+    directories_only: bool
+
+    @classmethod
+    def parsed(cls, text: str, source: str) -> Pattern | None:
+        """None for a line that says nothing.  Raises BadRequest."""
+        line = text.rstrip("\r\n")
+        while line.endswith(" ") and not line.endswith("\\ "):
+            line = line[:-1]
+        if not line or line.startswith("#"):
+            return None
+        takes_back = line.startswith("!")
+        glob = line[1:] if takes_back else line
+        directories_only = glob.endswith("/")
+        glob = glob.removesuffix("/")
+        parts = tuple(_part(part) for part in glob.removeprefix("/").split("/"))
+        if not glob or not all(parts) or len(parts) > MAX_PARTS:
+            raise BadRequest(
+                f"{quoted(line)} is no pattern",
+                where=source,
+                hint="mstore add PATH --name NAME --exclude 'logs/' --exclude '*.tmp'",
+            )
+        if "/" not in glob:
+            # Without a slash it fits at any depth.
+            parts = ("**", *parts)
+        if parts[-1] == "**":
+            # All that is below a directory, and not the directory itself.
+            parts = (*parts, "*")
+        return cls(line, source, parts, takes_back, directories_only)
+
+    def fits(self, parts: Sequence[str], *, is_directory: bool) -> bool:
+        """Whether it fits a path, given as its parts."""
+        if self.directories_only and not is_directory:
+            return False
+        # Which beginnings of the pattern fit the path so far: each part is looked at once.
+        here = self._past_stars({0})
+        for name in parts:
+            there = set()
+            for at in here:
+                if at == len(self.parts):
+                    continue
+                if self.parts[at] == "**":
+                    there.add(at)
+                elif fnmatchcase(name, self.parts[at]):
+                    there.add(at + 1)
+            here = self._past_stars(there)
+        return len(self.parts) in here
+
+    def _past_stars(self, places: set[int]) -> set[int]:
+        found = set(places)
+        for at in sorted(places):
+            place = at
+            while place < len(self.parts) and self.parts[place] == "**":
+                place += 1
+                found.add(place)
+        return found
+
+
+_ESCAPED: Final = re.compile(r"\\(.)")
+
+
+def _part(glob: str) -> str:
+    """One part of a path as `fnmatch` takes it."""
+    if glob == "**":
+        return glob
+    plain = _ESCAPED.sub(lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], glob)
+    return plain.replace("[^", "[!")
+
+
+def _patterns(lines: Iterable[str], source: str) -> tuple[Pattern, ...]:
+    found = [Pattern.parsed(line, source) for line in lines]
+    patterns = tuple(pattern for pattern in found if pattern is not None)
+    if len(patterns) > MAX_PATTERNS:
+        raise BadRequest(f"more than {MAX_PATTERNS} patterns", where=source)
+    return patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Which files and directories of a checkpoint are left out; the last pattern that fits decides.
+
+    reads_file: whether the checkpoint's own `.mstoreignore` has a say.
+    """
+
+    patterns: tuple[Pattern, ...] = ()
+    asked: tuple[Pattern, ...] = ()
+    reads_file: bool = True
+
+    @classmethod
+    def chosen(cls, exclude: Sequence[str] = (), *, defaults: bool = True) -> Exclusion:
+        """By what a caller asks for.  Raises BadRequest for what is no pattern."""
+        own = _patterns(DEFAULT_PATTERNS, DEFAULT) if defaults else ()
+        return cls(own, _patterns(exclude, ASKED))
+
+    def with_file(self, data: bytes, where: str) -> Exclusion:
+        """The same with the lines of an `.mstoreignore`.  Raises BadCheckpoint."""
+        try:
+            if len(data) > MAX_IGNORE_BYTES:
+                raise BadRequest(f"longer than {MAX_IGNORE_BYTES} bytes")
+            lines = _patterns(data.decode("utf-8-sig").split("\n"), IGNORE_FILE)
+        except UnicodeDecodeError as error:
+            raise BadCheckpoint("is not valid UTF-8", where=where) from error
+        except BadRequest as error:
+            raise BadCheckpoint(error.what, where=where) from error
+        return Exclusion((*self.patterns, *lines), self.asked, reads_file=False)
+
+    def deciding(self, path: str, *, is_directory: bool) -> Pattern | None:
+        """The pattern that leaves a path out; None where it stays."""
+        parts = path.split("/")
+        for pattern in reversed((*self.patterns, *self.asked)):
+            if pattern.fits(parts, is_directory=is_directory):
+                return None if pattern.takes_back else pattern
+        return None
+
+
+NOTHING_EXCLUDED: Final = Exclusion(reads_file=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A file that was left out, or a directory (its path ends with a slash) with all in it."""
+
+    path: str
+    pattern: Pattern
+    files: int
+    size: int
+    has_weights: bool
+
+
+def spares(pattern: Pattern, *, has_weights: bool) -> bool:
+    """Whether a directory stays although a pattern fits: one of the defaults takes no weights."""
+    return has_weights and pattern.source == DEFAULT and pattern.text not in _NEVER_A_MODEL
+
+
+def is_needed(path: str) -> bool:
+    """Whether a model beside this file is loaded with it: its config, its tokenizer, its index."""
+    return posixpath.basename(path) in _NEEDED or path.endswith(f"{WEIGHTS}.index.json")
