@@ -402,6 +402,27 @@ class DiffReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryDiffReport:
+    """How a directory differs from a snapshot; nothing is listed where it is what is stored.
+
+    A file or tensor that the directory lacks is `removed`, one that only it has is `added`.
+    `excluded` is what lies in the directory, is no part of a model, and is not stored.  `notes`
+    name files whose headers cannot be read.
+    """
+
+    snapshot: SnapshotId
+    directory: str
+    files: tuple[FileDiff, ...]
+    tensors: tuple[TensorDiff, ...]
+    files_equal: int
+    tensors_equal: int
+    blocks_total: int
+    blocks_changed: int
+    excluded: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertShare:
     """What one expert gave, and what was left out of it and why.
 

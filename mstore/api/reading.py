@@ -16,6 +16,7 @@ from mstore.ids import Buffer, SnapshotId
 from mstore.reports import (
     CheckoutReport,
     DiffReport,
+    DirectoryDiffReport,
     FileReport,
     SnapshotReport,
     TensorReport,
@@ -143,6 +144,40 @@ class Reading(OpenStore):
                 blocks=blocks,
                 threads=thread_count(threads),
                 computing=self._computing,
+            )
+
+    def diff_directory(
+        self,
+        revision: str,
+        directory: str | Path,
+        *,
+        exclude: Sequence[str] = (),
+        default_excludes: bool = True,
+        blocks: bool = False,
+        threads: int | None = None,
+        progress: Report | None = None,
+    ) -> DirectoryDiffReport:
+        """How a directory, or one file, differs from a snapshot: is it what is stored?
+
+        Every byte is hashed, and nothing written, here or there.  exclude, default_excludes: as
+        `add` has them; they leave out nothing that the snapshot holds.  Raises NotFound,
+        BadCheckpoint for a directory that `add` would not walk or that changes meanwhile, Corrupt,
+        StorageFailed.
+        """
+        from mstore.checkpoint.exclusion import Exclusion
+        from mstore.compare import compare
+
+        id = self._whole(revision)
+        with contents.held(self._catalog, [id]):
+            return compare(
+                self._catalog,
+                id,
+                Path(directory),
+                exclusion=Exclusion.chosen(exclude, defaults=default_excludes),
+                blocks=blocks,
+                threads=thread_count(threads),
+                computing=self._computing,
+                progress=progress,
             )
 
     def checkout(

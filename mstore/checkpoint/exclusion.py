@@ -24,7 +24,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -168,12 +168,14 @@ def _patterns(lines: Iterable[str], source: str) -> tuple[Pattern, ...]:
 class Exclusion:
     """Which files and directories of a checkpoint are left out; the last pattern that fits decides.
 
-    reads_file: whether the checkpoint's own `.mstoreignore` has a say.
+    reads_file: whether the checkpoint's own `.mstoreignore` has a say.  kept: paths that stay
+    whatever patterns say.
     """
 
     patterns: tuple[Pattern, ...] = ()
     asked: tuple[Pattern, ...] = ()
     reads_file: bool = True
+    kept: frozenset[str] = frozenset()
 
     @classmethod
     def chosen(cls, exclude: Sequence[str] = (), *, defaults: bool = True) -> Exclusion:
@@ -191,10 +193,21 @@ class Exclusion:
             raise BadCheckpoint("is not valid UTF-8", where=where) from error
         except BadRequest as error:
             raise BadCheckpoint(error.what, where=where) from error
-        return Exclusion((*self.patterns, *lines), self.asked, reads_file=False)
+        return replace(self, patterns=(*self.patterns, *lines), reads_file=False)
+
+    def keeping(self, paths: Iterable[str]) -> Exclusion:
+        """The same but for these files, and the directories on the way to them."""
+        kept: set[str] = set()
+        for path in paths:
+            while path and path not in kept:
+                kept.add(path)
+                path = posixpath.dirname(path)  # noqa: PLW2901 -- upward, to the top
+        return replace(self, kept=frozenset(kept))
 
     def deciding(self, path: str, *, is_directory: bool) -> Pattern | None:
         """The pattern that leaves a path out; None where it stays."""
+        if path in self.kept:
+            return None
         parts = path.split("/")
         for pattern in reversed((*self.patterns, *self.asked)):
             if pattern.fits(parts, is_directory=is_directory):

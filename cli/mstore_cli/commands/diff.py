@@ -1,19 +1,26 @@
-"""`mstore diff`: how one snapshot differs from another."""
+"""`mstore diff`: how one snapshot differs from another, or a directory from a snapshot."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.options import Threads
+from mstore_cli.errors import UsageError, notes
+from mstore_cli.options import Exclude, NoDefaultExcludes, Threads
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_share, format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import DiffReport, TensorDiff
+    from mstore import Store
+    from mstore.reports import DiffReport, DirectoryDiffReport, FileDiff, TensorDiff
 
 FILE_COLUMNS = (
     Column("FILE"),
@@ -31,29 +38,119 @@ TENSOR_COLUMNS = (
 )
 
 
-@command(example="mstore diff llama/base llama/math")
+@command(example="mstore diff llama/base llama/math\n  mstore diff llama/math ./llama-math")
 def diff(
     session: Session,
-    a: Annotated[str, typer.Argument(metavar="A", help="From this.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="To this.", show_default=False)],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help="From this snapshot.",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
+    ],
+    b: Annotated[
+        str,
+        typer.Argument(
+            metavar="B",
+            help="To this snapshot; or to this directory or file, where no snapshot has the name "
+            "or it begins with / or ./.",
+            show_default=False,
+            autocompletion=completion.refs,
+        ),
+    ],
     blocks: Annotated[
         bool, typer.Option("--blocks", help="Name the changed blocks of every tensor.")
     ] = False,
+    exclude: Exclude = None,
+    no_default_excludes: NoDefaultExcludes = False,
     threads: Threads = None,
 ) -> None:
-    """Compare two snapshots: files, tensors, blocks, and how far each tensor moved.
+    """Compare two snapshots, or a snapshot with a directory: files, tensors, blocks.
 
-    The distance is ||b - a|| / ||a|| over a whole tensor. Equal files and tensors are counted,
-    not listed. The exit status does not say whether they differ.
+    Of two snapshots it is told how far each tensor moved, ||b - a|| / ||a|| over a whole tensor.
+    Equal files and tensors are counted, not listed. The exit status does not say whether they
+    differ.
+
+    A directory is read as add reads it, with the same patterns for what is no part of a model, and
+    every byte is hashed; nothing is written. removed is what it lacks, added what only it has.
     """
-    with session.open() as store:
-        report = store.diff(a, b, blocks=blocks, threads=threads)
+    with session.open() as store, session.progress() as tick:
+        directory = _directory(store, b)
+        if directory is None:
+            if exclude or no_default_excludes:
+                raise UsageError(
+                    "--exclude and --no-default-excludes are for a directory, and "
+                    f"{b} is a snapshot",
+                    hint=f"mstore diff {shlex.quote(a)} {shlex.quote(f'./{b}')} --exclude PATTERN",
+                )
+            report = store.diff(a, b, blocks=blocks, threads=threads)
+        else:
+            found = store.diff_directory(
+                a,
+                directory,
+                exclude=exclude or (),
+                default_excludes=not no_default_excludes,
+                blocks=blocks,
+                threads=threads,
+                progress=tick,
+            )
+
+    if directory is not None:
+        names = [*(one.path for one in found.files), *(one.name for one in found.tensors)]
+        session.output.emit(
+            found, ids=names, human=lambda screen: _draw_directory(screen, found, blocks=blocks)
+        )
+        return
 
     def human(screen: Screen) -> None:
         _draw(screen, report, blocks=blocks)
 
     names = [*(one.path for one in report.files), *(one.name for one in report.tensors)]
     session.output.emit(report, ids=names, human=human)
+
+
+def _directory(store: Store, name: str) -> Path | None:
+    """The directory that a name means; None where it means a snapshot.
+
+    What begins as a path only can is one.  Else a snapshot comes first, and a note tells of a
+    directory of the same name.
+    """
+    from mstore.errors import BadName, NotFound
+
+    path = Path(name)
+    if name in (".", "..") or name.startswith(("/", "./", "../")) or name.endswith("/"):
+        return path
+    there = os.path.lexists(path)
+    try:
+        store[name]
+    except (BadName, NotFound):
+        if there:
+            return path
+        raise
+    if there:
+        notes([f"{name} is taken as the snapshot; the directory is ./{name}"])
+    return None
+
+
+def _draw_directory(screen: Screen, report: DirectoryDiffReport, *, blocks: bool) -> None:
+    if not report.files and not report.tensors:
+        screen.line(f"{report.directory} is what {short(report.snapshot)} holds", style="green")
+    changed = format_share(report.blocks_changed, report.blocks_total)
+    screen.fields(
+        [
+            ("snapshot", short(report.snapshot)),
+            ("directory", report.directory),
+            ("files", f"{len(report.files)} differ, {report.files_equal} equal"),
+            ("tensors", f"{len(report.tensors)} differ, {report.tensors_equal} equal"),
+            ("blocks", f"{report.blocks_changed} of {report.blocks_total} changed ({changed})"),
+            ("no part", ", ".join(report.excluded) or None),
+        ]
+    )
+    _tables(screen, report.files, report.tensors, blocks=blocks, moved=False)
+    for note in report.notes:
+        screen.line(f"note: {note}")
 
 
 def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:
@@ -67,30 +164,40 @@ def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:
             ("blocks", f"{report.blocks_changed} of {report.blocks_total} changed ({changed})"),
         ]
     )
-    if report.files:
+    _tables(screen, report.files, report.tensors, blocks=blocks, moved=True)
+
+
+def _tables(
+    screen: Screen,
+    files: Sequence[FileDiff],
+    tensors: Sequence[TensorDiff],
+    *,
+    blocks: bool,
+    moved: bool,
+) -> None:
+    if files:
         screen.line()
     screen.table(
         FILE_COLUMNS,
-        (
-            (one.path, one.status, format_size(one.size_a), format_size(one.size_b))
-            for one in report.files
-        ),
+        ((one.path, one.status, format_size(one.size_a), format_size(one.size_b)) for one in files),
     )
-    if report.tensors:
+    if tensors:
         screen.line()
-    columns = (*TENSOR_COLUMNS, Column("WHICH")) if blocks else TENSOR_COLUMNS
-    screen.table(columns, (_tensor_row(one, blocks=blocks) for one in report.tensors))
+    columns = TENSOR_COLUMNS if moved else TENSOR_COLUMNS[:-1]
+    columns = (*columns, Column("WHICH")) if blocks else columns
+    screen.table(columns, (_tensor_row(one, blocks=blocks, moved=moved) for one in tensors))
 
 
-def _tensor_row(one: TensorDiff, *, blocks: bool) -> tuple[str, ...]:
-    row = (
+def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...]:
+    row: tuple[str, ...] = (
         one.name,
         one.status,
         one.dtype,
         "x".join(str(length) for length in one.shape) or "scalar",
         f"{one.blocks_changed}/{one.blocks_total}",
-        "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}",
     )
+    if moved:
+        row = (*row, "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}")
     return (*row, spans(one.changed_blocks or ())) if blocks else row
 
 
