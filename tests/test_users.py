@@ -153,6 +153,13 @@ def reads(place: World, reader: User, store: Path) -> None:
             "mstore fsck --read-data",
             "mstore gc --dry-run",
             "mstore checkout merged out",
+            "mstore diff merged ./out",
+            # The second brings the first up to date.
+            "mstore backup kept",
+            "mstore backup kept",
+            f"mstore clone {store} cloned",
+            "mstore --store kept fsck --read-data",
+            "mstore --store cloned fsck --read-data",
         )
         for status, command, printed in together(place, reader, commands, at, store):
             assert status == 0, (command, printed)
@@ -172,7 +179,7 @@ def reads(place: World, reader: User, store: Path) -> None:
         )
         done(place, reader, f'python -c "{program}"', at, store)
     finally:
-        place.run(reader, "mstore unmount mnt; rm -rf mnt out plan.json", at, store)
+        place.run(reader, "mstore unmount mnt; rm -rf mnt out plan.json kept cloned", at, store)
     assert everything(store) == before
 
 

@@ -16,6 +16,7 @@ pack of the destination may have the good copy.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -265,4 +266,4 @@ class _Backup:
     def _hint(self) -> str | None:
         if not self._findings.problems:
             return None
-        return f"mstore fsck --read-data --repair --from {self._layout.root}"
+        return f"mstore fsck --read-data --repair --from {shlex.quote(str(self._layout.root))}"

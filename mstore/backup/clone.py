@@ -12,6 +12,7 @@ Unlike a backup a clone is whole or not there: damage in the source ends it.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -161,8 +162,9 @@ class _Clone:
             raise self._damaged(f"{first.kind} {first.where}", first.what)
 
     def _damaged(self, where: str, what: str) -> Corrupt:
+        store = shlex.quote(str(self._catalog.layout.root))
         return Corrupt(
             f"{what}: the store is damaged, and no clone of it was made",
             where=where,
-            hint=f"mstore --store {self._catalog.layout.root} fsck --read-data",
+            hint=f"mstore --store {store} fsck --read-data",
         )

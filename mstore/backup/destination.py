@@ -17,6 +17,7 @@ Only then do old packs go: those that the old index named are condemned in the n
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ class Destination:
                     ),
                 )
         except Corrupt as error:
-            error.hint = f"mstore --store {layout.root} fsck    (or {_HINT})"
+            store = shlex.quote(str(layout.root))
+            error.hint = f"mstore --store {store} fsck    (or {_HINT})"
             raise
 
     @contextmanager
