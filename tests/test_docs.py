@@ -208,3 +208,40 @@ def test_pipelines(kind: str, tmp_path: Path) -> None:
     changed = next(step for step in steps if "all(.tensors" in step).splitlines()[-1]
     assert run('echo \'{"tensors": [{"name": "model.norm.weight"}]}\' > diff.json').returncode == 0
     assert run(changed).returncode != 0
+
+
+def test_nightly_backup(tmp_path: Path) -> None:
+    """The script of docs/howto/backup.md makes a backup, brings it up to date, and it restores."""
+    page = (DOCS / "howto" / "backup.md").read_text()
+    script, restore = (
+        next(
+            block for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) if word in block
+        )
+        for word in ("#!/bin/sh", "/srv/models/restored")
+    )
+    readme_family.write(tmp_path)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def run(text: str) -> str:
+        for place in ("/srv/models", "/backup/models"):
+            text = text.replace(place, f"{tmp_path}{place}")
+        done = subprocess.run(
+            ["sh", "-ec", text],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("mkdir -p /srv/models && mkdir -p $(dirname /backup/models)")
+    store = "mstore --store /srv/models/store"
+    run(f"{store} init && {store} add llama --name llama")
+    run(script)
+    run(f"{store} add code --name code")
+    run(script)
+    run(restore)
+    assert run("mstore --store /srv/models/restored refs -q").split() == ["code", "llama"]
