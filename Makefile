@@ -1,6 +1,8 @@
 # Tasks.  Each one sets up what it needs; CI calls the same names (.ci/run).
 PYTHON := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The tests start some hundred processes: each would compile its sources where none are kept.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
 .PHONY: setup demo test test-slow fuzz soak adversary check conformance format clean
 
@@ -11,11 +13,13 @@ setup:
 demo: setup
 	@$(PYTHON) examples/demo.py
 
+# A worker for each core, up to four.  Tests go to the workers in long runs of neighbours, which
+# share what their module made.
 test: setup
-	@$(PYTHON) -m pytest -q -m "not slow"
+	@$(PYTEST) -q -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: setup
-	@$(PYTHON) -m pytest -q -m slow
+	@$(PYTEST) -q -m slow
 
 # Changed inputs for every parser, for SECONDS; guided by coverage where atheris is installed.
 SECONDS ?= 600

@@ -5,8 +5,11 @@ was said until a test is over.  So whatever ends its process without an exceptio
 signal, a limit, a fork whose child runs on into pytest) belongs in a program that a test starts;
 here such a call is an AssertionError, and its test fails with the others.
 
+The same holds in each worker of pytest-xdist, and for the process above it, which gathers what all
+of them found.  Only xdist itself may end a worker, when nobody listens to it any more.
+
 Knows the calls of Python; what ends the process from within C (a wild pointer) pytest's own
-faulthandler tells.
+faulthandler tells, and xdist names the test at which a worker was lost.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import faulthandler
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +29,7 @@ HARMLESS = {0, signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}
 def refuse() -> None:
     """From now on, in this process and not in its children."""
     here = os.getpid()
+    above = os.getppid()
 
     def guard(module: Any, name: str, ends: Callable[..., bool]) -> None:
         real = getattr(module, name)
@@ -40,18 +45,28 @@ def refuse() -> None:
         """Whether the signal ends this process: it does so where nobody listens."""
         return number not in HARMLESS and signal.getsignal(number) in (signal.SIG_DFL, None)
 
-    def reaches_us(process: int) -> bool:
-        return process in (here, 0, -1, -os.getpgid(0))
+    def reaches_others(process: int) -> bool:
+        """Whether it hits the process above or all of the group; who knows what those hear."""
+        return process in (above, 0, -1, -os.getpgid(0))
+
+    def kills(process: int, number: int) -> bool:
+        if reaches_others(process):
+            return number not in HARMLESS
+        return process == here and deadly(number)
 
     def always(*given: Any, **named: Any) -> bool:
         return True
 
-    guard(os, "_exit", always)
+    def asked_by_a_test(status: int) -> bool:
+        # The call, `ends`, `guarded`, and who called that.
+        return sys._getframe(2).f_globals.get("__name__") != "execnet.gateway_base"
+
+    guard(os, "_exit", asked_by_a_test)
     guard(os, "abort", always)
     guard(os, "fork", always)
     guard(os, "forkpty", always)
-    guard(os, "kill", lambda process, number: reaches_us(process) and deadly(number))
-    guard(os, "killpg", lambda group, number: group in (0, os.getpgid(0)) and deadly(number))
+    guard(os, "kill", kills)
+    guard(os, "killpg", lambda group, number: kills(-group, number))
     guard(signal, "raise_signal", deadly)
     guard(signal, "pthread_kill", lambda thread, number: deadly(number))
     guard(signal, "alarm", lambda seconds: seconds > 0 and deadly(signal.SIGALRM))

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ENDS = (
     "os._exit(0)",
     "os.abort()",
     "os.fork()",
     "os.kill(os.getpid(), signal.SIGKILL)",
+    "os.kill(os.getppid(), signal.SIGTERM)",
     "os.kill(0, signal.SIGTERM)",
     "os.killpg(os.getpgid(0), signal.SIGTERM)",
     "signal.raise_signal(signal.SIGUSR1)",
@@ -43,19 +46,20 @@ def test_what_is_free():
 """
 
 
-def test_no_test_ends_the_run_in_silence(tmp_path: Path) -> None:
-    """Each call that would end pytest fails its test instead, and the tests after it run."""
-    program = tmp_path / "test_ends.py"
-    program.write_text(
-        "import faulthandler, os, resource, signal, subprocess, sys, threading, time\n"
-        "import pytest\n"
-        f"@pytest.mark.parametrize('call', {ENDS!r})\n"
-        "def test_an_end(call):\n    eval(call)\n" + FREE
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", program],
-        cwd=tmp_path,
+IMPORTS = (
+    "import ctypes, faulthandler, os, resource, signal, subprocess, sys, threading, time, pytest\n"
+)
+
+
+def pytest_on(program: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What pytest, with our conftest, makes of a file of tests."""
+    (directory / "test_ends.py").write_text(IMPORTS + program)
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    line = ["-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", *options]
+    return subprocess.run(
+        # A process above it, for what ends that.
+        ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, *line, "test_ends.py"],
+        cwd=directory,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -63,5 +67,49 @@ def test_no_test_ends_the_run_in_silence(tmp_path: Path) -> None:
         # Where nothing is refused, a signal to the group is for this one only.
         start_new_session=True,
     )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_test_ends_the_run_in_silence(workers: int, tmp_path: Path) -> None:
+    """Each call that would end pytest, or a worker of it, or the process above, fails its test
+    instead, and the tests after it run."""
+    program = (
+        f"@pytest.mark.parametrize('call', {ENDS!r})\n"
+        "def test_an_end(call):\n    eval(call)\n" + FREE
+    )
+    done = pytest_on(program, tmp_path, f"-n{workers}")
     assert f"{len(ENDS)} failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("belongs in a child process") >= len(ENDS)
+
+
+def test_a_lost_worker_is_a_failed_test(tmp_path: Path) -> None:
+    """A worker that dies from within C fails the test that it was at; the others run."""
+    program = "".join(f"def test_{number}():\n    pass\n" for number in range(6))
+    program += "def test_wild():\n    ctypes.string_at(0)\n"
+    done = pytest_on(program, tmp_path, "-n2", "--dist=worksteal")
+    assert "1 failed, 6 passed" in done.stdout, done.stdout + done.stderr
+    assert "crashed while running 'test_ends.py::test_wild'" in done.stdout
+    assert done.returncode == 1
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+
+
+def test_xdist_may_end_a_worker() -> None:
+    """A worker that is busy when nobody listens to it any more is ended by xdist, as ever."""
+    program = (
+        "import signal, types, silent_ends\n"
+        "from execnet.gateway_base import WorkerGateway\n"
+        "silent_ends.refuse()\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "busy = types.SimpleNamespace(trigger_shutdown=lambda: None, waitall=lambda time: False)\n"
+        "worker = types.SimpleNamespace(_trace=lambda said: None, _execpool=busy)\n"
+        "WorkerGateway._terminate_execution(worker)\n"
+        "print('it lives')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
