@@ -4,7 +4,8 @@ Owns: `quick_family`, trained once in a pytest session. A test module that wants
 
     pytest_plugins = ["family_fixture"]
 
-and takes `quick_family` as an argument; the code of the example is then `family_fixture.family`.
+and takes `quick_family` as an argument; the code of the example is then `family_fixture.family`,
+imported where it is used (`later`).
 The checkpoints are shared: read them, copy what you want to change.
 
 PYTEST_DONT_REWRITE: nothing is asserted here, and those who use it import it before pytest does.
@@ -16,11 +17,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from later import Later
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import demo
-import family
+demo = Later("demo")
+family = Later("family")
 
 __all__ = ["demo", "family", "quick_family"]
 

@@ -109,8 +109,18 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # -- bytes and errors ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["place", "mixed"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *((method, "place") for method in METHODS),
+        *((method, "mixed") for method in ("linear", "dare_ties")),
+        *(
+            pytest.param(method, "mixed", marks=pytest.mark.slow)
+            for method in METHODS
+            if method not in ("linear", "dare_ties")
+        ),
+    ],
+)
 def test_every_budget_is_kept(method: str, kind: str, request: pytest.FixtureRequest) -> None:
     """From 10 to 100 %: bytes read are those planned, within the budget; error within the bound.
 
@@ -291,8 +301,18 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
-@pytest.mark.parametrize("density", [0.1, 0.5, 0.8])
-@pytest.mark.parametrize("kind", ["place", "mixed", "tied"])
+@pytest.mark.parametrize(
+    ("kind", "density"),
+    [
+        *(("tied", density) for density in (0.1, 0.5, 0.8)),
+        *((kind, 0.5) for kind in ("place", "mixed")),
+        *(
+            pytest.param(kind, density, marks=pytest.mark.slow)
+            for kind in ("place", "mixed")
+            for density in (0.1, 0.8)
+        ),
+    ],
+)
 def test_a_budget_changes_only_what_is_left_out(
     kind: str, density: float, request: pytest.FixtureRequest
 ) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from family_fixture import demo, family
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from later import Later
 
 pytest_plugins = ["family_fixture"]
 
-Family = family.Family
+torch = Later("torch")
+transformers = Later("transformers")
 
 
 def raw_tensors(checkpoint: Path) -> dict[str, tuple[str, bytes]]:
@@ -35,7 +35,7 @@ def raw_tensors(checkpoint: Path) -> dict[str, tuple[str, bytes]]:
     return found
 
 
-def test_members_are_sharded_checkpoints(quick_family: Family) -> None:
+def test_members_are_sharded_checkpoints(quick_family: family.Family) -> None:
     """Every member has three bf16 shards, an index with metadata, config and tokenizer."""
     for checkpoint in (quick_family.base, *quick_family.experts.values()):
         shards = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
@@ -50,9 +50,9 @@ def test_members_are_sharded_checkpoints(quick_family: Family) -> None:
         assert {dtype for dtype, _ in tensors.values()} == {"BF16"}
 
 
-def test_tokenizer_keeps_every_text(quick_family: Family) -> None:
+def test_tokenizer_keeps_every_text(quick_family: family.Family) -> None:
     """The tokenizer on disk turns any text into its bytes, special tokens apart, and back."""
-    tokenizer = AutoTokenizer.from_pretrained(quick_family.base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(quick_family.base)
     special = {"<|end|>": 256, "<|pad|>": 257}
 
     @given(st.text())
@@ -68,7 +68,7 @@ def test_tokenizer_keeps_every_text(quick_family: Family) -> None:
     assert len(tokenizer) == 258
 
 
-def test_frozen_tensors_equal_the_base(quick_family: Family) -> None:
+def test_frozen_tensors_equal_the_base(quick_family: family.Family) -> None:
     """What an expert froze is byte for byte the base's on disk, and everything else has moved."""
     base = raw_tensors(quick_family.base)
     frozen_names = {}
@@ -104,7 +104,7 @@ def test_rates_say_what_moves() -> None:
         assert factors == {round(2.6 if top > bottom else 1 / 2.6, 6)}
 
 
-def test_experts_are_experts(quick_family: Family) -> None:
+def test_experts_are_experts(quick_family: family.Family) -> None:
     """On the domain it was trained on, every expert beats the base clearly, and all others."""
     losses = {name: member.losses for name, member in quick_family.members.items()}
     for domain in quick_family.experts:
@@ -112,14 +112,14 @@ def test_experts_are_experts(quick_family: Family) -> None:
         assert min(losses, key=lambda name: losses[name][domain]) == domain
 
 
-def test_deltas_are_small(quick_family: Family) -> None:
+def test_deltas_are_small(quick_family: family.Family) -> None:
     """An expert lies near its base: between 0.1 % and 10 % of the base's norm away."""
     deltas = {name: member.delta for name, member in quick_family.members.items()}
     assert deltas.pop("base") == 0
     assert all(1e-3 < delta < 1e-1 for delta in deltas.values())
 
 
-def test_losses_are_those_of_the_files(quick_family: Family) -> None:
+def test_losses_are_those_of_the_files(quick_family: family.Family) -> None:
     """domain_losses of a path gives again what family.json recorded for it."""
     recorded = json.loads((quick_family.root / "family.json").read_text())
     assert recorded["domains"] == ["code", "prose", "arithmetic"]
@@ -191,7 +191,7 @@ def test_a_full_directory_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_description_is_plain_data(quick_family: Family) -> None:
+def test_description_is_plain_data(quick_family: family.Family) -> None:
     """family.json holds every field of every member."""
     recorded = json.loads((quick_family.root / "family.json").read_text())
     fields = {field.name for field in dataclasses.fields(family.Member)}

@@ -42,15 +42,15 @@ class Fault:
         self._at = at
         self._code = code
         self._lasting = lasting
-        self._seen = 0
+        self.kinds: list[str] = []
         self.hit: fs.Operation | None = None
         self.tried_again = False
 
     def __call__(self, operation: fs.Operation) -> None:
         if operation.kind == "committed":
             return
-        number = self._seen
-        self._seen += 1
+        number = len(self.kinds)
+        self.kinds.append(operation.kind)
         if self.hit is not None and self.hit.kind == "fsync":
             same = operation.path == self.hit.path
             self.tried_again |= same and operation.kind in {"fsync", "rename", "link"}
@@ -290,13 +290,37 @@ def _afterwards(
             yield f"the same again and gc leave a mess: {report.problems} {report.garbage}"
 
 
+def fail_everywhere(
+    call: Call, code: int, lasting: bool, sources: Path, scratch: Path, *, every: bool
+) -> None:
+    """Make one call again and again, with a fault at each of its operations.
+
+    every: otherwise at each that decides, and of those of one kind at every second: the one half if
+    the fault lasts, the other if not.
+    """
+    whole = Fault(sys.maxsize, code)
+    wrong = list(trial(call, sources, scratch, whole))
+    shutil.rmtree(scratch / "copy")
+    assert {"commit", "map"} & set(whole.kinds) or call is CALLS["config"]
+    assert len(whole.kinds) >= 2
+    for at, kind in enumerate(whole.kinds):
+        alike = whole.kinds.count(kind)
+        half = whole.kinds[:at].count(kind) % 2 == lasting
+        if not (every or half or alike == 1 or kind in {"commit", "map"}):
+            continue
+        fault = Fault(at, code, lasting=lasting)
+        problems = list(trial(call, sources, scratch, fault))
+        shutil.rmtree(scratch / "copy")
+        assert fault.hit is not None, f"{kind}, operation {at}, did not happen again"
+        wrong += [f"{at}, {fault.hit.kind} {fault.hit.path}: {what}" for what in problems]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("code", "lasting"),
     [
         pytest.param(errno.EIO, False, id="EIO once"),
         pytest.param(errno.ENOSPC, True, id="ENOSPC from there on"),
-        pytest.param(errno.ENOSPC, False, id="ENOSPC once", marks=pytest.mark.slow),
-        pytest.param(errno.EIO, True, id="EIO from there on", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("name", CALLS)
@@ -304,22 +328,18 @@ def test_every_operation_may_fail(
     name: str, code: int, lasting: bool, sources: Path, scratch: Path
 ) -> None:
     """Whatever file operation fails: an error and nothing published, or none and all of it."""
-    call = CALLS[name]
-    wrong: list[str] = []
-    failed = []
-    for at in count():
-        fault = Fault(at, code, lasting=lasting)
-        problems = list(trial(call, sources, scratch, fault))
-        shutil.rmtree(scratch / "copy")
-        if fault.hit is None:
-            # There are fewer operations than that.
-            wrong += problems
-            break
-        failed.append(fault.hit.kind)
-        wrong += [f"{at}, {fault.hit.kind} {fault.hit.path}: {what}" for what in problems]
-    assert wrong == []
-    assert {"commit", "map"} & set(failed) or name == "config"
-    assert at >= 2
+    fail_everywhere(CALLS[name], code, lasting, sources, scratch, every=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from there on"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_operation_may_fail_in_every_way(
+    name: str, code: int, lasting: bool, sources: Path, scratch: Path
+) -> None:
+    """The same for each operation and each way to fail."""
+    fail_everywhere(CALLS[name], code, lasting, sources, scratch, every=True)
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from there on"])

@@ -319,6 +319,21 @@ def test_nothing_is_left_for_later() -> None:
     assert [_name(p) for p in _sources() if marks.search(p.read_bytes())] == []
 
 
+def test_listing_the_tests_loads_no_framework() -> None:
+    """No module of the tests imports torch before a test runs: each worker lists all of them."""
+    slow = {"torch", "transformers", "safetensors.torch", "demo", "family"}
+    found = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        at_once = ast.Module(ast.parse(path.read_text()).body, [])
+        at_once.body = [
+            node for node in at_once.body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        found += [
+            f"{_name(path)}:{line}" for name, line in _import_lines(at_once) if _within(name, slow)
+        ]
+    assert found == []
+
+
 def test_constraints_hold_names_and_versions_only() -> None:
     """constraints.txt is lines of name==version: no host, no hash, no local build label."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()

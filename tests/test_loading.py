@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import every_dtype_checkpoint
 from family_fixture import family
+from later import Later
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mstore import Store
 from mstore_fuse.mounts import mount, unmount
 
 pytest_plugins = ["family_fixture"]
+
+torch = Later("torch")
+transformers = Later("transformers")
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="no FUSE here")
 PROMPT = "def add(a, b): return"
@@ -78,8 +80,8 @@ def test_every_file_is_the_same(
 
 def logits(directory: Path) -> torch.Tensor:
     """Next-token logits of one prompt, in the checkpoint's own dtype."""
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     with torch.inference_mode():
         output: torch.Tensor = model(**tokenizer(PROMPT, return_tensors="pt")).logits
     return output
