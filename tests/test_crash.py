@@ -27,7 +27,7 @@ ONE_OF = {
     "plan_and_merge": 19,
     "dense_merge": 38,
     "later_merge": 22,
-    "signing": 5,
+    "signing": 3,
     "collecting": 32,
     "pruning": 11,
     "reindexing": 3,
