@@ -73,9 +73,10 @@ def nbytes(dtype: DType | str, shape: Sequence[int]) -> int:
         raise BadCheckpoint(f"unknown dtype {str(dtype)[:40]!r}")
     if shape and min(shape) < 0:
         raise BadCheckpoint("a dimension of its shape is negative")
-    if math.prod(filter(None, shape)) * kind.bits > MAX_TENSOR_BITS:
+    bits = math.prod(shape) * kind.bits
+    if (bits or math.prod(filter(None, shape)) * kind.bits) > MAX_TENSOR_BITS:
         raise BadCheckpoint("its shape is absurd: the size overflows 63 bits")
-    whole, rest = divmod(math.prod(shape) * kind.bits, 8)
+    whole, rest = divmod(bits, 8)
     if rest:
         raise BadCheckpoint(f"its {kind.name} elements do not end on a whole byte")
     return whole

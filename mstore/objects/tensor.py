@@ -55,9 +55,13 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
         """Plain bytes of block `number`."""
         return min(block_size, self.nbytes - number * block_size)
 
+    def fits(self, block_size: int) -> bool:
+        """Whether the block list fits the length."""
+        return len(self.blocks) == ID_BYTES * -(-self.nbytes // block_size)
+
     def check(self, block_size: int, where: str) -> None:
         """Raise Corrupt unless the block list fits the length."""
-        if len(self.blocks) != ID_BYTES * -(-self.nbytes // block_size):
+        if not self.fits(block_size):
             raise Corrupt("block list and length do not agree", where=where)
 
 

@@ -11,11 +11,10 @@ transaction, and packs do not change.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock, local
+from threading import local
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstore import fs
@@ -37,6 +36,7 @@ from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
 from mstore.store.layout import Layout
+from mstore.store.record_cache import Key, RecordCache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,8 +56,7 @@ class Catalog:
         fs.share(layout.root, self.config.shared)
         self.index = Index(layout.index)
         self.packs = PackFiles(layout.packs)
-        self._records: OrderedDict[bytes, Record] = OrderedDict()
-        self._records_lock = Lock()
+        self._records = RecordCache()
         self._own = local()
 
     @classmethod
@@ -352,12 +351,10 @@ class Catalog:
     def record(self, kind: type[R], id: Id) -> R:
         """A decoded record, its bytes checked against its id.  Raises NotFound, Corrupt."""
         key = bytes([kind.kind]) + id
-        with self._records_lock:
-            cached = self._records.get(key)
-            if cached is not None:
-                self._records.move_to_end(key)
-                assert isinstance(cached, kind)
-                return cached
+        cached = self._records.get(key)
+        if cached is not None:
+            assert isinstance(cached, kind)
+            return cached
         with self.index.env.read() as transaction:
             location = self.index.record(transaction, kind.kind, id)
         return self._decoded(kind, id, location)
@@ -376,10 +373,7 @@ class Catalog:
                 raise
             data = self.record_bytes(kind.id_type(id), fresh)
         record = decode(kind, data, f"{id}")
-        with self._records_lock:
-            self._records[key] = record
-            while len(self._records) > 4096:
-                self._records.popitem(last=False)
+        self._records.put([(key, record, len(data))])
         return record
 
     def record_bytes(self, id: Id, location: Location) -> bytes:
@@ -407,30 +401,44 @@ class Catalog:
         return content
 
     def tensors(self, ids: Sequence[TensorId]) -> list[Tensor]:
-        """Many tensor records, in the order of `ids`, with one look into the index.
+        """Many tensor records, in the order of `ids`: neighbours at rest are read in one go.
 
         Raises as `tensor` does.
         """
-        with self._records_lock:
-            known = {id: self._records.get(bytes([Tensor.kind]) + id) for id in ids}
-        with self.index.env.read() as transaction:
-            places = {
-                id: self.index.record(transaction, Tensor.kind, id)
-                for id, record in known.items()
-                if record is None
-            }
-        found = []
-        for id in ids:
-            record = known[id]
-            if record is None and places[id] is not None:
-                record = known[id] = self._decoded(Tensor, id, places[id])
-            if isinstance(record, Tensor):
-                record.check(self.block_size, f"tensor {id}")
-                found.append(record)
+        keys = [_TENSOR + id for id in ids]
+        found = self._records.get_many(keys)
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
+        if missing:
+            found |= self._read_tensors(missing)
+        size = self.block_size
+        tensors = []
+        for id, key in zip(ids, keys, strict=True):
+            record = found.get(key)
+            if isinstance(record, Tensor) and record.fits(size):
+                tensors.append(record)
             else:
-                # Missing or virtual: whichever, it is said there.
-                found.append(self.tensor(id))
-        return found
+                # Missing, virtual, damaged or moved: whichever, it is said or mended there.
+                tensors.append(self.tensor(id))
+        return tensors
+
+    def _read_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
+        """Those of these records that are where the index says and what their ids say."""
+        with self.index.env.read() as transaction:
+            places = self.index.record_rows(transaction, keys)
+        news: list[tuple[Key, Record, int]] = []
+        for run in _neighbours(places):
+            first, last = run[0][1], run[-1][1]
+            length = last.offset + last.stored_length - first.offset
+            with suppress(Corrupt, StorageFailed):
+                data = memoryview(self.packs.read(first.pack, first.offset, length))
+                for key, place in run:
+                    begin = place.offset - first.offset
+                    one = bytes(data[begin : begin + place.stored_length])
+                    with suppress(Corrupt):
+                        if TensorId.of(one) == key[1:]:
+                            news.append((key, decode(Tensor, one, ""), len(one)))
+        self._records.put(news)
+        return {key: record for key, record, _ in news}
 
     def content(self, id: TensorId | VirtualId) -> Tensor | VirtualTensor:
         """The record that a part of a manifest names: a tensor, or one that is yet to be computed.
@@ -446,7 +454,8 @@ class Catalog:
                 raise missing from None
             virtual.check(f"virtual tensor {id}")
             return virtual
-        tensor.check(self.block_size, f"tensor {id}")
+        if not tensor.fits(self.block_size):
+            tensor.check(self.block_size, f"tensor {id}")
         return tensor
 
     def manifest(self, id: ManifestId) -> Manifest:
@@ -563,6 +572,31 @@ def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[b
         raise Corrupt("the store does not have this block", where=f"block {missing}")
     return found
 
+
+def _neighbours(places: Mapping[Key, Location]) -> Iterator[list[tuple[Key, Location]]]:
+    """Records in the order in which they lie, those that follow each other closely together."""
+    run: list[tuple[Key, Location]] = []
+    begin = end = 0
+    for key, place in sorted(places.items(), key=lambda one: (one[1].pack, one[1].offset)):
+        if place.codec != Codec.RAW or place.stored_length > RECORD_LIMIT:
+            continue
+        far = place.offset > end + _GAP or place.offset - begin > _TOGETHER
+        if run and (far or run[0][1].pack != place.pack):
+            yield run
+            run = []
+        if not run:
+            begin = end = place.offset
+        run.append((key, place))
+        end = max(end, place.offset + place.stored_length)
+    if run:
+        yield run
+
+
+_TENSOR = bytes([Tensor.kind])
+_GAP = 4096
+"""Bytes between two records that are read rather than skipped."""
+_TOGETHER = 1 << 20
+"""Bytes from the first record of a read to its last."""
 
 MANIFEST_EDGE = b"m"
 PARENT_EDGE = b"p"

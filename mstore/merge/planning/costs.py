@@ -34,8 +34,12 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
     experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
     blocks: list[Words] = []
     read: list[Bools] = []
-    for tensor in plan.tensors:
-        records = catalog.tensors([found[tensor.name] for found in experts])
+    # Each expert's records lie together.
+    sides_of = zip(
+        *(catalog.tensors([found[tensor.name] for tensor in plan.tensors]) for found in experts),
+        strict=True,
+    )
+    for tensor, records in zip(plan.tensors, sides_of, strict=True):
         states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
         sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in records]
         first = twins(sides, [record.dtype for record in records])

@@ -8,17 +8,20 @@ What a plan selects is its own affair, and what that costs is the store's (`plan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import Final
 
 from mstore.errors import BadRequest, Incompatible
-from mstore.ids import TensorId
 from mstore.merge.arithmetic.operators import check_weights, needs_thresholds, parse_parameters
 from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
+from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_elements
 from mstore.store.catalog import Catalog
+
+_TOGETHER: Final = 64
+"""Tensors whose records are read together."""
 
 
 def check_block_size(catalog: Catalog, plan: Plan) -> None:
@@ -52,11 +55,19 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     first = names_of_plan(catalog, plan, base, experts)
     trims = needs_thresholds(plan.method, complete)
     seen: set[str] = set()
-    for tensor in plan.tensors:
-        if tensor.name in seen or first.get(tensor.name) != tensor.name:
-            raise _unfit(tensor)
-        seen.add(tensor.name)
-        _check_tensor(catalog, plan, tensor, base, experts, trims)
+    members = (base, *experts)
+    for start in range(0, len(plan.tensors), _TOGETHER):
+        tensors = plan.tensors[start : start + _TOGETHER]
+        for tensor in tensors:
+            if tensor.name in seen or first.get(tensor.name) != tensor.name:
+                raise _unfit(tensor)
+            if any(tensor.name not in expert for expert in experts):
+                raise _unfit(tensor)
+            seen.add(tensor.name)
+        records = catalog.tensors([found[tensor.name] for tensor in tensors for found in members])
+        for number, tensor in enumerate(tensors):
+            own = records[number * len(members) : (number + 1) * len(members)]
+            _check_tensor(plan, tensor, own, trims)
 
 
 def _check_criteria(plan: Plan) -> None:
@@ -73,17 +84,8 @@ def _check_criteria(plan: Plan) -> None:
         raise BadRequest("not a sound plan: its criteria are not a planner's")
 
 
-def _check_tensor(
-    catalog: Catalog,
-    plan: Plan,
-    tensor: PlanTensor,
-    base: Mapping[str, TensorId],
-    experts: list[dict[str, TensorId]],
-    trims: bool,
-) -> None:
-    if any(tensor.name not in expert for expert in experts):
-        raise _unfit(tensor)
-    records = [catalog.tensor(found[tensor.name]) for found in (base, *experts)]
+def _check_tensor(plan: Plan, tensor: PlanTensor, records: list[Tensor], trims: bool) -> None:
+    """records: of the base and of each expert."""
     dtypes = {record.dtype for record in records}
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
@@ -91,11 +93,11 @@ def _check_tensor(
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk
-        or len(tensor.states) != len(experts)
+        or len(tensor.states) != len(plan.experts)
         or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
-        or len(tensor.thresholds) != (len(experts) if trims else 0)
+        or len(tensor.thresholds) != (len(plan.experts) if trims else 0)
         or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
-        or len(tensor.omitted) != len(experts)
+        or len(tensor.omitted) != len(plan.experts)
     ):
         raise _unfit(tensor)
 

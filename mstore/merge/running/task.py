@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -172,6 +173,10 @@ class Members:
         return present
 
 
+_TOGETHER: Final = 64
+"""Tensors whose records are read together."""
+
+
 class Tasks:
     """Makes the tasks of one plan that fits this store (`merge.planning.fitting`)."""
 
@@ -180,6 +185,8 @@ class Tasks:
         self._catalog = catalog
         self._parameters = dict(plan.parameters)
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
+        self._order = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
+        self._members: dict[str, Members] = {}
         self._base = catalog.manifest(plan.base_id()).tensors()
         self._experts = [
             catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
@@ -198,19 +205,30 @@ class Tasks:
 
     def members(self, name: str) -> Members:
         """The records of a planned tensor, by the name it is planned under."""
-        ids = tuple(found[name] for found in self._experts)
-        return Members(
-            self._planned[name],
-            self._base[name],
-            self._catalog.tensor(self._base[name]),
-            ids,
-            tuple(self._catalog.tensor(id) for id in ids),
-        )
+        found = self._members.get(name)
+        if found is None:
+            self._load(self._order[name])
+            found = self._members[name]
+        return found
+
+    def _load(self, first: int) -> None:
+        """The members of a planned tensor, and of those after it: they are read together."""
+        tensors = self.plan.tensors[first : first + _TOGETHER]
+        sides = [self._base, *self._experts]
+        ids = [side[tensor.name] for tensor in tensors for side in sides]
+        records = self._catalog.tensors(ids)
+        for number, tensor in enumerate(tensors):
+            at = slice(number * len(sides), (number + 1) * len(sides))
+            base_id, *expert_ids = ids[at]
+            base, *experts = records[at]
+            self._members[tensor.name] = Members(
+                tensor, base_id, base, tuple(expert_ids), tuple(experts)
+            )
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
         """What the chunks of a planned tensor share; `file` and `offset` as in TensorTask."""
         planned = self._planned[name]
-        base = self._catalog.tensor(self._base[name])
+        base = self.members(name).base
         count = len(self._experts)
         thresholds = np.zeros(count, dtype=np.float32)
         quotas = np.full(count, UNLIMITED, dtype=np.int64)
