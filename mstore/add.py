@@ -328,9 +328,10 @@ class _Adder:
             return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
         start = source.header.data_start
         parts = [_PartPlan(None, BYTES, (start,), 0, start, None, None)]
-        for slot in source.header.tensors:
-            base_id = self.base.get(slot.name)
-            base = None if base_id is None else _readable_tensor(self.catalog, base_id)
+        base_ids = [self.base.get(slot.name) for slot in source.header.tensors]
+        bases = _readable_tensors(self.catalog, {id for id in base_ids if id is not None})
+        for slot, base_id in zip(source.header.tensors, base_ids, strict=True):
+            base = None if base_id is None else bases[base_id]
             self.lost_tensors += base_id is not None and base is None
             parts.append(
                 _PartPlan(
@@ -377,14 +378,17 @@ class _Adder:
             reader.require_unchanged()
         finally:
             reader.close()
+        tensors = [
+            Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))
+            for part, blocks in zip(parts, ids, strict=True)
+        ]
         stored = []
-        for part, blocks, measure in zip(parts, ids, measures, strict=True):
-            tensor = Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))
-            id = tensor.id()
-            self.transaction.put_record(tensor)
+        for part, id, measure in zip(
+            parts, self.transaction.put_records(tensors), measures, strict=True
+        ):
             stored.append(Part(part.name, id, part.nbytes))
             if measure is not None and part.base_id is not None:
-                self.statistics.put_pair(measure.finish(part.base_id, id))
+                self.statistics.put_pair(measure.finish(part.base_id, TensorId(id)))
         form = OPAQUE if source.header is None else SAFETENSORS
         return File(source.path, form, source.size, tuple(stored))
 
@@ -406,16 +410,24 @@ class _Adder:
         group: _Group,
         ids: list[list[BlockId]],
     ) -> None:
-        for span, id, encoded in zip(group.spans, group.ids, group.encoded, strict=True):
+        for span, id in zip(group.spans, group.ids, strict=True):
             part = parts[span.part]
             ids[span.part].append(id)
-            self.blocks_total += 1
             if part.base is not None and part.base.dtype == part.dtype:
                 self.blocks_equal_base += id == part.base.block(span.number)
-            if encoded is None:
-                self.transaction.rely_on_block(id)
-            else:
-                self.transaction.put_block(id, encoded, source.path, span.offset)
+        self.blocks_total += len(group.spans)
+        offsets = (span.offset for span in group.spans)
+        blocks = list(zip(group.ids, group.encoded, offsets, strict=True))
+        self.transaction.put_blocks(blocks, source.path)
+
+
+def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[TensorId, Tensor | None]:
+    """Records of the base, read together unless one is damaged."""
+    wanted = list(ids)
+    try:
+        return dict(zip(wanted, catalog.tensors(wanted), strict=True))
+    except (NotFound, Corrupt, StorageFailed):
+        return {id: _readable_tensor(catalog, id) for id in wanted}
 
 
 def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
@@ -433,8 +445,10 @@ def _require_fine_tune(
         slot.name: slot.shape for file in files if file.header for slot in file.header.tensors
     }
     of_base = {}
-    for tensor, id in base.tensors().items():
-        record = _readable_tensor(catalog, id)
+    tensors = base.tensors()
+    records = _readable_tensors(catalog, set(tensors.values()))
+    for tensor, id in tensors.items():
+        record = records[id]
         of_base[tensor] = shapes.get(tensor, ()) if record is None else record.shape
     require_same_shapes(
         chosen(of_base, asked.only, asked.skip),

@@ -165,18 +165,24 @@ def encode(
         return raw
     if base is not None and len(base[1]) != length:
         base = None
-    for codec, limit in _candidates(data, elements, policy, base):
-        found = _packed(data, elements, codec, base, limit)
+    candidates, split = _candidates(data, elements, policy, base)
+    for codec, limit in candidates:
+        found = _packed(data, elements, codec, base, limit, is_split=codec is split)
         if found is not None:
             return found
+        split = None
     return raw
 
 
 def _candidates(
     data: Buffer, elements: Elements, policy: Policy, base: tuple[BlockId, Buffer] | None
-) -> list[tuple[Codec, int]]:
-    """Codecs to try in order, each with the most bytes that its payload may have."""
+) -> tuple[list[tuple[Codec, int]], Codec | None]:
+    """Codecs to try in order, each with the most bytes that its payload may have.
+
+    And the one for which all of the block was split last, so that it need not be again.
+    """
     length = len(data)
+    codec = Codec.PLANES
     is_auto = policy is Policy.AUTO
     alone_limit = int(PLANES_GAIN * length) if is_auto else length - 1
     alone = min(length, _estimate(data, elements, Codec.PLANES, None))
@@ -188,7 +194,7 @@ def _candidates(
             found.append((codec, min(limit, length - 1)))
     if alone <= SAMPLE_SLACK * alone_limit:
         found.append((Codec.PLANES, alone_limit))
-    return found
+    return found, codec if length <= 2 * SAMPLE_STRIPS * SAMPLE_BYTES else None
 
 
 def _estimate(data: Buffer, elements: Elements, codec: Codec, base: Buffer | None) -> int:
@@ -219,11 +225,20 @@ def _packed(
     codec: Codec,
     base: tuple[BlockId, Buffer] | None,
     limit: int,
+    *,
+    is_split: bool = False,
 ) -> Encoded | None:
-    """The block under a codec; None where its payload would have more bytes than `limit`."""
+    """The block under a codec; None where its payload would have more bytes than `limit`.
+
+    is_split: this very block was the last one that this thread split, for this codec.
+    """
     plain_base = base[1] if base is not None and codec.is_delta else None
     width = elements.width
-    payload = _own.compressor(elements, codec).compress(_own.split(data, width, codec, plain_base))
+    if is_split:
+        planes = _own.split_before(data, width, plain_base)
+    else:
+        planes = _own.split(data, width, codec, plain_base)
+    payload = _own.compressor(elements, codec).compress(planes)
     if len(payload) > limit:
         return None
     room = _own.room(len(data))
@@ -276,6 +291,13 @@ class _Own(threading.local):
         self._planes = room = _grown(self._planes, len(data))
         planes.split(_mode(codec), width, data, base, room[: len(data)])
         found: memoryview = room[: len(data)].data
+        return found
+
+    def split_before(self, data: Buffer, width: int, base: Buffer | None) -> Buffer:
+        """What the last call of `split` gave, which had this block and this base."""
+        if width == 1 and base is None:
+            return data
+        found: memoryview = self._planes[: len(data)].data
         return found
 
     def room(self, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

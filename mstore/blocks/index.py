@@ -264,10 +264,13 @@ class Index:
         weight that gc collects.
         """
         number = self._number_pack(transaction, pack)
+        rows: dict[str, list[tuple[bytes, bytes]]] = {"blocks": [], "records": []}
         for entry in pack.entries:
             database, key = _entry_key(entry)
-            value = _encode(number, entry)
-            transaction.put(key, value, db=self.db(database), overwrite=False)
+            rows[database].append((key, _encode(number, entry)))
+        for database, items in rows.items():
+            with transaction.cursor(db=self.db(database)) as cursor:
+                cursor.putmulti(items, overwrite=False)
 
     def _number_pack(self, transaction: Any, pack: SealedPack) -> int:
         """Rows for the pack itself; returns its number, which no pack had before."""

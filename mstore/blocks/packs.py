@@ -56,6 +56,8 @@ NONCE_BYTES = 32
 NO_BASE = bytes(32)
 WRITE_BACK_BYTES = 8 << 20
 """After so many the disk begins with them, so that the sync at the end has little to wait for."""
+GATHERED_BYTES = 1 << 20
+"""Small payloads are written together once there are so many bytes of them."""
 IOV_MAX = 1024
 """Buffers that Linux takes in one call (readv(2))."""
 
@@ -152,8 +154,8 @@ class PackWriter:
     """Writes one pack under a temporary name.
 
     Small payloads (records, constants) are held back and written behind the raw runs, so that a
-    run is never broken by them, but for one flush each `held_limit` bytes.  After `seal` or
-    `abandon` the writer is done.
+    run is never broken by them, but for one flush each `held_limit` bytes.  Of the others, short
+    ones are gathered, and written in one call.  After `seal` or `abandon` the writer is done.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class PackWriter:
         nonce = os.urandom(NONCE_BYTES)
         self._head = _HEADER.pack(MAGIC, VERSION, store_uuid, nonce, generation)
         self._entries: list[Entry] = []
+        self._gathered = bytearray()
         self._held: list[tuple[Entry, bytes]] = []
         self._held_bytes = 0
         self._run: tuple[str, int] | None = None
@@ -177,14 +180,19 @@ class PackWriter:
     @property
     def size(self) -> int:
         """Bytes that the pack will take, but for its footer."""
-        return self._file.size + self._held_bytes
+        return self._end + self._held_bytes
+
+    @property
+    def _end(self) -> int:
+        """Where the next payload goes."""
+        return self._file.size + len(self._gathered)
 
     def append_raw(self, id: bytes, data: Buffer, width: int, file: str, file_offset: int) -> None:
         """Append a raw block that lies at `file_offset` of `file` (any name for that file)."""
         if self._run != (file, file_offset):
-            gap = (file_offset - self._file.size) % PAGE
+            gap = (file_offset - self._end) % PAGE
             if gap:
-                self._file.append(bytes(gap))
+                self._gathered += bytes(gap)
         offset = self._append(data)
         self._run = (file, file_offset + len(data))
         self._entries.append(Entry(id, Kind.BLOCK, Codec.RAW, width, offset, len(data), len(data)))
@@ -223,12 +231,25 @@ class PackWriter:
         )
 
     def _append(self, data: Buffer) -> int:
-        offset = self._file.append(data)
+        offset = self._end
+        if len(data) < GATHERED_BYTES:
+            # A copy: the caller may use his memory again.
+            self._gathered += data
+            if len(self._gathered) >= GATHERED_BYTES:
+                self._write_gathered()
+        else:
+            self._write_gathered()
+            self._file.append(data)
         waiting = self._file.size - self._written_back
         if waiting >= WRITE_BACK_BYTES:
             self._file.begin_writing_back(self._written_back, waiting)
             self._written_back = self._file.size
         return offset
+
+    def _write_gathered(self) -> None:
+        if self._gathered:
+            gathered, self._gathered = self._gathered, bytearray()
+            self._file.append(gathered)
 
     def append_small(
         self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
@@ -244,6 +265,7 @@ class PackWriter:
         if not self._held:
             return
         self._run = None
+        self._write_gathered()
         offset = self._file.append(b"".join(payload for _, payload in self._held))
         for entry, payload in self._held:
             self._entries.append(
@@ -260,6 +282,7 @@ class PackWriter:
         """Write the footer and sync.  On any failure the file is removed and the error goes on."""
         try:
             self._flush()
+            self._write_gathered()
             entries = tuple(sorted(self._entries, key=lambda entry: (entry.kind, entry.id)))
             table = b"".join(entry.encode() for entry in entries)
             offset = self._file.size

@@ -128,6 +128,25 @@ class Histogram:
         return int(self.counts.sum())
 
 
+def taken(
+    parts: Sequence[npt.NDArray[np.int64]], largest: float
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
+    """(bins, counts int64[bins, 2]) of dense histograms that `deltas.measure` filled; they are
+    zero afterwards.
+
+    largest: no bin above that of this magnitude is occupied.  Looks at each bin up to there once.
+    """
+    end = (_pattern(largest) >> 16) + 1
+    # Whatever is inexact is counted in the first column, too.
+    places = [np.flatnonzero(part[:end, 0] != 0) for part in parts]
+    bins = places[0] if len(places) == 1 else np.unique(np.concatenate(places))
+    counts = np.zeros((bins.size, 2), dtype=np.int64)
+    for part in parts:
+        counts += part.take(bins, axis=0)
+        part[bins] = 0
+    return bins.astype(np.uint16), counts
+
+
 @dataclass(frozen=True, slots=True)
 class Threshold:
     """Where the k largest |d| of a tensor end, as far as its histogram says.

@@ -39,7 +39,10 @@ from mstore.stats.table import DeltaTable, MeasuredPair
 
 DATABASES = ("pairs", "tables", "squares", "thresholds", "ties")
 PENDING_ROWS = 256
+PENDING_BYTES = 4 << 20
 BATCH_BYTES = 1 << 16
+_OF_ROW = 256
+"""What a row that is pending takes beside its bytes."""
 _PLACE = struct.Struct(f">III{CHECK_BYTES}s")
 _NUMBER = struct.Struct(">I")
 _SQUARES = struct.Struct(">d")
@@ -62,6 +65,7 @@ class StatsStore:
         self._lock = Lock()
         self._is_closed = False
         self._pending: dict[tuple[str, bytes], bytes] = {}
+        self._pending_bytes = 0
 
     def close(self) -> None:
         """Release the environment when the reads that run have ended; idempotent.
@@ -93,7 +97,8 @@ class StatsStore:
     def _put(self, database: str, key: bytes, value: bytes) -> None:
         with self._lock:
             self._pending[database, key] = value
-            full = len(self._pending) >= PENDING_ROWS
+            self._pending_bytes += len(key) + len(value) + _OF_ROW
+            full = self._pending_bytes >= PENDING_BYTES
         if full:
             self.flush()
 
@@ -104,6 +109,7 @@ class StatsStore:
             return
         with self._lock:
             waiting, self._pending = self._pending, {}
+            self._pending_bytes = 0
         if waiting:
             tables = {key: value for (name, key), value in waiting.items() if name == "pairs"}
             with env.write() as transaction:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from threading import get_ident, local
+from threading import Lock, get_ident, local
 from typing import Any, Self
 
 import numpy as np
@@ -23,8 +23,8 @@ from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
 from mstore.stats.chunks import chunk_elements
-from mstore.stats.histogram import BINS, Histogram
-from mstore.stats.table import DeltaTable, MeasuredPair
+from mstore.stats.histogram import BINS, taken
+from mstore.stats.table import MeasuredPair, encoded
 from mstore.store.catalog import Catalog
 
 
@@ -76,7 +76,11 @@ class BaseBlocks:
 
 
 class PairMeasure:
-    """The growing statistics of (base tensor, expert tensor)."""
+    """The growing statistics of (base tensor, expert tensor).
+
+    Each chunk is taken once.  Whoever takes the last one encodes the table and lets go of the
+    dense histograms: half a MiB a tensor that is under way, and not one of a file.
+    """
 
     def __init__(self, base_dtype: str, expert_dtype: str, elements: int, chunk: int) -> None:
         self.base_dtype = base_dtype
@@ -87,6 +91,9 @@ class PairMeasure:
         self._rows = np.zeros(-(-elements // chunk), dtype=CHUNK)
         # One histogram a thread: counting needs no lock, and adding up is exact in any order.
         self._counts: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._lock = Lock()
+        self._left = len(self._rows)
+        self._table: bytes | None = None
 
     @classmethod
     def begin(
@@ -110,6 +117,7 @@ class PairMeasure:
         """Chunk `number` is the same on both sides."""
         squares = deltas.base_squares(base, self.base_dtype, self._length(number))
         self._rows[number] = deltas.unchanged(squares)[0]
+        self._count_down()
 
     def take_chunk(
         self,
@@ -132,31 +140,31 @@ class PairMeasure:
         )
         self._rows[number] = row[0]
         self.changed = True
+        self._count_down()
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left or not self.changed:
+                return
+        # A NaN is the largest of all: np.max says so, and so does its pattern.
+        largest = float(self._rows["max_abs"].max())
+        parts = list(self._counts.values())
+        bins, counts = taken(parts, largest)
+        self._counts.clear()
+        _spare.extend(parts)
+        self._table = encoded(
+            self._rows, self.elements, self.chunk, bins, counts[:, 0], counts[:, 1]
+        )
 
     def base_squares(self) -> float:
         """Sum of squares of the base tensor."""
-        return math.fsum(self._rows["base_squares"])
+        return math.fsum(self._rows["base_squares"].tolist())
 
     def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
-        """Encode, and let go of the dense histograms.  To be called once, at the end."""
-        encoded = None
-        if self.changed:
-            table = self.table()
-            encoded = table.encode()
-            for counts in self._counts.values():
-                counts[table.histogram.bins] = 0
-                _spare.append(counts)
-        self._counts.clear()
-        return MeasuredPair(base, expert, encoded, self.base_squares())
-
-    def table(self) -> DeltaTable:
         """The finished statistics; every chunk must have been taken."""
-        return DeltaTable(
-            rows=self._rows,
-            histogram=Histogram.from_dense_parts(list(self._counts.values())),
-            elements=self.elements,
-            chunk_elements=self.chunk,
-        )
+        assert not self._left, "a chunk of this tensor was not taken"
+        return MeasuredPair(base, expert, self._table, self.base_squares())
 
 
 # Histograms that are all zero again: half a MiB of fresh memory a tensor would take longer to

@@ -131,18 +131,9 @@ class DeltaTable:
     def encode(self) -> bytes:
         """The table as bytes; see the module's docstring."""
         hist = self.histogram
-        steps = np.diff(hist.bins.astype("<u2"), prepend=np.uint16(0)).astype("<u2")
-        parts = [_HEAD.pack(self.elements, self.chunk_elements, hist.bins.size)]
-        parts += [_planes(self.rows[name]) for name in _COLUMNS]
-        parts += [
-            _planes(steps),
-            _planes((hist.counts - hist.inexact).astype("<u8")),
-            _planes(hist.inexact.astype("<u8")),
-        ]
-        compressor = zstandard.ZstdCompressor(
-            level=LEVEL, write_checksum=True, write_content_size=True
+        return encoded(
+            self.rows, self.elements, self.chunk_elements, hist.bins, hist.counts, hist.inexact
         )
-        return MAGIC + compressor.compress(b"".join(parts))
 
     @classmethod
     def decode(cls, data: Buffer, *, limit: int = DEFAULT_LIMIT) -> Self:
@@ -174,15 +165,46 @@ class DeltaTable:
 
 
 class _Own(threading.local):
-    """A decompressor for each thread: one is not for two at once, and making one takes time."""
+    """What each thread packs with: it is not for two at once, and making it takes time."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
+        self.compressor = zstandard.ZstdCompressor(
+            level=LEVEL, write_checksum=True, write_content_size=True
+        )
 
 
 _own: Final = _Own()
 _COLUMNS: Final = CHUNK.names or ()
 _WHERE: Final = "delta table"
+
+
+def encoded(
+    rows: Rows,
+    elements: int,
+    chunk_elements: int,
+    bins: npt.NDArray[np.uint16],
+    counts: npt.NDArray[np.integer[Any]],
+    inexact: npt.NDArray[np.integer[Any]],
+) -> bytes:
+    """The table of these rows and of this histogram as bytes: `DeltaTable.encode`.
+
+    Checks nothing: its caller counted them, or has a table, which is checked when it is made.
+    """
+    steps = bins.astype("<u2")
+    steps[1:] -= bins[:-1]
+    parts = [_HEAD.pack(elements, chunk_elements, bins.size)]
+    if rows.size == 1:
+        # The lowest byte of its one entry, then the second, ...: the row as it is.
+        parts.append(rows.tobytes())
+    else:
+        parts += [_planes(rows[name]) for name in _COLUMNS]
+    parts += [
+        _planes(steps),
+        _planes((counts - inexact).astype("<u8", copy=False)),
+        _planes(inexact.astype("<u8", copy=False)),
+    ]
+    return MAGIC + _own.compressor.compress(b"".join(parts))
 
 
 @dataclass(frozen=True, slots=True)

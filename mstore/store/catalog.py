@@ -185,7 +185,7 @@ class Catalog:
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Whether each block is stored."""
         with self.index.env.read() as transaction:
-            return [self.index.has_block(transaction, block) for block in blocks]
+            return [row is not None for row in self.index.block_rows(transaction, blocks)]
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
         """Those whose own bytes, or those of the base of a delta, lie in a pack that is missing.

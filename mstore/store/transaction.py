@@ -118,15 +118,34 @@ class Transaction:
         caller to the other).  `file` and `file_offset` say where it lies in the file that is
         written or copied, so that neighbours stay neighbours.
         """
-        if block in self._own:
-            return False
-        if block in self._relied_blocks or self._catalog.has_blocks([block])[0]:
-            self._relied_blocks.add(block)
-            return False
-        self._pack().append_encoded(block, encoded, file, file_offset)
-        self._own.add(block)
-        self.blocks_new += 1
-        return True
+        return self.put_blocks([(block, encoded, file_offset)], file) == 1
+
+    def put_blocks(self, blocks: Sequence[tuple[BlockId, Encoded | None, int]], file: str) -> int:
+        """Store blocks of one file unless they are there; how many are new.
+
+        Each with its offset there, as for `put_block`; None in place of its bytes for one that was
+        found stored, or was put here.  The index is asked once for all of them.
+        """
+        own, relied = self._own, self._relied_blocks
+        asked = [
+            block
+            for block, encoded, _ in blocks
+            if encoded is not None and block not in own and block not in relied
+        ]
+        if asked:
+            stored = self._catalog.has_blocks(asked)
+            relied.update(id for id, is_there in zip(asked, stored, strict=True) if is_there)
+        before = self.blocks_new
+        for block, encoded, offset in blocks:
+            if block in own or block in relied:
+                continue
+            if encoded is None:
+                relied.add(block)
+                continue
+            self._pack().append_encoded(block, encoded, file, offset)
+            own.add(block)
+            self.blocks_new += 1
+        return self.blocks_new - before
 
     def rely_on_block(self, block: BlockId) -> None:
         """A block that was found stored, or was put here, must be there when this is published."""
@@ -211,26 +230,46 @@ class Transaction:
 
         Raises BadRequest for one that no reader would take (`objects.limits`).
         """
-        id = record.id()
-        kind = type(record).kind
-        key = bytes([kind]) + id
-        if key in self._own or (kind, id) in self._relied_records:
-            return id
+        return self.put_records([record])[0]
+
+    def put_records(self, records: Sequence[Record]) -> list[Id]:
+        """Store many records, asking the index once; their ids.  Raises as `put_record`.
+
+        What came before one that is refused is stored, and goes as the transaction goes.
+        """
+        encoded = [record.encode() for record in records]
+        ids = [record.id_type.of(data) for record, data in zip(records, encoded, strict=True)]
+        keys = [bytes([record.kind]) + id for record, id in zip(records, ids, strict=True)]
+        present = self._present(
+            {
+                key
+                for record, id, key in zip(records, ids, keys, strict=True)
+                if key not in self._own and (record.kind, id) not in self._relied_records
+            }
+        )
+        for record, id, key, data in zip(records, ids, keys, encoded, strict=True):
+            kind = record.kind
+            if key in self._own or (kind, id) in self._relied_records:
+                continue
+            if key in present:
+                self._relied_records.add((kind, id))
+                continue
+            problem = record.problem(DEFAULT_LIMITS)
+            if problem is not None:
+                raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
+            self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
+            self._own.add(key)
+            if isinstance(record, Tensor):
+                self._pending[TensorId(id)] = record
+        return ids
+
+    def _present(self, keys: AbstractSet[bytes]) -> AbstractSet[bytes]:
+        """Those of these records, by kind and id, that are stored."""
+        if not keys:
+            return keys
         index = self._catalog.index
         with index.env.read() as transaction:
-            present = index.record(transaction, kind, id) is not None
-        if present:
-            self._relied_records.add((kind, id))
-            return id
-        problem = record.problem(DEFAULT_LIMITS)
-        if problem is not None:
-            raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
-        data = record.encode()
-        self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
-        self._own.add(key)
-        if isinstance(record, Tensor):
-            self._pending[record.id()] = record
-        return id
+            return index.record_rows(transaction, list(keys)).keys()
 
     def _pack(self) -> PackWriter:
         if self._writer is not None and self._writer.size >= self._max_pack:
@@ -284,10 +323,12 @@ class Transaction:
 
     def _check_relied(self, transaction: Any) -> None:
         index = self._catalog.index
-        gone: list[Id] = [b for b in self._relied_blocks if not index.has_block(transaction, b)]
-        gone += [
-            id for kind, id in self._relied_records if index.record(transaction, kind, id) is None
-        ]
+        blocks = sorted(self._relied_blocks)
+        rows = index.block_rows(transaction, blocks)
+        gone: list[Id] = [b for b, row in zip(blocks, rows, strict=True) if row is None]
+        records = {bytes([kind]) + id: id for kind, id in self._relied_records}
+        there = index.record_rows(transaction, list(records))
+        gone += [id for key, id in records.items() if key not in there]
         _require_unmoved(gone)
 
     def _check_parents(self, transaction: Any, snapshots: Sequence[SnapshotRecord]) -> None:
