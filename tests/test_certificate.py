@@ -25,7 +25,7 @@ from mstore.merge.arithmetic.operators import parse_parameters
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import Input, request
-from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import OMITTED, READ
 from mstore.objects.tensor import Tensor
 from mstore.stats import deltas

@@ -18,7 +18,7 @@ from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.planning.greedy import Units, take
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Input, Request, request
-from mstore.merge.planning.survey import ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.objects.tensor import Tensor
 from mstore.sizes import Budget

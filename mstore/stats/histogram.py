@@ -33,7 +33,7 @@ from mstore.stats.chunk import Rows, finite
 BINS: Final = 0x8000
 NAN_BIN: Final = 0x7FC0
 
-_INFINITY_BIN: Final = 0x7F80
+INFINITY_BIN: Final = 0x7F80
 _DTYPES: Final = (np.dtype("<u2"), np.dtype("<u8"), np.dtype("<u8"))
 
 
@@ -64,7 +64,7 @@ class Histogram:
                     "a bin holds at least one element, and no more inexact ones than that"
                 )
             # Bins rise: nothing and infinity can only be at the ends.
-            top = int(np.searchsorted(bins, _INFINITY_BIN))
+            top = int(np.searchsorted(bins, INFINITY_BIN))
             if (bins[0] == 0 and inexact[0] != counts[0]) or inexact[top:].any():
                 raise BadRequest("zeros are not counted, infinity and the quiet NaN are exact")
         for array in (self.bins, self.counts, self.inexact):

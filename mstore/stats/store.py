@@ -143,6 +143,10 @@ class StatsStore:
 
     def pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[DeltaTable | None]:
         """`pair` of each (base, expert): one look at the disk for all of them."""
+        return [_table(value) for value in self.encoded_pairs(keys)]
+
+    def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
+        """The same as they are at rest: for who decodes many together (`mstore.stats.many`)."""
         wanted = [base + expert for base, expert in keys]
         with self._lock:
             found = {key: self._pending.get(("pairs", key)) for key in wanted}
@@ -159,7 +163,7 @@ class StatsStore:
                 table = batches.get(_NUMBER.pack(number), b"")[offset : offset + length]
                 if check_of("pairs", key, table) == check:
                     found[key] = table
-        return [_table(found[key]) for key in wanted]
+        return [found[key] for key in wanted]
 
     def put_pair(self, pair: MeasuredPair) -> None:
         """Keep a finished measure; a pair without a difference leaves only the base's squares."""
@@ -171,6 +175,19 @@ class StatsStore:
         """Sum of squares of a tensor, or None."""
         value = self._get("squares", tensor)
         return None if value is None else float(_SQUARES.unpack(value)[0])
+
+    def squares_of(self, tensors: Sequence[TensorId]) -> list[float | None]:
+        """`squares` of each tensor: one look at the disk for all of them."""
+        with self._lock:
+            found = {id: self._pending.get(("squares", id)) for id in tensors}
+        asked = sorted(id for id, value in found.items() if value is None)
+        env = self._env
+        if asked and env is not None:
+            with env.read() as transaction:
+                rows = _many(env, transaction, "squares", asked)
+            found |= {id: opened("squares", id, rows.get(id)) for id in asked}
+        values = (found[id] for id in tensors)
+        return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
 
     def put_squares(self, tensor: TensorId, value: float) -> None:
         """Keep a sum of squares."""

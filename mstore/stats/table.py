@@ -52,6 +52,8 @@ MAX_ELEMENTS: Final = 1 << 48
 
 _HEAD: Final = struct.Struct("<QQI")
 _BIN_BYTES: Final = 2 + 8 + 8
+_SINGLE_BYTES: Final = _HEAD.size + CHUNK.itemsize + (NAN_BIN + 1) * _BIN_BYTES
+"""What a table of one row takes at most, as plain bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,23 @@ class DeltaTable:
             return cls(rows, histogram, elements, chunk_elements)
         except InvalidInput as error:
             raise Corrupt(f"statistics contradict themselves: {error.what}", where=_WHERE) from None
+
+
+def unpacked_single(value: bytes) -> tuple[int, int, int, bytes] | None:
+    """(elements, elements a chunk, bins, row and histogram as they are packed) of a table of one
+    row; None for any other, and for one that is not as long as it says.
+    """
+    try:
+        plain = _decompress(value, _SINGLE_BYTES)
+    except Corrupt:
+        return None
+    if len(plain) < _HEAD.size:
+        return None
+    elements, chunk, occupied = _HEAD.unpack_from(plain)
+    length = _HEAD.size + CHUNK.itemsize + occupied * _BIN_BYTES
+    if not (0 < elements <= chunk < 1 << 32 and occupied) or len(plain) != length:
+        return None
+    return elements, chunk, occupied, plain[_HEAD.size :]
 
 
 class _Own(threading.local):

@@ -13,7 +13,8 @@ import numpy as np
 
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ID_BYTES
-from mstore.merge.planning.survey import Bools, Counts, Words, chunk_ids, twins
+from mstore.merge.planning.survey import Words, chunk_ids, twins
+from mstore.merge.planning.surveyed import Bools, Counts
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.store.catalog import Catalog
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mstore.merge.planning.survey import Survey, SurveyedTensor
+from mstore.merge.planning.surveyed import Survey, SurveyedTensor
 from mstore.stats.chunk import CHUNK
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

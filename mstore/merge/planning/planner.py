@@ -42,7 +42,7 @@ from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import agreement, dilution, lottery, seed
-from mstore.merge.planning.survey import Survey
+from mstore.merge.planning.surveyed import Survey
 from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares

@@ -18,7 +18,8 @@ from mstore.merge.arithmetic.operators import needs_thresholds
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.survey import Survey, Surveyor
+from mstore.merge.planning.survey import Surveyor
+from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Thresholds
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import Progress

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
-from mstore.ids import ID_BYTES, ManifestId, TensorId
+from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.arithmetic.operators import keep_count, needs_thresholds, reuses_base
 from mstore.merge.planning.request import Request
+from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
+from mstore.merge.planning.surveyed import (
+    NOTHING_KEPT,
+    Bools,
+    Counts,
+    ExpertTensor,
+    Survey,
+    SurveyedTensor,
+)
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
@@ -35,76 +43,9 @@ from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Counts = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 _ID_WORDS = ID_BYTES // 8
-
-
-# Of a delta that is zero everywhere nothing has to be kept.
-NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """One expert's side of one tensor; `pair` is (base, expert).
-
-    equal: bool[chunks], the chunk's blocks are the base's.  twin: int64[chunks], the first expert
-    with the same blocks there (itself, mostly).  cost: int64[chunks], stored bytes of the blocks.
-    rows: CHUNK[chunks], None where statistics are missing.  threshold: where trimming cuts.
-    surplus: elements that trimming keeps beyond k because it may not look where they end: if all of
-    the expert is read, and if only part of it is.
-    """
-
-    pair: tuple[TensorId, TensorId]
-    record: Tensor
-    equal: Bools
-    twin: Counts
-    cost: Counts
-    rows: np.ndarray[Any, Any] | None
-    threshold: Threshold | None
-    surplus: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class SurveyedTensor:
-    """One tensor that is to be merged; `copies` counts its names (see `tied`)."""
-
-    name: str
-    record: Tensor
-    elements: int
-    chunk_elements: int
-    experts: tuple[ExpertTensor, ...]
-    copies: int
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks."""
-        return -(-self.elements // self.chunk_elements)
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The planner's whole input, besides the request.
-
-    base_squares: sum of squares of all floating-point tensors of the base, None if not known.
-    copied: (tensor, why) of tensors that are taken from the base although experts differ there.
-    missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
-    tensor of statistics with rows that are not finite.  base_not_finite: tensors of the base with
-    elements that are infinite or NaN.  squares: sum of squares of each tensor of the base.
-    """
-
-    base: ManifestId
-    experts: tuple[ManifestId, ...]
-    block_size: int
-    tensors: tuple[SurveyedTensor, ...]
-    base_squares: float | None
-    copied: tuple[tuple[str, str], ...]
-    missing: tuple[tuple[str, str], ...]
-    unreliable: tuple[str, ...]
-    base_not_finite: tuple[str, ...] = ()
-    squares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Surveyor:
@@ -128,8 +69,9 @@ class Surveyor:
         self._missing: list[tuple[str, str]] = []
         self._unreliable: list[str] = []
         self._base_not_finite: list[str] = []
-        self._squares: dict[str, float] = {}
+        self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
+        self._small = SmallSurvey(catalog, statistics, request)
 
     def survey(self) -> Survey:
         """Raises Incompatible where an expert's tensors do not match the base's."""
@@ -150,7 +92,8 @@ class Surveyor:
                 "tensors out",
             )
             experts.append(found)
-        tensors = []
+        tensors: list[SurveyedTensor] = []
+        small: list[Candidate] = []
         tied = ties_embeddings(catalog, base)
         first = first_names(base.tensors(), [_ids(found) for found in experts], tied=tied)
         others = {name for found in experts for name in found}
@@ -167,12 +110,21 @@ class Surveyor:
                         self._copied.append((name, left_out[name]))
                 elif first[name] == name:
                     pairs = [found[name] for found in experts]
-                    surveyed = self._tensor(name, base_tensor, record, pairs, copies[name], pool)
-                    if surveyed is not None:
-                        tensors.append(surveyed)
+                    one = Candidate(name, base_tensor, record, pairs, copies[name])
+                    is_small = self._small.takes(one)
+                    if is_small:
+                        small.append(one)
+                    # In the order of the base: that of the plan, and of what is said of it.
+                    if small and (not is_small or len(small) == TOGETHER):
+                        tensors += self._together(small, pool)
+                        small = []
+                    if not is_small:
+                        tensors += self._alone(one, pool)
                 done += record.nbytes
                 if self._progress is not None:
                     self._progress(Progress("plan", done, total))
+            if small:
+                tensors += self._together(small, pool)
         return Survey(
             base=base_id,
             experts=tuple(expert_ids),
@@ -183,8 +135,22 @@ class Surveyor:
             missing=tuple(self._missing),
             unreliable=tuple(self._unreliable),
             base_not_finite=tuple(self._base_not_finite),
-            squares=self._squares,
+            squares=self._squares_of,
         )
+
+    def _together(
+        self, small: Sequence[Candidate], pool: ThreadPoolExecutor
+    ) -> Iterator[SurveyedTensor]:
+        for one, surveyed in zip(small, self._small.survey(small), strict=True):
+            if surveyed is None:
+                yield from self._alone(one, pool)
+            else:
+                yield surveyed
+
+    def _alone(self, one: Candidate, pool: ThreadPoolExecutor) -> Iterator[SurveyedTensor]:
+        surveyed = self._tensor(*one, pool)
+        if surveyed is not None:
+            yield surveyed
 
     # -- one tensor --------------------------------------------------------------------------
 
@@ -353,20 +319,25 @@ class Surveyor:
     ) -> float | None:
         """Sum of squares of the base's tensors whose dtype can be merged."""
         sums = []
-        for name, (id, record) in records.items():
-            if record.dtype not in ITEMSIZES:
-                continue
-            squares = self._statistics.squares(id)
-            if squares is None:
-                squares = measure_squares(self._catalog, record, pool)
-                self._statistics.put_squares(id, squares)
+        measured = {name: one for name, one in records.items() if one[1].dtype in ITEMSIZES}
+        known = self._statistics.squares_of([id for id, _ in measured.values()])
+        for (name, (id, record)), found in zip(measured.items(), known, strict=True):
+            squares = self._squares(id, record, pool) if found is None else found
             if not math.isfinite(squares):
                 # A sum of squares of finite float32 is finite in float64.
                 self._base_not_finite.append(name)
             sums.append(squares)
-            self._squares[name] = squares
+            self._squares_of[name] = squares
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None
+
+    def _squares(self, id: TensorId, record: Tensor, pool: ThreadPoolExecutor) -> float:
+        # Perhaps measured a moment ago: two names may have one tensor.
+        squares = self._statistics.squares(id)
+        if squares is None:
+            squares = measure_squares(self._catalog, record, pool)
+            self._statistics.put_squares(id, squares)
+        return squares
 
 
 def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:

@@ -18,7 +18,7 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.arithmetic.operators import keep_count
-from mstore.merge.planning.survey import Counts, ExpertTensor, SurveyedTensor
+from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
 from mstore.stats.chunks import read_chunk

@@ -1,0 +1,174 @@
+"""The survey of small tensors: many of one block each, compared and looked up together.
+
+What is said of a tensor is what `survey.Surveyor` says of it; here it is said of a few hundred in
+one pass over arrays, since a pass costs as much for one block as for hundreds.  A tensor of which
+something is missing or out of the ordinary (statistics, numbers that are not finite) is left to
+whoever asked, who looks at it by itself.  Reads the catalog and the statistics; writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from mstore.ids import ID_BYTES, TensorId
+from mstore.merge.arithmetic.operators import keep_count, needs_thresholds
+from mstore.merge.planning.request import Request
+from mstore.merge.planning.surveyed import NOTHING_KEPT, Bools, Counts, ExpertTensor, SurveyedTensor
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.tensor import Tensor
+from mstore.stats.chunk import CHUNK
+from mstore.stats.chunks import chunk_elements
+from mstore.stats.histogram import Threshold
+from mstore.stats.many import SingleTables
+from mstore.stats.store import StatsStore
+from mstore.store.catalog import Catalog
+
+TOGETHER: Final = 256
+"""Tensors that are surveyed together."""
+
+_WORDS: Final = ID_BYTES // 8
+
+
+class Candidate(NamedTuple):
+    """A tensor that is to be surveyed: its record in the base and in each expert."""
+
+    name: str
+    base_id: TensorId
+    base: Tensor
+    pairs: list[tuple[TensorId, Tensor]]
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Looks:
+    """What is known of T tensors by K experts.
+
+    equal, twin, cost: [T, K], as in ExpertTensor.  numbers: (row, threshold) of each pair whose
+    statistics are there and plain.
+    """
+
+    equal: Bools
+    twin: Counts
+    cost: Counts
+    numbers: dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]]
+
+
+class SmallSurvey:
+    """Surveys small tensors for one request."""
+
+    def __init__(self, catalog: Catalog, statistics: StatsStore, request: Request) -> None:
+        self._catalog = catalog
+        self._statistics = statistics
+        self._request = request
+        self._trims = needs_thresholds(request.method, request.parameters)
+        self._nothing = np.zeros(1, dtype=CHUNK)
+
+    def takes(self, one: Candidate) -> bool:
+        """Whether a tensor has one block and one chunk in all members, and the same dtype."""
+        base = one.base
+        if len(base.blocks) != ID_BYTES or base.dtype not in ITEMSIZES or not base.nbytes:
+            return False
+        # With --no-analyze a threshold may be a bin's edge, which has a price of its own.
+        if self._trims and not self._request.analyze:
+            return False
+        if all(id == one.base_id for id, _ in one.pairs):
+            return False
+        return all(
+            record.dtype == base.dtype and len(record.blocks) == ID_BYTES for _, record in one.pairs
+        ) and math.prod(base.shape) <= self._chunk(base.dtype)
+
+    def _chunk(self, dtype: str) -> int:
+        return chunk_elements(self._catalog.block_size, dtype, self._request.dtype or dtype)
+
+    def survey(self, batch: Sequence[Candidate]) -> list[SurveyedTensor | None]:
+        """Each of these; None for one that is to be looked at by itself.  Raises Corrupt."""
+        equal, twin = _compared(batch)
+        looks = _Looks(equal, twin, self._costs(batch, equal, twin), self._numbers(batch))
+        return [self._one(one, number, looks) for number, one in enumerate(batch)]
+
+    def _one(self, one: Candidate, number: int, looks: _Looks) -> SurveyedTensor | None:
+        experts = []
+        for k, (id, record) in enumerate(one.pairs):
+            pair = (one.base_id, id)
+            row, threshold = self._nothing, NOTHING_KEPT
+            if id != one.base_id and not self._request.weightless[k]:
+                found = looks.numbers.get(pair)
+                if found is None:
+                    return None
+                row, threshold = found
+            experts.append(
+                ExpertTensor(
+                    pair,
+                    record,
+                    looks.equal[number, k : k + 1],
+                    looks.twin[number, k : k + 1],
+                    looks.cost[number, k : k + 1],
+                    row,
+                    threshold,
+                )
+            )
+        elements, chunk = math.prod(one.base.shape), self._chunk(one.base.dtype)
+        return SurveyedTensor(one.name, one.base, elements, chunk, tuple(experts), one.copies)
+
+    def _costs(self, batch: Sequence[Candidate], equal: Bools, twin: Counts) -> Counts:
+        """Stored bytes of each expert's block: 0 where it is the base's."""
+        wanted = ~equal & (twin == np.arange(equal.shape[1]))
+        blocks = [
+            batch[number].pairs[k][1].blocks
+            for number, k in zip(*(places.tolist() for places in np.nonzero(wanted)), strict=True)
+        ]
+        cost = np.zeros(equal.shape, dtype=np.int64)
+        if blocks:
+            cost[wanted] = self._catalog.stored_lengths(blocks)
+        return np.where(equal, 0, np.take_along_axis(cost, twin, axis=1))
+
+    def _numbers(
+        self, batch: Sequence[Candidate]
+    ) -> dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]]:
+        """The row and the threshold of each pair, where its statistics are plain and fit."""
+        wanted = {
+            (one.base_id, id): one.base
+            for one in batch
+            for (id, _), nothing in zip(one.pairs, self._request.weightless, strict=True)
+            if id != one.base_id and not nothing
+        }
+        pairs = list(wanted)
+        tables = SingleTables.decode(self._statistics.encoded_pairs(pairs))
+        found = [pairs[place] for place in tables.places.tolist()]
+        elements = tables.elements.tolist()
+        cuts: list[Threshold | None] = [None] * len(found)
+        if self._trims:
+            density = float(self._request.parameters["density"])
+            cuts = list(tables.thresholds([keep_count(density, count) for count in elements]))
+        numbers = {}
+        for number, (pair, count, chunk, cut) in enumerate(
+            zip(found, elements, tables.chunk_elements.tolist(), cuts, strict=True)
+        ):
+            base = wanted[pair]
+            if count == math.prod(base.shape) and chunk == self._chunk(base.dtype):
+                numbers[pair] = tables.rows[number : number + 1], cut
+        return numbers
+
+
+def _compared(batch: Sequence[Candidate]) -> tuple[Bools, Counts]:
+    """equal, twin: [T, K], as in ExpertTensor."""
+    count = len(batch[0].pairs)
+    raw = b"".join(
+        blocks
+        for one in batch
+        for blocks in (one.base.blocks, *(record.blocks for _, record in one.pairs))
+    )
+    ids = np.frombuffer(raw, dtype=np.uint64).reshape(len(batch), 1 + count, _WORDS)
+    experts = ids[:, 1:]
+    equal: Bools = (experts == ids[:, :1]).all(axis=2)
+    twin = np.repeat(np.arange(count)[None], len(batch), axis=0)
+    # From the last to the first: the first expert with a block has the last word.
+    for k in range(count - 1, -1, -1):
+        same = (experts[:, k:] == experts[:, k : k + 1]).all(axis=2)
+        twin[:, k:] = np.where(same, k, twin[:, k:])
+    return equal, twin

@@ -1,0 +1,84 @@
+"""What a survey says: the planner's whole input, as values.
+
+Owns what is known of each tensor and of each expert's side of it.  Does not own how it is found out
+(`survey`, and `small` for many small tensors at once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mstore.ids import ManifestId, TensorId
+from mstore.objects.tensor import Tensor
+from mstore.stats.histogram import Threshold
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+# Of a delta that is zero everywhere nothing has to be kept.
+NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's side of one tensor; `pair` is (base, expert).
+
+    equal: bool[chunks], the chunk's blocks are the base's.  twin: int64[chunks], the first expert
+    with the same blocks there (itself, mostly).  cost: int64[chunks], stored bytes of the blocks.
+    rows: CHUNK[chunks], None where statistics are missing.  threshold: where trimming cuts.
+    surplus: elements that trimming keeps beyond k because it may not look where they end: if all of
+    the expert is read, and if only part of it is.
+    """
+
+    pair: tuple[TensorId, TensorId]
+    record: Tensor
+    equal: Bools
+    twin: Counts
+    cost: Counts
+    rows: np.ndarray[Any, Any] | None
+    threshold: Threshold | None
+    surplus: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedTensor:
+    """One tensor that is to be merged; `copies` counts its names (see `tied`)."""
+
+    name: str
+    record: Tensor
+    elements: int
+    chunk_elements: int
+    experts: tuple[ExpertTensor, ...]
+    copies: int
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The planner's whole input, besides the request.
+
+    base_squares: sum of squares of all floating-point tensors of the base, None if not known.
+    copied: (tensor, why) of tensors that are taken from the base although experts differ there.
+    missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
+    tensor of statistics with rows that are not finite.  base_not_finite: tensors of the base with
+    elements that are infinite or NaN.  squares: sum of squares of each tensor of the base.
+    """
+
+    base: ManifestId
+    experts: tuple[ManifestId, ...]
+    block_size: int
+    tensors: tuple[SurveyedTensor, ...]
+    base_squares: float | None
+    copied: tuple[tuple[str, str], ...]
+    missing: tuple[tuple[str, str], ...]
+    unreliable: tuple[str, ...]
+    base_not_finite: tuple[str, ...] = ()
+    squares: Mapping[str, float] = field(default_factory=dict)
