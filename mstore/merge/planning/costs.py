@@ -7,6 +7,7 @@ they are wanted.  What the record of a plan holds are plain bytes, which nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,8 @@ from mstore.errors import Corrupt, NotFound
 from mstore.ids import ID_BYTES
 from mstore.merge.planning.survey import Words, chunk_ids, twins
 from mstore.merge.planning.surveyed import Bools, Counts
-from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
+from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
 
@@ -40,7 +42,11 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
         *(catalog.tensors([found[tensor.name] for tensor in plan.tensors]) for found in experts),
         strict=True,
     )
+    single = _Single()
     for tensor, records in zip(plan.tensors, sides_of, strict=True):
+        if all(len(one.blocks) == ID_BYTES for one in records):
+            single.take(tensor, records)
+            continue
         states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
         sides = [chunk_ids(one, tensor.chunk_elements, plan.block_size) for one in records]
         first = twins(sides, [record.dtype for record in records])
@@ -53,12 +59,35 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
             there = own.any(axis=1)
             blocks.append(own[there])
             read.append(np.repeat(reads[lead], side.shape[1] * 8 // ID_BYTES)[there])
-    if not blocks:
+    raw = np.concatenate(blocks).tobytes() if blocks else b""
+    ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)] + single.blocks
+    if not ids:
         return Costs(0, 0)
-    raw = np.concatenate(blocks).tobytes()
-    ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
     lengths = catalog.stored_lengths(ids)
-    return Costs(int(lengths.sum()), int(lengths[np.concatenate(read)].sum()))
+    is_read = np.concatenate([*read, np.array(single.read, dtype=np.bool_)])
+    return Costs(int(lengths.sum()), int(lengths[is_read].sum()))
+
+
+class _Single:
+    """The blocks of experts that matter, and whether one is read, in tensors of one block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[bytes] = []
+        self.read: list[bool] = []
+
+    def take(self, tensor: PlanTensor, records: Sequence[Tensor]) -> None:
+        """Count the blocks of one tensor; one that several experts share, once."""
+        found: dict[tuple[str, bytes], bool] = {}
+        for record, (state,) in zip(records, tensor.states, strict=True):
+            if state in _MATTERS:
+                key = record.dtype, record.blocks
+                found[key] = found.get(key, False) or state in _READ
+        self.blocks += (blocks for _, blocks in found)
+        self.read += found.values()
+
+
+_READ = (READ, SHARED)
+_MATTERS = (READ, SHARED, OMITTED, DROPPED)
 
 
 def told_costs(catalog: Catalog, plan: Plan) -> Costs:

@@ -33,7 +33,7 @@ from mstore.ids import ID_BYTES, BlockId, Id, TensorId
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.leftovers import Leftovers, write_receipt
-from mstore.merge.running.memo_hits import Shape, find_hits
+from mstore.merge.running.memo_hits import TOGETHER, Hits, Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
@@ -247,6 +247,7 @@ class Engine:
     def _slices_to_do(self) -> Iterator[Slice]:
         """The work, in file order; jobs are filled in with all that needs none."""
         pending = _Pending()
+        jobs: list[_Job] = []
         for file in self._layout.base.files:
             if not is_safetensors(file):
                 continue
@@ -257,15 +258,24 @@ class Engine:
             for part in file.tensors():
                 name = self._layout.planned_name(part)
                 if name is not None and name not in self._jobs:
-                    job = self._job(name, file.path, offset)
-                    run = self._run_of(job)
-                    if run is not None:
-                        yield from self._cut(run, pending)
+                    jobs.append(self._job(name, file.path, offset))
+                    if self._is_enough(jobs):
+                        yield from self._cut_all(jobs, pending)
+                        jobs = []
                 else:
                     self._tick(part.nbytes)
                 offset += part.nbytes if name is None else self._jobs[name].tensor.out_bytes
+        yield from self._cut_all(jobs, pending)
         if pending.runs:
             yield self._slice(pending)
+
+    def _is_enough(self, jobs: Sequence[_Job]) -> bool:
+        """Whether these are to be looked up: many, or one large one, which is not to wait."""
+        return len(jobs) >= TOGETHER or jobs[-1].shape.blocks > 1
+
+    def _cut_all(self, jobs: Sequence[_Job], pending: _Pending) -> Iterator[Slice]:
+        for run in self._runs_of(jobs):
+            yield from self._cut(run, pending)
 
     def _job(self, name: str, file: str, offset: int) -> _Job:
         tensor = self._tasks.tensor(name, file, offset)
@@ -275,8 +285,30 @@ class Engine:
         self._jobs[name] = job
         return job
 
-    def _run_of(self, job: _Job) -> Run | None:
-        """What of a tensor is to be computed, None where it is nothing."""
+    def _runs_of(self, jobs: Sequence[_Job]) -> list[Run]:
+        """What of these tensors is to be computed; one look into memo table and index for all."""
+        keys = [self._keys_of(job) for job in jobs]
+        known = self._known(jobs, keys)
+        wanted = []
+        for job, named, rows in zip(jobs, keys, known, strict=True):
+            for number in rows:
+                self._tick_chunk(job.tensor, number)
+            missing = [number for number in named if number not in rows]
+            if missing:
+                wanted.append((job.tensor, missing, named, rows))
+        tasks = self._tasks.chunks_of([(tensor, missing) for tensor, missing, _, _ in wanted])
+        return [
+            Run(
+                tensor,
+                tuple(chunks),
+                tuple(named[number] for number in missing),
+                tuple(rows.items()) if tensor.limited else (),
+            )
+            for (tensor, missing, named, rows), chunks in zip(wanted, tasks, strict=True)
+        ]
+
+    def _keys_of(self, job: _Job) -> dict[int, bytes]:
+        """Memo keys by number of the chunks that are not the base's own; those are filled in."""
         tensor = job.tensor
         reused = self._tasks.reused(tensor)
         base = job.members.base.blocks
@@ -285,39 +317,35 @@ class Engine:
             job.ids[number * span : (number + 1) * span] = base[number * span : (number + 1) * span]
             self._tick_chunk(tensor, number)
         numbers = np.flatnonzero(~reused).tolist()
-        if not numbers:
-            return None
-        keys = (
-            self._keys.chunks(tensor, numbers) if self._sink is not None else [b""] * len(numbers)
-        )
-        known = self._known(job, dict(zip(numbers, keys, strict=True)))
-        missing = [
-            (number, key) for number, key in zip(numbers, keys, strict=True) if number not in known
-        ]
-        for number in known:
-            self._tick_chunk(tensor, number)
-        if not missing:
-            return None
-        chunks = self._tasks.chunks(tensor, [number for number, _ in missing])
-        return Run(
-            tensor,
-            tuple(chunks),
-            tuple(key for _, key in missing),
-            tuple(known.items()) if tensor.limited else (),
-        )
+        if self._sink is None:
+            return dict.fromkeys(numbers, b"")
+        return dict(zip(numbers, self._keys.chunks(tensor, numbers), strict=True))
 
-    def _known(self, job: _Job, keys: dict[int, bytes]) -> dict[int, tuple[int, ...]]:
-        """Chunks whose outcome is known, filled in, and the ties per expert that each took."""
-        rows: dict[int, Remembered] = {}
-        if self._sink is None or self._leftovers is None:
-            return {}
+    def _known(
+        self, jobs: Sequence[_Job], keys: Sequence[dict[int, bytes]]
+    ) -> list[dict[int, tuple[int, ...]]]:
+        """Of each tensor the chunks whose outcome is known, filled in, and the ties per expert
+        that each took."""
+        if self._sink is None:
+            return [{} for _ in jobs]
+        hits = [Hits({}, {}) for _ in jobs]
         if self._memo is not None:
-            hits = find_hits(self._memo, self._sink.has_blocks, job.shape, keys)
-            rows.update(hits.known)
-            self._hits += len(hits.known)
-            # Collected meanwhile: computed again, they must come out as they did.
-            self._expected.update((keys[number], row.blocks) for number, row in hits.gone.items())
+            wanted = [(job.shape, named) for job, named in zip(jobs, keys, strict=True)]
+            hits = find_hits(self._memo, self._sink.has_blocks, wanted)
+        return [
+            self._known_of(job, named, found)
+            for job, named, found in zip(jobs, keys, hits, strict=True)
+        ]
+
+    def _known_of(
+        self, job: _Job, keys: dict[int, bytes], hits: Hits
+    ) -> dict[int, tuple[int, ...]]:
+        rows: dict[int, Remembered] = dict(hits.known)
+        self._hits += len(hits.known)
+        # Collected meanwhile: computed again, they must come out as they did.
+        self._expected.update((keys[number], row.blocks) for number, row in hits.gone.items())
         if self._leftovers:
+            assert self._sink is not None
             for number in sorted(keys.keys() - rows.keys()):
                 found = self._leftovers.find(keys[number])
                 if found is None or not job.shape.fits(number, found.row):
@@ -401,7 +429,7 @@ class Engine:
             stream = Stream(computer, pool, ahead=self._bounds.ahead).run(self._slices_to_do())
             try:
                 for computed in stream:
-                    self._take(computed.tensor, computed.results)
+                    self._take(computed.results)
                     if self._sink is not None:
                         if writer is None or writer.slice is not computed.slice:
                             full, writer = writer, SliceWriter(computed.slice, self._written)
@@ -436,38 +464,36 @@ class Engine:
             self._blocks_new += len(writer.new)
 
     def _run_elsewhere(self, executor: Executor) -> None:
-        waiting: deque[tuple[Slice, Future[Receipt]]] = deque()
+        waiting: deque[Future[Receipt]] = deque()
         try:
             for work in self._slices_to_do():
                 # Before it is handed out: no other place knows what the others read.
                 self._expert_meter.charge(work.expert_bytes)
-                waiting.append((work, executor.submit(execute, work)))
+                waiting.append(executor.submit(execute, work))
                 if len(waiting) >= _HANDED_OUT:
-                    self._receive(*waiting.popleft())
+                    self._receive(waiting.popleft())
             while waiting:
-                self._receive(*waiting.popleft())
+                self._receive(waiting.popleft())
         except BaseException:
-            for _, future in waiting:
+            for future in waiting:
                 future.cancel()
-            for _, future in waiting:
+            for future in waiting:
                 # It writes into a directory that is about to go.
                 if not future.cancelled():
                     future.exception()
             raise
 
-    def _receive(self, work: Slice, future: Future[Receipt]) -> None:
+    def _receive(self, future: Future[Receipt]) -> None:
         receipt = future.result()
-        runs = {run.tensor.name: run.tensor for run in work.runs}
-        for result in receipt.results:
-            self._take(runs[result.tensor], [result])
+        self._take(receipt.results)
         self._base_meter.charge(receipt.base_bytes)
         if receipt.pack is not None:
             write_receipt(receipt.pack, receipt.results)
             self._publish(receipt.pack)
 
-    def _take(self, tensor: TensorTask, results: Sequence[Result]) -> None:
-        job = self._jobs[tensor.name]
+    def _take(self, results: Sequence[Result]) -> None:
         for result in results:
+            job = self._jobs[result.tensor]
             expected = self._expected.get(result.key)
             if expected is not None and expected != result.blocks:
                 raise Corrupt(
@@ -476,8 +502,8 @@ class Engine:
                     hint="mstore fsck --read-data",
                 )
             job.put(result.number, result.blocks)
-            self._overflow.add(tensor, result.infinite)
-            self._tick_chunk(tensor, result.number)
+            self._overflow.add(job.tensor, result.infinite)
+            self._tick_chunk(job.tensor, result.number)
             if result.key:
                 self._rows.append((result.key, result.value))
 
@@ -540,6 +566,13 @@ class Engine:
 
     def _cover(self, job: _Job) -> TensorCoverage:
         count = len(job.ids) // ID_BYTES
+        if count == 1:
+            like_base = job.tensor.out_dtype == job.tensor.base_dtype
+            is_base = like_base and job.ids == job.members.base.blocks
+            there = job.members.present()[:, 0].tolist()
+            return TensorCoverage(
+                job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
+            )
         ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
         reused = np.zeros(count, dtype=np.bool_)
         if job.tensor.out_dtype == job.tensor.base_dtype:

@@ -8,7 +8,9 @@ not be a function of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +23,11 @@ from mstore.objects.plan import Plan
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
+
+TOGETHER: Final = 64
+"""Tensors whose chunks are looked up together."""
+
+_BLOCKS_TOGETHER: Final = 1 << 14
 
 
 class Shape:
@@ -60,17 +67,26 @@ class Hits:
 def find_hits(
     memo: Memo,
     has_blocks: Callable[[Sequence[BlockId]], Sequence[bool]],
-    shape: Shape,
-    keys: Mapping[int, bytes],
-) -> Hits:
-    """Look up the chunks of one tensor; `keys` by chunk number."""
-    rows = {}
-    for number, value in zip(keys, memo.outputs(list(keys.values())), strict=True):
-        row = None if value is None else Remembered.decode(value)
-        if row is not None and shape.fits(number, row):
-            rows[number] = row
-    blocks = [block for row in rows.values() for block in row.blocks]
-    stored = {block for block, is_there in zip(blocks, has_blocks(blocks), strict=True) if is_there}
+    wanted: Sequence[tuple[Shape, Mapping[int, bytes]]],
+) -> list[Hits]:
+    """Look up chunks of several tensors together: for each its shape, and keys by chunk number."""
+    values = iter(memo.outputs([key for _, keys in wanted for key in keys.values()]))
+    found = []
+    for shape, keys in wanted:
+        rows = {}
+        for number in keys:
+            value = next(values)
+            row = None if value is None else Remembered.decode(value)
+            if row is not None and shape.fits(number, row):
+                rows[number] = row
+        found.append(rows)
+    blocks = [block for rows in found for row in rows.values() for block in row.blocks]
+    there = has_blocks(blocks) if blocks else []
+    stored = {block for block, is_there in zip(blocks, there, strict=True) if is_there}
+    return [_split(rows, stored) for rows in found]
+
+
+def _split(rows: Mapping[int, Remembered], stored: AbstractSet[BlockId]) -> Hits:
     known = {number: row for number, row in rows.items() if stored.issuperset(row.blocks)}
     return Hits(known, {number: row for number, row in rows.items() if number not in known})
 
@@ -86,14 +102,18 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) ->
     keys = MemoKeys(tasks)
     known: list[tuple[TensorTask, list[int]]] = []
     unknown: list[tuple[TensorTask, list[int]]] = []
-    for one in plan.tensors:
-        tensor = tasks.tensor(one.name)
-        numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
-        shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
-        named = dict(zip(numbers, keys.chunks(tensor, numbers), strict=True))
-        hits = find_hits(memo, catalog.has_blocks, shape, named).known
-        known.append((tensor, list(hits)))
-        unknown.append((tensor, [number for number in numbers if number not in hits]))
+    for start in range(0, len(plan.tensors), TOGETHER):
+        asked: list[tuple[TensorTask, Shape, dict[int, bytes]]] = []
+        for one in plan.tensors[start : start + TOGETHER]:
+            tensor = tasks.tensor(one.name)
+            numbers = np.flatnonzero(~tasks.reused(tensor)).tolist()
+            named = dict(zip(numbers, keys.chunks(tensor, numbers), strict=True))
+            shape = Shape(tensor, tasks.members(one.name), catalog.block_size)
+            asked.append((tensor, shape, named))
+        hits = find_hits(memo, catalog.has_blocks, [(shape, named) for _, shape, named in asked])
+        for (tensor, _, named), found in zip(asked, hits, strict=True):
+            known.append((tensor, list(found.known)))
+            unknown.append((tensor, [number for number in named if number not in found.known]))
     # What is dear is looking up what a chunk costs: the smaller half says as much.
     if _count(unknown) < _count(known):
         return planned - _expert_bytes(catalog, tasks, unknown)
@@ -107,15 +127,17 @@ def _count(parts: list[tuple[TensorTask, list[int]]]) -> int:
 def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, list[int]]]) -> int:
     """What reading the experts of some chunks costs, as `ChunkTask.expert_bytes` has it."""
     total = 0
+    size = catalog.block_size
+    blocks: list[bytes] = []
     for tensor, numbers in parts:
+        if not numbers:
+            continue
         members = tasks.members(tensor.name)
         present = members.present().T
-        size = catalog.block_size
         spans = [
             ID_BYTES * blocks_per_chunk(expert.dtype, tensor.chunk_elements, size)
             for expert in members.experts
         ]
-        blocks: list[bytes] = []
         for number in numbers:
             rows = {
                 (members.experts[k].dtype, members.experts[k].blocks[number * w : (number + 1) * w])
@@ -125,5 +147,7 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, 
             blocks += (
                 row[at : at + ID_BYTES] for _, row in rows for at in range(0, len(row), ID_BYTES)
             )
-        total += int(catalog.stored_lengths(blocks).sum())
-    return total
+        if len(blocks) >= _BLOCKS_TOGETHER:
+            total += int(catalog.stored_lengths(blocks).sum())
+            blocks = []
+    return total + int(catalog.stored_lengths(blocks).sum()) if blocks else total

@@ -112,7 +112,7 @@ class MemoKeys:
         )
         base = members.base.blocks
         span = _span(tensor, members.base.dtype, block_size)
-        sides = [self._side(tensor, members, k) for k in range(len(members.experts))]
+        sides = self._sides(tensor, members)
         present = members.present().T.tolist()
         keys = []
         for number in numbers:
@@ -131,24 +131,32 @@ class MemoKeys:
             keys.append(blake3(b"".join(pieces), derive_key_context=CONTEXT).digest())
         return keys
 
-    def _side(
-        self, tensor: TensorTask, members: Members, k: int
-    ) -> tuple[bytes, bytes, int, _Chain | None]:
-        """What an expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
-        expert = members.experts[k]
-        limited = bool(tensor.quotas[k] != UNLIMITED)
-        fixed = b"".join(
-            (
-                k.to_bytes(2, "little") if self._method.direct else b"",
-                _text(expert.dtype),
-                self._weights[k : k + 1].tobytes(),
-                tensor.thresholds[k : k + 1].astype("<f4").tobytes(),
-                tensor.keys[k].astype("<u4").tobytes() if self._method.random else b"",
-                bytes([limited]),
+    def _sides(
+        self, tensor: TensorTask, members: Members
+    ) -> list[tuple[bytes, bytes, int, _Chain | None]]:
+        """What each expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
+        method = self._method
+        thresholds, weights = tensor.thresholds.astype("<f4").tobytes(), self._weights.tobytes()
+        words = tensor.keys.astype("<u4").tobytes() if method.random else b""
+        sides = []
+        for k, (expert, quota) in enumerate(
+            zip(members.experts, tensor.quotas.tolist(), strict=True)
+        ):
+            limited = quota != UNLIMITED
+            fixed = b"".join(
+                (
+                    k.to_bytes(2, "little") if method.direct else b"",
+                    _text(expert.dtype),
+                    weights[4 * k : 4 * k + 4],
+                    thresholds[4 * k : 4 * k + 4],
+                    words[8 * k : 8 * k + 8],
+                    b"\1" if limited else b"\0",
+                )
             )
-        )
-        width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
-        return fixed, expert.blocks, width, _Chain(tensor, members, k) if limited else None
+            width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
+            chain = _Chain(tensor, members, k) if limited else None
+            sides.append((fixed, expert.blocks, width, chain))
+        return sides
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:

@@ -8,6 +8,7 @@ the plan's tensors) is a reserve that does not grow with experts.  Arithmetic on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,12 +35,14 @@ class Bounds:
 def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     """As many of `threads` as fit.  Raises BadRequest where the largest chunk alone does not."""
     sides, output, largest = 0, 0, ""
+    # Small tensors are loaded together until they are as long as a group of a large one.
+    total = sum(math.prod(tasks.members(one.name).base.shape) for one in tasks.plan.tensors)
     for planned in tasks.plan.tensors:
         members = tasks.members(planned.name)
         rows = 1 + SPARE_SIDES + int(members.present().sum(axis=0).max(initial=0))
         dtypes = (members.base.dtype, *(expert.dtype for expert in members.experts))
         tensor = tasks.tensor(planned.name)
-        elements = min(tensor.elements, tensor.chunk_elements * group_chunks(tensor))
+        elements = min(total, tensor.chunk_elements * group_chunks(tensor))
         needed = rows * elements * max(map(item_size, dtypes))
         if needed > sides:
             sides, largest = needed, planned.name

@@ -44,6 +44,9 @@ SLICE_BYTES: Final = 128 << 20
 GROUP_BYTES: Final = 1 << 20
 """Small chunks are loaded together until one side of them has so many bytes."""
 
+_LEAST_BYTES: Final = 1 << 12
+"""What a chunk counts at least: there are no more than 256 in a group."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
@@ -112,24 +115,45 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Chunks that are loaded together, and their tensor's ledger."""
+class Part:
+    """Chunks of one tensor in a group, and the tensor's ledger."""
 
-    slice: Slice
     run: Run
     tasks: tuple[ChunkTask, ...]
     keys: tuple[bytes, ...]
     ledger: TieLedger
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Chunks that are loaded together: of one tensor, or of several that are small."""
+
+    slice: Slice
+    parts: tuple[Part, ...]
+
+    @property
+    def tasks(self) -> list[ChunkTask]:
+        """All of them, in order."""
+        return [task for part in self.parts for task in part.tasks]
+
+    def fail(self, *, wholly: bool) -> None:
+        """Nothing will come of it: wake whoever waits for a chunk of it.
+
+        wholly: nothing comes of any other chunk of its tensors either.
+        """
+        for part in self.parts:
+            part.ledger.fail(-1 if wholly else part.tasks[0].number)
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A block that came out, and where in the output file it lies.
+    """A block that came out, and where in which output file it lies.
 
     encoded: None where it need not be written.
     """
 
     id: BlockId
+    file: str
     offset: int
     encoded: Encoded | None
 
@@ -139,7 +163,6 @@ class Computed:
     """A group's outcome.  The outputs lie in `buffer`, until `Computer.recycle`."""
 
     slice: Slice
-    tensor: TensorTask
     results: tuple[Result, ...]
     outputs: tuple[Output, ...]
     buffer: npt.NDArray[np.uint8]
@@ -181,76 +204,83 @@ class Computer:
         try:
             return self._compute(group)
         except BaseException:
-            group.ledger.fail(group.tasks[0].number)
+            group.fail(wholly=False)
             raise
 
     def _compute(self, group: Group) -> Computed:
-        loaded = load(
-            group.tasks,
-            self._packs,
-            self._scratch,
-            self._expert_meter,
-            self._base_meter,
-            self._moved,
-        )
-        tensor = group.run.tensor
-        buffer = self._buffer(sum(task.out_bytes for task in group.tasks))
-        results: list[Result] = []
-        outputs: list[Output] = []
-        start = 0
-        for one, key in zip(loaded, group.keys, strict=True):
-            out = buffer[start : start + one.task.out_bytes]
-            start += one.task.out_bytes
-            taken = self._blend(one, group, out)
-            blocks = self._outputs(one, out.data, group.slice)
-            ids = tuple(block.id for block in blocks)
-            outputs += blocks
-            results.append(
-                Result(
-                    tensor=tensor.name,
-                    number=one.task.number,
-                    blocks=ids,
-                    key=key,
-                    value=Remembered.of(one.task, ids, taken).encode(),
-                    expert_bytes=one.task.expert_bytes,
-                    infinite=became_infinite(tensor, _base_of(one), out),
-                )
+        tasks = group.tasks
+        loaded = iter(
+            load(
+                tasks,
+                self._packs,
+                self._scratch,
+                self._expert_meter,
+                self._base_meter,
+                self._moved,
             )
-        return Computed(group.slice, tensor, tuple(results), tuple(outputs), buffer)
+        )
+        buffer = self._buffer(sum(task.out_bytes for task in tasks))
+        results: list[Result] = []
+        drafts: list[_Draft] = []
+        start = 0
+        for part in group.parts:
+            for key in part.keys:
+                one = next(loaded)
+                out = buffer[start : start + one.task.out_bytes]
+                start += one.task.out_bytes
+                taken = self._blend(one, part, group.slice.mix, out)
+                draft = _draft(one, out.data, group.slice.block_size)
+                drafts.append(draft)
+                results.append(
+                    Result(
+                        tensor=one.task.tensor.name,
+                        number=one.task.number,
+                        blocks=draft.ids,
+                        key=key,
+                        value=Remembered.of(one.task, draft.ids, taken).encode(),
+                        expert_bytes=one.task.expert_bytes,
+                        infinite=became_infinite(one.task.tensor, _base_of(one), out),
+                    )
+                )
+        outputs = self._outputs(drafts, group.slice.policy)
+        return Computed(group.slice, tuple(results), tuple(outputs), buffer)
 
-    def _outputs(self, loaded: Loaded, out: memoryview, slice: Slice) -> list[Output]:
-        """The blocks of a chunk, encoded where that is still to be done."""
-        pieces = [out[at : at + length] for at, length in partition(len(out), slice.block_size)]
-        ids = [BlockId.of(piece) for piece in pieces]
-        task = loaded.task
-        offset = task.file_offset
-        if slice.policy is None:
+    def _outputs(self, drafts: Sequence[_Draft], policy: Policy | None) -> list[Output]:
+        """The blocks of chunks, encoded where that is still to be done."""
+        ids = [id for draft in drafts for id in draft.ids]
+        if policy is None:
             known: Sequence[bool] = [True] * len(ids)
         else:
             known = [False] * len(ids) if self._known is None else self._known(ids)
-        # Blocks of another dtype lie elsewhere in the tensor than those of the base.
-        like_base = task.tensor.out_dtype == task.tensor.base_dtype
-        elements = codecs.elements_of(task.tensor.out_dtype)
+        is_known = iter(known)
         outputs = []
-        for number, (id, piece, is_known) in enumerate(zip(ids, pieces, known, strict=True)):
-            encoded = None
-            if slice.policy is not None and not is_known:
-                base = loaded.delta_base(number) if like_base else None
-                encoded = codecs.encode(piece, elements, slice.policy, base)
-            outputs.append(Output(id, offset, encoded))
-            offset += len(piece)
+        for draft in drafts:
+            tensor = draft.loaded.task.tensor
+            # Blocks of another dtype lie elsewhere in the tensor than those of the base.
+            like_base = tensor.out_dtype == tensor.base_dtype
+            elements = codecs.elements_of(tensor.out_dtype)
+            offset = draft.loaded.task.file_offset
+            for number, (id, piece) in enumerate(zip(draft.ids, draft.pieces, strict=True)):
+                encoded = None
+                if not next(is_known) and policy is not None:
+                    base = draft.loaded.delta_base(number) if like_base else None
+                    encoded = codecs.encode(piece, elements, policy, base)
+                outputs.append(Output(id, tensor.file, offset, encoded))
+                offset += len(piece)
         return outputs
 
-    def _blend(self, loaded: Loaded, group: Group, out: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+    def _blend(
+        self, loaded: Loaded, part: Part, mix: Mix, out: npt.NDArray[np.uint8]
+    ) -> tuple[int, ...]:
         """Run the kernel; returns the ties that the chunk took, per expert."""
-        tensor, mix = group.run.tensor, group.slice.mix
+        tensor = part.run.tensor
         if not tensor.limited:
             blend(loaded, mix, tensor.quotas, out)
             return (0,) * len(tensor.quotas)
         # Mostly all ties of a chunk are kept or none: mixing at once saves a pass that counts.
-        asked = group.ledger.asked
+        asked = part.ledger.asked
         ties = blend(loaded, mix, asked, out)
-        grant = group.ledger.take(loaded.task.number, ties)
+        grant = part.ledger.take(loaded.task.number, ties)
         if grant.quotas != tuple(UNLIMITED if quota == COUNTED else quota for quota in asked):
             blend(loaded, mix, grant.quotas, out)
         return grant.taken
@@ -277,14 +307,39 @@ def _base_of(loaded: Loaded) -> npt.NDArray[np.uint8]:
     return base[: task.n * item_size(task.tensor.base_dtype)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """A chunk that was mixed: its output as blocks, which nobody has encoded yet."""
+
+    loaded: Loaded
+    pieces: list[memoryview]
+    ids: tuple[BlockId, ...]
+
+
+def _draft(loaded: Loaded, out: memoryview, block_size: int) -> _Draft:
+    pieces = [out[at : at + length] for at, length in partition(len(out), block_size)]
+    return _Draft(loaded, pieces, tuple(BlockId.of(piece) for piece in pieces))
+
+
 def groups(slice: Slice) -> Iterator[Group]:
-    """A slice's chunks in order, small ones together."""
+    """A slice's chunks in order, small ones together, also those of several tensors."""
+    parts: list[Part] = []
+    count, longest = 0, 0
     for run in slice.runs:
         ledger = run.ledger()
         step = group_chunks(run.tensor)
         for first in range(0, len(run.chunks), step):
-            part = builtins.slice(first, first + step)
-            yield Group(slice, run, run.chunks[part], run.keys[part], ledger)
+            cut = builtins.slice(first, first + step)
+            part = Part(run, run.chunks[cut], run.keys[cut], ledger)
+            length = max(_LEAST_BYTES, *(task.narrow_bytes for task in part.tasks))
+            wide = max(longest, length)
+            if parts and (count + len(part.tasks)) * wide > GROUP_BYTES:
+                yield Group(slice, tuple(parts))
+                parts, count, wide = [], 0, length
+            parts.append(part)
+            count, longest = count + len(part.tasks), wide
+    if parts:
+        yield Group(slice, tuple(parts))
 
 
 def group_chunks(tensor: TensorTask) -> int:
@@ -318,7 +373,7 @@ class Stream:
                 yield waiting.popleft()[1].result()
         finally:
             for group, future in waiting:
-                group.ledger.fail(-1)
+                group.fail(wholly=True)
                 future.cancel()
             for _, future in waiting:
                 if not future.cancelled():
@@ -345,7 +400,7 @@ class SliceWriter:
         for output in computed.outputs:
             encoded = output.encoded
             if encoded is not None and output.id not in self._written:
-                self._open().append_encoded(output.id, encoded, computed.tensor.file, output.offset)
+                self._open().append_encoded(output.id, encoded, output.file, output.offset)
                 self._written.add(output.id)
                 self.new.append(output.id)
 

@@ -150,9 +150,18 @@ class ChunkTask:
         return sum(row.stored_bytes for row in self.rows)
 
     @property
+    def narrow_bytes(self) -> int:
+        """Plain bytes of the base or of the output, whichever are fewer."""
+        tensor = self.tensor
+        return self.n * min(item_size(tensor.base_dtype), item_size(tensor.out_dtype))
+
+    @property
     def row_bytes(self) -> int:
         """Plain bytes of the longest side."""
         return self.n * max(item_size(row.dtype) for row in (self.base, *self.rows))
+
+
+_TAKES_PART: Final = bytes(state in (READ, SHARED) for state in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +176,19 @@ class Members:
 
     def present(self) -> npt.NDArray[np.bool_]:
         """bool[K, chunks]: which experts take part in which chunk."""
-        states = np.frombuffer(b"".join(self.plan.states), dtype=np.uint8)
-        shaped = states.reshape(len(self.plan.states), -1)
-        present: npt.NDArray[np.bool_] = (shaped == READ) | (shaped == SHARED)
-        return present
+        raw = b"".join(self.plan.states)
+        states = np.frombuffer(raw.translate(_TAKES_PART), dtype=np.bool_)
+        return states.reshape(len(self.plan.states), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A chunk before it is known where its blocks lie; as in ChunkTask."""
+
+    number: int
+    base: tuple[BlockId, ...]
+    rows: tuple[tuple[str, tuple[BlockId, ...]], ...]
+    row_of: tuple[int, ...]
 
 
 _TOGETHER: Final = 64
@@ -266,12 +284,42 @@ class Tasks:
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[ChunkTask]:
         """Several chunks of one tensor, with one look into the index.  Raises Corrupt."""
+        return self.chunks_of([(tensor, numbers)])[0]
+
+    def chunks_of(
+        self, wanted: Sequence[tuple[TensorTask, Sequence[int]]]
+    ) -> list[list[ChunkTask]]:
+        """The chunks of several tensors, with one look into the index for all of them."""
+        drafts = [self._drafts(tensor, numbers) for tensor, numbers in wanted]
+        sources = self._locate(
+            itertools.chain.from_iterable(
+                (*draft.base, *itertools.chain.from_iterable(blocks for _, blocks in draft.rows))
+                for found in drafts
+                for draft in found
+            )
+        )
+        return [
+            [
+                ChunkTask(
+                    tensor,
+                    draft.number,
+                    Row(tensor.base_dtype, tuple(sources[block] for block in draft.base)),
+                    tuple(
+                        Row(type, tuple(sources[b] for b in blocks)) for type, blocks in draft.rows
+                    ),
+                    draft.row_of,
+                )
+                for draft in found
+            ]
+            for (tensor, _), found in zip(wanted, drafts, strict=True)
+        ]
+
+    def _drafts(self, tensor: TensorTask, numbers: Sequence[int]) -> list[_Draft]:
         members = self.members(tensor.name)
         size, length = self._catalog.block_size, tensor.chunk_elements
         present = members.present()
         drafts = []
         for number in numbers:
-            base = tuple(chunk_blocks(members.base, length, number, size))
             # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
             rows: dict[tuple[str, tuple[BlockId, ...]], int] = {}
             row_of = [-1] * len(members.experts)
@@ -279,23 +327,9 @@ class Tasks:
                 expert = members.experts[k]
                 blocks = tuple(chunk_blocks(expert, length, number, size))
                 row_of[k] = rows.setdefault((expert.dtype, blocks), len(rows))
-            drafts.append((number, base, rows, tuple(row_of)))
-        sources = self._locate(
-            itertools.chain.from_iterable(
-                (*base, *itertools.chain.from_iterable(blocks for _, blocks in rows))
-                for _, base, rows, _ in drafts
-            )
-        )
-        return [
-            ChunkTask(
-                tensor,
-                number,
-                Row(members.base.dtype, tuple(sources[block] for block in base)),
-                tuple(Row(dtype, tuple(sources[b] for b in blocks)) for dtype, blocks in rows),
-                row_of,
-            )
-            for number, base, rows, row_of in drafts
-        ]
+            base = tuple(chunk_blocks(members.base, length, number, size))
+            drafts.append(_Draft(number, base, tuple(rows), tuple(row_of)))
+        return drafts
 
     def moved(self, source: Source) -> Location:
         """Where a block lies now whose pack is gone: gc may have copied it into another.
