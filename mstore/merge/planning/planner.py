@@ -22,6 +22,7 @@ left out whole.  What remains is then all that the budget is spent on.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -446,13 +447,19 @@ class Planner:
 
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Norms of what is left out, per tensor and expert; -1 where not known."""
-        squares = self._grid.split(self._squares)
+        squares, starts = self._squares, self._grid.starts
+        # Of a tensor of one chunk there is nothing to add up.
+        with np.errstate(invalid="ignore"):
+            roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
+        alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
         return tuple(
-            tuple(
+            alone[start]
+            if end - start == 1
+            else tuple(
                 _norm(own[mask]) if mask.any() else 0.0
-                for own, mask in zip(found, masks, strict=True)
+                for own, mask in zip(squares[:, start:end], left_out[:, start:end], strict=True)
             )
-            for found, masks in zip(squares, self._grid.split(left_out), strict=True)
+            for start, end in itertools.pairwise(starts.tolist())
         )
 
     # -- notes -------------------------------------------------------------------------------

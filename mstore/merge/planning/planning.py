@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 from blake3 import blake3
 
-from mstore.ids import ID_BYTES, ManifestId
+from mstore.ids import ID_BYTES, ManifestId, TensorId
 from mstore.merge.arithmetic.operators import needs_thresholds
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.planner import Planner, Selection
@@ -95,6 +95,7 @@ class Planning:
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
+        self._thresholds: dict[tuple[TensorId, TensorId], Threshold | None] = {}
 
     @property
     def analyzed(self) -> int:
@@ -148,6 +149,7 @@ class Planning:
                     analyze=request.analyze,
                     pool=pool,
                     meter=self._surveyor.analyzed,
+                    known=self._thresholds,
                 )
                 thresholds = [
                     tuple(map(partial(cut.of, tensor), tensor.experts, states))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mstore.blocks.meter import Meter
+from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
 from mstore.merge.arithmetic.operators import keep_count
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
@@ -38,7 +39,8 @@ class Thresholds:
 
     density: share of a tensor's elements to keep.  analyze: the data may be looked at; `meter`
     counts the expert bytes that this reads.  `at_edges` turns true once a bin's edge had to serve,
-    with all elements on it, because that was ruled out.
+    with all elements on it, because that was ruled out.  known: thresholds of whole experts that
+    were found before, by pair of tensors; grows.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Thresholds:
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
+        known: dict[tuple[TensorId, TensorId], Threshold | None] | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
@@ -58,6 +61,7 @@ class Thresholds:
         self.at_edges = False
         self._pool = pool
         self._meter = meter
+        self._known = {} if known is None else known
 
     def of(self, tensor: SurveyedTensor, expert: ExpertTensor, states: States) -> Threshold:
         """What the engine is to cut this expert's delta at.
@@ -67,7 +71,12 @@ class Thresholds:
         """
         found = expert.threshold
         assert found is not None
-        whole = self._whole(tensor, expert, found)
+        if expert.pair in self._known:
+            whole = self._known[expert.pair]
+        else:
+            whole = self._known[expert.pair] = self._whole(tensor, expert, found)
+        if len(states) == 1:
+            return self._of_one_chunk(found, whole, int(states[0]))
         is_read = (states == READ) | (states == SHARED)
         left_out = (states == OMITTED) | (states == DROPPED)
         if whole is None:
@@ -90,6 +99,17 @@ class Thresholds:
         kept = ties.copy()
         kept[-1] -= int(ties.sum()) - whole.quota
         return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
+
+    def _of_one_chunk(
+        self, found: histogram.Threshold, whole: Threshold | None, state: int
+    ) -> Threshold:
+        """The same of a tensor of which all or nothing is read."""
+        if whole is None:
+            self.at_edges |= state in (READ, SHARED)
+            return Threshold(found.value, UNLIMITED)
+        if whole.quota == UNLIMITED or state not in (OMITTED, DROPPED):
+            return whole
+        return Threshold(whole.value, UNLIMITED)
 
     def _whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
