@@ -31,6 +31,10 @@ PLANNER = 4
 """To be raised whenever the same request leads to another plan."""
 
 
+_TOGETHER = 1 << 14
+"""Blocks that are looked up together."""
+
+
 def request_key(catalog: Catalog, request: Request) -> bytes:
     """The name of all that a plan follows from, 32 bytes: contents, what reading them costs,
     parameters, criteria.
@@ -58,10 +62,14 @@ def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
     same = set(catalog.manifest(base).tensors().values())
     found = dict.fromkeys(catalog.manifest(expert).tensors().values())
     digest = blake3()
+    ids: list[bytes] = []
     for record in catalog.tensors([id for id in found if id not in same]):
         blocks = record.blocks
-        ids = [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
-        digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
+        ids += [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
+        if len(ids) >= _TOGETHER:
+            digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
+            ids = []
+    digest.update(catalog.stored_lengths(ids).astype("<i8").tobytes())
     return digest.digest()
 
 

@@ -116,6 +116,7 @@ def load(
     plain |= reader.read(base_side, plain, base_meter)
     # Experts of one kind are mostly differences to the same blocks: these are read once.
     others: dict[BlockId, memoryview] = {}
+    used = 0
     # An expert's blocks in neighbouring chunks are neighbours at rest more often than not.
     for k in range(len(tasks[0].row_of)):
         wanted = []
@@ -124,10 +125,17 @@ def load(
             if row >= 0 and row not in one.task.row_of[:k]:
                 wanted += _targets(one, 1 + row)
         needed = {id: base for id, base in _bases(wanted).items() if id not in plain}
-        if not needed.keys() <= others.keys():
-            others = reader.read_bases(needed.values(), passing, base_meter)
+        news = {id: base for id, base in needed.items() if id not in others}
+        if used + _plain_bytes(news) > len(passing):
+            others, used, news = {}, 0, needed
+        others |= reader.read_bases(news.values(), passing[used:], base_meter)
+        used += _plain_bytes(news)
         plain |= reader.read(wanted, plain | others, expert_meter)
     return loaded
+
+
+def _plain_bytes(sources: Mapping[BlockId, Source]) -> int:
+    return sum(source.at.raw_length for source in sources.values())
 
 
 def will_need(tasks: Sequence[ChunkTask], packs: PackFiles) -> None:
