@@ -1,11 +1,12 @@
 """What a tensor costs that is small: families of many tensors of 16 KB, a base and four experts.
 
     python bench/small.py WORK [--before CHECKOUT [--alone]] [--rounds 3]
-                               [--tensors 10 500 2000 4000]
+                               [--tensors 10 500 2000 4000] [--codec auto]
 
 Writes and prints bench/results/small.json.  --before: an earlier version's checkout, measured in
 the same rounds (`git worktree add CHECKOUT REVISION`); --alone: that one and not this.  It takes
 long, so figures of whichever is not measured stay as they were, if the machine is the same.
+--codec: of the store; raw leaves out what compressing blocks of 16 KB takes.
 
 Every expert moved every tensor.  Commands run as whole processes, page cache warm, each merge on a
 copy of the store; the family with the fewest tensors says what a command costs that has nearly
@@ -73,11 +74,12 @@ def write_family(path: Path, tensors: int) -> None:
 class Library(Store):
     """A store used with the command line of one checkout."""
 
-    __slots__ = ("checkout",)
+    __slots__ = ("checkout", "codec")
 
-    def __init__(self, path: Path, checkout: Path) -> None:
+    def __init__(self, path: Path, checkout: Path, codec: str) -> None:
         super().__init__(path)
         object.__setattr__(self, "checkout", checkout)
+        object.__setattr__(self, "codec", codec)
 
     def mstore(self, *words: str) -> Run:
         roots = (self.checkout, self.checkout / "fuse", self.checkout / "cli")
@@ -90,7 +92,7 @@ class Library(Store):
     def again(self) -> Iterator[Library]:
         """A copy for one merge, without a memo table."""
         with self.copy(self.path.with_name("copy")) as copy:
-            yield Library(copy.path, self.checkout)
+            yield Library(copy.path, self.checkout, self.codec)
 
 
 def one_round(store: Library, family: Path, took: Took) -> None:
@@ -100,7 +102,7 @@ def one_round(store: Library, family: Path, took: Took) -> None:
         took.setdefault(task, []).append(done)
         return done
 
-    store.make(codec="auto")
+    store.make(codec=store.codec)
     for name in NAMES:
         task = "add" if name == "base" else "add --base"
         note(task, store.add(family / name, name))
@@ -125,6 +127,7 @@ def main() -> None:
     parser = options(__doc__, rounds=3, millions=0.0)
     parser.add_argument("--before", type=Path, help="a checkout of an earlier version")
     parser.add_argument("--alone", action="store_true", help="measure the earlier version only")
+    parser.add_argument("--codec", default="auto", choices=("auto", "raw"))
     parser.add_argument("--tensors", type=int, nargs="*", default=list(TENSORS))
     given = parser.parse_args()
     work = given.work.absolute() / "small"
@@ -146,17 +149,18 @@ def main() -> None:
                 # The first round compiles what there is to compile, and does not count.
                 into = took[name] if number else {}
                 if number or tensors == given.tensors[0]:
-                    one_round(Library(work / "store", checkout), family, into)
+                    one_round(Library(work / "store", checkout, given.codec), family, into)
         told = results["tensors"].setdefault(str(tensors), {})
         for name, tasks in took.items():
-            told[name] = {
+            label = name if given.codec == "auto" else f"{name}, {given.codec}"
+            told[label] = {
                 task: {
                     "wall": spread([one.wall for one in runs]),
                     "cpu": spread([one.cpu for one in runs]),
                 }
                 for task, runs in tasks.items()
             }
-            told[name]["rounds"] = given.rounds
+            told[label]["rounds"] = given.rounds
         keep(given.results, "small", results)
     shutil.rmtree(work)
 

@@ -872,15 +872,13 @@ def test_a_virtual_merge_is_read_while_gc_moves_its_inputs(
 
 
 def test_memory_counts_what_decoding_takes(places: Callable[[str], Place]) -> None:
-    """A group of chunks, of one tensor or of several small ones, needs its sides, three more to
-    undo deltas, and its outputs plain and encoded."""
+    """A chunk needs its sides, three more to undo deltas, and its outputs plain and encoded."""
     store = places("bf16").store("delta")
     tasks = Tasks(store._catalog, plan_of(store, "linear"))
     sides = outputs = 0
-    total = sum(tasks.tensor(one.name).elements for one in tasks.plan.tensors)
     for planned_tensor in tasks.plan.tensors:
         one = tasks.tensor(planned_tensor.name)
-        length = 2 * min(total, one.chunk_elements * group_chunks(one))
+        length = 2 * min(one.elements, one.chunk_elements * group_chunks(one))
         experts = int(tasks.members(one.name).present().sum(axis=0).max())
         sides = max(sides, (1 + experts + SPARE_SIDES) * length)
         outputs = max(outputs, 2 * length)

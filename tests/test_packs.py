@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,9 +16,10 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore.blocks.codecs import Codec
+from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.packs import (
     ENTRY,
+    GATHERED_BYTES,
     MAGIC,
     NO_BASE,
     PAGE,
@@ -398,3 +400,38 @@ def descriptors() -> int:
 def test_an_entry_of_no_base_has_none() -> None:
     """The base field of an entry that is no delta is zero."""
     assert entry(1).encode()[32:64] == NO_BASE == bytes(32)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 60, 4096, 70_000, GATHERED_BYTES, 1_300_000]), st.booleans()),
+        max_size=12,
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_gathered_payloads_lie_where_entries_say(sizes: list[tuple[int, bool]]) -> None:
+    """Short and long payloads in any order are read back as they were given, also where the
+    caller used his memory again, and runs of raw ones begin where their file's pages do."""
+    with tempfile.TemporaryDirectory() as directory:
+        writer = PackWriter(Path(directory) / "one.pack", bytes(16), 1)
+        room = bytearray(2 << 20)
+        wanted, file_offset = {}, 100
+        for number, (size, is_raw) in enumerate(sizes):
+            data = bytes([number + 1]) * size
+            id = bytes([number]) * 32
+            room[:size] = data
+            view = memoryview(room)[:size]
+            codec = Codec.RAW if is_raw else Codec.PLANES
+            before = writer.size
+            writer.append_encoded(id, Encoded(codec, 1, view, size, None), "f", file_offset)
+            assert writer.size >= before + size
+            wanted[id] = data, file_offset if is_raw else None
+            file_offset += size
+        pack = writer.seal()
+        raw = pack.path.read_bytes()
+        for entry in pack.entries:
+            data, at = wanted[entry.id]
+            assert raw[entry.offset : entry.offset + entry.stored_length] == data
+            assert at is None or entry.offset % 4096 == at % 4096
+        assert len(pack.entries) == len(wanted)
+        assert read_table(pack.path)[1] == pack.entries

@@ -16,7 +16,7 @@ from mstore import fs
 from mstore.blocks.codecs import PLAIN_BYTES, Encoded, Policy, encode
 from mstore.blocks.packs import PAGE, Kind
 from mstore.check.fsck import Checker, Scope
-from mstore.errors import Conflict, NotFound
+from mstore.errors import BadRequest, Conflict, NotFound
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
@@ -368,3 +368,49 @@ def test_writers_in_many_processes(catalog: Catalog) -> None:
     makers = [catalog.snapshot(SnapshotId(move.new or b"")).message for move in moves]
     assert sorted(makers) == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
     assert left_over(catalog) == []
+
+
+def test_many_records_are_refused_as_one_is(tmp_path: Path) -> None:
+    """Of many records one that no reader would take is refused by name, and nothing is published;
+    what is stored already is relied on and not written again."""
+    catalog = Catalog.create(tmp_path / "store", 1 << 16)
+    good = [Tensor("F32", (number, 0), 0, b"") for number in range(5)]
+    with Transaction(catalog, "test") as transaction:
+        ids = transaction.put_records([*good[:3], good[0]])
+        assert ids == [record.id() for record in (*good[:3], good[0])]
+        transaction.commit()
+    bad = Tensor("F32", (1,) * 65, 4, bytes(32))
+    with pytest.raises(BadRequest) as caught, Transaction(catalog, "test") as transaction:
+        transaction.put_records([*good, bad])
+    assert str(bad.id()) in str(caught.value.where)
+    with catalog.index.env.read() as rows:
+        assert catalog.index.count(rows, "records") == 3
+    with Transaction(catalog, "test") as transaction:
+        transaction.put_records(good)
+        transaction.commit()
+    assert catalog.tensors([TensorId(record.id()) for record in good]) == good
+    with catalog.index.env.read() as rows:
+        assert catalog.index.count(rows, "records") == 5
+    catalog.close()
+
+
+def test_many_blocks_are_stored_once(tmp_path: Path) -> None:
+    """Blocks that occur twice among many, or are there already, are stored once and counted once;
+    one that was only said to be there must be there at the commit."""
+    catalog = Catalog.create(tmp_path / "store", 1 << 16)
+    plain = [bytes([number]) * 100 + bytes(4) for number in range(4)]
+    blocks = [BlockId.of(data) for data in plain]
+    coded = [encode(data, PLAIN_BYTES, Policy.RAW) for data in plain]
+    with Transaction(catalog, "test") as transaction:
+        assert transaction.put_blocks([(blocks[0], coded[0], 0)], "f") == 1
+        transaction.commit()
+    items = [(blocks[k], coded[k], 104 * k) for k in (0, 1, 2, 1)]
+    with Transaction(catalog, "test") as transaction:
+        assert transaction.put_blocks([*items, (blocks[2], None, 0)], "f") == 2
+        assert transaction.relied_blocks == {blocks[0]}
+        transaction.commit()
+    assert catalog.has_blocks(blocks) == [True, True, True, False]
+    with pytest.raises(Conflict), Transaction(catalog, "test") as transaction:
+        transaction.put_blocks([(blocks[3], None, 0)], "f")
+        transaction.commit()
+    catalog.close()

@@ -270,7 +270,7 @@ def _gone(
 
 
 def _many(
-    env: Environment, transaction: Any, database: str, keys: list[bytes]
+    env: Environment, transaction: Any, database: str, keys: Sequence[bytes]
 ) -> dict[bytes, bytes]:
     with transaction.cursor(db=env.databases[database]) as cursor:
         return dict(cursor.getmulti(keys))

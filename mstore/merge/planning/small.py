@@ -95,7 +95,8 @@ class SmallSurvey:
         experts = []
         for k, (id, record) in enumerate(one.pairs):
             pair = (one.base_id, id)
-            row, threshold = self._nothing, NOTHING_KEPT
+            row: Any = self._nothing
+            threshold: Threshold | None = NOTHING_KEPT
             if id != one.base_id and not self._request.weightless[k]:
                 found = looks.numbers.get(pair)
                 if found is None:

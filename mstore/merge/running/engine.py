@@ -426,7 +426,9 @@ class Engine:
         ):
             sealing: deque[Future[SealedPack | None]] = deque()
             writer: SliceWriter | None = None
-            stream = Stream(computer, pool, ahead=self._bounds.ahead).run(self._slices_to_do())
+            stream = Stream(
+                computer, pool, ahead=self._bounds.ahead, together=self._bounds.together
+            ).run(self._slices_to_do())
             try:
                 for computed in stream:
                     self._take(computed.results)

@@ -8,7 +8,6 @@ not be a function of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,7 +85,7 @@ def find_hits(
     return [_split(rows, stored) for rows in found]
 
 
-def _split(rows: Mapping[int, Remembered], stored: AbstractSet[BlockId]) -> Hits:
+def _split(rows: Mapping[int, Remembered], stored: set[BlockId]) -> Hits:
     known = {number: row for number, row in rows.items() if stored.issuperset(row.blocks)}
     return Hits(known, {number: row for number, row in rows.items() if number not in known})
 

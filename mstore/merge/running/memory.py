@@ -8,13 +8,13 @@ the plan's tensors) is a reserve that does not grow with experts.  Arithmetic on
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mstore.errors import BadRequest
 from mstore.merge.running.loading import SPARE_SIDES
-from mstore.merge.running.slices import group_chunks
+from mstore.merge.running.slices import GROUP_BYTES, group_chunks
 from mstore.merge.running.task import Tasks, item_size
 
 MEMORY: Final = 512 << 20
@@ -26,35 +26,94 @@ RESERVE: Final = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """threads: that compute side by side.  ahead: groups under way beyond the one written now."""
+    """threads: that compute side by side.  ahead: groups under way beyond the one written now.
+
+    together: bytes of a side up to which small tensors share a group (`slices.groups`).
+    """
 
     threads: int
     ahead: int
+    together: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Bytes for what one thread has loaded and for one output; the tensor that takes most."""
+
+    sides: int
+    output: int
+    largest: str
+
+    def of(self, threads: int) -> int:
+        """Bytes for so many threads."""
+        # Outputs, plain and encoded: those waiting, one a thread, and the one being written.
+        return RESERVE + threads * self.sides + 2 * (2 * threads + 2) * self.output
+
+    def fitting(self, memory: int, threads: int) -> int:
+        """As many of these threads as fit, perhaps none."""
+        return next((count for count in range(threads, 0, -1) if self.of(count) <= memory), 0)
 
 
 def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     """As many of `threads` as fit.  Raises BadRequest where the largest chunk alone does not."""
-    sides, output, largest = 0, 0, ""
-    # Small tensors are loaded together until they are as long as a group of a large one.
-    total = sum(math.prod(tasks.members(one.name).base.shape) for one in tasks.plan.tensors)
+    shapes = _shapes(tasks)
+    alone = _need(shapes, 0)
+    count = alone.fitting(memory, threads)
+    if not count:
+        least = alone.of(1)
+        raise BadRequest(
+            f"one chunk of every expert takes {least} bytes of memory, and {memory} are allowed",
+            where=alone.largest,
+            hint=f"--memory {-(-least >> 20) + 1}MiB",
+        )
+    # Small tensors share a group as long as that costs no thread.
+    shared = (GROUP_BYTES, GROUP_BYTES // 4, GROUP_BYTES // 16)
+    fits = (size for size in shared if _need(shapes, size).of(count) <= memory)
+    return Bounds(count, 2 * count, next(fits, 0))
+
+
+class _Shape(NamedTuple):
+    """What one tensor takes: rows that are held, elements of its own group, bytes of an element of
+    the narrower of base and output, of the widest side and of the output."""
+
+    name: str
+    rows: int
+    elements: int
+    all_elements: int
+    narrow: int
+    wide: int
+    out: int
+
+
+def _shapes(tasks: Tasks) -> list[_Shape]:
+    found = []
     for planned in tasks.plan.tensors:
         members = tasks.members(planned.name)
-        rows = 1 + SPARE_SIDES + int(members.present().sum(axis=0).max(initial=0))
-        dtypes = (members.base.dtype, *(expert.dtype for expert in members.experts))
         tensor = tasks.tensor(planned.name)
-        elements = min(total, tensor.chunk_elements * group_chunks(tensor))
-        needed = rows * elements * max(map(item_size, dtypes))
+        base, out = item_size(tensor.base_dtype), item_size(tensor.out_dtype)
+        widths = (base, *(item_size(expert.dtype) for expert in members.experts))
+        found.append(
+            _Shape(
+                planned.name,
+                1 + SPARE_SIDES + int(members.present().sum(axis=0).max(initial=0)),
+                min(tensor.elements, tensor.chunk_elements * group_chunks(tensor)),
+                tensor.elements,
+                min(base, out),
+                max(widths),
+                out,
+            )
+        )
+    return found
+
+
+def _need(shapes: Sequence[_Shape], together: int) -> _Need:
+    """together: as in Bounds."""
+    sides, output, largest = 0, 0, ""
+    total = sum(one.all_elements for one in shapes)
+    for one in shapes:
+        elements = max(one.elements, min(total, together // one.narrow))
+        needed = one.rows * elements * one.wide
         if needed > sides:
-            sides, largest = needed, planned.name
-        output = max(output, elements * item_size(tensor.out_dtype))
-    for count in range(threads, 0, -1):
-        ahead = 2 * count
-        # Outputs, plain and encoded: those waiting, one a thread, and the one being written.
-        if RESERVE + count * sides + 2 * (ahead + 2) * output <= memory:
-            return Bounds(count, ahead)
-    least = RESERVE + sides + 2 * 4 * output
-    raise BadRequest(
-        f"one chunk of every expert takes {least} bytes of memory, and {memory} are allowed",
-        where=largest,
-        hint=f"--memory {-(-least >> 20) + 1}MiB",
-    )
+            sides, largest = needed, one.name
+        output = max(output, elements * one.out)
+    return _Need(sides, output, largest)

@@ -321,8 +321,11 @@ def _draft(loaded: Loaded, out: memoryview, block_size: int) -> _Draft:
     return _Draft(loaded, pieces, tuple(BlockId.of(piece) for piece in pieces))
 
 
-def groups(slice: Slice) -> Iterator[Group]:
-    """A slice's chunks in order, small ones together, also those of several tensors."""
+def groups(slice: Slice, together: int = GROUP_BYTES) -> Iterator[Group]:
+    """A slice's chunks in order, small ones together.
+
+    together: bytes of a side up to which tensors share a group; 0 where none shall.
+    """
     parts: list[Part] = []
     count, longest = 0, 0
     for run in slice.runs:
@@ -333,7 +336,7 @@ def groups(slice: Slice) -> Iterator[Group]:
             part = Part(run, run.chunks[cut], run.keys[cut], ledger)
             length = max(_LEAST_BYTES, *(task.narrow_bytes for task in part.tasks))
             wide = max(longest, length)
-            if parts and (count + len(part.tasks)) * wide > GROUP_BYTES:
+            if parts and (count + len(part.tasks)) * wide > together:
                 yield Group(slice, tuple(parts))
                 parts, count, wide = [], 0, length
             parts.append(part)
@@ -351,20 +354,29 @@ def group_chunks(tensor: TensorTask) -> int:
 class Stream:
     """Computes slices on a pool of threads; chunks come out in order.
 
-    The pool works `ahead` groups ahead of the one handed on, over the ends of slices.
+    The pool works `ahead` groups ahead of the one handed on, over the ends of slices.  together:
+    as for `groups`.
     """
 
-    def __init__(self, computer: Computer, pool: ThreadPoolExecutor, *, ahead: int) -> None:
+    def __init__(
+        self,
+        computer: Computer,
+        pool: ThreadPoolExecutor,
+        *,
+        ahead: int,
+        together: int = GROUP_BYTES,
+    ) -> None:
         self._computer = computer
         self._pool = pool
         self._ahead = ahead
+        self._together = together
 
     def run(self, slices: Iterable[Slice]) -> Generator[Computed]:
         """Every group of every slice.  The first error in order ends it."""
         waiting: deque[tuple[Group, Future[Computed]]] = deque()
         try:
             for slice in slices:
-                for group in groups(slice):
+                for group in groups(slice, self._together):
                     self._computer.prefetch(group)
                     waiting.append((group, self._pool.submit(self._computer.group, group)))
                     if len(waiting) > self._ahead:

@@ -1,0 +1,234 @@
+"""Many small tensors: what is done with many at once is what would be done with each alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import Array, Family, cast
+from small_models import BLOCK
+
+from mstore import fs
+from mstore.api import Store
+from mstore.blocks.index import Location
+from mstore.blocks.packs import pack_path
+from mstore.errors import Corrupt, StorageFailed
+from mstore.ids import BlockId, ManifestId
+from mstore.merge.planning import small
+from mstore.merge.running import slices
+from mstore.reports import Progress
+
+METHODS = ("ties", "dare_ties", "task_arithmetic", "linear")
+TENSORS = 60
+BAD = 37
+"""A tensor in the middle of a batch."""
+
+
+def family(seed: int = 0) -> Family:
+    """Small tensors of all kinds, in between a few of several blocks.
+
+    Of 60 tensors: empty, of one element, of three dtypes, unchanged in all experts or in one, equal
+    in two, of a dtype that is not merged, with a NaN, or of two blocks and a bit.
+    """
+    rng = np.random.default_rng(seed)
+    base: dict[str, Array] = {}
+    experts: list[dict[str, Array]] = [{}, {}, {}]
+    for number in range(TENSORS):
+        name = f"t{number:03}"
+        dtype = ("BF16", "F16", "F32")[number % 3]
+        shape: tuple[int, ...] = (1 + number, 17)
+        if number % 10 == 3:
+            shape = (0, 4)
+        elif number % 10 == 5:
+            shape = ()
+        elif number % 20 == 7:
+            shape = (9, 8000)
+        values = np.asarray(rng.standard_normal(shape, dtype=np.float32))
+        if number == 30:
+            values.reshape(-1)[3] = np.nan
+        base[name] = cast(values, dtype) if number != 41 else np.arange(5)
+        shared = np.asarray(rng.standard_normal(shape, dtype=np.float32)) / 64
+        for k, expert in enumerate(experts):
+            own = np.asarray(rng.standard_normal(shape, dtype=np.float32)) / 32
+            moved = values + (shared if number % 7 == 2 and k < 2 else own)
+            still = number % 9 == 4 or (number % 6 == 1 and k == 0) or number == 41
+            expert[name] = base[name] if still else cast(moved, dtype)
+    return Family(base, tuple(experts))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The family as directories: base, e0, e1, e2."""
+    return family().write(tmp_path_factory.mktemp("small"))
+
+
+def filled(path: Path, sources: Path, codec: str = "auto") -> Store:
+    """A store of the family."""
+    store = Store.init(path, block_size=BLOCK, codec=codec)
+    store.add(sources / "base", name="base")
+    for name in ("e0", "e1", "e2"):
+        store.add(sources / name, name=name, base="base")
+    return store
+
+
+def merged(store: Store, method: str, budget: str | None) -> tuple[str, ManifestId, int]:
+    """PlanId, ManifestId and expert bytes read of one merge, without what was made before."""
+    experts = ["e0", "e1", "e2"]
+    plan = store.plan(base="base", experts=experts, method=method, budget=budget)
+    done = store.merge(plan.plan, name=f"{method}/{budget}", memo=False)
+    return str(plan.plan), done.manifest, done.expert_bytes_read
+
+
+@pytest.mark.parametrize("budget", [None, "50%"])
+@pytest.mark.parametrize("method", METHODS)
+def test_together_as_alone(
+    method: str,
+    budget: str | None,
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plan and output are the same whether small tensors are taken together or one at a time."""
+    with filled(tmp_path / "together", written) as store:
+        together = merged(store, method, budget)
+    monkeypatch.setattr(small.SmallSurvey, "takes", lambda self, one: False)
+    monkeypatch.setattr(slices, "GROUP_BYTES", 1)
+    with filled(tmp_path / "alone", written) as store:
+        alone = merged(store, method, budget)
+    assert together[:2] == alone[:2]
+
+
+def test_small_tensors_are_taken_together(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch has many tensors, a group too: the test above compares what it says."""
+    batches: list[int] = []
+    sizes: list[int] = []
+    survey, compute = small.SmallSurvey.survey, slices.Computer._compute
+
+    def surveyed(self: small.SmallSurvey, batch: object) -> object:
+        batches.append(len(batch))  # type: ignore[arg-type]
+        return survey(self, batch)  # type: ignore[arg-type]
+
+    def computed(self: slices.Computer, group: slices.Group) -> slices.Computed:
+        sizes.append(len({part.run.tensor.name for part in group.parts}))
+        return compute(self, group)
+
+    monkeypatch.setattr(small.SmallSurvey, "survey", surveyed)
+    monkeypatch.setattr(slices.Computer, "_compute", computed)
+    with filled(tmp_path / "store", written) as store:
+        merged(store, "ties", None)
+    assert max(batches) > 8
+    assert max(sizes) > 8
+
+
+def test_every_byte_comes_back(written: Path, tmp_path: Path) -> None:
+    """Empty tensors, single elements and mixed dtypes are checked out as they were added."""
+    with filled(tmp_path / "store", written) as store:
+        for name in ("base", "e0", "e1", "e2"):
+            (tmp_path / "out").mkdir(exist_ok=True)
+            store.checkout(name, tmp_path / "out" / name)
+            for path in sorted((written / name).iterdir()):
+                assert (tmp_path / "out" / name / path.name).read_bytes() == path.read_bytes()
+        assert store.fsck(read_data=True).problems == ()
+
+
+def _block_of(store: Store, ref: str, tensor: str) -> tuple[BlockId, Location]:
+    """The one block of a tensor, and where it lies."""
+    catalog = store._catalog
+    manifest = catalog.manifest(catalog.snapshot(catalog.resolve(ref)).manifest_id())
+    block = catalog.tensor(manifest.tensors()[tensor]).block(0)
+    return block, catalog.locate([block])[0]
+
+
+def _contents(store: Path) -> set[Path]:
+    """Packs, and what lies in tmp/."""
+    return {path for name in ("packs", "tmp") for path in (store / name).rglob("*")}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_damaged_block_in_a_group_is_named(threads: int, written: Path, tmp_path: Path) -> None:
+    """A flipped bit in one of many small tensors: the merge names its block and publishes
+    nothing."""
+    with filled(tmp_path / "store", written, "raw") as store:
+        block, place = _block_of(store, "e1", f"t{BAD:03}")
+        pack = pack_path(store._catalog.layout.packs, place.pack)
+        pack.chmod(0o644)
+        with pack.open("r+b") as file:
+            file.seek(place.offset + 5)
+            flipped = bytes([file.read(1)[0] ^ 4])
+            file.seek(place.offset + 5)
+            file.write(flipped)
+        plan = store.plan(base="base", experts=["e0", "e1", "e2"], method="linear").plan
+        before, refs = _contents(store.path), store.refs()
+        with pytest.raises(Corrupt) as caught:
+            store.merge(plan, name="merged", threads=threads)
+        assert str(block) in str(caught.value.where)
+        assert _contents(store.path) == before
+        assert store.refs() == refs
+
+
+class _Full:
+    """An observer: the disk is full from write number `at` on."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def __call__(self, operation: fs.Operation) -> None:
+        if operation.kind == "write":
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", ["add", "merge"])
+def test_a_full_disk_in_a_batch_leaves_nothing(step: str, written: Path, tmp_path: Path) -> None:
+    """No space at any write of an add or a merge of many small tensors: nothing is published,
+    nothing stays, and with space it works."""
+    with filled(tmp_path / "store", written) as store:
+        store.remove("e2")
+        plan = store.plan(base="base", experts=["e0", "e1"], method="ties").plan
+        before, refs = _contents(store.path), store.refs()
+
+        def attempt() -> None:
+            if step == "add":
+                store.add(written / "e2", name="again", base="base", codec="raw")
+            else:
+                store.merge(plan, name="again", memo=False)
+
+        done = False
+        failures = 0
+        for at in range(40):
+            try:
+                with fs.observed(_Full(at)):
+                    attempt()
+                done = True
+                break
+            except StorageFailed:
+                failures += 1
+                assert _contents(store.path) == before
+                assert store.refs() == refs
+        assert done
+        assert failures
+        assert store.fsck(read_data=True).problems == ()
+
+
+def test_an_interrupted_batch_leaves_nothing(written: Path, tmp_path: Path) -> None:
+    """Control-C in the middle of an add of many small tensors publishes nothing."""
+    with filled(tmp_path / "store", written) as store:
+        before, refs = _contents(store.path), store.refs()
+
+        def interrupt(progress: Progress) -> None:
+            if progress.done:
+                raise KeyboardInterrupt
+
+        other = family(1).write(tmp_path / "other")
+        with pytest.raises(KeyboardInterrupt):
+            store.add(other / "e0", name="new", base="base", progress=interrupt)
+        assert _contents(store.path) == before
+        assert store.refs() == refs
+        store.add(other / "e0", name="new", base="base")
+        assert store.fsck(read_data=True).problems == ()
