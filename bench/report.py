@@ -21,6 +21,7 @@ import page_planning
 import page_quality
 import page_rates
 import page_refs
+import page_small
 import page_spine
 import page_statistics
 from tables import Told
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "rates": page_rates.section,
     "growth": page_growth.section,
     "refs": page_refs.section,
+    "small": page_small.section,
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,

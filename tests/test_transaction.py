@@ -410,7 +410,8 @@ def test_many_blocks_are_stored_once(tmp_path: Path) -> None:
         assert transaction.relied_blocks == {blocks[0]}
         transaction.commit()
     assert catalog.has_blocks(blocks) == [True, True, True, False]
-    with pytest.raises(Conflict), Transaction(catalog, "test") as transaction:
+    with Transaction(catalog, "test") as transaction:
         transaction.put_blocks([(blocks[3], None, 0)], "f")
-        transaction.commit()
+        with pytest.raises(Conflict):
+            transaction.commit()
     catalog.close()
