@@ -10,11 +10,10 @@ bfloat16, a base and {experts} experts that moved every tensor; whole commands, 
 each merge on a copy of the store. *ms a tensor* is processor time less that of the same command on
 10 tensors, divided by the tensors: start-up is not in it. *before* is the version in which each
 tensor was looked up, planned, computed and recorded by itself; *raw* is a store of `--codec raw`,
-and all else `auto`, where blocks are compressed, with an attempt at each way to do so. Figures of
-10 and 2,000 tensors, before and now, are of the same rounds ({rounds}); those of 500 and 4,000 were
-taken apart, one round each. The machine did other work beside (a load of about 10 on 2 cores): wall
-seconds say little, and processor seconds are longer than on an idle one, so that ratios say more
-than aims.
+and all else `auto`, where blocks are compressed, with an attempt at each way to do so. Before and
+now are of the same rounds ({rounds}), but those of 4,000 tensors, which were taken apart. The
+machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and processor
+seconds are longer than on an idle one, so that ratios say more than aims.
 """
 FEW = "10"
 GOAL = 0.2

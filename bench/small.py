@@ -85,6 +85,8 @@ class Library(Store):
         roots = (self.checkout, self.checkout / "fuse", self.checkout / "cli")
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         env["PYTHONPATH"] = ":".join(map(str, roots))
+        # Nor what lies in the directory that this was started in.
+        env["PYTHONSAFEPATH"] = "1"
         command = [sys.executable, "-m", "mstore_cli", "--store", str(self.path)]
         return run([*command, "--no-progress", *words], env=env)
 

@@ -613,13 +613,13 @@ def test_inputs_are_pinned_while_they_are_read(
     layout = store._catalog.layout
     store.merge(planned(store, "linear"), name="pins", memo=False)
     seen: list[set[SnapshotId]] = []
-    honest = Tasks.chunks
+    honest = Tasks.chunks_of
 
     def spy(self: Tasks, *given: Any) -> Any:
         seen.append(leases.pins(layout))
         return honest(self, *given)
 
-    monkeypatch.setattr(Tasks, "chunks", spy)
+    monkeypatch.setattr(Tasks, "chunks_of", spy)
     inputs = {store[name].id for name in ("base", "e0", "e1", "e2")}
     for run in (
         lambda: store.merge(planned(store, "linear"), name="pins", memo=False),
