@@ -11,8 +11,8 @@ each merge on a copy of the store. *ms a tensor* is processor time less that of 
 10 tensors, divided by the tensors: start-up is not in it. *before* is the version in which each
 tensor was looked up, planned, computed and recorded by itself; *raw* is a store of `--codec raw`,
 and all else `auto`, where blocks are compressed, with an attempt at each way to do so. Before and
-now are of the same rounds ({rounds}), but those of 4,000 tensors, which were taken apart. The
-machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and processor
+now are of the same rounds (how many: {rounds}), but those of 4,000 tensors, which were taken apart.
+The machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and processor
 seconds are longer than on an idle one, so that ratios say more than aims.
 """
 FEW = "10"
@@ -53,7 +53,7 @@ def section(told: Told) -> str:
                 machine=machine(told),
                 kilobytes=told["tensor_bytes"] // 1000,
                 experts=told["experts"],
-                rounds=", ".join(f"{label} {sizes['2000'][label]['rounds']}" for label in labels),
+                rounds=min(sizes["2000"][label]["rounds"] for label in labels),
             ),
             table(("ms a tensor", *heads), slopes),
             table(("processor seconds", *heads), seconds),
