@@ -12,8 +12,8 @@ each merge on a copy of the store. *ms a tensor* is processor time less that of 
 tensor was looked up, planned, computed and recorded by itself; *raw* is a store of `--codec raw`,
 and all else `auto`, where blocks are compressed, with an attempt at each way to do so. Before and
 now are of the same rounds (how many: {rounds}), but those of 4,000 tensors, which were taken apart.
-The machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and processor
-seconds are longer than on an idle one, so that ratios say more than aims.
+The machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and
+processor seconds are longer than on an idle one, so that ratios say more than aims.
 """
 FEW = "10"
 GOAL = 0.2
