@@ -38,6 +38,21 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+OnlyCompared = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
+    ),
+]
+SkipCompared = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip",
+        metavar="PATTERN",
+        help="Do not compare tensors whose names match: they may be missing, extra or of "
+        "another shape. Repeat.",
+    ),
+]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -27,17 +27,17 @@ from mstore.backup import destination, packs, rows, source
 from mstore.backup.destination import Destination
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
+from mstore.backup.ticks import Report, Ticks
 from mstore.blocks.index import Condemned, Index
 from mstore.blocks.packs import SealedPack, pack_path, publish
 from mstore.check.findings import Findings
 from mstore.check.hurt import Wounds
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
-from mstore.reports import BackupReport, Hurt, Progress
+from mstore.reports import BackupReport, Hurt
 from mstore.store import condemned, generation, leases, lost_found, mirror, refs
 from mstore.store.catalog import Catalog
 
-Report = Callable[[Progress], None]
 _ATTEMPTS = 20
 
 
@@ -77,9 +77,8 @@ class _Backup:
         self._into = into
         self._layout = into.layout
         self._threads = threads
-        self._progress = progress
+        self._ticks = Ticks(progress)
         self._findings = Findings()
-        self._done: dict[str, int] = {}
 
     def run(self) -> BackupReport:
         """Copy, prove, publish.  Raises Moved where the source changed under it."""
@@ -152,17 +151,9 @@ class _Backup:
             return False
         return packs.is_whole(pack_path(self._layout.packs, pack.id), pack)
 
-    def _tick(self, phase: str, total: int) -> Callable[[int], None]:
-        def tick(more: int) -> None:
-            self._done[phase] = self._done.get(phase, 0) + more
-            if self._progress is not None:
-                self._progress(Progress(phase, self._done[phase], max(total, self._done[phase])))
-
-        return tick
-
     def _copy(self, missing: Sequence[NamedPack]) -> dict[PackId, Path]:
         """Copies of packs in tmp/incoming/, whole; what is lost goes to the findings."""
-        tick = self._tick("backup", sum(pack.size for pack in missing))
+        tick = self._ticks.of("backup", sum(pack.size for pack in missing))
         staged = {}
         for pack in missing:
             path = self._layout.incoming / f"{pack.id.hex()}.pack"
@@ -192,7 +183,7 @@ class _Backup:
             layout = self._layout
             proof = Proof(index, files, layout.uuid.bytes, layout.block_size, self._findings)
             here = [pack for pack in missing if pack.id in staged]
-            tick = self._tick("verify", sum(pack.size for pack in here))
+            tick = self._ticks.of("verify", sum(pack.size for pack in here))
             proof.run(here, tick, threads=self._threads)
         finally:
             files.close()

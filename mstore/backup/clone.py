@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,18 @@ from mstore.backup import destination, packs, rows, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
+from mstore.backup.ticks import Report, Ticks
 from mstore.blocks.index import Index
 from mstore.blocks.packs import SealedPack, publish, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import PackId
-from mstore.reports import CloneReport, Progress
+from mstore.reports import CloneReport
 from mstore.store import layout as layouts
 from mstore.store import mirror
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 
-Report = Callable[[Progress], None]
 _ATTEMPTS = 20
 
 
@@ -80,8 +79,7 @@ class _Clone:
         self._catalog = catalog
         self._layout = layout
         self._threads = threads
-        self._progress = progress
-        self._done: dict[str, int] = {}
+        self._ticks = Ticks(progress)
 
     def run(self) -> CloneReport:
         """Copy, prove, put in place.  Raises Moved where the source changed under it."""
@@ -117,21 +115,13 @@ class _Clone:
                     seconds=0.0,
                 )
 
-    def _tick(self, phase: str, total: int) -> Callable[[int], None]:
-        def tick(more: int) -> None:
-            self._done[phase] = self._done.get(phase, 0) + more
-            if self._progress is not None:
-                self._progress(Progress(phase, self._done[phase], max(total, self._done[phase])))
-
-        return tick
-
     def _copy(
         self, pack: NamedPack, all_packs: list[NamedPack], staged: dict[PackId, Path]
     ) -> NamedPack:
         """A pack of the new store with the payloads of one of the source's."""
         path = self._layout.incoming / f"{pack.id.hex()}.pack"
         origin = self._catalog.packs.path(pack.id)
-        tick = self._tick("clone", sum(one.size for one in all_packs))
+        tick = self._ticks.of("clone", sum(one.size for one in all_packs))
         try:
             packs.copy(origin, path, tick, store=self._layout.uuid.bytes)
             if not packs.is_whole(origin, pack):
@@ -152,7 +142,7 @@ class _Clone:
             proof = Proof(index, files, layout.uuid.bytes, layout.block_size, findings)
             proof.run(
                 own,
-                self._tick("verify", sum(pack.size for pack in own)),
+                self._ticks.of("verify", sum(pack.size for pack in own)),
                 threads=self._threads,
             )
         finally:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from mstore import fs
 from mstore.backup.rows import NamedPack
+from mstore.backup.ticks import Tick
 from mstore.blocks import codecs
 from mstore.blocks.index import Index, Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_table, store_of
@@ -30,8 +31,6 @@ _READ_BYTES = 8 << 20
 _GROUP_BYTES = 8 << 20
 _STORE_UUID = slice(16, 32)
 _LOST = frozenset({errno.ENOENT, errno.EIO})
-Tick = Callable[[int], None]
-"""Told how many more bytes are done."""
 
 
 class PackLost(Corrupt):

@@ -10,7 +10,14 @@ import typer
 
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
-from mstore_cli.options import Exclude, Message, NoDefaultExcludes, Threads
+from mstore_cli.options import (
+    Exclude,
+    Message,
+    NoDefaultExcludes,
+    OnlyCompared,
+    SkipCompared,
+    Threads,
+)
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size, parse_size
@@ -66,21 +73,8 @@ def add(
             show_default=False,
         ),
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--skip",
-            metavar="PATTERN",
-            help="Do not compare tensors whose names match: they may be missing, extra or of "
-            "another shape. Repeat.",
-        ),
-    ] = None,
+    only: OnlyCompared = None,
+    skip: SkipCompared = None,
     exclude: Exclude = None,
     no_default_excludes: NoDefaultExcludes = False,
     codec: Annotated[

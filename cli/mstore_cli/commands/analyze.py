@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.options import Threads
+from mstore_cli.options import OnlyCompared, SkipCompared, Threads
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
@@ -26,21 +26,8 @@ def analyze(
     base: Annotated[
         str, typer.Option("--base", metavar="REF", help="What it is to be compared with.")
     ],
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--skip",
-            metavar="PATTERN",
-            help="Do not compare tensors whose names match: they may be missing, extra or of "
-            "another shape. Repeat.",
-        ),
-    ] = None,
+    only: OnlyCompared = None,
+    skip: SkipCompared = None,
     threads: Threads = None,
 ) -> None:
     """Measure how an expert differs from a base, so that merges can be planned.
