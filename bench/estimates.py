@@ -44,7 +44,11 @@ import mstore
 BLOCK_SIZE = 1 << 16
 ELEMENTS = 20 * BLOCK_SIZE
 SHARES = (0.1, 0.3, 0.6, 0.9, 0.99)
-WEIGHTS = {"equal": (1.0, 1.0, 1.0, 1.0), "unequal": (1.0, 0.5, 0.75, 1.0)}
+WEIGHTS = {
+    "equal": (1.0, 1.0, 1.0, 1.0),
+    "unequal": (1.0, 0.5, 0.75, 1.0),
+    "steep": (1.0, 0.1, 0.3, 0.05),
+}
 REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ties", {"density": 0.2}),
     ("ties", {"density": 0.2, "normalize": False}),
@@ -194,10 +198,10 @@ def main() -> None:
     arguments = parser.parse_args()
     trained = arguments.work / ("family4quick" if arguments.quick else "family4")
     if not (trained / "family.json").exists():
-        from family import train_family
+        from family import FULL, QUICK, train_family
 
         shutil.rmtree(trained, ignore_errors=True)
-        train_family(trained, quick=arguments.quick, experts=4)
+        train_family(trained, size=QUICK if arguments.quick else FULL, experts=4)
     results: Figures = {"machine": machine(), "quick": arguments.quick, "block_size": BLOCK_SIZE}
     for family in (*FAMILIES, TRAINED):
         store, experts = set_up(arguments.work, family, trained)

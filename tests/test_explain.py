@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import families
@@ -179,6 +180,30 @@ def test_omitted_norm_is_what_was_left_out(store: Store, family: families.Family
             assert share.omitted_norm == pytest.approx(norm, rel=1e-5)
             checked += bool(left)
     assert checked > 1
+
+
+def test_who_asks_again_renames_nothing(tmp_path: Path) -> None:
+    """A merge's inputs keep their names, whatever later requests call the same contents."""
+    FAMILY.write(tmp_path)
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "e0"):
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+        # Other words for the same snapshots; other snapshots of the same contents; ids.
+        store.add(tmp_path / "base", name="again/base", message="again")
+        store.add(tmp_path / "e0", name="again/e0", base="again/base", message="again")
+        store.merge(store.plan(base="base", experts=["e0"], method="ties"), name="merged")
+        for base, expert in (
+            ("base@{0}", "e0@{0}"),
+            ("again/base", "again/e0"),
+            (str(store["base"].id), str(store["e0"].id)),
+        ):
+            store.plan(base=base, experts=[expert], method="ties")
+            told = store.explain("merged")
+            assert (told.plan.base, told.plan.experts) == ("base", (("e0", 1.0),))
+            assert [one.expert for one in told.experts] == ["e0"]
+            assert [one.expert for one in store.blame("merged").experts] == ["e0"]
+        store.rename("base", "llama")
+        assert store.explain("merged").plan.base == "llama"
 
 
 def test_added_snapshots_and_unknown_tensors(store: Store) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import families
+import numpy as np
 import pytest
+from checkpoints import write_safetensors
 from cli_runs import Program
-from families import Family
+from families import BLOCK, Family
 from test_budget import Place, make
 
+from mstore import Store
 from mstore.errors import BadRequest
 
 
@@ -76,6 +79,26 @@ def test_what_changes_something_is_no_noop(place: Place) -> None:
     place.store.plan(**base, experts=[("base", 0.5)], parameters={"normalize": False})
     with pytest.raises(BadRequest, match="no expert differs"):
         place.store.plan(**base, experts=["base"], dtype="BF16")
+
+
+def test_a_budget_of_few_bytes_is_asked_about(tmp_path: Path) -> None:
+    """Also where a compressed block of a small tensor fits it: a share was meant."""
+    draw = np.random.default_rng(3)
+    for name in ("base", "e0"):
+        tensors = [
+            (key, "F32", (count,), draw.random(count, np.float32).tobytes())
+            for key, count in (("large", 1 << 14), ("small", 4))
+        ]
+        write_safetensors(tmp_path / name / "model.safetensors", tensors)
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+        store.add(tmp_path / "base", name="base")
+        store.add(tmp_path / "e0", name="e0", base="base")
+        ask: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "task_arithmetic"}
+        with pytest.raises(BadRequest, match="hardly a block") as refusal:
+            store.plan(**ask, budget=40)
+        assert "did you mean 40%?" in (refusal.value.hint or "")
+        assert store.plan(**ask, budget=40, allow_noop=True).planned_expert_bytes == 16
+        assert store.plan(**ask, budget=200).planned_expert_bytes == 16
 
 
 def test_the_command_line(tmp_path: Path) -> None:

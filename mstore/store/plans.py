@@ -18,8 +18,9 @@ from mstore.errors import BadName, BadRequest, Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
-from mstore.objects.snapshot import SnapshotRecord
+from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.reports import TensorOverflow
+from mstore.store import refs
 from mstore.store.catalog import Catalog
 
 
@@ -85,10 +86,54 @@ def decode_sources(id: PlanId, row: bytes) -> Sources:
 
 
 def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
-    """Remember the inputs, within an open index transaction."""
+    """Remember the inputs, within an open index transaction.
+
+    A snapshot that the row has by the name of a ref of it keeps that name: whoever asks for the
+    same plan in other words does not rename what others merged by it.
+    """
+    known = catalog.index.get(transaction, "plans", plan)
+    if known is not None:
+        old = decode_sources(plan, known)
+        if len(old.experts) == len(sources.experts):
+            sources = msgspec.structs.replace(
+                sources,
+                base=_named_before(catalog, transaction, sources.base, old.base),
+                experts=tuple(
+                    _named_before(catalog, transaction, new, before)
+                    for new, before in zip(sources.experts, old.experts, strict=True)
+                ),
+            )
     row = (sources.base, sources.experts, sources.change)
     told = row if sources.overflow is None else (*row, sources.overflow)
     catalog.index.put(transaction, "plans", plan, _encode(told))
+
+
+def _named_before(catalog: Catalog, transaction: Any, new: Source, old: Source) -> Source:
+    ref = refs.get(catalog.index, transaction, old.name)
+    return old if ref is not None and ref.snapshot == old.snapshot == new.snapshot else new
+
+
+def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotRecord) -> Sources:
+    """The inputs of the plan of a merged snapshot: its own parents, by their names.
+
+    The plan's row may name others with the same contents, which a later request gave.  A parent
+    that it does not have, or has by an id, is called as a ref of it is, else by its id's beginning.
+    """
+    told = sources_of(catalog, id, plan)
+    parents = [one.snapshot for one in record.parents if one.role in (BASE, EXPERT)]
+    rows = (told.base, *told.experts)
+    if len(parents) != len(rows):
+        return told
+    names: dict[bytes, str] = {}
+    for name, ref in sorted(catalog.refs().items(), reverse=True):
+        names[ref.snapshot] = name
+    base, *experts = (
+        row
+        if row.snapshot == parent and not refs.is_like_id(row.name)
+        else Source(parent, names.get(parent, SnapshotId(parent).short))
+        for parent, row in zip(parents, rows, strict=True)
+    )
+    return msgspec.structs.replace(told, base=base, experts=tuple(experts))
 
 
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:

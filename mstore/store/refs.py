@@ -128,13 +128,18 @@ def check_name(name: str) -> None:
     for character in name:
         if character in _FORBIDDEN or unicodedata.category(character) in _UNSEEN:
             raise refuse(f"it contains {character!r}")
-    if _HEX_NAME.fullmatch(name):
+    if is_like_id(name):
         raise refuse("it looks like an id")
     for part in name.split("/"):
         if not part:
             raise refuse("it has an empty part between slashes")
         if part.startswith((".", "-")) or part.endswith(".lock"):
             raise refuse(f"the part {part!r} starts with '.' or '-' or ends with '.lock'")
+
+
+def is_like_id(text: str) -> bool:
+    """Whether this is an id, or so much of one that it cannot be the name of a ref."""
+    return _HEX_NAME.fullmatch(text) is not None
 
 
 def get(index: Index, transaction: Any, name: str) -> Ref | None:

@@ -32,7 +32,7 @@ from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
 from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
 from mstore.store.catalog import Catalog
-from mstore.store.plans import plan_of, sources_of
+from mstore.store.plans import plan_of, sources_of_merge
 
 _BATCH = 64
 """Chunks whose tasks are made with one look into the index."""
@@ -63,7 +63,7 @@ def blame(
         check_fits(catalog, plan)
         run = _Run(catalog, plan, threads, progress)
         measured = run.attributions(tensor)
-    sources = sources_of(catalog, plan_id, plan).experts
+    sources = sources_of_merge(catalog, plan_id, plan, record).experts
     who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]
     layers = layers_of(names)
     nothing = Measured(0, Attribution.nothing(len(who)))

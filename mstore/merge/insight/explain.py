@@ -31,7 +31,7 @@ from mstore.reports import (
 )
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, plan_of, reported, sources_of
+from mstore.store.plans import Sources, plan_of, reported, sources_of_merge
 
 STATE_NAMES = {
     READ: "read",
@@ -82,7 +82,7 @@ def plan_report(
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
-            "the estimate is no bound: real errors were 0.1 to 1.7 times it where experts were "
+            "the estimate is no bound: real errors were 0.1 to 3.7 times it where experts were "
             "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
             "--measure tells"
         )
@@ -333,7 +333,7 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     if tensor is not None and tensor not in names:
         raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
     plan = catalog.record(Plan, plan_id)
-    sources = sources_of(catalog, plan_id, plan)
+    sources = sources_of_merge(catalog, plan_id, plan, record)
     explainer = _Explainer(catalog, record, plan, sources)
     wanted = [tensor] if tensor is not None else explainer.names()
     tensors = [explainer.tensor(name, detailed=tensor is not None) for name in wanted]

@@ -17,11 +17,18 @@ _PERCENT = 100
 
 
 def require_effect(catalog: Catalog, plan: Plan) -> None:
-    """Raise BadRequest for a no-op, with its cause and what to type instead."""
-    if _reads(plan):
-        return
+    """Raise BadRequest for a no-op, with its cause and what to type instead.
+
+    Also for a budget of so few bytes that a share was meant: a compressed block of a small tensor
+    may fit even that.
+    """
     asked = plan.criteria
-    if any(OMITTED in states for tensor in plan.tensors for states in tensor.states):
+    leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
+    if _reads(plan):
+        if leaves_out and plan.budget is not None and plan.budget <= _PERCENT:
+            raise _too_small("--budget", plan.budget, reads=True)
+        return
+    if leaves_out:
         if asked.max_error is not None:
             raise BadRequest(
                 f"--max-error {asked.max_error:g} allows the base itself, so this merge would read "
@@ -60,14 +67,16 @@ def _is_base(catalog: Catalog, plan: Plan) -> bool:
     return not is_retyped(catalog, plan)
 
 
-def _too_small(option: str, budget: int) -> BadRequest:
+def _too_small(option: str, budget: int, *, reads: bool = False) -> BadRequest:
     meant = (
         f"{option} {budget} is {budget} bytes; did you mean {budget}%? "
         if budget <= _PERCENT
         else f"{option} 30%, or mstore plan --sweep for what budgets give; "
     )
     return BadRequest(
-        f"no block of an expert fits {budget} bytes, so this merge would read nothing",
+        f"no block of an expert fits {budget} bytes, so this merge would read nothing"
+        if not reads
+        else f"hardly a block of an expert fits {budget} bytes",
         where=option,
         hint=f"{meant}{_ALLOW}",
     )

@@ -97,7 +97,10 @@ class Planner:
         self._plain = self._grid.elements * self._itemsizes()
         self._full_plain = int(self._plain[leaders == self._own].sum())
         self._squares = self._tails() if self._trims else self._whole()
-        self._scale = np.array(_coefficients(request))[:, None] * np.sqrt(self._grid.copies)
+        self._divides = bool(
+            self._operator.consensus and request.parameters["normalize"] and any(request.weights)
+        )
+        self._scale = self._coefficients() * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
         dropped = self._outside_top_p()
         self._free_states[:, dropped] = np.where(
@@ -175,6 +178,52 @@ class Planner:
         return leaders
 
     # -- norms -------------------------------------------------------------------------------
+
+    def _coefficients(self) -> Floats:
+        """|c_k|, float64[K, C]: certified for additive operators, a guess for the others.
+
+        An operator that divides by the weights that agree gives an expert all of its delta where
+        no heavier one is kept, whatever its own weight, and its weight over the heaviest one's
+        elsewhere.  Places that experts keep are taken to have nothing to do with each other.
+        """
+        request = self._request
+        weights = np.abs(np.array(request.weights))[:, None]
+        if self._operator.additive:
+            one = coefficients(request.method, request.parameters, request.weights)
+            return np.array(one)[:, None]
+        scale = self._undivided()
+        if not self._divides:
+            plain: Floats = weights * scale
+            return plain
+        alone = np.ones(self._grid.shape)
+        for weight, kept in zip(weights, self._kept(), strict=True):
+            alone[weights[:, 0] < weight] *= 1.0 - kept
+        share = (weights / weights.max()) ** 2
+        squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share, 0.0)
+        return np.sqrt(squares) * scale
+
+    def _undivided(self) -> float:
+        """|lambda|, times what sparsification at random scales a delta by."""
+        scale = abs(float(self._request.parameters.get("lambda", 1.0)))
+        if self._operator.random and self._request.parameters.get("rescale"):
+            # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
+            scale /= math.sqrt(float(self._request.parameters["density"]))
+        return scale
+
+    def _with_lighter(self, roots: Floats) -> Floats:
+        """`roots`, and what leaving a unit out lets in: float64[K, C].
+
+        Where a heavy expert is kept, lighter ones hardly count; without it their deltas are there.
+        """
+        weights = np.abs(np.array(self._request.weights))
+        full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self._squares) ** 2
+        full = np.where(np.isfinite(full), full, 0.0)
+        squares = roots * roots
+        for k, kept in enumerate(self._kept()):
+            for j in np.flatnonzero((weights > 0) & (weights < weights[k])).tolist():
+                squares[k] += kept * full[j]
+        found: Floats = np.sqrt(squares)
+        return found
 
     def _whole(self) -> Floats:
         """||d_k||^2: float64[K, C]; infinite where it is not known."""
@@ -266,6 +315,8 @@ class Planner:
             if self._request.parameters["normalize"]:
                 squares = squares + dilution(roots * roots, self._kept())
             roots = np.sqrt(squares)
+        elif self._divides:
+            roots = self._with_lighter(roots)
         scored = units.root.copy()
         single = units.chunk >= 0
         places = units.expert[single], (grid.starts[units.tensor] + units.chunk)[single]
@@ -521,20 +572,3 @@ def _scaled(scale: Floats, squares: Floats) -> Floats:
     """|c_k| ||d_k||: float64[K, C].  Of an expert without weight nothing is lost."""
     with np.errstate(invalid="ignore"):
         return np.where(scale > 0, scale * np.sqrt(squares), 0.0)
-
-
-def _coefficients(request: Request) -> list[float]:
-    """|c_k|, certified for additive operators, a guess for the others.
-
-    A consensus divides by the sum of the weights that agree, which the catalog does not know: it is
-    taken to be the heaviest one, so an expert as heavy that is alone at its places counts in full.
-    """
-    if OPERATORS[request.method].additive:
-        return coefficients(request.method, request.parameters, request.weights)
-    heaviest = max(abs(weight) for weight in request.weights)
-    share = heaviest if request.parameters.get("normalize") and heaviest else 1.0
-    scale = abs(float(request.parameters.get("lambda", 1.0))) / share
-    if OPERATORS[request.method].random and request.parameters.get("rescale"):
-        # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
-        scale /= math.sqrt(float(request.parameters["density"]))
-    return [abs(weight) * scale for weight in request.weights]
