@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -113,6 +114,13 @@ def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) ->
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError as error:
         raise _library_is_missing(error) from error
+    if data.startswith(b"ssh-") or b"BEGIN PUBLIC KEY" in data:
+        private = where.removesuffix(".pub")
+        raise BadRequest(
+            "that is the public half of a key, and the private half signs",
+            where=where,
+            hint=f"--key {shlex.quote(private)}" if private != where else None,
+        )
     is_ssh = b"BEGIN OPENSSH PRIVATE KEY" in data
     load: Callable[[bytes, bytes | None], object] = (
         serialization.load_ssh_private_key if is_ssh else serialization.load_pem_private_key

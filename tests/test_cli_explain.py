@@ -83,6 +83,16 @@ def test_tables_fit_80_columns(line: tuple[str, ...], mstore: Program) -> None:
         assert any(text.strip().startswith(f"{name}=") for text in lines[start:])
 
 
+@pytest.mark.parametrize("verb", ["explain", "blame"])
+def test_near_tensors(verb: str, mstore: Program) -> None:
+    """A tensor's name that is nearly right is named in the hint, and all can be listed."""
+    done = mstore(verb, "half", "model.layers.1.mpl.weight")
+    assert done.status == 1
+    assert "hint: did you mean model.layers.1.mlp.weight?\n" in done.err
+    assert " ls --tensors " in done.err
+    assert "did you mean" not in mstore(verb, "half", "zzz").err
+
+
 def test_explain_sums_by_layer(mstore: Program) -> None:
     """By default there is a group a layer, in the order of layers, and the sum of all; a column
     that would hold zeros only is not there.

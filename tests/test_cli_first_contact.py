@@ -55,6 +55,81 @@ def test_far_names(mstore: Program) -> None:
     assert "did you mean" not in mstore("show", "zzzzz").err
 
 
+PAIR = ["--base", "v1", "--expert", "v1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (["--density", "0.3"], "--param density=0.2"),
+        (["--density=0.3"], "--param density=0.2"),
+        (["--weight", "2"], "--expert llama/math=0.5"),
+        (["--lambda", "2"], "--param lambda=0.5"),
+        (["--normalize"], "--param normalize=true"),
+        (["--rescale"], "--param rescale=false"),
+        (["--seed", "1"], "--param seed=7"),
+        (["--max-error", "5%"], "write a number such as 0.05"),
+        (["--method", "TIES"], "did you mean ties?"),
+        (["--method", "slerp"], "mergekit has slerp, mstore does not"),
+        (["--method", "Model_Stock"], "mergekit has model_stock, mstore does not"),
+        (
+            ["--method", "ties", "--param", "density=0.3", "--param", "density=0.5"],
+            "one density serves all experts: --param density=0.5",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_habits_from_mergekit(line: list[str], hint: str, mstore: Program) -> None:
+    """An option, number or method as other programs have it is answered with what to type here."""
+    method = [] if "--method" in line else ["--method", "ties"]
+    for verb in (["plan"], ["merge", "--name", "m"]):
+        done = mstore(*verb, *PAIR, *method, *line)
+        assert done.status != 0
+        assert f"hint: {hint}\n" in done.err
+
+
+@pytest.mark.parametrize("gone", ["--base", "--expert", "--method"])
+def test_what_a_merge_misses(gone: str, mstore: Program) -> None:
+    """`merge` names the option that is missing, and no other."""
+    options = {"--base": "v1", "--expert": "v1", "--method": "ties"}
+    given = [word for pair in options.items() if pair[0] != gone for word in pair]
+    done = mstore("merge", "--name", "m", *given)
+    assert done.status == 2
+    assert done.err.startswith(f"error: missing: {gone}\n")
+
+
+def test_a_plan_is_no_snapshot(mstore: Program) -> None:
+    """A plan's id where a snapshot is asked for is called one, with the line that runs it."""
+    planned = mstore.succeed("plan", *PAIR, "--method", "linear", "--allow-noop", "-q")
+    plan = planned.out.strip()
+    for verb, id in (("show", plan), ("explain", plan[:12])):
+        done = mstore(verb, id)
+        assert done.status == 1
+        assert "hint: this is a plan\n" in done.err
+        assert f"merge --plan {id} --name REF" in done.err
+    assert "this is a plan" not in mstore("show", plan[:11] + "0123456").err
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"),
+    [
+        ("0", "64KiB"),
+        ("16KiB", "64KiB"),
+        ("90KiB", "64KiB"),
+        ("100KiB", "128KiB"),
+        ("600000", "512KiB"),
+        ("3MB", "2MiB"),
+        ("15MiB", "16MiB"),
+        ("1GiB", "16MiB"),
+    ],
+)
+def test_the_nearest_block_size(size: str, nearest: str, tmp_path: Path) -> None:
+    """A block size that cannot be is answered with the nearest that can."""
+    done = Program(tmp_path / "new")("init", "--block-size", size)
+    assert done.status == 1
+    assert done.err.endswith(f" init --block-size {nearest}\n")
+
+
 @pytest.mark.parametrize(
     ("line", "code", "where"),
     [

@@ -124,6 +124,18 @@ def test_what_is_no_key_is_refused(what: str, keys: Path, tmp_path: Path) -> Non
     assert refused.value.where == str(path)
 
 
+def test_the_public_half_does_not_sign(keys: Path, tmp_path: Path) -> None:
+    """A public key, of ssh-keygen or openssl, is called one; beside KEY.pub the hint is KEY."""
+    with pytest.raises(BadRequest, match="public half") as refused:
+        load_key(keys / "alice.pub")
+    assert refused.value.hint == f"--key {keys / 'alice'}"
+    pem = tmp_path / "public.pem"
+    pem.write_bytes(b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n")
+    with pytest.raises(BadRequest, match="public half") as refused:
+        load_key(pem)
+    assert refused.value.hint is None
+
+
 def test_the_secret_is_not_in_a_repr(keys: Path) -> None:
     """What is printed of a key is its fingerprint, as ssh-keygen has it."""
     key = load_key(keys / "alice")

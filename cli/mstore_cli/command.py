@@ -56,7 +56,8 @@ class Verb:
     """A command ready for typer: its function with the global options, and words for its help.
 
     bare: what an option stands for where no value is joined to it.  foreign: files of other
-    programs that people may give it, by how their names end, and what is said of them.
+    programs that people may give it, by how their names end, and what is said of them.  mistaken:
+    options that it has not, and what to type for them.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Verb:
     epilog: str
     bare: Mapping[str, str]
     foreign: Mapping[str, str]
+    mistaken: Mapping[str, str]
 
 
 class VerbCommand(TyperCommand):
@@ -72,6 +74,7 @@ class VerbCommand(TyperCommand):
 
     bare: Mapping[str, str] = MappingProxyType({})
     foreign: Mapping[str, str] = MappingProxyType({})
+    mistaken: Mapping[str, str] = MappingProxyType({})
 
     # The context and formatter types are private to typer.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -88,6 +91,9 @@ class VerbCommand(TyperCommand):
             )
             if told is not None:
                 raise UsageError(told, hint=f"mstore {ctx.info_name} --help") from error
+            name: Any = getattr(error, "option_name", None)
+            if name in self.mistaken:
+                raise UsageError(f"no such option: {name}", hint=self.mistaken[name]) from error
             # Without it the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
@@ -117,12 +123,13 @@ def command(
     failure: str = "an error",
     bare: Mapping[str, str] = MappingProxyType({}),
     foreign: Mapping[str, str] = MappingProxyType({}),
+    mistaken: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb of a function `(session, its own parameters) -> None`.
 
     The function's name is the verb, its docstring the help.  `example` is a command line that
     makes sense; `failure` says when the exit status is 1.  bare: options whose value is joined by
-    an equals sign or left out, and what they stand for then.  foreign: as in `Verb`.
+    an equals sign or left out, and what they stand for then.  foreign, mistaken: as in `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -156,7 +163,7 @@ def command(
         entry.__dict__["__signature__"] = inspect.Signature(parameters)
         summary = (function.__doc__ or "").partition("\n")[0]
         told = _epilog(example, failure)
-        return Verb(function.__name__, summary, entry, told, bare, foreign)
+        return Verb(function.__name__, summary, entry, told, bare, foreign, mistaken)
 
     return decorate
 

@@ -93,7 +93,11 @@ def build() -> TyperGroup:
         verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
         app.command(
             verb.name,
-            cls=type("VerbCommand", (VerbCommand,), {"bare": verb.bare, "foreign": verb.foreign}),
+            cls=type(
+                "VerbCommand",
+                (VerbCommand,),
+                {"bare": verb.bare, "foreign": verb.foreign, "mistaken": verb.mistaken},
+            ),
             short_help=verb.summary,
             epilog=verb.epilog,
             context_settings=dict(CONTEXT),

@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from mstore_cli import completion
+from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 
@@ -33,8 +35,31 @@ _RECIPE = (
     "a recipe of mergekit is given: mstore reads none, and takes base, experts, weights and method "
     "on the command line"
 )
+MISTAKEN = MappingProxyType(
+    {
+        "--weight": EXPERT_HINT,
+        "--density": PARAMETER_HINT,
+        "--lambda": "--param lambda=0.5",
+        "--normalize": "--param normalize=true",
+        "--rescale": "--param rescale=false",
+        "--seed": "--param seed=7",
+    }
+)
+"""Options that people expect, and what says the same."""
+
 RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
 """How the names of other programs' recipes end, and what is to be said of one."""
+
+
+def _parse_error(text: str) -> float:
+    """A number.  Whether the error makes sense is the library's to say.  Raises UsageError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(
+            f"--max-error: not a number: {text!r}", hint="write a number such as 0.05"
+        ) from None
+
 
 _BASE = typer.Option(
     "--base",
@@ -77,7 +102,9 @@ MaxError = Annotated[
     typer.Option(
         "--max-error",
         metavar="E",
-        help="Cheapest plan whose error bound (relative to the base's norm) is at most E.",
+        parser=_parse_error,
+        help="Cheapest plan whose error (relative to the base's norm) is at most E: the bound, or "
+        "for ties and dare_ties the estimate.",
     ),
 ]
 Dtype = Annotated[
@@ -262,7 +289,11 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
         if not equals or not key:
             _refuse(f"not KEY=VALUE: {text!r}", "--param", PARAMETER_HINT)
         if key in parameters:
-            _refuse(f"{key} is given twice", "--param", PARAMETER_HINT)
+            _refuse(
+                f"{key} is given twice",
+                "--param",
+                f"one {key} serves all experts: --param {text}",
+            )
         parameters[key] = _value(value)
     return parameters
 

@@ -100,6 +100,14 @@ def _is_block_size(size: int) -> bool:
     return MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
 
 
+def _nearest_block_size(size: int) -> str:
+    """The allowed size that is nearest, as people write it."""
+    within = min(max(size, MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
+    lower = 1 << (within.bit_length() - 1)
+    nearest = lower if within - lower <= 2 * lower - within else 2 * lower
+    return f"{nearest >> 20}MiB" if nearest >= 1 << 20 else f"{nearest >> 10}KiB"
+
+
 def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
     return f"mstore {version} {layout.uuid} {layout.block_size}\n"
 
@@ -122,7 +130,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
     if not _is_block_size(block_size):
         raise BadRequest(
             f"block size {block_size} is not a power of two between 64 KiB and 16 MiB",
-            hint="mstore init --block-size 1MiB",
+            hint=f"mstore init --block-size {_nearest_block_size(block_size)}",
         )
     _require_unused(root)
     fs.require_local(root)

@@ -54,6 +54,13 @@ def start(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
         return ref.snapshot_id()
     is_prefix = _PREFIX.fullmatch(revision.name) is not None
     ids = with_prefix(index, transaction, revision.name) if is_prefix else []
+    if not ids and is_prefix and _begins_plan(index, transaction, revision.name):
+        raise NotFound(
+            "no such ref or snapshot",
+            where=revision.name,
+            hint=f"this is a plan\nmstore merge --plan {revision.name} --name REF runs it\n"
+            "mstore plans lists all",
+        )
     if not ids:
         hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
@@ -100,6 +107,13 @@ def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]
             found.append(SnapshotId(cursor.key()))
             more = cursor.next()
     return found
+
+
+def _begins_plan(index: Index, transaction: Any, prefix: str) -> bool:
+    """Whether these hex digits begin the id of a stored plan."""
+    low = bytes.fromhex(prefix.ljust(64, "0"))
+    with transaction.cursor(db=index.db("plans")) as cursor:
+        return bool(cursor.set_range(low)) and cursor.key().hex().startswith(prefix)
 
 
 def walk_back(

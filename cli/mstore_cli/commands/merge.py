@@ -11,6 +11,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.merging import (
+    MISTAKEN,
     RECIPES,
     AllowNoop,
     Budget,
@@ -47,6 +48,7 @@ PLAN_HINT = "mstore plan --help"
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
     foreign=RECIPES,
+    mistaken=MISTAKEN,
 )
 def merge(
     session: Session,
@@ -109,7 +111,11 @@ def merge(
     request: Request | None = None
     if plan is None:
         if base is None or not expert or method is None:
-            raise UsageError("give --plan, or --base, --expert and --method", hint=HELP)
+            given = {"--base": base, "--expert": expert, "--method": method}
+            missing = [option for option, value in given.items() if not value]
+            if len(missing) == len(given):
+                raise UsageError("give --plan, or --base, --expert and --method", hint=HELP)
+            raise UsageError(f"missing: {', '.join(missing)}", hint=HELP)
         request = make_request(
             base=base,
             experts=expert,

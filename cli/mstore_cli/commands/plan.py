@@ -11,6 +11,7 @@ from mstore_cli import plots
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
+    MISTAKEN,
     RECIPES,
     AllowNoop,
     Base,
@@ -44,6 +45,7 @@ HELP = "mstore plan --help"
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
     foreign=RECIPES,
+    mistaken=MISTAKEN,
 )
 def plan(
     session: Session,
@@ -87,7 +89,7 @@ def plan(
 
     The plan is kept in the store, unless it can only be read; -o writes it for others then. The
     same request gives the same plan. With --sweep no plan is kept: each line is what the plan with
-    that budget would be.
+    that budget would be, and -q prints the bytes that each reads from experts.
     """
     if sweep and (budget is not None or max_error is not None or output is not None):
         raise UsageError(

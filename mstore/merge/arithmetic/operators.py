@@ -35,6 +35,14 @@ Value = float | int | bool
 MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
 """The largest finite float32."""
 
+OTHERS: Final = frozenset(
+    (
+        *("arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear", "karcher"),
+        *("model_stock", "multislerp", "nearswap", "nuslerp", "passthrough", "sce", "slerp"),
+    )
+)
+"""Methods of mergekit that are not here."""
+
 SMALLEST_DIVISOR: Final = 1e-8
 """A sum of weights nearer to zero than this (as a float32) does not divide: it counts as 1."""
 
@@ -122,9 +130,12 @@ def operator(method: str) -> Operator:
     try:
         return OPERATORS[method]
     except KeyError:
+        word = method.lower()
         raise BadRequest(
             f"unknown method {method!r}; methods: {', '.join(OPERATORS)}",
-            hint=did_you_mean(method, OPERATORS),
+            hint=f"mergekit has {word}, mstore does not"
+            if word in OTHERS
+            else did_you_mean(word, OPERATORS),
         ) from None
 
 

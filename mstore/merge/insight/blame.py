@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mstore.blocks.meter import Meter
-from mstore.errors import NotFound
+from mstore.errors import NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
@@ -57,7 +57,8 @@ def blame(
     plan_id = plan_of(snapshot, record, so="no expert has a share in it")
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
-        raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
+        listed = f"mstore ls --tensors {snapshot.short}"
+        raise NotFound("no such tensor", where=tensor, hint=did_you_mean(tensor, names, listed))
     plan = catalog.record(Plan, plan_id)
     with inputs_held(catalog, snapshot, record):
         check_fits(catalog, plan)

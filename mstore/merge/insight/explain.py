@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mstore.errors import NotFound
+from mstore.errors import NotFound, did_you_mean
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.arithmetic.operators import operator, reuses_base
 from mstore.merge.insight.idle import idle_experts
@@ -331,7 +331,8 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     plan_id = plan_of(snapshot, record, so="there is nothing to explain")
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
-        raise NotFound("no such tensor", where=tensor, hint=f"mstore ls --tensors {snapshot.short}")
+        listed = f"mstore ls --tensors {snapshot.short}"
+        raise NotFound("no such tensor", where=tensor, hint=did_you_mean(tensor, names, listed))
     plan = catalog.record(Plan, plan_id)
     sources = sources_of_merge(catalog, plan_id, plan, record)
     explainer = _Explainer(catalog, record, plan, sources)
