@@ -190,6 +190,7 @@ class MergeReport:
     virtual: bool
     method: str
     budget_bytes: int | None
+    max_error: float | None
     full_expert_bytes: int
     planned_expert_bytes: int
     expert_bytes_read: int

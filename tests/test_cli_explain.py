@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -81,6 +82,29 @@ def test_tables_fit_80_columns(line: tuple[str, ...], mstore: Program) -> None:
     assert max(map(len, lines[start:])) <= WIDTH
     for name in list(EXPERTS)[:2]:
         assert any(text.strip().startswith(f"{name}=") for text in lines[start:])
+
+
+def test_values_are_not_blocks(mstore: Program) -> None:
+    """Where the merge writes another type, no block is the base's own, and chunks that no expert
+    changed hold the base's values alone.
+    """
+    line = ["merge", "--base", "m/base", "--expert", "m/math", "--method", "task_arithmetic"]
+    mstore.succeed(*line, "--name", "wide", "--dtype", "float32")
+    told = mstore.succeed("explain", "wide", "model.layers.10.attn.weight").out
+    assert ", 0 the base's own\n" in told
+    assert ": the base alone\n" in told
+    mstore.succeed("rm", "wide")
+
+
+@pytest.mark.parametrize("more", [[], ["--virtual"]], ids=["stored", "virtual"])
+def test_merge_tells_the_error_asked_for(more: list[str], mstore: Program) -> None:
+    """A merge prints --max-error as `plan` does, and no such line where none was given."""
+    line = ["merge", "--base", "m/base", "--expert", "m/math", "--method", "linear", *more]
+    told = mstore.succeed(*line, "--name", "near", "--max-error", "0.001").out
+    assert re.search(r"^max error +0\.001$", told, re.MULTILINE)
+    assert "max error" not in mstore.succeed(*line, "--name", "exact").out
+    for name in ("near", "exact"):
+        mstore.succeed("rm", name)
 
 
 @pytest.mark.parametrize("verb", ["explain", "blame"])

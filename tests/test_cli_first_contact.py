@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_habits_from_mergekit(line: list[str], hint: str, mstore: Program) -> No
         done = mstore(*verb, *PAIR, *method, *line)
         assert done.status != 0
         assert f"hint: {hint}\n" in done.err
+
+
+@pytest.mark.parametrize(("directory", "name"), [("newx", "newx"), ("new x", "REF")])
+def test_a_directory_is_no_expert(
+    directory: str, name: str, mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is not in the store, given as a model: the hint is the line that adds it."""
+    (tmp_path / directory).mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = ["--base", "v1", "--method", "ties", "--expert"]
+    for verb in (["plan"], ["plan", "--sweep"], ["merge", "--name", "m"]):
+        done = mstore(*verb, *asked, f"./{directory}=0.5")
+        assert done.status == 1
+        what = "no such ref or snapshot; it is a directory"
+        assert done.err.startswith(f"error: ./{directory}: {what}\n")
+        assert done.err.endswith(f" add {shlex.quote(f'./{directory}')} --name {name}\n")
+    assert "a directory" not in mstore("plan", *asked, "./newer").err
 
 
 @pytest.mark.parametrize("gone", ["--base", "--expert", "--method"])

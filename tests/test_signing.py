@@ -389,12 +389,17 @@ def test_sign_and_verify(mstore: Program, keys: Path, tmp_path: Path) -> None:
     done = mstore.succeed("verify", "a", "--signers", list_of_signers, "--read-data")
     assert "signed by alice@x" in done.out
     assert "signed by an unknown key" in mstore.succeed("log").out
+    shown = mstore.succeed("show", "a").out
+    assert f"unknown key: {signed.document['key']}\n" in shown
     own = tmp_path / "config" / "mstore" / "allowed_signers"
+    assert f"to trust a key, add a line to {own}:" in shown
     own.parent.mkdir(parents=True)
     list_of_signers.rename(own)
     assert mstore.succeed("verify", "-q").lines == [str(signed.document["snapshot"])]
     for verb in (["log"], ["show", "a"]):
-        assert "signed by alice@x" in mstore.succeed(*verb).out
+        told = mstore.succeed(*verb).out
+        assert "signed by alice@x" in told
+        assert "unknown key" not in told
     assert mstore("verify", "a", "--signers", list_of_signers).status == 1
 
 

@@ -124,6 +124,7 @@ _OWN: dict[type, dict[str, str]] = {
     reports.MergeReport: {
         "new_snapshot": "false where the ref held this merge already",
         "virtual": "whether only the plan was committed, to be computed when it is read",
+        "max_error": "the error that was asked for; null: none",
         "expert_bytes_read": "bytes read from experts, counted at pread",
         "memo_expert_bytes": "planned bytes not read because an earlier merge made the output",
         "resumed_expert_bytes": "planned bytes that an interrupted run had read already",

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -197,25 +199,44 @@ class Request:
         keep: bool = False,
     ) -> PlanReport:
         """Let the store make the plan; keep: as in `Store.plan`."""
-        return store.plan(
-            base=self.base,
-            experts=self.experts,
-            method=self.method,
-            parameters=self.parameters,
-            budget=_budget(self.budget),
-            max_error=self.max_error,
-            dtype=self.dtype,
-            analyze=self.analyze,
-            score=self.score,
-            only=self.only,
-            skip=self.skip,
-            expert_budget=_budget(self.expert_budget),
-            top_p=self.top_p,
-            allow_noop=self.allow_noop,
-            keep=keep,
-            threads=threads,
-            progress=progress,
-        )
+        with self._directories_told():
+            return store.plan(
+                base=self.base,
+                experts=self.experts,
+                method=self.method,
+                parameters=self.parameters,
+                budget=_budget(self.budget),
+                max_error=self.max_error,
+                dtype=self.dtype,
+                analyze=self.analyze,
+                score=self.score,
+                only=self.only,
+                skip=self.skip,
+                expert_budget=_budget(self.expert_budget),
+                top_p=self.top_p,
+                allow_noop=self.allow_noop,
+                keep=keep,
+                threads=threads,
+                progress=progress,
+            )
+
+    @contextmanager
+    def _directories_told(self) -> Iterator[None]:
+        """A model that is no ref, but is a directory: the hint is the line that adds it."""
+        from mstore.errors import NotFound
+
+        try:
+            yield
+        except NotFound as error:
+            named = (self.base, *(name for name, _ in self.experts))
+            where = error.where
+            if where is None or where not in named or not Path(where).is_dir():
+                raise
+            raise NotFound(
+                f"{error.what}; it is a directory",
+                where=where,
+                hint=f"mstore add {shlex.quote(where)} --name {shlex.quote(_ref_for(Path(where)))}",
+            ) from error
 
     def sweep(
         self,
@@ -226,22 +247,36 @@ class Request:
         progress: Callable[[Progress], None] | None,
     ) -> SweepReport:
         """Let the store work out what many budgets would cost."""
-        return store.sweep(
-            base=self.base,
-            experts=self.experts,
-            method=self.method,
-            parameters=self.parameters,
-            measure=measure,
-            dtype=self.dtype,
-            analyze=self.analyze,
-            score=self.score,
-            only=self.only,
-            skip=self.skip,
-            expert_budget=_budget(self.expert_budget),
-            top_p=self.top_p,
-            threads=threads,
-            progress=progress,
-        )
+        with self._directories_told():
+            return store.sweep(
+                base=self.base,
+                experts=self.experts,
+                method=self.method,
+                parameters=self.parameters,
+                measure=measure,
+                dtype=self.dtype,
+                analyze=self.analyze,
+                score=self.score,
+                only=self.only,
+                skip=self.skip,
+                expert_budget=_budget(self.expert_budget),
+                top_p=self.top_p,
+                threads=threads,
+                progress=progress,
+            )
+
+
+def _ref_for(directory: Path) -> str:
+    """The directory's own name where that can be a ref's."""
+    from mstore.errors import BadName
+    from mstore.store.refs import check_name
+
+    name = directory.resolve().name
+    try:
+        check_name(name)
+    except BadName:
+        return "REF"
+    return name
 
 
 def _budget(amount: int | float | None) -> Limit | None:

@@ -169,7 +169,7 @@ def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
         screen.line()
     for span, words in runs(fates):
         made = [name for name, word in zip(names, words, strict=True) if word in MADE]
-        _wrapped(screen, f"{span}: ", ", ".join(made) or "the base's own")
+        _wrapped(screen, f"{span}: ", ", ".join(made) or "the base alone")
         for fate in dict.fromkeys(words):
             if fate not in MADE:
                 left = [name for name, word in zip(names, words, strict=True) if word == fate]

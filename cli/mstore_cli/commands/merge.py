@@ -30,6 +30,7 @@ from mstore_cli.merging import (
     TopP,
     draw_notes,
     error_fields,
+    format_bound,
     make_request,
 )
 from mstore_cli.options import Message, Threads
@@ -185,6 +186,7 @@ def merge(
                 ("manifest", short(report.manifest)),
                 ("method", report.method),
                 ("budget", _optional_size(report.budget_bytes)),
+                ("max error", None if report.max_error is None else format_bound(report.max_error)),
                 (
                     "experts read",
                     f"{format_size(report.expert_bytes_read)} ({share} of {full})",
