@@ -78,7 +78,7 @@ PAIR = ["--base", "v1", "--expert", "v1"]
             "one density serves all experts: --param density=0.5",
         ),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
 def test_habits_from_mergekit(line: list[str], hint: str, mstore: Program) -> None:
     """An option, number or method as other programs have it is answered with what to type here."""
