@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from checkpoints import (
 )
 
 from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, SourceFile, scan
+from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.reading import open_regular, open_stamped
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
@@ -373,7 +377,7 @@ def test_pickles_beside_weights_are_opaque_files(model: Path) -> None:
 def beside(root: Path, names: dict[str, str], *, config: bool = True) -> Path:
     """Directories with a tensor of a name each, and a config.json."""
     for directory, tensor in names.items():
-        (root / directory).mkdir(parents=True)
+        (root / directory).mkdir(parents=True, exist_ok=True)
         weights = safetensors_bytes([(tensor, "U8", (2,), b"aa")])
         (root / directory / "model.safetensors").write_bytes(weights)
         if config:
@@ -402,6 +406,56 @@ def test_a_model_in_parts_is_one(tmp_path: Path, top: str) -> None:
     content = safetensors_bytes([("x", "U8", (2,), b"aa")]) if "safe" in top else b"{}"
     (model / top).write_bytes(content)
     assert len(scan(model).files) == 5
+
+
+def trained(root: Path, below: Mapping[str, str]) -> Path:
+    """A model with the tensor w at the top, and others in directories."""
+    beside(root, {".": "w", **below})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("below", "options"),
+    [
+        (["checkpoint-500"], "--exclude checkpoint-500/"),
+        (["checkpoint-500", "checkpoint-1000"], "--exclude 'checkpoint-*/'"),
+        (["checkpoint-5", "checkpoint-10", "old"], "--exclude 'checkpoint-*/' --exclude old/"),
+        (["a/deep one"], "--exclude 'a/deep one/'"),
+        (["[a]*"], "--exclude '\\[a]\\*/'"),
+        (["!best"], "--exclude '\\!best/'"),
+    ],
+)
+def test_a_model_and_its_earlier_states_are_not_one(
+    tmp_path: Path, below: list[str], options: str
+) -> None:
+    """A model above others with its tensors is refused; the patterns of the hint leave one."""
+    model = trained(tmp_path / "run", dict.fromkeys(below, "w"))
+    with pytest.raises(BadCheckpoint) as refused:
+        scan(model)
+    assert refused.value.what == (
+        f"holds {len(below) + 1} models, not one: the one at its top and {min(below)!r} "
+        "both have the tensor 'w'"
+    )
+    assert refused.value.where == str(model)
+    assert refused.value.hint == f"mstore add {model} --name run {options}"
+    asked = [word for word in shlex.split(options) if word != "--exclude"]
+    assert paths(scan(model, exclusion=Exclusion.chosen(asked))) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_what_a_whole_model_may_have_below_it(tmp_path: Path) -> None:
+    """Copies without a config, modules with other tensors or none, and a pipeline's parts stay."""
+    model = trained(tmp_path / "model", {"2_Dense": "linear.weight"})
+    (model / "original").mkdir()
+    shutil.copy(model / "model.safetensors", model / "original" / "model.safetensors")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text("{}")
+    assert len(scan(model).files) == 6
+    pipeline = trained(tmp_path / "pipeline", {"text_encoder": "w"})
+    (pipeline / "model_index.json").write_text("{}")
+    assert len(scan(pipeline).files) == 5
 
 
 @pytest.mark.parametrize("config", [True, False])

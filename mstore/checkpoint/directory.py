@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore.checkpoint import strangers
-from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Excluded, Exclusion
+from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Excluded, Exclusion, escaped
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
@@ -35,6 +36,9 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _TOP_OF_ONE = frozenset(
     {"config.json", "model_index.json", "modular_model_index.json", "modules.json"}
 )
+# These name parts in directories, which may be of one kind.
+_TOP_OF_A_PIPELINE = frozenset({"model_index.json", "modular_model_index.json"})
+_NUMBERED = re.compile(r"checkpoint-[0-9]+")
 
 # An error that lists file names stays one readable line.
 _NAMES_SHOWN = 5
@@ -226,16 +230,19 @@ def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
     """
     paths = {file.path for file in files}
     top = {path for path in paths if "/" not in path}
+    models: dict[str, set[str]] = {}
+    for file in files:
+        directory = posixpath.dirname(file.path)
+        if file.header is not None and posixpath.join(directory, "config.json") in paths:
+            names = models.setdefault(directory, set())
+            names.update(slot.name for slot in file.header.tensors)
+    own = models.pop("", None)
+    if own is not None and not top & _TOP_OF_A_PIPELINE:
+        _refuse_copies(tree, own, models)
     if top & _TOP_OF_ONE or any(
         path.endswith((SAFETENSORS_SUFFIX, *PICKLE_SUFFIXES)) for path in top
     ):
         return
-    models: dict[str, set[str]] = {}
-    for file in files:
-        directory = posixpath.dirname(file.path)
-        if file.header is not None and f"{directory}/config.json" in paths:
-            names = models.setdefault(directory, set())
-            names.update(slot.name for slot in file.header.tensors)
     seen: dict[str, str] = {}
     for directory, names in models.items():
         for name in names:
@@ -247,6 +254,35 @@ def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
                     f"both have the tensor {quoted(name)}",
                     sorted(models),
                 )
+
+
+def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> None:
+    """A model at the top, and others below it with its tensors, as a training run leaves them."""
+    shared = {directory: own & names for directory, names in below.items() if own & names}
+    if not shared:
+        return
+    first = min(shared)
+    what = (
+        f"holds {len(shared) + 1} models, not one: the one at its top and {quoted(first)} "
+        f"both have the tensor {quoted(min(shared[first]))}"
+    )
+    patterns = [f"--exclude {shlex.quote(text)}" for text in _leaving_out(sorted(shared))]
+    more = " ..." if len(patterns) > _NAMES_SHOWN else ""
+    raise BadCheckpoint(
+        what,
+        where=str(tree.shown),
+        hint=f"mstore add {shlex.quote(str(tree.shown))} --name {name_for(tree.shown)} "
+        f"{' '.join(patterns[:_NAMES_SHOWN])}{more}",
+    )
+
+
+def _leaving_out(directories: list[str]) -> list[str]:
+    """Patterns that fit these directories; one for all that a trainer numbered."""
+    numbered = [each for each in directories if _NUMBERED.fullmatch(posixpath.basename(each))]
+    if len(numbered) > 1:
+        rest = [f"{escaped(each)}/" for each in directories if each not in numbered]
+        return ["checkpoint-*/", *rest]
+    return [f"{escaped(each)}/" for each in directories]
 
 
 def _check_index(

@@ -156,6 +156,11 @@ def _part(glob: str) -> str:
     return plain.replace("[^", "[!")
 
 
+def escaped(path: str) -> str:
+    """A path as a pattern in which no character means another."""
+    return re.sub(r"^[!#]|[\\*?\[]", lambda found: f"\\{found[0]}", path)
+
+
 def _patterns(lines: Iterable[str], source: str) -> tuple[Pattern, ...]:
     found = [Pattern.parsed(line, source) for line in lines]
     patterns = tuple(pattern for pattern in found if pattern is not None)
