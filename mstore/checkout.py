@@ -81,6 +81,10 @@ def checkout(
 
 def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
     """Sizes of the files that match, by path, in the snapshot's order."""
+    if isinstance(only, str):
+        raise BadRequest(
+            "patterns of paths are a list of texts, not one text", hint=f"only=[{only!r}]"
+        )
     if not only:
         return dict(view.files)
     for pattern in only:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import families
 import ml_dtypes
@@ -377,3 +378,70 @@ def test_tensors_without_torch(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unavailable) as refused:
         store[store.refs()[0].name].torch()
     assert refused.value.hint == "pip install torch"
+
+
+# -- what callers hand in ------------------------------------------------------------------------
+
+
+def test_weights_by_revision(store: Store) -> None:
+    """Experts given as a mapping have the weights that it says, as pairs have."""
+    weights = {"llama/e0": 0.5, "llama/e1": 0.25}
+    either: tuple[Any, ...] = (weights, list(weights.items()))
+    ways = [store.plan(base="llama/base", experts=experts, method="linear") for experts in either]
+    assert ways[0].experts == tuple(weights.items())
+    assert ways[0].plan == ways[1].plan
+    plain = store.plan(base="llama/base", experts=list(weights), method="linear")
+    assert plain.plan != ways[0].plan
+
+
+def test_a_snapshot_is_named_by_its_id_too(store: Store) -> None:
+    """A SnapshotId is taken wherever a revision is; one that is not stored is NotFound."""
+    base, expert = store["llama/base"].id, store["llama/e0"].id
+    assert store[base].id == base
+    assert store.show(expert).snapshot == expert
+    assert store.diff(base, expert).tensors == store.diff("llama/base", "llama/e0").tensors
+    plan = store.plan(base=base, experts=[(expert, 0.5)], method="linear")
+    named = store.plan(base="llama/base", experts=[("llama/e0", 0.5)], method="linear")
+    assert plan.plan == named.plan
+    assert store.merge(plan, name="llama/by-id").planned_expert_bytes > 0
+    with pytest.raises(NotFound):
+        store[SnapshotId(bytes(32))]
+
+
+def test_one_text_is_no_list(store: Store, root: Path, tmp_path: Path) -> None:
+    """A text where a list is due is refused, not read letter by letter; nothing is made of it."""
+    before = store.snapshot_ids()
+    calls: list[Callable[..., object]] = [
+        lambda: store.add(root / "e2", name="x", exclude="*.bin"),
+        lambda: store.add(root / "e2", name="x", exclude=[""]),
+        lambda: store.add(root / "e2", name="x", exclude=[5]),  # type: ignore[list-item]
+        lambda: store.add(root / "e2", name="x", base="llama/base", only="lm_head*"),
+        lambda: store.plan(base="llama/base", experts="llama/e0", method="linear"),
+        lambda: store.checkout("llama/base", tmp_path / "out", only="*"),
+        lambda: store.diff_directory("llama/base", root / "base", exclude="*.bin"),
+    ]
+    for call in calls:
+        with pytest.raises(BadRequest, match="list of"):
+            call()
+    assert store.snapshot_ids() == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_types_are_refused(store: Store) -> None:
+    """What is of no type that a call takes is BadRequest, as every error is an MstoreError."""
+    made: Any = store["llama/base"]
+    wrong: list[Any] = [made, None, 7, store["llama/base"].manifest]
+    for one in wrong:
+        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+            store[one]
+        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+            store.plan(base=one, experts=["llama/e0"], method="linear")
+        with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
+            store.plan(base="llama/base", experts=[one], method="linear")
+    pairs: list[Any] = [("llama/e0",), ("llama/e0", "x"), ("llama/e0", 1.0, 2.0), (("a", 1), 1)]
+    for pair in pairs:
+        with pytest.raises(BadRequest, match="an expert is a revision, or a pair"):
+            store.plan(base="llama/base", experts=[pair], method="linear")
+    with pytest.raises(BadRequest, match="named by its path"):
+        made.read(7)
+    assert made.read(Path("config.json")) == made.read("config.json")

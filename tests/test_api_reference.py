@@ -21,8 +21,11 @@ from mstore_fuse import mounts
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 HEADINGS = re.findall(r"^#+ (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 # What annotations name that is no class of this library; the page's head tells of the aliases.
-FOREIGN = {"Any", "Callable", "Executor", "Iterator", "Mapping", "None", "Path", "Self", "Sequence"}
-ALIASES = {"Buffer", "Report", "Trusted"}
+FOREIGN = {
+    "Any", "Callable", "Executor", "Iterator", "Mapping", "None", "Path", "PathLike", "Self",
+    "Sequence",
+}  # fmt: skip
+ALIASES = {"Buffer", "Experts", "Report", "Trusted"}
 
 
 def _functions() -> Iterator[tuple[str, object]]:

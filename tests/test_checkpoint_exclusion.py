@@ -37,7 +37,7 @@ LINES = (
 
 def left(lines: list[str], root: Path) -> set[str]:
     """The paths that a walk with these lines leaves."""
-    exclusion = Exclusion.chosen(lines, defaults=False)
+    exclusion = Exclusion.chosen([line for line in lines if line], defaults=False)
     found = set()
     for path in PATHS:
         parts = path.split("/")

@@ -55,7 +55,9 @@ def _sections() -> Iterator[str]:
         yield f"### Store: {_title(part)}\n"
         yield from _members(part, "Store", "store")
     yield "### Store: snapshots by name\n"
-    yield _entry("store[revision]", "store[revision: str] -> Snapshot", mstore.Store.__getitem__)
+    yield _entry(
+        "store[revision]", "store[revision: str | SnapshotId] -> Snapshot", mstore.Store.__getitem__
+    )
     yield f"## mstore.Snapshot\n\n{_text(mstore.Snapshot)}"
     yield from _members(mstore.Snapshot, "Snapshot", "snapshot")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"

@@ -16,6 +16,7 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
+from mstore.ids import SnapshotId
 
 __all__ = ["Snapshot", "Store"]
 
@@ -23,8 +24,8 @@ __all__ = ["Snapshot", "Store"]
 class Store(Reading, Adding, Merging, Naming, Keeping):
     """An open store.  Use it as a context manager, or call `close`."""
 
-    def __getitem__(self, revision: str) -> Snapshot:
-        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names.
+    def __getitem__(self, revision: str | SnapshotId) -> Snapshot:
+        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names, or of a SnapshotId.
 
         Raises NotFound, BadName.
         """

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.checkpoint.exclusion import Exclusion
+from mstore.ids import SnapshotId
+from mstore.objects.shapes import require_patterns
 from mstore.reports import (
     AddReport,
     AnalyzeReport,
@@ -54,7 +56,7 @@ class Adding(OpenStore):
         path: str | Path,
         *,
         name: str,
-        base: str | None = None,
+        base: str | SnapshotId | None = None,
         detect_base: bool = False,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
@@ -102,6 +104,8 @@ class Adding(OpenStore):
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
         branch_to_move(self._catalog, name)
+        for option, patterns in (("--only", only), ("--skip", skip)):
+            require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
         with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, notes):
             chosen = self._base(checkpoint, base, detect=detect_base)._replace(
@@ -163,7 +167,7 @@ class Adding(OpenStore):
         finally:
             lease.release()
 
-    def _base(self, checkpoint: Checkpoint, base: str | None, *, detect: bool) -> Base:
+    def _base(self, checkpoint: Checkpoint, base: str | SnapshotId | None, *, detect: bool) -> Base:
         """What a checkpoint is to be compared with: as named, as found, or nothing."""
         from mstore.add import NO_BASE, Base
 
@@ -178,8 +182,8 @@ class Adding(OpenStore):
 
     def analyze(
         self,
-        expert: str,
-        base: str,
+        expert: str | SnapshotId,
+        base: str | SnapshotId,
         *,
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
@@ -201,8 +205,8 @@ class Adding(OpenStore):
         return analyze(
             self._catalog,
             self._statistics,
-            Side(self._real(expert), expert),
-            Side(self._real(base), base),
+            Side(self._real(expert), str(expert)),
+            Side(self._real(base), str(base)),
             only=only,
             skip=skip,
             threads=thread_count(threads),

@@ -6,15 +6,16 @@ Part of `mstore.api.Store`, which is all of them in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
 from mstore.api.opened import OpenStore, Report, thread_count
-from mstore.errors import NotFound
-from mstore.ids import PlanId
+from mstore.errors import BadRequest, NotFound
+from mstore.ids import PlanId, SnapshotId
 from mstore.reports import (
     BlameReport,
     Explanation,
@@ -37,14 +38,20 @@ if TYPE_CHECKING:
     from mstore.store.plans import Sources
 
 
+Experts = (
+    Sequence[str | SnapshotId | tuple[str | SnapshotId, float]] | Mapping[str | SnapshotId, float]
+)
+"""Revisions, with a weight or without."""
+
+
 class Merging(OpenStore):
     """Plans, merges, and what is told of them afterwards."""
 
     def plan(
         self,
         *,
-        base: str,
-        experts: Sequence[str | tuple[str, float]],
+        base: str | SnapshotId,
+        experts: Experts,
         method: str,
         parameters: Mapping[str, object] | None = None,
         budget: Budget | str | float | None = None,
@@ -64,7 +71,7 @@ class Merging(OpenStore):
         """Plan a merge and keep the plan.  The same request gives the same plan.
 
         base: the revision that is merged into.
-        experts: revisions, or pairs of a revision and its weight.
+        experts: revisions, pairs of a revision and its weight, or weights by revision.
         method: linear, task_arithmetic, ties, dare_linear or dare_ties (docs/merge-methods.md).
         parameters: of the method, by name; the rest have their defaults.
         budget: the most bytes to read from experts: a `Budget`, text as the command line takes it
@@ -174,8 +181,8 @@ class Merging(OpenStore):
     def sweep(
         self,
         *,
-        base: str,
-        experts: Sequence[str | tuple[str, float]],
+        base: str | SnapshotId,
+        experts: Experts,
         method: str,
         parameters: Mapping[str, object] | None = None,
         shares: Sequence[float] | None = None,
@@ -245,12 +252,10 @@ class Merging(OpenStore):
                 found.append(plan_report(plan, id, sources, told_costs(self._catalog, plan)))
         return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))
 
-    def _asked(
-        self, base: str, experts: Sequence[str | tuple[str, float]], **options: Any
-    ) -> Request:
+    def _asked(self, base: str | SnapshotId, experts: Experts, **options: Any) -> Request:
         from mstore.merge.planning.request import request
 
-        given = [(e, 1.0) if isinstance(e, str) else e for e in experts]
+        given = _weighted(experts)
         return request(
             base=self._input(base),
             experts=[(self._input(revision), weight) for revision, weight in given],
@@ -286,10 +291,10 @@ class Merging(OpenStore):
 
         return memo_expert_bytes(self._catalog, self._memo, planned.plan, planned.costs.planned)
 
-    def _input(self, revision: str) -> Input:
+    def _input(self, revision: str | SnapshotId) -> Input:
         from mstore.merge.planning.request import Input
 
-        return Input(self._real(revision), revision)
+        return Input(self._real(revision), str(revision))
 
     def export_plan(self, plan: str) -> str:
         """A stored plan (id or prefix) as JSON text; also one of this object that was not kept.
@@ -465,7 +470,7 @@ class Merging(OpenStore):
             seconds=time.monotonic() - began,
         )
 
-    def explain(self, revision: str, tensor: str | None = None) -> Explanation:
+    def explain(self, revision: str | SnapshotId, tensor: str | None = None) -> Explanation:
         """Which experts made a merge, block by block, what was left out and why.  Reads no block.
 
         tensor: only this one, and a word for each of its chunks.
@@ -478,7 +483,7 @@ class Merging(OpenStore):
 
     def blame(
         self,
-        revision: str,
+        revision: str | SnapshotId,
         tensor: str | None = None,
         *,
         threads: int | None = None,
@@ -501,7 +506,11 @@ class Merging(OpenStore):
         )
 
     def replay(
-        self, revision: str, *, threads: int | None = None, progress: Report | None = None
+        self,
+        revision: str | SnapshotId,
+        *,
+        threads: int | None = None,
+        progress: Report | None = None,
     ) -> ReplayReport:
         """Run a merge's recorded plan again and compare.
 
@@ -512,6 +521,29 @@ class Merging(OpenStore):
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+
+def _weighted(experts: Any) -> list[tuple[str | SnapshotId, float]]:
+    """Each with its weight, 1 where none is given.  Raises BadRequest for anything else."""
+    if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
+        raise BadRequest(
+            f"experts are a list of revisions, not {type(experts).__name__}",
+            hint='experts=["code", ("math", 0.5)]',
+        )
+    found: list[tuple[str | SnapshotId, float]] = []
+    for one in experts.items() if isinstance(experts, Mapping) else experts:
+        revision, weight = one if _is_pair(one) else (one, 1.0)
+        if isinstance(revision, tuple | list) or not isinstance(weight, Real):
+            raise BadRequest(
+                f"an expert is a revision, or a pair of a revision and its weight, not {one!r}",
+                hint='experts=["code", ("math", 0.5)]',
+            )
+        found.append((revision, cast(float, weight)))
+    return found
+
+
+def _is_pair(one: object) -> bool:
+    return isinstance(one, tuple | list) and len(one) == 2
 
 
 def deferred_report(

@@ -46,7 +46,7 @@ class Naming(OpenStore):
                 raise refs.missing(name, by_name)
         return [by_name[name] for name in sorted(chosen)]
 
-    def tag(self, name: str, revision: str) -> RefReport:
+    def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Give a snapshot a name that does not move.
 
         Raises NotFound, BadName, Conflict (the name is taken).
@@ -67,7 +67,7 @@ class Naming(OpenStore):
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, name)
 
-    def reset(self, name: str, revision: str) -> RefReport:
+    def reset(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Point a branch at another snapshot; the old position stays in the reflog.
 
         Raises NotFound, BadName, Conflict (the name is a tag's).
@@ -144,7 +144,9 @@ class Naming(OpenStore):
         choose_moves(self._catalog, choose)
         return lineage.ref(self._catalog, new)
 
-    def sign(self, revision: str, key: SigningKey, *, signer: str | None = None) -> SignatureReport:
+    def sign(
+        self, revision: str | SnapshotId, key: SigningKey, *, signer: str | None = None
+    ) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.
 
         key: what `signing.load_key` gives.
@@ -158,7 +160,7 @@ class Naming(OpenStore):
 
     def verify(
         self,
-        revision: str,
+        revision: str | SnapshotId,
         signers: Mapping[bytes, str],
         *,
         read_data: bool = False,

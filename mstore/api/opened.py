@@ -199,16 +199,16 @@ class OpenStore:
                 self._remembered = Memo(layout.memo, self._notes.append)
             return self._remembered
 
-    def _real(self, revision: str) -> SnapshotId:
+    def _real(self, revision: str | SnapshotId) -> SnapshotId:
         """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
         id = self._whole(revision)
-        self._catalog.require_real(id, revision)
+        self._catalog.require_real(id, str(revision))
         return id
 
-    def _whole(self, revision: str) -> SnapshotId:
+    def _whole(self, revision: str | SnapshotId) -> SnapshotId:
         """A snapshot whose contents were not let go.  Raises NotFound, BadName."""
         id = self._catalog.resolve(revision)
-        contents.require(self._catalog, id, revision)
+        contents.require(self._catalog, id, str(revision))
         return id
 
     def _reflog_days(self, days: int | None) -> int:

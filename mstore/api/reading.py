@@ -60,7 +60,7 @@ class Reading(OpenStore):
 
     def log(
         self,
-        revision: str | None = None,
+        revision: str | SnapshotId | None = None,
         limit: int | None = None,
         *,
         every: bool = False,
@@ -81,7 +81,9 @@ class Reading(OpenStore):
             starts = self._catalog.snapshot_ids()
         return self._signed(lineage.log(self._catalog, starts, limit), signers or {})
 
-    def show(self, revision: str, *, signers: Mapping[bytes, str] | None = None) -> SnapshotReport:
+    def show(
+        self, revision: str | SnapshotId, *, signers: Mapping[bytes, str] | None = None
+    ) -> SnapshotReport:
         """One snapshot: content, parents, origin, message.
 
         signers: as for `log`.
@@ -106,15 +108,15 @@ class Reading(OpenStore):
             for one in snapshots
         ]
 
-    def files(self, revision: str) -> list[FileReport]:
+    def files(self, revision: str | SnapshotId) -> list[FileReport]:
         """The files of a snapshot, by path.  Raises NotFound, BadName."""
         return lineage.files(self._catalog, self._catalog.resolve(revision))
 
-    def tensors(self, revision: str) -> list[TensorReport]:
+    def tensors(self, revision: str | SnapshotId) -> list[TensorReport]:
         """The tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
         return lineage.tensors(self._catalog, self._whole(revision))
 
-    def read_file(self, revision: str, path: str) -> Iterator[Buffer]:
+    def read_file(self, revision: str | SnapshotId, path: str) -> Iterator[Buffer]:
         """The bytes of one file, block by block.
 
         Raises NotFound before the first piece, and Corrupt, naming the block, instead of a piece
@@ -125,7 +127,12 @@ class Reading(OpenStore):
         return view.stream(path)
 
     def diff(
-        self, a: str, b: str, *, blocks: bool = False, threads: int | None = None
+        self,
+        a: str | SnapshotId,
+        b: str | SnapshotId,
+        *,
+        blocks: bool = False,
+        threads: int | None = None,
     ) -> DiffReport:
         """How snapshot b differs from snapshot a: files, tensors, blocks, and how far they moved.
 
@@ -148,7 +155,7 @@ class Reading(OpenStore):
 
     def diff_directory(
         self,
-        revision: str,
+        revision: str | SnapshotId,
         directory: str | Path,
         *,
         exclude: Sequence[str] = (),
@@ -182,7 +189,7 @@ class Reading(OpenStore):
 
     def checkout(
         self,
-        revision: str,
+        revision: str | SnapshotId,
         directory: str | Path,
         *,
         threads: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +105,11 @@ class Snapshot:
                 tensor.view(-1).view(torch.uint8).copy_(raw)
         return found
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str | os.PathLike[str]) -> bytes:
         """The bytes of one file.  Raises NotFound, Corrupt."""
-        return b"".join(self._store.view(self.id).stream(path))
+        if not isinstance(path, str | os.PathLike):
+            raise BadRequest(f"a file is named by its path, not by {path!r}")
+        return b"".join(self._store.view(self.id).stream(os.fspath(path)))
 
     def lineage(self) -> list[SnapshotReport]:
         """This snapshot and all that it came from, children before parents."""

@@ -38,6 +38,7 @@ MAX_PARTS: Final = 64
 WEIGHTS: Final = ".safetensors"
 DEFAULT: Final = "the defaults"
 ASKED: Final = "--exclude"
+_EXAMPLE: Final = "mstore add PATH --name NAME --exclude 'logs/' --exclude '*.tmp'"
 
 DEFAULT_PATTERNS: Final = (
     ".git",
@@ -107,7 +108,7 @@ class Pattern:
             raise BadRequest(
                 f"{quoted(line)} is no pattern",
                 where=source,
-                hint="mstore add PATH --name NAME --exclude 'logs/' --exclude '*.tmp'",
+                hint=_EXAMPLE,
             )
         if "/" not in glob:
             # Without a slash it fits at any depth.
@@ -183,10 +184,17 @@ class Exclusion:
     kept: frozenset[str] = frozenset()
 
     @classmethod
-    def chosen(cls, exclude: Sequence[str] = (), *, defaults: bool = True) -> Exclusion:
+    def chosen(cls, exclude: Sequence[object] = (), *, defaults: bool = True) -> Exclusion:
         """By what a caller asks for.  Raises BadRequest for what is no pattern."""
+        asked = [one for one in exclude if isinstance(one, str) and one]
+        if isinstance(exclude, str) or len(asked) < len(exclude):
+            raise BadRequest(
+                "patterns of what to leave out are a list of texts that are not empty",
+                where=ASKED,
+                hint=_EXAMPLE,
+            )
         own = _patterns(DEFAULT_PATTERNS, DEFAULT) if defaults else ()
-        return cls(own, _patterns(exclude, ASKED))
+        return cls(own, _patterns(asked, ASKED))
 
     def with_file(self, data: bytes, where: str) -> Exclusion:
         """The same with the lines of an `.mstoreignore`.  Raises BadCheckpoint."""

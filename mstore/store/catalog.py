@@ -489,8 +489,11 @@ class Catalog:
 
     # -- names -------------------------------------------------------------------------------
 
-    def resolve(self, revision: str) -> SnapshotId:
-        """The snapshot that a revision names.  Raises NotFound, BadName."""
+    def resolve(self, revision: str | SnapshotId) -> SnapshotId:
+        """The snapshot that a revision names.  Raises NotFound, BadName, BadRequest (no text)."""
+        if isinstance(revision, SnapshotId):
+            self.snapshot(revision)
+            return revision
         parsed = revisions.parse(revision)
         try:
             with self.index.env.read() as transaction:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mstore.blocks.index import Index
-from mstore.errors import BadName, NotFound, did_you_mean
+from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import refs
@@ -36,7 +36,12 @@ class Revision:
 
 
 def parse(text: str) -> Revision:
-    """Split a revision into its parts.  Raises BadName."""
+    """Split a revision into its parts.  Raises BadName, and BadRequest for what is no text."""
+    if not isinstance(text, str):
+        raise BadRequest(
+            f"a snapshot is named by text or a SnapshotId, not {type(text).__name__}",
+            hint="the SnapshotId of a Snapshot is its attribute id",
+        )
     found = _SUFFIX.fullmatch(text) if len(text) <= MAX_LENGTH else None
     if found is None:
         raise BadName(f"{text[:MAX_LENGTH]!r} does not name a snapshot", hint=_HINT)
