@@ -223,7 +223,7 @@ class NewTree:
             self._above = os.open(target.parent, flags)
             self._open.append(self._above)
         try:
-            with translated(self._staging):
+            with translated(target):
                 if not shared:
                     require_alone(self._above, target.parent)
                 self._outer = self._make(self._staging, 0o700, self._above)

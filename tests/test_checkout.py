@@ -175,6 +175,13 @@ def test_nothing_is_overwritten(make: Callable[[Path], None], store: Store, tmp_
     assert families.contents(tmp_path) == before
 
 
+def test_an_impossible_place_is_named(store: Store) -> None:
+    """Where nothing can be made, the error names the directory that was asked for."""
+    with pytest.raises(StorageFailed) as refused:
+        store.checkout("odd", "/proc/out")
+    assert refused.value.where == "/proc/out"
+
+
 def test_the_parent_must_be_there(store: Store, tmp_path: Path) -> None:
     """Directories above are not made unasked; the hint says how to make them."""
     with pytest.raises(BadRequest) as refused:

@@ -227,3 +227,24 @@ def test_one_is_not_many() -> None:
 def test_one_file(mstore: Program) -> None:
     """A model of one file has 1 file."""
     assert "1 file, 1 tensor" in mstore.succeed("show", "tiny").out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "line"),
+    [
+        ("./m", "tiny", "mstore diff tiny ./m"),
+        ("m", "tiny", "mstore diff tiny ./m"),
+        ("m/", "tiny", "mstore diff tiny m/"),
+        ("./m", "./m", "mstore diff REF ./m"),
+    ],
+)
+def test_a_directory_comes_second(
+    a: str, b: str, line: str, mstore: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`diff` of a directory with a snapshot gives the line in the right order."""
+    monkeypatch.chdir(tmp_path)
+    done = mstore("diff", a, b)
+    assert done.status == 2
+    assert f"{a} is a path, and the snapshot comes first" in done.err
+    assert line in done.err.replace(f"--store {shlex.quote(str(tmp_path / 'a store'))} ", "")
+    assert mstore.succeed("diff", "tiny", "./m")

@@ -38,7 +38,7 @@ from mstore.errors import Unavailable
 
 SYMBOL: Final = "mstore_pass"
 LOGGER: Final = "mstore.numeric"
-COMPILING: Final = "compiling kernels, once for this machine: about 15 s"
+COMPILING: Final = "compiling kernels that are needed for the first time: up to 15 s or so"
 """What the logger LOGGER says, at level INFO, before a process compiles its first pass."""
 _TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
 _DIGEST: Final = 32

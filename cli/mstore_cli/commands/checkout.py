@@ -23,9 +23,7 @@ def checkout(
     revision: Revision,
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="A directory that is not there yet.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="A directory that is new or empty.", show_default=False),
     ],
     patterns: Annotated[
         list[str] | None,

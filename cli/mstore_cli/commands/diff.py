@@ -77,6 +77,7 @@ def diff(
     every byte is hashed; nothing is written. removed is what it lacks, added what only it has.
     """
     with session.open() as store, session.progress() as tick:
+        _require_snapshot_first(store, a, b)
         directory = _directory(store, b)
         if directory is None:
             if exclude or no_default_excludes:
@@ -111,6 +112,33 @@ def diff(
     session.output.emit(report, ids=names, human=human)
 
 
+def _require_snapshot_first(store: Store, a: str, b: str) -> None:
+    """Raise UsageError where A can be a path only."""
+    if not (_is_path(a) or (os.path.lexists(a) and not _is_snapshot(store, a))):
+        return
+    path = a if _is_path(a) else f"./{a}"
+    revision = shlex.quote(b) if _is_snapshot(store, b) else "REF"
+    raise UsageError(
+        f"{a} is a path, and the snapshot comes first",
+        hint=f"mstore diff {revision} {shlex.quote(path)}",
+    )
+
+
+def _is_path(name: str) -> bool:
+    """Whether it begins or ends as no name of a snapshot does."""
+    return name in (".", "..") or name.startswith(("/", "./", "../")) or name.endswith("/")
+
+
+def _is_snapshot(store: Store, name: str) -> bool:
+    from mstore.errors import BadName, NotFound
+
+    try:
+        store[name]
+    except (BadName, NotFound):
+        return False
+    return True
+
+
 def _directory(store: Store, name: str) -> Path | None:
     """The directory that a name means; None where it means a snapshot.
 
@@ -120,7 +148,7 @@ def _directory(store: Store, name: str) -> Path | None:
     from mstore.errors import BadName, NotFound
 
     path = Path(name)
-    if name in (".", "..") or name.startswith(("/", "./", "../")) or name.endswith("/"):
+    if _is_path(name):
         return path
     there = os.path.lexists(path)
     try:
