@@ -126,6 +126,18 @@ def test_each_way_to_differ(store: Store, base: Path) -> None:
     assert set(tensors.values()) == {"removed"}
 
 
+def test_earlier_states_below_are_extra_files(store: Store, base: Path, family: Path) -> None:
+    """What a training run left below a model is told as added, and can be left out as in add."""
+    shutil.copytree(family / FAMILY.names[0], base / "checkpoint-500")
+    files, tensors = statuses(store.diff_directory("base", base))
+    assert set(files.values()) == {"added"}
+    assert f"checkpoint-500/{WEIGHTS}" in files
+    assert tensors == {}
+    without = store.diff_directory("base", base, exclude=["checkpoint-*/"])
+    assert statuses(without) == ({}, {})
+    assert without.excluded == ("checkpoint-500/",)
+
+
 def test_other_forms(store: Store, base: Path) -> None:
     """Another dtype or shape, a tensor more or less, are told by name, as in a diff of refs."""
     header = read_header(base / WEIGHTS)
