@@ -81,10 +81,7 @@ def checkout(
 
 def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
     """Sizes of the files that match, by path, in the snapshot's order."""
-    if isinstance(only, str):
-        raise BadRequest(
-            "patterns of paths are a list of texts, not one text", hint=f"only=[{only!r}]"
-        )
+    _require_texts(only)
     if not only:
         return dict(view.files)
     for pattern in only:
@@ -94,6 +91,11 @@ def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
             )
     matched = {path for pattern in only for path in fnmatch.filter(view.files, pattern)}
     return {path: size for path, size in view.files.items() if path in matched}
+
+
+def _require_texts(only: Sequence[object]) -> None:
+    if isinstance(only, str) or not all(isinstance(one, str) for one in only):
+        raise BadRequest(f"patterns of paths are a list of texts, not {only!r}")
 
 
 def _check_paths(view: SnapshotView) -> None:

@@ -418,6 +418,7 @@ def test_one_text_is_no_list(store: Store, root: Path, tmp_path: Path) -> None:
         lambda: store.add(root / "e2", name="x", base="llama/base", only="lm_head*"),
         lambda: store.plan(base="llama/base", experts="llama/e0", method="linear"),
         lambda: store.checkout("llama/base", tmp_path / "out", only="*"),
+        lambda: store.checkout("llama/base", tmp_path / "out", only=[5]),  # type: ignore[list-item]
         lambda: store.diff_directory("llama/base", root / "base", exclude="*.bin"),
     ]
     for call in calls:
@@ -442,6 +443,9 @@ def test_other_types_are_refused(store: Store) -> None:
     for pair in pairs:
         with pytest.raises(BadRequest, match="an expert is a revision, or a pair"):
             store.plan(base="llama/base", experts=[pair], method="linear")
+    number: Any = 7
+    with pytest.raises(BadName, match="it is no text"):
+        store.tag(number, "llama/base")
     with pytest.raises(BadRequest, match="named by its path"):
         made.read(7)
     assert made.read(Path("config.json")) == made.read("config.json")

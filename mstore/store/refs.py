@@ -115,6 +115,8 @@ def check_name(name: str) -> None:
             hint="use letters, digits, '.', '_', '-' and '/', as in llama/merged",
         )
 
+    if not isinstance(name, str):
+        raise refuse("it is no text")
     if not name:
         raise refuse("it is empty")
     try:
