@@ -15,7 +15,7 @@ from mstore.objects.shapes import require_patterns
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
-_SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F32", "fp32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
