@@ -675,10 +675,10 @@ class ReindexReport:
 class BackupReport:
     """The result of `backup`: what the directory holds now, and what was done for it.
 
-    `problems` is what is damaged in the source, of what was copied now, and `hurt` whom that hurts;
-    `hint` is the next command then.  Nothing was removed in that case.  `waiting_bytes` are packs
-    that the source has no more and that somebody may be reading: a later backup removes them.
-    `put_aside` are packs that no index knows, now in lost+found/.
+    `problems` is what is damaged in the source, of what was copied now, and what it lacks, and
+    `hurt` whom that hurts; `hint` is the next command then.  Nothing was removed in that case.
+    `waiting_bytes` are packs that the source has no more and that somebody may be reading: a later
+    backup removes them.  `put_aside` are packs that no index knows, now in lost+found/.
     """
 
     path: str

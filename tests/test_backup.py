@@ -17,8 +17,10 @@ from small_models import BLOCK, files_of, small_model
 
 from mstore import fs
 from mstore.api import Store
+from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
 from mstore.store import leases
+from mstore.store.catalog import unlist_snapshot
 
 LIVES = """
 import os, signal, sys
@@ -690,3 +692,71 @@ def test_a_full_disk_leaves_no_clone(store: Store, tmp_path: Path, step: int) ->
             break
     assert at > 20
     assert set(contents(target)) == {"one", "two"}
+
+
+def lose_blocks(store: Store) -> None:
+    """Rot in the newest pack, and a repair without a source: what it hit loses its rows."""
+    rot(store)
+    report = store.repair(read_data=True, threads=1)
+    assert report.dropped
+    assert report.after.problems
+
+
+def test_what_the_store_lost_stays_in_the_backup(
+    store: Store, models: Path, tmp_path: Path
+) -> None:
+    """A store that lost blocks and dropped their rows is no success: the backup names them and
+    whom they hurt, keeps its own copies run after run, takes what is new, and heals the store."""
+    target = tmp_path / "backup"
+    store.backup(target, threads=1)
+    lose_blocks(store)
+    store.add(models / "three", name="three", threads=1)
+    for _ in range(2):
+        report = store.backup(target, threads=1)
+        assert {one.kind for one in report.problems} == {"block"}
+        assert all("keeps its copy" in one.what for one in report.problems)
+        assert {name for one in report.hurt for name in one.refs} == {"two"}
+        assert report.packs_removed == ()
+        assert str(target) in str(report.hint)
+        wanted = {name: files_of(models / name) for name in ("one", "two", "three")}
+        assert contents(target) == wanted
+    assert not store.repair(sources=[target], read_data=True, threads=1).after.problems
+    assert not store.backup(target, threads=1).problems
+    assert contents(target) == contents(store.path) == wanted
+
+
+def test_a_snapshot_that_the_store_lost_stays_in_the_backup(
+    store: Store, models: Path, tmp_path: Path
+) -> None:
+    """A lost record of a snapshot, and all that only it leads to, stays as the backup has it."""
+    target = tmp_path / "backup"
+    store.backup(target, threads=1)
+    id = store["two"].id
+    index = store._catalog.index
+    with store._catalog.committing() as transaction:
+        manifest = store._catalog.snapshot(id).manifest
+        for kind, key in ((Kind.SNAPSHOT, id), (Kind.MANIFEST, manifest)):
+            transaction.delete(bytes([kind]) + key, db=index.db("records"))
+        unlist_snapshot(index, transaction, id)
+    report = store.backup(target, threads=1)
+    assert report.problems
+    assert contents(target) == {name: files_of(models / name) for name in ("one", "two")}
+
+
+def test_a_first_backup_of_a_store_that_lost_blocks(store: Store, tmp_path: Path) -> None:
+    """All else is copied, what is missing is named, and the hint asks for another place: the new
+    backup has no copies either, now or when it is run again."""
+    lose_blocks(store)
+    for _ in range(2):
+        report = store.backup(tmp_path / "backup", threads=1)
+        assert {one.kind for one in report.problems} == {"block"}
+        assert {name for one in report.hurt for name in one.refs} == {"two"}
+        assert report.hint == "mstore fsck --read-data --repair --from PLACE"
+
+
+def test_a_clone_of_a_store_that_lost_blocks_is_not_made(store: Store, tmp_path: Path) -> None:
+    """Blocks without rows are damage too."""
+    lose_blocks(store)
+    with pytest.raises(Corrupt, match=r"block .*no clone"):
+        Store.clone(store.path, tmp_path / "clone", threads=1)
+    assert not (tmp_path / "clone").exists()

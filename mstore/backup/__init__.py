@@ -2,6 +2,7 @@
 
     source        the store that is copied: held by a lease, its rows read as of one commit
     rows          an index with the rows of another
+    lacking       what a copy lacks of what its names need, and what an older one still has
     packs         packs copied, and what was copied proved by its ids
     destination   a directory that is a backup of one store, and of no other
     backup        the same store once more: brought up to date, pack by pack

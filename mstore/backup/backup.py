@@ -2,6 +2,7 @@
 
     lock of the destination -> lease in the source -> rows of one commit into a new index
     -> packs that the destination has not: copied to tmp/incoming/, synced, proved
+    -> everything that names need is in the new index, or comes from the old one, or is reported
     -> locks of the destination: packs get their names -> the new index takes the place of the old
        one -> mirror, settings, format -> packs that the source has no more are removed
 
@@ -10,7 +11,8 @@ copied whole, from which the next run goes on.  After it, the new state.
 
 A payload that is damaged in the source stops nothing: what is whole gets away from a disk that may
 be failing.  The report names what is damaged and whom it hurts, and nothing is removed: an older
-pack of the destination may have the good copy.
+pack of the destination may have the good copy.  What the source has lost, rows and all, the backup
+keeps as it has it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, packs, rows, source
+from mstore.backup import destination, lacking, packs, rows, source
 from mstore.backup.destination import Destination
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
@@ -79,6 +81,8 @@ class _Backup:
         self._threads = threads
         self._ticks = Ticks(progress)
         self._findings = Findings()
+        self._helps = False
+        """Whether the backup may have good copies of what is damaged in the source."""
 
     def run(self) -> BackupReport:
         """Copy, prove, publish.  Raises Moved where the source changed under it."""
@@ -93,7 +97,7 @@ class _Backup:
             missing = [pack for pack in named if not self._has(pack)]
             staged = self._copy(missing)
             self._prove(index, named, missing, staged)
-            self._finish(index, named, missing)
+            self._finish(index, named, missing, staged)
             with index.env.read() as transaction:
                 number = index.generation(transaction)
                 names = dict(refs.walk(index, transaction))
@@ -193,15 +197,28 @@ class _Backup:
         } | set(self._findings.packs)
 
     def _finish(
-        self, index: Index, named: Sequence[NamedPack], missing: Sequence[NamedPack]
+        self,
+        index: Index,
+        named: Sequence[NamedPack],
+        missing: Sequence[NamedPack],
+        staged: dict[PackId, Path],
     ) -> None:
         """What makes the new index a backup's: what it is of, and what goes once it is in place."""
         with index.env.read() as transaction:
             number = index.generation(transaction)
         destination.note(index, number, sorted(self._damaged))
+        kept = self._name_older(index, named)
+        self._complete(index, staged)
+        if not self._findings.problems:
+            with index.env.write() as transaction:
+                for pack in kept:
+                    index.condemn(transaction, pack.id)
+
+    def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
+        """Name the packs too that the backup has and the source has no more."""
         before = self._into.before
         if before is None:
-            return
+            return []
         own = {pack.id for pack in named}
         old = {pack.id: pack.size for pack in before.packs}
         gone = [pack for pack in (*old, *before.condemned) if pack not in own]
@@ -212,9 +229,25 @@ class _Backup:
         ]
         with index.env.write() as transaction:
             rows.name(index, transaction, kept)
-            if not self._findings.problems:
-                for pack in kept:
-                    index.condemn(transaction, pack.id)
+        self._helps = bool(kept)
+        return kept
+
+    def _complete(self, index: Index, staged: dict[PackId, Path]) -> None:
+        """See that all is there that names need; what the source lost stays as the backup has it.
+
+        The backup would else report success, and the next ones let the last good copy go.
+        """
+        files = PlacedPacks(self._layout.packs, staged)
+        try:
+            new = Catalog.over(self._layout, self._catalog.config, index, files)
+            if self._into.before is None:
+                self._findings.take(lacking.found(new))
+                return
+            with closing(Index(self._layout.index)) as old:
+                if lacking.kept(new, old, self._findings):
+                    self._helps = True
+        finally:
+            files.close()
 
     def _size(self, pack: PackId, known: dict[PackId, int]) -> int:
         size = known.get(pack)
@@ -257,4 +290,6 @@ class _Backup:
     def _hint(self) -> str | None:
         if not self._findings.problems:
             return None
+        if not self._helps:
+            return "mstore fsck --read-data --repair --from PLACE"
         return f"mstore fsck --read-data --repair --from {shlex.quote(str(self._layout.root))}"

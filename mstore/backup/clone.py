@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, packs, rows, source
+from mstore.backup import destination, lacking, packs, rows, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
@@ -145,6 +145,7 @@ class _Clone:
                 self._ticks.of("verify", sum(pack.size for pack in own)),
                 threads=self._threads,
             )
+            findings.take(lacking.found(Catalog.over(layout, self._catalog.config, index, files)))
         finally:
             files.close()
         if findings.problems:

@@ -43,8 +43,8 @@ class Graph:
         self.pruned: set[bytes] = set()
         self.snapshots = 0
 
-    def run(self) -> None:
-        """Check all of it."""
+    def run(self, *, with_mirror: bool = True) -> None:
+        """Check all of it; a copy that is being made has no mirror yet."""
         self.names = self._refs()
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
@@ -60,7 +60,8 @@ class Graph:
             self._snapshot(snapshot, known, with_contents=snapshot not in self.pruned)
         self._signatures(known)
         self._sources()
-        self._mirror()
+        if with_mirror:
+            self._mirror()
 
     def _refs(self) -> dict[str, refs.Ref]:
         names = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import local
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
 from mstore.blocks import codecs
@@ -51,11 +51,22 @@ class Catalog:
     """One open store."""
 
     def __init__(self, layout: Layout) -> None:
+        config = Config.load(layout)
+        fs.share(layout.root, config.shared)
+        self._take(layout, config, Index(layout.index), PackFiles(layout.packs))
+
+    @classmethod
+    def over(cls, layout: Layout, config: Config, index: Index, packs: PackFiles) -> Self:
+        """An index and packs that are not in their places yet; whoever opened them closes them."""
+        catalog = cls.__new__(cls)
+        catalog._take(layout, config, index, packs)
+        return catalog
+
+    def _take(self, layout: Layout, config: Config, index: Index, packs: PackFiles) -> None:
         self.layout = layout
-        self.config = Config.load(layout)
-        fs.share(layout.root, self.config.shared)
-        self.index = Index(layout.index)
-        self.packs = PackFiles(layout.packs)
+        self.config = config
+        self.index = index
+        self.packs = packs
         self._records = RecordCache()
         self._own = local()
 

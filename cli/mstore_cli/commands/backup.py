@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @command(
     example="mstore backup /backup/models",
-    failure="packs of the store are damaged (all else was copied), or another error",
+    failure="the store is damaged or lacks blocks (all else was copied), or another error",
 )
 def backup(
     session: Session,
@@ -60,7 +60,7 @@ def _show(screen: Screen, report: BackupReport, session: Session) -> None:
     if report.problems:
         found = counted(len(report.problems), "problem")
         screen.line(
-            f"{found} in the store: this backup lacks what is named below, and nothing was removed",
+            f"{found} in the store; nothing was removed from this backup",
             style="red",
         )
     else:
