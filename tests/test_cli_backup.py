@@ -67,3 +67,46 @@ def test_wrong_places(mstore: Program, tmp_path: Path) -> None:
     assert absent.status == 1
     assert "no store here" in absent.err
     assert not (tmp_path / "clone").exists()
+
+
+def test_a_damaged_backup_is_mended_by_the_next_one(mstore: Program, tmp_path: Path) -> None:
+    """In a backup the hint of fsck is no repair, after which no backup would go there: it removes
+    the damaged pack, and the next backup copies that anew."""
+    target = tmp_path / "backup"
+    mstore.succeed("backup", target)
+    copy = Program(target)
+    [pack] = (target / "packs").glob("*/*.pack")
+    pack.chmod(0o644)
+    data = bytearray(pack.read_bytes())
+    data[4196] ^= 1
+    pack.write_bytes(data)
+    done = copy("fsck", "--read-data")
+    assert done.status == 1
+    assert f"next: rm -f {pack}" in done.out
+    assert f"mstore backup {target}" in done.out
+    pack.unlink()
+    assert f"rm -f {pack}" in copy("fsck").out
+    assert "up to date" in mstore.succeed("backup", target).out
+    assert copy.succeed("fsck", "--read-data", "-q").out == ""
+    copy.succeed("rm", "one")
+    pack.unlink()
+    assert "fsck --repair --from PLACE" in copy("fsck").out
+
+
+def test_gc_of_a_store_that_dropped_rows_names_the_repair(mstore: Program, tmp_path: Path) -> None:
+    """After a repair has dropped rows, gc refuses and names another repair: reindex would bring the
+    rows of damaged blocks back."""
+    mstore.succeed("backup", tmp_path / "backup")
+    [pack] = (mstore.store / "packs").glob("*/*.pack")
+    pack.chmod(0o644)
+    data = bytearray(pack.read_bytes())
+    data[4196] ^= 1
+    pack.write_bytes(data)
+    done = mstore("fsck", "--read-data", "--repair")
+    assert done.status == 1
+    done = mstore("gc")
+    assert done.status == 1
+    assert f"mstore --store {mstore.store} fsck --read-data --repair --from PLACE" in done.err
+    place = tmp_path / "backup"
+    assert mstore("fsck", "--read-data", "--repair", "--from", place).status == 0
+    assert mstore("gc").status == 0

@@ -133,3 +133,11 @@ def test_an_older_store_names_migrate(mstore: Program) -> None:
     done = mstore("log")
     assert done.status == 1
     assert f"hint: mstore --store {mstore.store} migrate" in done.err
+
+
+def test_the_line_that_reads_more_keeps_the_places(mstore: Program, tmp_path: Path) -> None:
+    """A repair that read no blocks names the one that does, with the same sources."""
+    place = tmp_path / "a place"
+    shutil.copytree(mstore.store, place)
+    done = mstore("fsck", "--repair", "--from", place)
+    assert f"fsck --repair --read-data --from '{place}'" in done.out

@@ -33,11 +33,11 @@ from mstore.ids import ID_BYTES, PackId
 from mstore.store import layout as layouts
 from mstore.store import leases, refs
 from mstore.store.config import Config
+from mstore.store.generation import BACKUP as COUNTER
 from mstore.store.layout import Layout
 from mstore.store.mirror import Mirror
 
 MARKER = "backup"
-COUNTER = b"backup"
 _MARKER = re.compile(r"mstore backup ([0-9]+) ([0-9a-f-]{36})\n")
 _VERSION = 1
 _TEMPORARY = re.compile(r"\.backup\.[0-9a-f]{8}")

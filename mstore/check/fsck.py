@@ -7,13 +7,15 @@ an orderly way, or nothing that is there now asks for it.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
 from mstore.blocks import lmdb_check
-from mstore.blocks.index import subject
+from mstore.blocks.index import Index, subject
+from mstore.blocks.packs import pack_path
 from mstore.check import index_file, rows
 from mstore.check.findings import Findings
 from mstore.check.footers import Footers, Totals
@@ -21,6 +23,7 @@ from mstore.check.graph import Graph
 from mstore.check.hurt import Wounds
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
+from mstore.ids import PackId
 from mstore.reports import CheckReport, Progress
 from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
@@ -139,7 +142,7 @@ class Checker:
             garbage=tuple(findings.garbage),
             problems=findings.problems,
             hurt=hurt,
-            hint=self._hint(names.keys(), lost),
+            hint=self._hint(catalog, names.keys(), lost),
             seconds=time.monotonic() - began,
         )
 
@@ -188,16 +191,31 @@ class Checker:
                 if index.get(transaction, "pack_ids", pack) is None:
                     findings.forget_pack(pack)
 
+    def _damaged_packs(self, index: Index) -> set[PackId]:
+        """Those with anything wrong in them; a pack that is missing is one too."""
+        numbers = {rows.pack_number(row) for row in self.findings.broken.values() if row}
+        with index.env.read() as transaction:
+            named = {
+                PackId(value[:32])
+                for number, value in index.walk(transaction, "packs")
+                if number in numbers
+            }
+        return named | set(self.findings.packs)
+
     def _leftovers(self) -> list[str]:
         root = self._layout.root
         return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
 
-    def _hint(self, refs: Container[str], lost: Collection[str]) -> str | None:
+    def _hint(self, catalog: Catalog, refs: Container[str], lost: Collection[str]) -> str | None:
         findings = self.findings
         if not findings.problems:
             return None
         if findings.is_index_wrong:
             return "mstore reindex"
+        damaged = self._damaged_packs(catalog.index)
+        if damaged and generation.is_backup(self._layout, catalog.index):
+            # A repair would make it a store of its own, and no backup goes there any more.
+            return _back_up_again(self._layout, damaged)
         if findings.broken or findings.packs or findings.incomplete:
             data = " --read-data" if self._scope.share else ""
             told = f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
@@ -213,6 +231,12 @@ class Checker:
         if names and all(name in refs for name in names):
             return f"mstore rm {names[0]}"
         return "mstore reindex"
+
+
+def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
+    files = " ".join(shlex.quote(str(pack_path(layout.packs, pack))) for pack in sorted(damaged))
+    root = shlex.quote(str(layout.root))
+    return f"rm -f {files}    (this is a backup; back its store up again: mstore backup {root})"
 
 
 def _confirmed(catalog: Catalog, graph: Graph) -> Graph:

@@ -152,7 +152,8 @@ def _require_idle(layout: Layout) -> None:
         raise Conflict(
             f"the store is in use: {', '.join(who)}",
             where=str(layout.root),
-            hint="end mounts (mstore mounts lists them) and let commands end, then: mstore reindex",
+            hint="end mounts (mstore mounts --all lists them) and let commands end, then: mstore "
+            "reindex",
         )
 
 

@@ -23,6 +23,8 @@ from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
 from mstore.store.generation import listed_packs
 
+_REPAIR = "mstore fsck --read-data --repair --from PLACE    (a store or checkpoint with copies)"
+"""A repair drops rows of what is damaged; a new index would only bring these back."""
 _SHOWN = 3
 
 
@@ -66,7 +68,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
         raise Corrupt(
             "what it is a difference to has no row in the index",
             where=f"block {block.hex()}",
-            hint="mstore fsck --repair",
+            hint=_REPAIR,
         )
     if not reach.missing:
         return
@@ -79,7 +81,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
                 f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
                 f"a pack that cannot be read: {error.what}",
                 where=str(path),
-                hint="mstore fsck --repair",
+                hint=_REPAIR,
             ) from error
         for entry in entries:
             if entry.kind == Kind.BLOCK and entry.id in reach.missing:
@@ -87,7 +89,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
                     f"this block is needed and in pack {path.stem[:12]}, and the index has no row "
                     "for it",
                     where=f"block {entry.id.hex()}",
-                    hint="mstore reindex",
+                    hint=_REPAIR,
                 )
 
 
@@ -127,7 +129,8 @@ class Footers:
                 raise _wrong(key, f"not in pack {place.pack.short}, where the index has it")
         for kind, ids in absent.items():
             if needed := reach.live_among(kind, ids):
-                raise _wrong((kind, needed[0]), "needed, and the index has no row for it")
+                key = (kind, needed[0])
+                raise _wrong(key, "needed, and the index has no row for it", hint=_REPAIR)
         return None
 
     def _places_of(self, pack: PackId) -> dict[Key, tuple[int, int, int, int]]:
@@ -147,11 +150,11 @@ def _places(entries: Iterable[Entry]) -> dict[Key, tuple[int, int, int, int]]:
     return found
 
 
-def _wrong(key: Key, what: str) -> Corrupt:
+def _wrong(key: Key, what: str, hint: str = "mstore reindex") -> Corrupt:
     return Corrupt(
         f"index and packs do not agree: it is {what}",
         where=f"{key[0].name.lower()} {key[1].hex()}",
-        hint="mstore reindex",
+        hint=hint,
     )
 
 

@@ -32,6 +32,19 @@ from mstore.store.layout import Layout
 _PACK = re.compile(r"[0-9a-f]{64}\.pack")
 
 
+BACKUP = b"backup"
+"""Counter of a backup: the generation that it was made with, u64, and more (`mstore.backup`)."""
+
+
+def is_backup(layout: Layout, index: Index) -> bool:
+    """Whether the store is a backup that nobody has written to."""
+    if not (layout.root / "backup").exists():
+        return False
+    with index.env.read() as transaction:
+        row = index.get(transaction, "counters", BACKUP)
+        return row is not None and int.from_bytes(row[:8], "big") == index.generation(transaction)
+
+
 def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
     """Why the index is not believed; None where nothing speaks against it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -113,7 +114,7 @@ def _repair(session: Session, places: list[Path], *, read_data: bool, threads: i
     session.output.emit(
         report,
         ids=[one.where for one in report.after.problems],
-        human=lambda screen: _show_repair(screen, report, session.typed),
+        human=lambda screen: _show_repair(screen, report, places, session.typed),
     )
     if report.after.problems:
         raise typer.Exit(FAILURE)
@@ -151,7 +152,9 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
     _damage(screen, report, typed)
 
 
-def _show_repair(screen: Screen, report: RepairReport, typed: Typed) -> None:
+def _show_repair(
+    screen: Screen, report: RepairReport, places: Sequence[Path], typed: Typed
+) -> None:
     _headline(screen, len(report.before.problems), "found")
     screen.fields(
         [
@@ -166,7 +169,8 @@ def _show_repair(screen: Screen, report: RepairReport, typed: Typed) -> None:
     if report.condemned:
         screen.line("condemned packs hold nothing that is used: the next mstore gc removes them")
     if report.before.blocks and not report.before.bytes_read:
-        _not_read(screen, typed("mstore fsck --repair --read-data"))
+        given = "".join(f" --from {shlex.quote(str(place))}" for place in places)
+        _not_read(screen, typed(f"mstore fsck --repair --read-data{given}"))
     if report.before.problems:
         screen.line()
         _headline(screen, len(report.after.problems), "left")
