@@ -46,7 +46,7 @@ def test_the_base_and_why_are_shown(mstore: Program, family: Path) -> None:
     assert "equal to base" in done.out
     again = mstore.succeed("add", family / "e0", "--name", "llama/e0")
     assert again.lines[0] == "nothing new: llama/e0 holds these bytes already"
-    assert again.lines[1].endswith("were not read; to check them: mstore fsck --read-data")
+    assert again.lines[1].endswith(f"mstore --store {mstore.store} fsck --read-data")
     assert "base           llama/base: it was added with this base" in again.out
     document = mstore.succeed("add", family / "e1", "--name", "llama/e1", "--json").document
     assert document["base"]["refs"] == ["llama/base"]

@@ -248,3 +248,18 @@ def test_a_directory_comes_second(
     assert f"{a} is a path, and the snapshot comes first" in done.err
     assert line in done.err.replace(f"--store {shlex.quote(str(tmp_path / 'a store'))} ", "")
     assert mstore.succeed("diff", "tiny", "./m")
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        (["tag"], "tag v1 REF"),
+        (["rm", "tiny"], "reset tiny 'tiny@{1}'"),
+        (["gc"], "du"),
+    ],
+    ids=["tag", "rm", "gc"],
+)
+def test_notes_name_the_store(line: list[str], note: str, mstore: Program) -> None:
+    """A note that ends in a command names the store that --store named, as hints do."""
+    told = mstore.succeed(*line).out
+    assert f": mstore --store {shlex.quote(str(mstore.store))} {note}\n" in told

@@ -54,9 +54,12 @@ class Output:
     `emit` is called at most once in a run.  In JSON mode it writes exactly one object.
     """
 
-    def __init__(self, mode: Mode, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, mode: Mode, stream: TextIO | None = None, typed: Callable[[str], str] = str
+    ) -> None:
         self.mode = mode
         self._stream = stream
+        self._typed = typed
 
     @property
     def stream(self) -> TextIO:
@@ -72,7 +75,7 @@ class Output:
             case Mode.QUIET:
                 self.stream.writelines(f"{printable(str(one))}\n" for one in ids)
             case Mode.HUMAN:
-                human(Screen(self.stream))
+                human(Screen(self.stream, self._typed))
         self.stream.flush()
 
 
@@ -80,11 +83,13 @@ class Screen:
     """Lines, fields and tables for people.
 
     On a terminal: colours (not with NO_COLOR), and nothing wider than it is.  Elsewhere: plain
-    text, one row a line however long, no trailing blanks.
+    text, one row a line however long, no trailing blanks.  typed: a command as this user is to
+    type it.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, typed: Callable[[str], str] = str) -> None:
         self._stream = stream
+        self._typed = typed
         self._console = _console(stream) if is_terminal(stream) else None
         self.width = None if self._console is None else self._console.width
         """Columns of the terminal; None elsewhere, where lines may have any length."""
@@ -97,6 +102,10 @@ class Screen:
         from rich.text import Text
 
         self._console.print(Text(printable(text), style=style))
+
+    def command(self, lead: str, command: str) -> None:
+        """A line that ends in a command to type, after a colon."""
+        self.line(f"{lead}: {self._typed(command)}")
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
         """`name  value` lines, the values aligned.  Pairs whose value is None are left out."""

@@ -56,7 +56,7 @@ class Session:
             raise UsageError("--json and --quiet exclude each other")
         self._choices = choices
         mode = Mode.JSON if choices.json else Mode.QUIET if choices.quiet else Mode.HUMAN
-        self.output = Output(mode)
+        self.output = Output(mode, typed=self.typed)
         self._stores: list[Store] = []
         self.is_doubted = False
         """Whether the index of the store that was opened last cannot be believed."""

@@ -239,7 +239,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
     else:
         screen.line(f"nothing new: {report.name} holds these bytes already")
         # They were found by their ids: only reading them tells of rot.
-        screen.line("the stored bytes were not read; to check them: mstore fsck --read-data")
+        screen.command("the stored bytes were not read; to check them", "mstore fsck --read-data")
     known = report.blocks_total - report.blocks_new
     equal = report.blocks_equal_base
     share = format_share(report.bytes_written, report.plain_bytes)

@@ -87,13 +87,14 @@ def _print(screen: Screen, report: GcReport) -> None:
         screen.line(f"and {more} more")
     if not (report.blocks_dropped or report.records_dropped or _does_anything(report)):
         screen.line("nothing to collect", style="green")
-        screen.line("what holds the rest (refs, lineage, reflogs, virtual merges): mstore du")
+        screen.command("what holds the rest (refs, lineage, reflogs, virtual merges)", "mstore du")
     else:
         _print_work(screen, report)
     if report.dead_bytes:
-        screen.line(
+        screen.command(
             f"{format_size(report.dead_bytes)} dead stay in packs of which less than 30% is dead, "
-            "until more is; to rewrite these now: mstore gc --all"
+            "until more is; to rewrite these now",
+            "mstore gc --all",
         )
     if report.waiting_bytes:
         screen.line(
@@ -113,9 +114,9 @@ def _print(screen: Screen, report: GcReport) -> None:
             "takes in again what is of this store"
         )
     if report.lost_found_bytes:
-        screen.line(
-            f"lost+found holds {format_size(report.lost_found_bytes)}; to remove that for good: "
-            "mstore gc --empty-lost-found"
+        screen.command(
+            f"lost+found holds {format_size(report.lost_found_bytes)}; to remove that for good",
+            "mstore gc --empty-lost-found",
         )
 
 

@@ -62,9 +62,9 @@ def log(
     def human(screen: Screen) -> None:
         if not snapshots and stored:
             plural = "s" if stored > 1 else ""
-            screen.line(f"{stored} snapshot{plural} that no ref reaches: mstore log --all")
+            screen.command(f"{stored} snapshot{plural} that no ref reaches", "mstore log --all")
         elif not snapshots:
-            screen.line("no snapshots yet; next: mstore add PATH --name REF")
+            screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         elif graph:
             for line in draw(snapshots, screen.width):
                 screen.line(line)

@@ -132,9 +132,9 @@ def plan(
         if output is not None:
             screen.line(f"written to {output}")
         if report.kept:
-            screen.line(f"next: mstore merge --plan {short(report.plan)} --name REF")
+            screen.command("next", f"mstore merge --plan {short(report.plan)} --name REF")
         elif output is None:
-            screen.line("to hand it to whoever may write: mstore plan ... -o plan.json")
+            screen.command("to hand it to whoever may write", "mstore plan ... -o plan.json")
 
     session.output.emit(plan_document(report, output), ids=[report.plan], human=human)
 

@@ -37,7 +37,9 @@ def plans(session: Session) -> None:
 
     def human(screen: Screen) -> None:
         if not found:
-            screen.line("no plans yet; next: mstore plan --base REF --expert REF --method NAME")
+            screen.command(
+                "no plans yet; next", "mstore plan --base REF --expert REF --method NAME"
+            )
         screen.table(
             COLUMNS,
             (

@@ -119,9 +119,11 @@ def _print(screen: Screen, report: PruneReport) -> None:
     what = counted(len(report.snapshots), "snapshot")
     screen.line(f"{verb} {what}: their contents stay until gc", style="green")
     if report.held and not report.dry_run:
-        screen.line(
+        screen.command(
             f"the reflog still keeps the contents of {len(report.held)} of them; "
-            "to let go of them now: mstore gc --reflog-days 0"
+            "to let go of them now",
+            "mstore gc --reflog-days 0",
         )
     elif not report.dry_run:
-        screen.line("next: mstore gc; what still keeps contents then: mstore du")
+        screen.command("next", "mstore gc")
+        screen.command("what still keeps contents then", "mstore du")

@@ -31,14 +31,15 @@ def refs(
 
     def human(screen: Screen) -> None:
         if not found:
-            screen.line("no refs yet; next: mstore add PATH --name REF")
+            screen.command("no refs yet; next", "mstore add PATH --name REF")
         screen.table(
             COLUMNS, ((one.name, one.kind, _snapshot(one), when(one.time_ns)) for one in found)
         )
         lost = next((one.name for one in found if one.missing), None)
         # Of an index that is not believed, another command has been named already.
         if lost is not None and not session.is_doubted:
-            screen.line(f"missing: mstore fsck says what to do, and mstore rm {lost} lets go of it")
+            screen.command("missing: for what to do", "mstore fsck")
+            screen.command("to let go of it", f"mstore rm {lost}")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
 

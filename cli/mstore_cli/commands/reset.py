@@ -30,6 +30,6 @@ def reset(
     def human(screen: Screen) -> None:
         screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
         if not was_nowhere:
-            screen.line(f"where it was: mstore reflog {report.name}")
+            screen.command("where it was", f"mstore reflog {report.name}")
 
     session.output.emit(report, ids=[report.snapshot], human=human)

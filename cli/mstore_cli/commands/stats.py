@@ -45,10 +45,10 @@ def stats(session: Session) -> None:
         useless = report.unreachable_bytes + report.dead_bytes + report.condemned_bytes
         if useless + report.leftover_bytes:
             screen.line()
-            screen.line("what of these comes back, and how: mstore gc --dry-run")
+            screen.command("what of these comes back, and how", "mstore gc --dry-run")
         if report.lost_found_bytes:
             screen.line()
-            screen.line("to delete what lies in lost+found: mstore gc --empty-lost-found")
+            screen.command("to delete what lies in lost+found", "mstore gc --empty-lost-found")
         if report.codecs:
             screen.line()
         screen.table(CODEC_COLUMNS, codec_rows(report.codecs))

@@ -56,7 +56,7 @@ def _list(session: Session, pattern: str | None) -> None:
 
     def human(screen: Screen) -> None:
         if not found:
-            screen.line("no tags; next: mstore tag v1 REF")
+            screen.command("no tags; next", "mstore tag v1 REF")
         screen.table(COLUMNS, ((one.name, short(one.snapshot), when(one.time_ns)) for one in found))
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)

@@ -61,7 +61,7 @@ def verify(
 
     def human(screen: Screen) -> None:
         if not named:
-            screen.line("no snapshots yet; next: mstore add PATH --name REF")
+            screen.command("no snapshots yet; next", "mstore add PATH --name REF")
         rows = zip(named, reports, strict=True)
         screen.table(COLUMNS, (row for name, one in rows for row in _rows(name, one)))
         if any(one.state == UNKNOWN_KEY for report in reports for one in report.signatures):
