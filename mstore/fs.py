@@ -781,9 +781,9 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
             wanted = now | _shared_bits(status, sharing, is_private=is_private)
             if wanted != now and os.geteuid() not in (0, status.st_uid):
                 raise StorageFailed(
-                    f"this is user {status.st_uid}'s, who has to share it",
+                    f"this is user {_user(status.st_uid)}'s, who has to share it, or root",
                     where=str(path),
-                    hint=f"sudo chmod -R g+rwX {shlex.quote(str(root))}    (then once more)",
+                    hint=f"sudo mstore --store {shlex.quote(str(root))} config shared {sharing}",
                     errno=errno.EPERM,
                 )
             if wanted != now:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,9 @@ import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 
+from mstore import fs
+from mstore.errors import StorageFailed
+from mstore.sharing import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted
@@ -263,3 +267,52 @@ def test_notes_name_the_store(line: list[str], note: str, mstore: Program) -> No
     """A note that ends in a command names the store that --store named, as hints do."""
     told = mstore.succeed(*line).out
     assert f": mstore --store {shlex.quote(str(mstore.store))} {note}\n" in told
+
+
+def test_a_store_without_its_format(mstore: Program, tmp_path: Path) -> None:
+    """A lost or broken `format` is copied from a backup: no hint says to make a new store there."""
+    path = mstore.store / "format"
+    kept = path.read_bytes()
+    for damage in (path.unlink, lambda: path.write_text("nothing")):
+        damage()
+        done = mstore("refs")
+        assert done.status == 1
+        assert f"cp BACKUP/format {shlex.quote(str(path))}" in done.err
+        assert "init" not in done.err
+        path.write_bytes(kept)
+    assert mstore.succeed("refs", "-q").lines == ["tiny"]
+
+
+def test_a_first_backup_that_did_not_finish(mstore: Program, tmp_path: Path) -> None:
+    """It is no store yet, and the next command is the same backup."""
+    target = tmp_path / "backup"
+    mstore.succeed("backup", target)
+    (target / "format").unlink()
+    done = Program(target)("refs")
+    assert done.status == 1
+    assert "a first backup that did not finish" in done.err
+    assert f"mstore backup {target}" in done.err
+    mstore.succeed("backup", target)
+    assert Program(target).succeed("refs", "-q").lines == ["tiny"]
+
+
+def test_a_broken_config_can_be_removed(mstore: Program) -> None:
+    """The hint at a config that cannot be read works."""
+    path = mstore.store / "config"
+    path.write_text("codec")
+    done = mstore("refs")
+    assert done.status == 1
+    assert f"hint: rm {shlex.quote(str(path))} " in done.err
+    path.unlink()
+    assert mstore.succeed("refs", "-q").lines == ["tiny"]
+
+
+def test_sharing_what_is_another_users(mstore: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files are another's, the hint is the same command as root, and it names the owner."""
+    owner = pwd.getpwuid(mstore.store.stat().st_uid).pw_name
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 54321)
+        with pytest.raises(StorageFailed, match=f"user {owner}'s") as caught:
+            fs.share_tree(mstore.store, Sharing.ALL)
+    store = shlex.quote(str(mstore.store))
+    assert caught.value.hint == f"sudo mstore --store {store} config shared all"

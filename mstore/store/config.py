@@ -12,6 +12,7 @@ never silently left out.  Settings say how the store is written, never how it is
 from __future__ import annotations
 
 import errno
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -53,7 +54,11 @@ class Config:
                 raise ValueError(f"longer than {MAX_BYTES} bytes")
             values = tomllib.loads(text.decode())
         except (ValueError, RecursionError) as error:
-            raise Corrupt(f"not a config file: {error}", where=str(path)) from error
+            raise Corrupt(
+                f"not a config file: {error}",
+                where=str(path),
+                hint=f"rm {shlex.quote(str(path))}    (settings are the defaults then)",
+            ) from error
         try:
             return cls().changed(values)
         except BadRequest as error:

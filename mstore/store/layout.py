@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,6 +204,27 @@ def _clear(layout: Layout) -> None:
     fs.unlink(layout.config, missing_ok=True)
 
 
+def _no_store(root: Path) -> NotFound:
+    if (root / "backup").exists():
+        return NotFound(
+            "a first backup that did not finish",
+            where=str(root),
+            hint=f"in its store run again: mstore backup {shlex.quote(str(root))}",
+        )
+    # What a killed `init` leaves has no pack.
+    if any(root.glob("packs/*")) and (root / "refs").is_dir():
+        return NotFound(
+            "this looks like a store without its file format",
+            where=str(root),
+            hint=_copy_format(root),
+        )
+    return NotFound("no store here", where=str(root), hint=f"mstore --store {root} init")
+
+
+def _copy_format(root: Path) -> str:
+    return f"copy it from a backup: cp BACKUP/format {shlex.quote(str(root / 'format'))}"
+
+
 def _format_fields(root: Path) -> tuple[str, list[str]]:
     """The line of the format file and its fields.  Raises NotFound, Corrupt, StorageFailed."""
     path = root / "format"
@@ -211,13 +233,11 @@ def _format_fields(root: Path) -> tuple[str, list[str]]:
             line = file.read(FORMAT_LIMIT).decode("ascii", "replace")
     except StorageFailed as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise NotFound(
-                "no store here", where=str(root), hint=f"mstore --store {root} init"
-            ) from error
+            raise _no_store(root) from error
         raise
     fields = line.split()
     if len(fields) < 2 or fields[0] != "mstore" or not _VERSION.fullmatch(fields[1]):
-        raise Corrupt("not a format file", where=str(path))
+        raise Corrupt("not a format file", where=str(path), hint=_copy_format(root))
     return line, fields
 
 
@@ -283,7 +303,7 @@ def read(root: Path) -> Layout:
     try:
         layout = Layout(root, uuid.UUID(fields[2]), int(fields[3]))
     except (IndexError, ValueError) as error:
-        raise Corrupt("not a format file", where=str(path)) from error
+        raise Corrupt("not a format file", where=str(path), hint=_copy_format(root)) from error
     if line != _format_line(layout, int(fields[1])) or not _is_block_size(layout.block_size):
-        raise Corrupt("not a format file", where=str(path))
+        raise Corrupt("not a format file", where=str(path), hint=_copy_format(root))
     return layout
