@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from mstore.blocks.index import damaged
+from mstore.blocks.index import Location, damaged
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.check import index_file, rows
 from mstore.check.findings import Key
 from mstore.errors import Corrupt, MstoreError
-from mstore.ids import PackId
+from mstore.ids import BlockId, PackId
 from mstore.reach import Reach
 from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
 from mstore.store.generation import listed_packs
 
+_REINDEX = "mstore reindex"
 _REPAIR = "mstore fsck --read-data --repair --from PLACE    (a store or checkpoint with copies)"
 """A repair drops rows of what is damaged; a new index would only bring these back."""
 _SHOWN = 3
@@ -75,7 +77,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
     layout = catalog.layout
     for path in (*listed_packs(layout), *lost_found.packs(layout)):
         try:
-            _, entries = read_table(path)
+            pack, entries = read_table(path)
         except MstoreError as error:
             raise Corrupt(
                 f"{len(reach.missing)} needed blocks have no row in the index, and they may lie in "
@@ -89,8 +91,29 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
                     f"this block is needed and in pack {path.stem[:12]}, and the index has no row "
                     "for it",
                     where=f"block {entry.id.hex()}",
-                    hint=_REPAIR,
+                    hint=_REINDEX if _is_whole(catalog, path, pack, entry) else _REPAIR,
                 )
+
+
+def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
+    """Whether a new index may have this block: its row was lost, and not dropped for damage."""
+    if path != pack_path(catalog.layout.packs, pack):
+        # Put aside, and not because it was damaged.
+        return True
+    place = Location(
+        pack,
+        entry.offset,
+        entry.stored_length,
+        entry.raw_length,
+        entry.codec,
+        entry.width,
+        entry.base,
+    )
+    try:
+        catalog.read_block(BlockId(entry.id), place)
+    except MstoreError:
+        return False
+    return True
 
 
 class Footers:
@@ -129,8 +152,7 @@ class Footers:
                 raise _wrong(key, f"not in pack {place.pack.short}, where the index has it")
         for kind, ids in absent.items():
             if needed := reach.live_among(kind, ids):
-                key = (kind, needed[0])
-                raise _wrong(key, "needed, and the index has no row for it", hint=_REPAIR)
+                raise _wrong((kind, needed[0]), "needed, and the index has no row for it")
         return None
 
     def _places_of(self, pack: PackId) -> dict[Key, tuple[int, int, int, int]]:
@@ -150,11 +172,11 @@ def _places(entries: Iterable[Entry]) -> dict[Key, tuple[int, int, int, int]]:
     return found
 
 
-def _wrong(key: Key, what: str, hint: str = "mstore reindex") -> Corrupt:
+def _wrong(key: Key, what: str) -> Corrupt:
     return Corrupt(
         f"index and packs do not agree: it is {what}",
         where=f"{key[0].name.lower()} {key[1].hex()}",
-        hint=hint,
+        hint=_REINDEX,
     )
 
 
