@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,9 +98,9 @@ class Planner:
         self._plain = self._grid.elements * self._itemsizes()
         self._full_plain = int(self._plain[leaders == self._own].sum())
         self._squares = self._tails() if self._trims else self._whole()
-        self._divides = bool(
-            self._operator.consensus and request.parameters["normalize"] and any(request.weights)
-        )
+        self._normalizes = bool(self._operator.consensus and request.parameters["normalize"])
+        heavy = {abs(weight) for weight in request.weights if weight}
+        self._is_uneven = self._normalizes and len(heavy) > 1
         self._scale = self._coefficients() * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
         dropped = self._outside_top_p()
@@ -192,14 +193,17 @@ class Planner:
             one = coefficients(request.method, request.parameters, request.weights)
             return np.array(one)[:, None]
         scale = self._undivided()
-        if not self._divides:
+        if not self._normalizes or not weights.any():
             plain: Floats = weights * scale
             return plain
+        share = weights / weights.max()
+        if not self._is_uneven:
+            even: Floats = share * scale
+            return even
         alone = np.ones(self._grid.shape)
-        for weight, kept in zip(weights, self._kept(), strict=True):
+        for weight, kept in zip(weights, self._kept, strict=True):
             alone[weights[:, 0] < weight] *= 1.0 - kept
-        share = (weights / weights.max()) ** 2
-        squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share, 0.0)
+        squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share**2, 0.0)
         return np.sqrt(squares) * scale
 
     def _undivided(self) -> float:
@@ -219,7 +223,7 @@ class Planner:
         full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self._squares) ** 2
         full = np.where(np.isfinite(full), full, 0.0)
         squares = roots * roots
-        for k, kept in enumerate(self._kept()):
+        for k, kept in enumerate(self._kept):
             for j in np.flatnonzero((weights > 0) & (weights < weights[k])).tolist():
                 squares[k] += kept * full[j]
         found: Floats = np.sqrt(squares)
@@ -312,10 +316,10 @@ class Planner:
             # A delta that has no norm has no direction; infinity stays infinity.
             share = agreement(grid.rows, self._request.weights)
             squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
-            if self._request.parameters["normalize"]:
-                squares = squares + dilution(roots * roots, self._kept())
+            if self._normalizes:
+                squares = squares + dilution(roots * roots, self._kept)
             roots = np.sqrt(squares)
-        elif self._divides:
+        elif self._is_uneven:
             roots = self._with_lighter(roots)
         scored = units.root.copy()
         single = units.chunk >= 0
@@ -324,6 +328,7 @@ class Planner:
         with np.errstate(over="ignore"):
             return scored * scored / units.cost
 
+    @cached_property
     def _kept(self) -> Floats:
         """Roughly the share of a chunk's elements that sparsification keeps: float64[K, C]."""
         grid, parameters = self._grid, self._request.parameters
@@ -463,7 +468,7 @@ class Planner:
         error = rounding(request.method, request.parameters, request.weights)
         divisor, lam, rescale = error.factors
         weights = np.abs(error.weights)[:, None]
-        if self._operator.consensus and request.parameters["normalize"]:
+        if self._normalizes:
             # Divided by the weights that agree, which may be one alone.
             weights = np.maximum(weights, 1.0)
         with np.errstate(over="ignore", invalid="ignore"):
