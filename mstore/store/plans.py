@@ -124,14 +124,16 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
     rows = (told.base, *told.experts)
     if len(parents) != len(rows):
         return told
-    names: dict[bytes, str] = {}
-    for name, ref in sorted(catalog.refs().items(), reverse=True):
-        names[ref.snapshot] = name
-    base, *experts = (
-        row
-        if row.snapshot == parent and not refs.is_like_id(row.name)
-        else Source(parent, names.get(parent, SnapshotId(parent).short))
+    told_rightly = [
+        row.snapshot == parent and not refs.is_like_id(row.name)
         for parent, row in zip(parents, rows, strict=True)
+    ]
+    if all(told_rightly):
+        return told
+    names = {ref.snapshot: name for name, ref in sorted(catalog.refs().items(), reverse=True)}
+    base, *experts = (
+        row if is_right else Source(parent, names.get(parent, SnapshotId(parent).short))
+        for is_right, parent, row in zip(told_rightly, parents, rows, strict=True)
     )
     return msgspec.structs.replace(told, base=base, experts=tuple(experts))
 
