@@ -33,11 +33,10 @@ from mstore.ids import ID_BYTES, PackId
 from mstore.store import layout as layouts
 from mstore.store import leases, refs
 from mstore.store.config import Config
-from mstore.store.generation import BACKUP as COUNTER
-from mstore.store.layout import Layout
+from mstore.store.generation import BACKUP
+from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
 
-MARKER = "backup"
 _MARKER = re.compile(r"mstore backup ([0-9]+) ([0-9a-f-]{36})\n")
 _VERSION = 1
 _TEMPORARY = re.compile(r"\.backup\.[0-9a-f]{8}")
@@ -59,13 +58,13 @@ def note(index: Index, generation: int, damaged: Sequence[PackId]) -> None:
     """Say in a new index that it is a backup's, as of which generation, and what is damaged."""
     with index.env.write() as transaction:
         value = generation.to_bytes(8, "big") + b"".join(damaged)
-        index.put(transaction, "counters", COUNTER, value)
+        index.put(transaction, "counters", BACKUP, value)
 
 
 def forget(index: Index) -> None:
     """Take that back: this index is a store's."""
     with index.env.write() as transaction:
-        transaction.delete(COUNTER, db=index.db("counters"))
+        transaction.delete(BACKUP, db=index.db("counters"))
 
 
 class Destination:
@@ -90,8 +89,8 @@ class Destination:
         fs.make_directories(path)
         fs.serve_owner(path)
         fs.share(path, config.shared)
-        if not (path / MARKER).exists():
-            fs.replace_text(path / MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
+        if not (path / BACKUP_MARKER).exists():
+            fs.replace_text(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
         fs.make_directory(layout.tmp, private=True, exist_ok=True)
         for directory in (layout.packs, layout.mirror.parent):
             fs.make_directory(directory, exist_ok=True)
@@ -134,7 +133,7 @@ class Destination:
             raise Conflict("this process has the backup open", where=str(layout.root))
         try:
             with closing(Index(layout.index)) as index, index.env.read() as transaction:
-                row = index.get(transaction, "counters", COUNTER)
+                row = index.get(transaction, "counters", BACKUP)
                 generation = index.generation(transaction)
                 if row is None or int.from_bytes(row[:8], "big") != generation:
                     raise Conflict(
@@ -220,7 +219,7 @@ def _locked(layout: Layout) -> fs.LockFile:
 
 def _require_for(source: Layout, path: Path) -> None:
     """Raise Conflict unless this is a backup of the store, or nothing at all."""
-    marker = path / MARKER
+    marker = path / BACKUP_MARKER
     if path.is_dir() and not marker.exists():
         with fs.translated(path):
             left = sorted(path.iterdir())

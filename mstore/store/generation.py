@@ -27,7 +27,7 @@ from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import PackId
 from mstore.store import mirror
-from mstore.store.layout import Layout
+from mstore.store.layout import BACKUP_MARKER, Layout
 
 _PACK = re.compile(r"[0-9a-f]{64}\.pack")
 
@@ -38,7 +38,7 @@ BACKUP = b"backup"
 
 def is_backup(layout: Layout, index: Index) -> bool:
     """Whether the store is a backup that nobody has written to."""
-    if not (layout.root / "backup").exists():
+    if not (layout.root / BACKUP_MARKER).exists():
         return False
     with index.env.read() as transaction:
         row = index.get(transaction, "counters", BACKUP)

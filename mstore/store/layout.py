@@ -28,6 +28,8 @@ from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.sharing import Sharing
 
+BACKUP_MARKER = "backup"
+"""The file that says whose backup a directory is (`mstore.backup.destination`)."""
 FORMAT_VERSION = 2
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
@@ -205,7 +207,7 @@ def _clear(layout: Layout) -> None:
 
 
 def _no_store(root: Path) -> NotFound:
-    if (root / "backup").exists():
+    if (root / BACKUP_MARKER).exists():
         return NotFound(
             "a first backup that did not finish",
             where=str(root),
