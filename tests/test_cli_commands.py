@@ -47,7 +47,11 @@ def write_model(directory: Path, *, seed: int, moved: tuple[str, ...] = ()) -> P
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and two experts of it, as directories."""
-    root = tmp_path_factory.mktemp("models")
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def write_models(root: Path) -> Path:
+    """A base and two experts of it, and the keys."""
     write_model(root / "base", seed=0)
     write_model(root / "math", seed=1, moved=("layer",))
     write_model(root / "code", seed=2, moved=("layer", "norm"))

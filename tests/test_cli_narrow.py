@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli_commands import lines_for, write_keys, write_model
+from test_cli_commands import lines_for, write_models
 
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.main import VERBS
@@ -40,12 +40,7 @@ VERBS_WITH_OUTPUT = [verb for verb in VERBS if verb not in {"cat", "mount", "unm
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and two experts of it, as directories."""
-    root = tmp_path_factory.mktemp("models")
-    write_model(root / "base", seed=0)
-    write_model(root / "math", seed=1, moved=("layer",))
-    write_model(root / "code", seed=2, moved=("layer", "norm"))
-    write_keys(root)
-    return root
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
