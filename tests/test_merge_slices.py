@@ -364,9 +364,7 @@ def test_runs_lie_as_in_the_file(store: Store, tmp_path: Path) -> None:
 
 
 def test_memory_bounds_threads(store: Store) -> None:
-    """More memory allows more threads; what does not hold one chunk is refused with a number that
-    does.
-    """
+    """More memory allows more threads; what holds no chunk is refused with the least that does."""
     plan = plan_of(store, "linear")
     tasks = Tasks(store._catalog, plan)
     counts = [
@@ -377,8 +375,11 @@ def test_memory_bounds_threads(store: Store) -> None:
     assert 1 <= counts[0] < counts[1] < counts[2] == 64
     with pytest.raises(BadRequest) as refused:
         merge(store, plan, memory=RESERVE)
+    assert f"{RESERVE} are the fixed working memory of the process" in refused.value.what
     hint = refused.value.hint or ""
-    enough = int(hint.removeprefix("--memory ").removesuffix("MiB")) << 20
+    enough = int(hint.removeprefix("the least that works: --memory ").removesuffix("MiB")) << 20
+    with pytest.raises(BadRequest):
+        merge(store, plan, memory=enough - (1 << 20))
     assert merge(store, plan, memory=enough).manifest == wanted(store, plan)
 
 

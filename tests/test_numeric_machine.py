@@ -124,6 +124,17 @@ def test_a_directory_of_everybodys(
         machine.use_cache(tmp_path / "nowhere")
 
 
+def test_what_is_no_directory_keeps_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the place of the directory is refused: every process would compile again."""
+    monkeypatch.setattr(machine, "_caches", [])
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="not a directory"):
+        machine.use_cache(tmp_path / "file")
+    assert machine.cache_directory() is None
+
+
 def test_compiling_is_told_once(
     modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

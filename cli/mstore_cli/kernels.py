@@ -25,17 +25,34 @@ class _OnATerminal(logging.Handler):
 
 
 def prepare() -> None:
-    """Keep kernels where the user says, and tell when some are compiled.  Raises Unavailable."""
+    """Keep kernels where the user says, and tell when some are compiled.
+
+    Raises Unavailable that names the variable.
+    """
     directory = os.environ.get(VARIABLE)
     logger = logging.getLogger("mstore.numeric")
     if not any(isinstance(one, _OnATerminal) for one in logger.handlers):
         logger.addHandler(_OnATerminal())
         logger.setLevel(logging.INFO)
     if directory:
-        from mstore import fs
-        from mstore.numeric import machine
+        from mstore.errors import MstoreError, Unavailable
 
-        path = Path(directory)
-        fs.make_directories(path.parent)
-        fs.make_directory(path, own=True, exist_ok=True)
-        machine.use_cache(path)
+        try:
+            _use(Path(directory))
+        except MstoreError as error:
+            refused = "compiled kernels cannot be kept here"
+            own = f"name a directory of your own: export {VARIABLE}=DIR, or unset it"
+            raise Unavailable(
+                error.what if refused in error.what else f"{refused}: {error.what}",
+                where=f"{VARIABLE}={directory}",
+                hint=f"{error.hint}, or {own}" if error.hint else own,
+            ) from error
+
+
+def _use(path: Path) -> None:
+    from mstore import fs
+    from mstore.numeric import machine
+
+    fs.make_directories(path.parent)
+    fs.make_directory(path, own=True, exist_ok=True)
+    machine.use_cache(path)

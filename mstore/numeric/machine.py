@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -53,7 +54,8 @@ _told = Event()
 def use_cache(directory: Path) -> None:
     """Keep code in this directory from now on, and not beside the sources.
 
-    Raises Unavailable where others than its owner may write there: what they put there would run.
+    Raises Unavailable where it is no directory, or others than its owner may write there: what they
+    put there would run.
     """
     try:
         found = directory.stat()
@@ -61,12 +63,16 @@ def use_cache(directory: Path) -> None:
         raise Unavailable(
             f"compiled kernels cannot be kept here: {error.strerror}", where=str(directory)
         ) from error
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
-        raise Unavailable(
-            "compiled kernels cannot be kept here: others may write in it",
-            where=str(directory),
-            hint=f"chmod go-w {shlex.quote(str(directory))}, or name a directory of your own",
-        )
+    why, hint = None, None
+    if not stat.S_ISDIR(found.st_mode):
+        why = "not a directory"
+    elif found.st_uid not in (os.geteuid(), 0):
+        why = "it is another user's"
+    elif found.st_mode & 0o022:
+        why, hint = "others may write in it", f"chmod go-w {shlex.quote(str(directory))}"
+    if why is not None:
+        what = f"compiled kernels cannot be kept here: {why}"
+        raise Unavailable(what, where=str(directory), hint=hint)
     _caches[:] = [directory]
 
 

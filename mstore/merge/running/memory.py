@@ -21,7 +21,7 @@ MEMORY: Final = 512 << 20
 """Most anonymous memory of a merge, in bytes, unless it is told otherwise."""
 
 RESERVE: Final = 128 << 20
-"""Of that, what is not for chunks."""
+"""Of that, the fixed working memory of the process: what is not for chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,10 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     if not count:
         least = alone.of(1)
         raise BadRequest(
-            f"one chunk of every expert takes {least} bytes of memory, and {memory} are allowed",
+            f"{memory} bytes of memory are too few: {RESERVE} are the fixed working memory of the "
+            f"process, and one chunk of the base and of each expert takes {least - RESERVE} more",
             where=alone.largest,
-            hint=f"--memory {-(-least >> 20) + 1}MiB",
+            hint=f"the least that works: --memory {-(-least >> 20)}MiB",
         )
     # Small tensors share a group as long as that costs no thread.
     shared = (GROUP_BYTES, GROUP_BYTES // 4, GROUP_BYTES // 16)
