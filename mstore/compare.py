@@ -233,7 +233,16 @@ class _Comparison:
         count = max(self._count(record.nbytes), self._count(slot.nbytes))
         status = "equal" if same_form and not numbers else "changed"
         return TensorDiff(
-            name, status, slot.dtype, slot.shape, count, len(numbers), None, tuple(numbers)
+            name=name,
+            status=status,
+            dtype_a=record.dtype,
+            dtype_b=slot.dtype,
+            shape_a=record.shape,
+            shape_b=slot.shape,
+            blocks_total=count,
+            blocks_changed=len(numbers),
+            relative_l2=None,
+            changed_blocks=tuple(numbers),
         )
 
     def _computed(self, id: TensorId, path: str, begin: int, nbytes: int) -> list[int]:
@@ -282,8 +291,19 @@ class _Comparison:
         self, name: str, status: str, what: Tensor | VirtualTensor | TensorSlot
     ) -> TensorDiff:
         count = self._count(what.nbytes)
-        numbers = tuple(range(count))
-        return TensorDiff(name, status, what.dtype, what.shape, count, count, None, numbers)
+        is_new = status == "added"
+        return TensorDiff(
+            name=name,
+            status=status,
+            dtype_a=None if is_new else what.dtype,
+            dtype_b=what.dtype if is_new else None,
+            shape_a=None if is_new else what.shape,
+            shape_b=what.shape if is_new else None,
+            blocks_total=count,
+            blocks_changed=count,
+            relative_l2=None,
+            changed_blocks=tuple(range(count)),
+        )
 
 
 def _unlisted(one: TensorDiff) -> TensorDiff:

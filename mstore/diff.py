@@ -60,9 +60,8 @@ class _Differ:
         self, name: str, before: _Side | None, after: _Side | None, list_blocks: bool
     ) -> TensorDiff:
         """Two tensors whose ids differ, or one that only one side has."""
-        shown = after or before
-        assert shown is not None
-        count = shown.block_count(self._catalog.block_size)
+        sides = [side for side in (before, after) if side is not None]
+        count = max(side.block_count(self._catalog.block_size) for side in sides)
         if before is None or after is None:
             status = "added" if before is None else "removed"
             numbers, distance = list(range(count)), None
@@ -72,8 +71,10 @@ class _Differ:
         return TensorDiff(
             name=name,
             status=status,
-            dtype=shown.tensor.dtype,
-            shape=shown.tensor.shape,
+            dtype_a=None if before is None else before.tensor.dtype,
+            dtype_b=None if after is None else after.tensor.dtype,
+            shape_a=None if before is None else before.tensor.shape,
+            shape_b=None if after is None else after.tensor.shape,
             blocks_total=count,
             blocks_changed=len(numbers),
             relative_l2=distance,

@@ -17,6 +17,11 @@ ID_BYTES = 32
 Buffer = bytes | bytearray | memoryview
 
 
+def _is_hexadecimal(given: object) -> bool:
+    digits = given if isinstance(given, str) else ""
+    return len(digits) == 2 * ID_BYTES and set(digits) <= set("0123456789abcdef")
+
+
 class Id(bytes):
     """A 32-byte name.  Subclasses are distinct types; equal bytes of two kinds stay two things."""
 
@@ -38,7 +43,7 @@ class Id(bytes):
     @classmethod
     def parse(cls, text: str) -> Self:
         """From 64 hexadecimal digits.  Raises BadName for anything else."""
-        if len(text) != 2 * ID_BYTES or not set(text) <= set("0123456789abcdef"):
+        if not _is_hexadecimal(text):
             raise BadName(f"not a {cls.__name__} (64 lowercase hex digits): {text!r}")
         return cls(bytes.fromhex(text))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NoReturn
 
 from mstore.errors import BadRequest
@@ -69,20 +70,34 @@ def _refuse(what: str, option: str, hint: str) -> NoReturn:
     raise BadRequest(what, where=option, hint=hint)
 
 
+def _require_number(given: object, kind: type, words: str) -> None:
+    if isinstance(given, bool) or not isinstance(given, kind):
+        what = f"it is {words}, not {type(given).__name__}"
+        _refuse(what, "Budget", 'mstore.Budget.share(0.3), or the text "30%"')
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A limit on bytes that are read: so many (int), or a share of the full cost (float)."""
 
     amount: int | float
 
+    def __post_init__(self) -> None:
+        _require_number(self.amount, Real, "a number of bytes, or a share")
+
     @classmethod
     def bytes(cls, number: int) -> Budget:
-        """So many bytes at rest."""
+        """So many bytes at rest.  Raises BadRequest for what is no whole number."""
+        _require_number(number, Integral, "a number of bytes")
         return cls(int(number))
 
     @classmethod
     def share(cls, share: float) -> Budget:
-        """A share of what reading everything would cost: 1 is all of it."""
+        """A share of what reading everything would cost: 1 is all of it.
+
+        Raises BadRequest for what is no number.
+        """
+        _require_number(share, Real, "a share")
         return cls(float(share))
 
     @classmethod

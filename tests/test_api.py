@@ -444,8 +444,8 @@ def test_other_types_are_refused(store: Store) -> None:
         with pytest.raises(BadRequest, match="an expert is a revision, or a pair"):
             store.plan(base="llama/base", experts=[pair], method="linear")
     number: Any = 7
-    with pytest.raises(BadName, match="it is no text"):
+    with pytest.raises(BadRequest, match="must be text"):
         store.tag(number, "llama/base")
-    with pytest.raises(BadRequest, match="named by its path"):
+    with pytest.raises(BadRequest, match="must be a path"):
         made.read(7)
     assert made.read(Path("config.json")) == made.read("config.json")

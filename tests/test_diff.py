@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import Tensor, write_safetensors
+from cli_runs import Program
 from families import BLOCK, Arrays
 
 from mstore import Store
@@ -66,7 +67,8 @@ def test_a_fine_tune_against_its_base(threads: int, store: Store) -> None:
             assert name not in found
             continue
         item = found.pop(name)
-        assert (item.status, item.dtype, item.shape) == ("changed", "BF16", before.shape)
+        assert (item.status, item.dtype_a, item.dtype_b) == ("changed", "BF16", "BF16")
+        assert item.shape_a == item.shape_b == before.shape
         assert (item.blocks_total, item.blocks_changed) == (len(starts), len(numbers))
         assert item.changed_blocks == tuple(numbers)
         assert item.relative_l2 == pytest.approx(relative(FAMILY.base, expert, name), rel=1e-12)
@@ -189,7 +191,33 @@ def test_where_there_is_no_distance(a: Tensor, b: Tensor, tmp_path: Path) -> Non
     """Integers, other shapes or types, a base of norm 0 and odd numbers have None, not a number."""
     item = of(pair(tmp_path, [a], [b]))["t"]
     assert (item.status, item.relative_l2, item.blocks_changed) == ("changed", None, 1)
-    assert (item.dtype, item.shape) == (b[1], b[2])
+    assert (item.dtype_a, item.shape_a, item.dtype_b, item.shape_b) == (*a[1:3], *b[1:3])
+    assert item.blocks_changed <= item.blocks_total
+
+
+def test_both_forms_are_told(tmp_path: Path) -> None:
+    """Where a tensor's type or shape changed, both are told: `BF16>F16`, and in JSON each side's;
+    one that only one side has has one."""
+    a: list[Tensor] = [("t", "BF16", (2, 2), bytes(8)), ("old", "U8", (), b"1")]
+    b: list[Tensor] = [("t", "F16", (4,), bytes(8)), ("new", "I8", (1,), b"1")]
+    pair(tmp_path, a, b)
+    mstore = Program(tmp_path / "store")
+    # Of two refs, and of a ref and a directory.
+    for other in ("b", tmp_path / "b"):
+        lines = [line.split() for line in mstore.succeed("diff", "a", other).lines]
+        told = {line[0]: line[1:4] for line in lines if line and line[0] in ("t", "old", "new")}
+        assert told == {
+            "t": ["changed", "BF16>F16", "2x2>4"],
+            "old": ["removed", "U8", "scalar"],
+            "new": ["added", "I8", "1"],
+        }
+        document = mstore.succeed("diff", "a", other, "--json").document
+        keys = ("dtype_a", "dtype_b", "shape_a", "shape_b")
+        assert {one["name"]: [one[key] for key in keys] for one in document["tensors"]} == {
+            "t": ["BF16", "F16", [2, 2], [4]],
+            "old": ["U8", None, [], None],
+            "new": [None, "I8", None, [1]],
+        }
 
 
 def test_the_same_bytes_in_another_shape(tmp_path: Path) -> None:

@@ -221,8 +221,10 @@ _OWN: dict[type, dict[str, str]] = {
     reports.TensorDiff: {
         "name": "the tensor",
         "status": "added, removed, changed or equal",
-        "dtype": "as safetensors writes it",
-        "shape": "lengths of the axes",
+        "dtype_a": "in a, as safetensors writes it; null where it is not there",
+        "dtype_b": "in b; null where it is not there",
+        "shape_a": "lengths of the axes in a; null where it is not there",
+        "shape_b": "in b; null where it is not there",
         "blocks_changed": "blocks that differ",
         "relative_l2": "norm of (b - a) / norm of a; null where that means nothing",
         "changed_blocks": "their numbers; null without --blocks",

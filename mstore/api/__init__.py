@@ -11,6 +11,7 @@ with the spawn method and open it there.
 from __future__ import annotations
 
 from mstore.api.adding import Adding
+from mstore.api.arguments import checked
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
@@ -21,6 +22,7 @@ from mstore.ids import SnapshotId
 __all__ = ["Snapshot", "Store"]
 
 
+@checked("Store")
 class Store(Reading, Adding, Merging, Naming, Keeping):
     """An open store.  Use it as a context manager, or call `close`."""
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mstore.api.arguments import checked
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.ids import SnapshotId
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mstore.convert.conversion import ConversionLimits
 
 
+@checked("Store")
 class Adding(OpenStore):
     """Filling a store: settings, checkpoints, statistics."""
 

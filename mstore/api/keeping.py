@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mstore import lineage
+from mstore.api.arguments import checked
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.blocks import lmdb_check
 from mstore.blocks.packs import Kind
@@ -27,6 +28,7 @@ from mstore.reports import (
 from mstore.store.layout import FORMAT_VERSION
 
 
+@checked("Store")
 class Keeping(OpenStore):
     """Space and soundness: collection, pruning, checking, repair, sizes."""
 

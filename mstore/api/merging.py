@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
+from mstore.api.arguments import checked
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
@@ -44,6 +45,7 @@ Experts = (
 """Revisions, with a weight or without."""
 
 
+@checked("Store")
 class Merging(OpenStore):
     """Plans, merges, and what is told of them afterwards."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
+from mstore.api.arguments import checked
 from mstore.api.opened import OpenStore, Report
 from mstore.errors import Conflict
 from mstore.ids import SnapshotId
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mstore.signing import SigningKey
 
 
+@checked("Store")
 class Naming(OpenStore):
     """Refs and their reflogs, and signatures."""
 

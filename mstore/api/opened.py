@@ -10,6 +10,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Report = Callable[[Progress], None]
 
 
+@checked("Store")
 class OpenStore:
     """Opening, closing, and what a store is.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore import lineage
+from mstore.api.arguments import checked
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.ids import Buffer, SnapshotId
 from mstore.reports import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 VIEWS_KEPT = 8
 
 
+@checked("Store")
 class Reading(OpenStore):
     """Looking: views, logs, files, differences, checkouts."""
 

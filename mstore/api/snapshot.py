@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
+from mstore.api.arguments import checked
 from mstore.api.reading import Reading
 from mstore.errors import BadRequest, Unavailable
 from mstore.ids import ManifestId, SnapshotId
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@checked("Snapshot")
 class Snapshot:
     """One immutable snapshot of an open store; `id` is its SnapshotId.
 
@@ -107,8 +109,6 @@ class Snapshot:
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
         """The bytes of one file.  Raises NotFound, Corrupt."""
-        if not isinstance(path, str | os.PathLike):
-            raise BadRequest(f"a file is named by its path, not by {path!r}")
         return b"".join(self._store.view(self.id).stream(os.fspath(path)))
 
     def lineage(self) -> list[SnapshotReport]:

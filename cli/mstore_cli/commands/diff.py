@@ -220,13 +220,23 @@ def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...
     row: tuple[str, ...] = (
         one.name,
         one.status,
-        one.dtype,
-        "x".join(str(length) for length in one.shape) or "scalar",
+        _both(one.dtype_a, one.dtype_b),
+        _both(_shape(one.shape_a), _shape(one.shape_b)),
         f"{one.blocks_changed}/{one.blocks_total}",
     )
     if moved:
         row = (*row, "-" if one.relative_l2 is None else f"{one.relative_l2:.3e}")
     return (*row, spans(one.changed_blocks or ())) if blocks else row
+
+
+def _both(a: str | None, b: str | None) -> str:
+    """What both sides have, or that of a and that of b: `BF16>F16`."""
+    sides = dict.fromkeys(one for one in (a, b) if one is not None)
+    return ">".join(sides)
+
+
+def _shape(lengths: tuple[int, ...] | None) -> str | None:
+    return None if lengths is None else "x".join(str(one) for one in lengths) or "scalar"
 
 
 def spans(numbers: tuple[int, ...]) -> str:

@@ -1,0 +1,194 @@
+"""What a public call is given: of the types that it takes, or refused before anything is done.
+
+Owns how a type is told from another, and the words of the refusal.  Does not own what a value
+means: a number that is too large, a name that cannot be one and a method that there is not are
+for the call itself to refuse.
+
+A call's annotations, as they are written, say what each parameter takes.  A class with an
+annotation that is not known here cannot be defined.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Final, TypeVar
+
+from mstore.errors import BadRequest
+from mstore.ids import PlanId, SnapshotId
+from mstore.reports import PlanReport
+
+_Class = TypeVar("_Class", bound=type)
+_ITEM: Final = ("__getitem__",)
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of arguments: whether a value is of it, words for it, and perhaps a hint."""
+
+    fits: Callable[[Any], bool]
+    words: str
+    hint: str | None = None
+
+    def optional(self) -> Kind:
+        """The same, or None."""
+        return Kind(lambda one: one is None or self.fits(one), f"{self.words}, or None", self.hint)
+
+
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda one: isinstance(one, types)
+
+
+def _number(kind: type) -> Callable[[Any], bool]:
+    """True is no number to whoever writes it."""
+    return lambda one: isinstance(one, kind) and not isinstance(one, bool)
+
+
+def _list(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Items that can be looked at more than once; a text is none of them, but one item."""
+
+    def fits(given: Any) -> bool:
+        if isinstance(given, str | bytes | bytearray | Mapping):
+            return False
+        return isinstance(given, Collection) and all(item(one) for one in given)
+
+    return fits
+
+
+def _mapping(key: Callable[[Any], bool], item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda given: (
+        isinstance(given, Mapping) and all(key(one) and item(what) for one, what in given.items())
+    )
+
+
+def _named(module: str, name: str) -> Callable[[Any], bool]:
+    """Values of a class whose module is not imported for this: without it there are none."""
+
+    def fits(given: Any) -> bool:
+        kind = getattr(sys.modules.get(module), name, None)
+        return kind is not None and isinstance(given, kind)
+
+    return fits
+
+
+def _anything(_given: Any) -> bool:
+    return True
+
+
+_TEXT = Kind(_is(str), "text")
+_NUMBER = Kind(_number(Real), "a number")
+_COUNT = Kind(_number(Integral), "a whole number")
+_PATH = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
+_REVISION = Kind(
+    _is(str, SnapshotId),
+    "a revision, named by text or a SnapshotId",
+    "the SnapshotId of a Snapshot is its attribute id",
+)
+_SIGNERS = Kind(
+    _mapping(_is(bytes), _is(str)),
+    "names by public key, as mstore.signing.read_signers gives them",
+)
+_CHECKED_BY_THE_CALL = Kind(_anything, "")
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "str": _TEXT,
+    "str | None": _TEXT.optional(),
+    "str | int": Kind(lambda one: _TEXT.fits(one) or _COUNT.fits(one), "text or a whole number"),
+    "bool": Kind(_is(bool), "True or False"),
+    "int": _COUNT,
+    "int | None": _COUNT.optional(),
+    "float": _NUMBER,
+    "float | None": _NUMBER.optional(),
+    "str | Path": _PATH,
+    "str | os.PathLike[str]": _PATH,
+    "str | SnapshotId": _REVISION,
+    "str | SnapshotId | None": _REVISION.optional(),
+    "SnapshotId": Kind(_is(SnapshotId), "a SnapshotId", _REVISION.hint),
+    "PlanReport | PlanId | str": Kind(
+        _is(PlanReport, PlanId, str), "a plan: what Store.plan gave, its PlanId, or that as text"
+    ),
+    "Sequence[str]": Kind(_list(_is(str)), "a list of texts"),
+    "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
+    "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
+    "Mapping[str, object] | None": Kind(
+        _mapping(_is(str), _anything), "values by the names of parameters"
+    ).optional(),
+    "Mapping[bytes, str]": _SIGNERS,
+    "Mapping[bytes, str] | None": _SIGNERS.optional(),
+    "Report | None": Kind(callable, "something to call with a Progress").optional(),
+    "Executor | None": Kind(
+        lambda one: callable(getattr(one, "submit", None)), "a concurrent.futures.Executor"
+    ).optional(),
+    "SigningKey": Kind(
+        _named("mstore.signing", "SigningKey"), "what mstore.signing.load_key gives"
+    ),
+    "CheckpointLimits | None": Kind(
+        _named("mstore.checkpoint.directory", "CheckpointLimits"), "CheckpointLimits"
+    ).optional(),
+    "ConversionLimits | None": Kind(
+        _named("mstore.convert.conversion", "ConversionLimits"), "ConversionLimits"
+    ).optional(),
+    "Experts": _CHECKED_BY_THE_CALL,
+    "Budget | str | float | None": _CHECKED_BY_THE_CALL,
+}
+"""What each annotation of a public call means."""
+
+
+def checked(owner: str) -> Callable[[_Class], _Class]:
+    """Have every public call of a class check the types of what it is given.
+
+    owner: the class as its users know it.  The calls raise BadRequest that names the call, the
+    parameter and what is expected.
+    """
+
+    def decorate(kind: _Class) -> _Class:
+        for name, member in list(vars(kind).items()):
+            if name.startswith("_") and name not in _ITEM:
+                continue
+            if isinstance(member, staticmethod | classmethod):
+                setattr(kind, name, type(member)(_checking(owner, member.__func__)))
+            elif inspect.isfunction(member):
+                setattr(kind, name, _checking(owner, member))
+        return kind
+
+    return decorate
+
+
+def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    where = f"{owner}.{function.__name__}"
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {one.name: KINDS[one.annotation] for one in parameters if one.annotation != one.empty}
+    # None: what the call is made on.
+    in_order = [
+        (one.name, kinds.get(one.name)) for one in parameters if one.kind != one.KEYWORD_ONLY
+    ]
+    several = next((one.name for one in parameters if one.kind == one.VAR_POSITIONAL), None)
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        for at, value in enumerate(given):
+            # Too many are for Python to refuse.
+            if at < len(in_order) or several is not None:
+                name, kind = in_order[min(at, len(in_order) - 1)]
+                if kind is not None and not kind.fits(value):
+                    raise _refused(where, name, kind, value)
+        for name, value in named.items():
+            kind = kinds.get(name)
+            if kind is not None and not kind.fits(value):
+                raise _refused(where, name, kind, value)
+        return function(*given, **named)
+
+    return call
+
+
+def _refused(where: str, name: str, kind: Kind, value: object) -> BadRequest:
+    told = repr(value) if value is None else type(value).__name__
+    if isinstance(value, str | int | float):
+        told = f"{repr(value)[:_SHOWN]} ({told})"
+    return BadRequest(f"{name} must be {kind.words}, not {told}", where=where, hint=kind.hint)

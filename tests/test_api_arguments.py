@@ -1,0 +1,135 @@
+"""Arguments of public calls: what is of no type that a call takes is refused, by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_safetensors
+
+from mstore import Budget, Snapshot, SnapshotId, Store
+from mstore.errors import BadName, BadRequest
+
+CALLS_OWN = ("Experts", "Budget | str | float | None")
+"""Types that the calls look at themselves: their errors are those of expert and budget."""
+
+
+def public_calls() -> Iterator[tuple[str, str]]:
+    """(class, name) of every public call of a store and of a snapshot that takes an argument."""
+    for kind in (Store, Snapshot):
+        for name in dir(kind):
+            # Properties are no calls.
+            call = getattr(kind, name)
+            if (name[0] != "_" or name == "__getitem__") and callable(call) and parameters(call):
+                yield kind.__name__, name
+
+
+def parameters(call: Any) -> list[inspect.Parameter]:
+    return [one for name, one in inspect.signature(call).parameters.items() if name != "self"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "m"
+    write_safetensors(path / "model.safetensors", [("t", "U8", (9,), bytes(9))])
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, model: Path) -> Iterator[Store]:
+    with Store.init(tmp_path / "store") as store:
+        store.add(model, name="tiny")
+        yield store
+
+
+@pytest.mark.parametrize(("owner", "name"), list(public_calls()))
+def test_every_call_names_what_is_wrong(owner: str, name: str, store: Store) -> None:
+    """Each parameter of each public call that is given something else raises BadRequest, which says
+    which parameter of which call, what is expected and what came; nothing is done."""
+    before = store.refs(), store.config, store.snapshot_ids()
+    call: Any = getattr(store if owner == "Store" else store["tiny"], name)
+    for one in parameters(call):
+        if one.annotation in CALLS_OWN:
+            continue
+        wrong: list[Any] = [object(), [object()], {object(): object()}]
+        wrong += [] if "None" in str(one.annotation) else [None]
+        wrong += [] if any(kind in str(one.annotation) for kind in ("int", "float")) else [5]
+        for value in wrong:
+            several = one.kind is one.VAR_POSITIONAL
+            given, named = ([value], {}) if several else ([], {one.name: value})
+            with pytest.raises(BadRequest) as refused:
+                call(*given, **named)
+            assert refused.value.where == f"{owner}.{name}"
+            assert refused.value.what.startswith(f"{one.name} must be ")
+            told = "None" if value is None else type(value).__name__
+            assert told in refused.value.what.partition(", not ")[2]
+    assert (store.refs(), store.config, store.snapshot_ids()) == before
+
+
+def test_by_position(store: Store, tmp_path: Path) -> None:
+    """Arguments by position are looked at as those by name."""
+    made: Any = store
+    with pytest.raises(BadRequest, match="path must be a path"):
+        made.add(None, name="x")
+    with pytest.raises(BadRequest, match="directory must be a path"):
+        made.checkout("tiny", 5)
+    with pytest.raises(BadRequest, match="names must be text"):
+        made.remove("tiny", 5)
+    with pytest.raises(BadRequest, match="path must be a path"):
+        made.open(b"bytes")
+    with pytest.raises(TypeError, match="positional"):
+        made.checkout("tiny", tmp_path / "out", "too", "many")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("method", one) for one in (5, None, ["linear"])),
+        *(("dtype", one) for one in (5, np.float32)),
+        *(("experts", one) for one in (None, 5, "tiny", [None], [("tiny", "1")], {"tiny": None})),
+        *(("budget", one) for one in ([], True, {}, object())),
+        *(("expert_budget", one) for one in ([], True)),
+        *(("parameters", one) for one in ([("density", 1)], {5: 1}, "density=1")),
+        *(("max_error", one) for one in ("5%", [])),
+        *(("top_p", one) for one in ("20%", [])),
+        *(("threads", one) for one in ("4", 1.5)),
+        *(("only", one) for one in ("lm*", None, [None])),
+    ],
+)
+def test_a_plan_of_wrong_types(name: str, value: object, store: Store) -> None:
+    """Whatever is wrong in what a plan is asked for, the error is mstore's own."""
+    asked: dict[str, Any] = {"base": "tiny", "experts": ["tiny"], "method": "linear", name: value}
+    with pytest.raises(BadRequest):
+        store.plan(**asked)
+
+
+@pytest.mark.parametrize("value", [5, None, bytes(64)])
+def test_ids_of_wrong_types(value: Any) -> None:
+    """What is no text is no id, and BadName says so."""
+    with pytest.raises(BadName):
+        SnapshotId.parse(value)
+
+
+@pytest.mark.parametrize("value", ["x", None, [], True])
+def test_budgets_of_wrong_types(value: Any) -> None:
+    """A Budget of no number is refused where it is made."""
+    for make in (Budget.bytes, Budget.share, Budget):
+        with pytest.raises(BadRequest, match="not"):
+            make(value)
+    with pytest.raises(BadRequest, match="a number of bytes"):
+        Budget.bytes(0.5)  # type: ignore[arg-type]
+
+
+def test_what_is_taken(store: Store, model: Path) -> None:
+    """Numbers of numpy, tuples, sets and paths as text are what the calls take, as ever."""
+    store.add(str(model), name="other", exclude={"x"}, threads=np.int64(1))  # type: ignore[arg-type]
+    found = store.usage(("tiny", "other"))
+    assert len(found.refs) == 2
+    assert store.log("tiny", np.int32(1))[0].snapshot == store["tiny"].id  # type: ignore[arg-type]
+    assert isinstance(store["tiny"].id, SnapshotId)
+    assert store["tiny"].read(Path("model.safetensors"))
