@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,55 @@ def test_a_model_and_its_earlier_states_are_not_one(
         "config.json",
         "model.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pickle", "below", "config"),
+    [
+        ("pytorch_model.bin", ["checkpoint-500"], True),
+        ("pytorch_model-00001-of-00002.bin", ["checkpoint-5", "checkpoint-10"], False),
+        ("adapter_model.bin", ["best"], True),
+        ("model.pt", ["checkpoint-500"], False),
+    ],
+)
+def test_a_pickled_model_and_its_earlier_states_are_not_one(
+    tmp_path: Path, pickle: str, below: list[str], config: bool
+) -> None:
+    """Pickled weights above checkpoints in safetensors, as a trainer leaves them, are refused: what
+    is there, the line that adds those below, and the one that adds the one at the top."""
+    model = beside(tmp_path / "a run", dict.fromkeys(below, "w"), config=config)
+    (model / pickle).write_bytes(HOSTILE)
+    (model / "optimizer.pt").write_bytes(HOSTILE)
+    (model / "config.json").write_text("{}")
+    with pytest.raises(BadCheckpoint) as refused:
+        scan(model)
+    listed = ", ".join(repr(one) for one in sorted(below))
+    assert refused.value.what == (
+        f"holds {len(below) + 1} models, not one: pickled weights at its top ({pickle!r}), and "
+        f"safetensors in {listed}"
+    )
+    first, second = (refused.value.hint or "").splitlines()
+    lines = [first.split("mstore add ")[1], second.split("mstore add ")[1]]
+    each, whole = (shlex.split(line) for line in lines)
+    assert each == [*(str(model / one) for one in sorted(below)), "--name-prefix", "a-run/"]
+    assert whole[0] == str(model)
+    assert "--convert" in whole
+    asked = [word for before, word in pairwise(whole) if before == "--exclude"]
+    left = Exclusion.chosen(asked)
+    with pytest.raises(BadCheckpoint, match="only pickled"):
+        scan(model, exclusion=left)
+    for one in below:
+        assert scan(model / one).files
+
+
+@pytest.mark.parametrize("top", ["modules.json", "model_index.json", "model.safetensors"])
+def test_pickles_above_the_parts_of_a_model(tmp_path: Path, top: str) -> None:
+    """A pipeline, and a model that has safetensors at its top too, may have pickles there."""
+    model = beside(tmp_path / "model", {"part": "w"})
+    (model / "pytorch_model.bin").write_bytes(HOSTILE)
+    content = safetensors_bytes([("x", "U8", (2,), b"aa")]) if "safe" in top else b"{}"
+    (model / top).write_bytes(content)
+    assert len(scan(model).files) == 4
 
 
 def test_what_a_whole_model_may_have_below_it(tmp_path: Path) -> None:

@@ -108,11 +108,11 @@ TRAINING = (
     "scaler.pt", "rng_state.pth", "rng_state_0.pth", "random_states_0.pkl",
     "optimizer_0/__0_0.distcp", "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt",
     ".git/HEAD", ".git/objects/ab/cd", ".cache/huggingface/download/config.json.metadata",
-    ".mstoreignore", "sub/optimizer.pt",
+    ".mstoreignore", "sub/optimizer.pt", "training_args.bin",
 )  # fmt: skip
 MODEL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt",
-    "merges.txt", "README.md", ".gitattributes", "trainer_state.json", "training_args.bin",
+    "merges.txt", "README.md", ".gitattributes", "trainer_state.json",
     "pytorch_model.bin", "voices/af.pt", "consolidated.00.pth", "vae/config.json", "LICENSE",
     "optimizer.md", "scheduler/scheduler_config.json", "modeling_x.py", ".cache/other",
 )  # fmt: skip

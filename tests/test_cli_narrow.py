@@ -122,6 +122,24 @@ def test_names_ids_and_numbers_stay_whole(what: str, width: int, family: Program
             assert token in shown, token
 
 
+@pytest.mark.parametrize("width", [40, 60, 65, 66, 72, 80])
+@pytest.mark.parametrize(
+    "line", [["show", "tiny/merged"], ["replay", "tiny/merged"], ["show", CODE]]
+)
+def test_an_id_is_never_broken(width: int, line: list[str], family: Program) -> None:
+    """However narrow the terminal, no part of an id goes on in another line: it stands whole, or
+    its first twelve digits do."""
+    ids = set(re.findall(r"\b[0-9a-f]{64}\b", family(*line).out))
+    assert len(ids) >= 2
+    narrow = family.on_terminal(width, *line)
+    words = set(narrow.out.split())
+    assert all(one[: 64 if width >= 66 else 12] in words for one in ids)
+    for word in words:
+        if re.fullmatch(r"[0-9a-f]{13,}", word):
+            assert word in ids
+    assert max(map(len, narrow.lines)) <= width
+
+
 def test_what_is_no_terminal_stays_wide(family: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has one row a line, whatever COLUMNS says."""
     monkeypatch.setenv("COLUMNS", "40")

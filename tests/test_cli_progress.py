@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
-from cli_runs import Program
+from cli_runs import Program, Terminal
 from test_cli_process import command, on_terminal
 
-from mstore_cli.progress import WINDOW_SECONDS, Rate
+from mstore.reports import Progress
+from mstore_cli.progress import WINDOW_SECONDS, Rate, bar
 
 MIB = 1 << 20
 
@@ -86,3 +89,24 @@ def test_the_bar_shows_the_rate(tmp_path: Path) -> None:
     line = command("--store", mstore.store, "add", shard.parent, "--name", "x")
     _, seen = on_terminal(line, {"TERM": "xterm", "COLUMNS": "100"})
     assert re.search(r"\d B/s", seen) or re.search(r"iB/s", seen)
+
+
+def test_nothing_is_shown_before_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bar stands at a hundred bytes, or at none, before a tick says how many there are."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    terminal = Terminal(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def seen() -> str:
+        terminal.flush()
+        assert isinstance(terminal.buffer, io.BytesIO)
+        return terminal.buffer.getvalue().decode()
+
+    with bar(wanted=True) as tick:
+        assert tick is not None
+        tick(Progress("add", 0, 0))
+        assert "add" not in seen()
+        tick(Progress("add", 1, 4 * MIB))
+    assert "1 B / 4.0 MiB" in seen()
+    assert "100 B" not in seen()

@@ -388,7 +388,10 @@ def test_sign_and_verify(mstore: Program, keys: Path, tmp_path: Path) -> None:
     list_of_signers.write_bytes(allowed(keys, "bob", "alice"))
     done = mstore.succeed("verify", "a", "--signers", list_of_signers, "--read-data")
     assert "signed by alice@x" in done.out
-    assert "signed by an unknown key" in mstore.succeed("log").out
+    log = mstore.succeed("log").out
+    assert "signed by an unknown key" in log
+    assert f"unknown key: {signed.document['key']}\n" in log
+    assert "to trust a key, add a line to" in log
     shown = mstore.succeed("show", "a").out
     assert f"unknown key: {signed.document['key']}\n" in shown
     own = tmp_path / "config" / "mstore" / "allowed_signers"

@@ -13,6 +13,7 @@ import enum
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -46,6 +47,9 @@ class Column:
 
 
 FIELDS = (Column("", style="dim"), Column(""))
+# An id as a word of its own, and not within a path; a line of a field is indented by two.
+_ID = re.compile(r"(?<![\w/.-])[0-9a-f]{64}(?![\w/.-])")
+_ROOM_FOR_AN_ID = 66
 
 
 class Output:
@@ -85,6 +89,9 @@ class Screen:
     On a terminal: colours (not with NO_COLOR), and nothing wider than it is.  Elsewhere: plain
     text, one row a line however long, no trailing blanks.  typed: a command as this user is to
     type it.
+
+    An id is never broken: where no line has room for all of it, its beginning stands for it, which
+    commands take too, and all of it is in the JSON output.
     """
 
     def __init__(self, stream: TextIO, typed: Callable[[str], str] = str) -> None:
@@ -101,7 +108,7 @@ class Screen:
             return
         from rich.text import Text
 
-        self._console.print(Text(printable(text), style=style))
+        self._console.print(Text(self._fitting(text), style=style))
 
     def command(self, lead: str, command: str) -> None:
         """A line that ends in a command to type, after a colon."""
@@ -111,14 +118,14 @@ class Screen:
         """`name  value` lines, the values aligned.  Pairs whose value is None are left out."""
         from mstore_cli.tables import lay_out_fields
 
-        told = [(name, printable(str(value))) for name, value in pairs if value is not None]
+        told = [(name, self._fitting(str(value))) for name, value in pairs if value is not None]
         for lines in lay_out_fields(told, self.width):
             for line in lines:
                 self._draw(line, FIELDS)
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
         """A table with headings; nothing at all where there are no rows."""
-        filled = [[printable(cell) for cell in row] for row in rows]
+        filled = [[self._fitting(cell) for cell in row] for row in rows]
         if not filled:
             return
         from mstore_cli.tables import lay_out
@@ -134,6 +141,13 @@ class Screen:
         for lines in others:
             for line in lines:
                 self._draw(line, columns)
+
+    def _fitting(self, text: str) -> str:
+        """The text, escaped, and its ids no longer than a line."""
+        shown = printable(text)
+        if self.width is None or self.width >= _ROOM_FOR_AN_ID:
+            return shown
+        return _ID.sub(lambda found: found[0][:12], shown)
 
     def _draw(self, line: Line, columns: Sequence[Column]) -> None:
         """One line of a table, each piece in the style of its column."""

@@ -81,7 +81,7 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
 
         def render(self, task: Task) -> Text:
             rate = format_size(int(rates[task.id].now()))
-            total = format_size(int(task.total)) if task.total else "?"
+            total = format_size(int(task.total or 0))
             return Text(f"{format_size(int(task.completed))} / {total}  {rate}/s")
 
     lock = threading.Lock()
@@ -99,9 +99,12 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
         def tick(progress: Progress) -> None:
             with lock:
                 if progress.phase not in tasks:
-                    tasks[progress.phase] = bars.add_task(printable(progress.phase))
+                    # Drawn at once, and its total would be 100: unseen, until that is known.
+                    words = printable(progress.phase)
+                    tasks[progress.phase] = bars.add_task(words, total=None, visible=False)
                 task = tasks[progress.phase]
                 rates[task].tick(progress.done)
-            bars.update(task, completed=progress.done, total=progress.total)
+            seen = progress.total > 0
+            bars.update(task, completed=progress.done, total=progress.total, visible=seen)
 
         yield tick

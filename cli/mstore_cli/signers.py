@@ -9,7 +9,7 @@ import getpass
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,6 +62,16 @@ def how_to_trust(path: Path | None) -> tuple[str, ...]:
         f"to trust a key, add a line to {path}: NAME and the text of its .pub file",
         f'  {made}echo "NAME $(cat KEY.pub)" >> {shlex.quote(str(path))}',
     )
+
+
+def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
+    """Lines that name the keys that nobody trusts, and say how to; none where there are none."""
+    from mstore.reports import UNKNOWN_KEY
+
+    unknown = dict.fromkeys(one.key for one in signatures if one.state == UNKNOWN_KEY)
+    yield from (f"unknown key: {key}" for key in unknown)
+    if unknown:
+        yield from how_to_trust(None)
 
 
 def state_of(signature: SignatureReport) -> str:

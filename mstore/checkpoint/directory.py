@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore.checkpoint import strangers
-from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Excluded, Exclusion, escaped
+from mstore.checkpoint.exclusion import (
+    NOTHING_EXCLUDED,
+    Excluded,
+    Exclusion,
+    escaped,
+    is_of_training,
+)
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_error
@@ -39,6 +45,9 @@ _TOP_OF_ONE = frozenset(
 # These name parts in directories, which may be of one kind.
 _TOP_OF_A_PIPELINE = frozenset({"model_index.json", "modular_model_index.json"})
 _NUMBERED = re.compile(r"checkpoint-[0-9]+")
+# As transformers and peft call pickled weights.
+_PICKLED_WEIGHTS = re.compile(r"(pytorch_model|adapter_model)[^/]*\.bin")
+_CONFIGS = ("config.json", "adapter_config.json")
 
 # An error that lists file names stays one readable line.
 _NAMES_SHOWN = 5
@@ -131,6 +140,7 @@ def scan(
     )
     tree = _replaced(tree, replacement)
     _require_safetensors(tree, path)
+    _refuse_pickled_top(tree)
     files = _sources(tree, replacement, limits)
     _refuse_several(tree, files)
     by_path = {file.path: file for file in files}
@@ -220,6 +230,44 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
         if known is not None:
             raise known.error(str(tree.shown / name))
     raise BadCheckpoint("holds no .safetensors file", where=str(path), hint="mstore add --help")
+
+
+def _refuse_pickled_top(tree: Tree) -> None:
+    """Pickled weights at the top, and models in safetensors below: a run and its earlier states.
+
+    As one, the weights at the top would be stored and never read.  A model in parts may have
+    pickles at its top: only what a trainer numbered, or pickled weights by name, say otherwise.
+    """
+    paths = {each.path for each in tree.files}
+    top = {path for path in paths if "/" not in path}
+    pickles = sorted(p for p in top if p.endswith(PICKLE_SUFFIXES) and not is_of_training(p))
+    is_one = any(path.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for path in top)
+    if not pickles or is_one or top & (_TOP_OF_ONE - {"config.json"}):
+        return
+    is_named = any(_PICKLED_WEIGHTS.fullmatch(path) for path in pickles)
+    homes = {posixpath.dirname(path) for path in paths if path.endswith(SAFETENSORS_SUFFIX)}
+    below = sorted(
+        home
+        for home in homes
+        if _NUMBERED.fullmatch(posixpath.basename(home))
+        or (is_named and any(posixpath.join(home, one) in paths for one in _CONFIGS))
+    )
+    if not below:
+        return
+    refusal = several(
+        tree.shown,
+        f"holds {len(below) + 1} models, not one: pickled weights at its top "
+        f"({_listed(pickles)}), and safetensors in {_listed(below)}",
+        below,
+    )
+    patterns = [f"--exclude {shlex.quote(text)}" for text in _leaving_out(below)]
+    more = " ..." if len(patterns) > _NAMES_SHOWN else ""
+    refusal.hint = (
+        f"{refusal.hint}\nthe one at the top, with torch: mstore add "
+        f"{shlex.quote(str(tree.shown))} --name {name_for(tree.shown)} --convert "
+        f"{' '.join(patterns[:_NAMES_SHOWN])}{more}"
+    )
+    raise refusal
 
 
 def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:

@@ -11,8 +11,9 @@ file `.mstoreignore` at the top of the directory, and the caller.  They read as 
     # ...       a comment; \\# and \\! begin a name
 
 The defaults leave out what programs put beside a model: version control, the download cache of the
-Hub, and what only goes on training (optimizer, schedule, loss scale, random state).  They name such
-files one by one: `*.pt` would take weights too, and voices and styles that some models load.
+Hub, and what only goes on training (optimizer, schedule, loss scale, random state, arguments).
+They name such files one by one: `*.pt` would take weights too, and voices and styles that some
+models load.  `training_args.bin` is a pickle, which runs what its maker likes when it is loaded.
 `trainer_state.json` stays: it is small, and tells how the model came to be.  No default takes a
 file that a model is loaded from (`is_needed`), nor a directory in which weights lie.
 
@@ -58,6 +59,11 @@ DEFAULT_PATTERNS: Final = (
     "rng_state_*.pth",
     "random_states_*.pkl",
     "global_step*/",
+    "training_args.bin",
+)
+_OF_TRAINING: Final = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|trainer_state)[^/]*"
+    r"|[^/]*_optim_states[^/]*"
 )
 # Only in these may lie files of any name without a model being there.
 _NEVER_A_MODEL: Final = frozenset({".git", ".hg/", ".svn/", ".cache/huggingface/"})
@@ -245,6 +251,11 @@ class Excluded:
 def spares(pattern: Pattern, *, has_weights: bool) -> bool:
     """Whether a directory stays although a pattern fits: one of the defaults takes no weights."""
     return has_weights and pattern.source == DEFAULT and pattern.text not in _NEVER_A_MODEL
+
+
+def is_of_training(path: str) -> bool:
+    """Whether a pickle of this name is a trainer's state and no weights."""
+    return _OF_TRAINING.fullmatch(posixpath.basename(path)) is not None
 
 
 def is_needed(path: str) -> bool:

@@ -200,7 +200,7 @@ def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint
     return BadCheckpoint(
         what,
         where=str(where),
-        hint=f"mstore add {' '.join(paths)}{more} --name-prefix {shlex.quote(where.name)}/",
+        hint=f"mstore add {' '.join(paths)}{more} --name-prefix {name_for(where)}/",
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-import re
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from mstore.checkpoint.directory import (
     Replacement,
     read_weight_map,
 )
-from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Exclusion
+from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Exclusion, is_of_training
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk
@@ -47,10 +46,6 @@ GIB = 1 << 30
 
 # An archive of torch 1.6 and later, or a bare pickle of protocol 2 and later.
 _MAGICS = (b"PK\x03\x04", b"\x80")
-_OF_TRAINING = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|trainer_state)[^/]*"
-    r"|[^/]*_optim_states[^/]*"
-)
 _MAX_ANSWER = 16 << 20
 _LEFT_OUT_SHOWN = 5
 
@@ -121,7 +116,7 @@ def convert(
     notes: list[str] = []
     for found in pickles:
         target = safetensors_path(found.path)
-        if _OF_TRAINING.fullmatch(posixpath.basename(found.path)):
+        if is_of_training(found.path):
             notes.append(f"left out {found.path}: it is of training, not weights")
         elif target in own:
             notes.append(f"left out {found.path}: {target} is there")

@@ -113,7 +113,7 @@ def add(
     base come first.
 
     Left out is what is no part of a model: .git, the Hub's download cache, and what only goes on
-    training (optimizer.pt, scheduler.pt, rng_state*.pth, global_step*/ and their like). Patterns
+    training (optimizer.pt, scheduler.pt, training_args.bin, global_step*/ and their like). Patterns
     of a file .mstoreignore in the directory and those of --exclude say more; '!name' takes back.
     """
     named = _named(paths, name or [], name_prefix)

@@ -13,7 +13,7 @@ from mstore_cli.errors import UsageError
 from mstore_cli.graph import draw, how
 from mstore_cli.output import Column, Screen, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import states_of, trusted_signers
+from mstore_cli.signers import states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def log(
                 screen.line(line)
         else:
             screen.table(COLUMNS, (_row(snapshot) for snapshot in snapshots))
+            for line in told_unknown(one for each in snapshots for one in each.signatures):
+                screen.line(line)
 
     session.output.emit(
         {"snapshots": snapshots}, ids=[one.snapshot for one in snapshots], human=human

@@ -9,7 +9,7 @@ from mstore_cli.graph import how
 from mstore_cli.options import Revision
 from mstore_cli.output import Screen, short, when
 from mstore_cli.session import Session
-from mstore_cli.signers import how_to_trust, states_of, trusted_signers
+from mstore_cli.signers import states_of, told_unknown, trusted_signers
 from mstore_cli.sizes import counted, format_size
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ SHOWN = 5
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
     """Print what is known of one snapshot: content, parents, origin, message."""
-    from mstore.reports import UNKNOWN_KEY
-
     with session.open() as store:
         report = store.show(revision, signers=trusted_signers(None))
 
@@ -45,10 +43,7 @@ def show(session: Session, revision: Revision) -> None:
                 ("message", report.message or None),
             ]
         )
-        unknown = [one.key for one in report.signatures if one.state == UNKNOWN_KEY]
-        for key in dict.fromkeys(unknown):
-            screen.line(f"unknown key: {key}")
-        for line in how_to_trust(None) if unknown else ():
+        for line in told_unknown(report.signatures):
             screen.line(line)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
