@@ -83,7 +83,7 @@ def test_a_damaged_backup_is_mended_by_the_next_one(mstore: Program, tmp_path: P
     done = copy("fsck", "--read-data")
     assert done.status == 1
     assert f"next: rm -f {pack}" in done.out
-    assert f"mstore backup {target}" in done.out
+    assert f"mstore --store STORE backup {target}" in done.out
     pack.unlink()
     assert f"rm -f {pack}" in copy("fsck").out
     assert "up to date" in mstore.succeed("backup", target).out

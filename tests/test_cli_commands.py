@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from mstore_cli.keys import DOCUMENTS, OBJECTS, keys_of
-from mstore_cli.main import VERBS
+from mstore_cli.verbs import VERBS
 
 ID = re.compile(r"[0-9a-f]{64}")
 ELEMENTS = 100_000
@@ -172,6 +172,8 @@ def test_human_output(verb: str, copy: Program, models: Path, tmp_path: Path) ->
     assert all(text == text.rstrip() for text in done.lines)
     assert "".join(done.lines).isprintable()
     assert done.err == ""
+    # Whatever it says to type acts on the same store.
+    assert not re.findall(rf"\bmstore (?:{'|'.join(VERBS)})\b", done.out)
 
 
 def test_plan_has_the_keys_of_a_merge(copy: Program) -> None:

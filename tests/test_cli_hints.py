@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pwd
+import re
 import shlex
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
 from cli_runs import Program
 
+import mstore as mstore_package
+import mstore_cli
+import mstore_fuse
 from mstore import fs
 from mstore.errors import StorageFailed
 from mstore.sharing import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted
+from mstore_cli.verbs import OF_NO_STORE, VERBS
+
+STORED = "mstore --store 'a b'"
 
 
 @pytest.fixture
@@ -90,6 +99,13 @@ def test_hints_name_the_store(mstore: Program) -> None:
         ("a\nmstore gc", "a\nmstore --store 'a b' gc"),
         ("mstore log --help", "mstore log --help"),
         ("mstore --store x init", "mstore --store x init"),
+        ("mstore refs --store x", "mstore refs --store x"),
+        ("damaged; next: mstore fsck", "damaged; next: mstore --store 'a b' fsck"),
+        ("moves (mstore gc --all)", "moves (mstore --store 'a b' gc --all)"),
+        ("x; mstore rm y, or mstore tag z", f"x; {STORED} rm y, or {STORED} tag z"),
+        ("mstore unmount DIR", "mstore unmount DIR"),
+        ("this mstore reads format 2", "this mstore reads format 2"),
+        ("/a/mstore log", "/a/mstore log"),
         ("pip install 'mstore[plot]'", "pip install 'mstore[plot]'"),
         ("this is a bug in mstore: please", "this is a bug in mstore: please"),
     ],
@@ -98,6 +114,70 @@ def test_commands_in_hints(hint: str, told: str) -> None:
     """Commands in a hint get --store once; help and prose stay as they are."""
     assert with_store(hint, Path("a b")) == told
     assert with_store(hint, None) == hint
+
+
+def strings(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every text of a program that is no docstring, with the calls around it, outermost first."""
+
+    def walk(node: ast.AST, calls: list[str]) -> Iterator[tuple[str, list[str]]]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value, calls
+            return
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "X" for p in node.values)
+            yield "".join(map(str, parts)), calls
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            calls = [*calls, node.func.id if isinstance(node.func, ast.Name) else called]
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, calls)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), [])
+
+
+SOURCES = sorted(
+    source
+    for package in (mstore_package, mstore_cli, mstore_fuse)
+    for source in Path(package.__path__[0]).rglob("*.py")
+)
+COMMAND = re.compile(rf"\bmstore (?:{'|'.join(VERBS)})\b")
+
+
+def test_every_command_of_every_message_can_name_the_store() -> None:
+    """In each text of library, mounts and command line that says what to type, each command gets
+    --store, wherever it stands; what the command line prints by itself goes through that."""
+    seen = 0
+    for source in SOURCES:
+        for text, calls in strings(source):
+            found = [one for one in COMMAND.findall(text) if one.split()[1] not in OF_NO_STORE]
+            if not found or "--help" in text or " --store " in text:
+                continue
+            seen += 1
+            left = COMMAND.findall(with_store(text, Path("S")))
+            assert [one for one in left if one.split()[1] not in OF_NO_STORE] == [], (source, text)
+            printed = {"line", "fields", "table", "notes", "warn"} & set(calls)
+            through = {"typed", "advice", "command"} & set(calls)
+            assert through or not printed, (source, text)
+    assert seen > 150
+
+
+def test_words_about_commands_name_the_store(mstore: Program, tmp_path: Path) -> None:
+    """Notes in the middle of which a command stands name the store, as hints do."""
+    named = f"mstore --store {shlex.quote(str(mstore.store))}"
+    for name, data in (("base", bytes(4000)), ("tuned", b"1" * 4000)):
+        write_safetensors(tmp_path / name / "m.safetensors", [("t", "F32", (1000,), data)])
+        mstore.succeed("add", tmp_path / name, "--name", name, "--base", "none")
+    merge = ["merge", "--base", "base", "--expert", "tuned", "--method", "linear", "--virtual"]
+    out = mstore.succeed(*merge, "--name", "merged").out
+    assert f", virtual: {named} materialize merged stores it" in out
+    assert (
+        f"{named} gc drops what nothing else keeps" in mstore.succeed("rm", "tuned", "merged").out
+    )
+    told = mstore.succeed("du").out
+    assert f"days ({named} gc --reflog-days 0)" in told
+    assert not COMMAND.findall(told)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +404,7 @@ def test_a_first_backup_that_did_not_finish(mstore: Program, tmp_path: Path) -> 
     done = Program(target)("refs")
     assert done.status == 1
     assert "a first backup that did not finish" in done.err
-    assert f"mstore backup {target}" in done.err
+    assert f"mstore --store STORE backup {target}" in done.err
     mstore.succeed("backup", target)
     assert Program(target).succeed("refs", "-q").lines == ["tiny"]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from test_cli_commands import lines_for, write_models
 
 from mstore_cli.groups import Group, draw_groups
-from mstore_cli.main import VERBS
 from mstore_cli.output import Screen
 from mstore_cli.tables import lay_out, wrapped
+from mstore_cli.verbs import VERBS
 
 WIDTHS = (40, 60)
 RUN = "llama-3.1-8b-instruct/tuned-on-{}-2026-11/run-1"

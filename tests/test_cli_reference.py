@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mstore_cli import keys, page, reference
-from mstore_cli.main import VERBS
+from mstore_cli.verbs import VERBS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 

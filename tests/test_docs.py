@@ -18,7 +18,7 @@ import readme_family
 import yaml
 
 from mstore_cli import reference
-from mstore_cli.main import VERBS
+from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mstore.merge.arithmetic.operators import OPERATORS
-from mstore_cli.main import VERBS
+from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 # A program of its own that a child process runs, in a directory it was given: no part of the

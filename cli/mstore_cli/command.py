@@ -154,7 +154,7 @@ def command(
             try:
                 function(session, **given)
             finally:
-                notes(session.notes())
+                notes(map(session.typed, session.notes()))
 
         entry.__name__ = function.__name__
         entry.__doc__ = function.__doc__

@@ -20,6 +20,7 @@ from typing import TextIO
 import typer
 
 from mstore_cli.output import is_terminal, printable
+from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 SUCCESS = 0
 FAILURE = 1
@@ -27,8 +28,11 @@ USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
-# A command to type: at the beginning of a line, or after the words that lead to it.
-_COMMAND = re.compile(r"(?m)(?:^|(?<=then: )|(?<=then )|(?<=&& ))mstore (?=[a-z])(?!.*--help)")
+# A command to type, wherever it stands in a sentence, and not `this mstore reads`.
+_COMMAND = re.compile(
+    rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
+    r"(?!\S+ --store)(?!.*--help)"
+)
 
 
 class UsageError(typer.TyperException):
@@ -116,7 +120,7 @@ def report(
     if rule.kind is KeyboardInterrupt:
         stream.write("interrupted\n")
         if isinstance(error, Interrupted):
-            _say(stream, "hint", "36", error.hint)
+            _say(stream, "hint", "36", with_store(error.hint, store))
         return rule.status
     if rule.kind is Exception:
         traceback.print_exception(error, file=stream)

@@ -27,18 +27,9 @@ from mstore_cli.command import (
 )
 from mstore_cli.output import Output
 from mstore_cli.session import Choices, Session
+from mstore_cli.verbs import VERBS
 
 PROGRAM = "mstore"
-# In the order of the help: make and fill, merge, look, take out, name, vouch, keep sound.
-VERBS = (
-    *("init", "config", "add", "analyze", "plan", "plans", "merge", "materialize"),
-    *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
-    *("checkout", "mount", "mounts", "unmount"),
-    *("refs", "tag", "reset", "rename", "reflog", "rm"),
-    *("sign", "verify"),
-    *("prune", "gc", "backup", "clone"),
-    *("fsck", "reindex", "migrate", "stats", "du"),
-)
 EPILOG = (
     "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
     "the beginning of an id, REF~N (N steps to the first parent) or REF@{N} (N moves ago). "

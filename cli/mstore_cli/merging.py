@@ -486,7 +486,7 @@ def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWar
     for warning in warnings:
         screen.line(f"warning: {warning.text}", style="yellow")
     for note in notes:
-        screen.line(f"note: {note}")
+        screen.advice(f"note: {note}")
 
 
 def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:

@@ -110,6 +110,14 @@ class Screen:
 
         self._console.print(Text(self._fitting(text), style=style))
 
+    def typed(self, text: str) -> str:
+        """The text with its commands as this user is to type them."""
+        return self._typed(text)
+
+    def advice(self, text: str, style: str = "") -> None:
+        """A line of words of mstore's own, in which commands stand."""
+        self.line(self._typed(text), style)
+
     def command(self, lead: str, command: str) -> None:
         """A line that ends in a command to type, after a colon."""
         self.line(f"{lead}: {self._typed(command)}")

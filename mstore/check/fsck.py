@@ -236,7 +236,8 @@ class Checker:
 def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
     files = " ".join(shlex.quote(str(pack_path(layout.packs, pack))) for pack in sorted(damaged))
     root = shlex.quote(str(layout.root))
-    return f"rm -f {files}    (this is a backup; back its store up again: mstore backup {root})"
+    again = f"mstore --store STORE backup {root}"
+    return f"rm -f {files}    (this is a backup; back its store up again: {again})"
 
 
 def _confirmed(catalog: Catalog, graph: Graph) -> Graph:

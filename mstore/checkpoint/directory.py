@@ -21,11 +21,13 @@ from pathlib import Path
 
 from mstore.checkpoint import strangers
 from mstore.checkpoint.exclusion import (
+    ASKED,
     NOTHING_EXCLUDED,
+    PICKLE_SUFFIXES,
     Excluded,
     Exclusion,
     escaped,
-    is_of_training,
+    is_pickled_top,
 )
 from mstore.checkpoint.header import MIB, Header, HeaderLimits, read_header
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
@@ -36,7 +38,6 @@ from mstore.errors import BadCheckpoint
 
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 # Files that a directory of several models has not: of these it is one model's top.
 _TOP_OF_ONE = frozenset(
@@ -219,11 +220,13 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
         return
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
+        asked = dict.fromkeys(o.pattern.text for o in tree.excluded if o.pattern.source == ASKED)
+        excluded = "".join(f" --exclude {shlex.quote(text)}" for text in asked)
         raise BadCheckpoint(
             f"has only pickled weights ({_listed(pickles)}), which can run code when loaded; "
             "mstore reads safetensors",
             where=str(path),
-            hint=f"mstore add {shlex.quote(str(path))} --name {name_for(path)} --convert",
+            hint=f"mstore add {shlex.quote(str(path))} --name {name_for(path)} --convert{excluded}",
         )
     for name in names:
         known = strangers.by_name(name)
@@ -240,7 +243,7 @@ def _refuse_pickled_top(tree: Tree) -> None:
     """
     paths = {each.path for each in tree.files}
     top = {path for path in paths if "/" not in path}
-    pickles = sorted(p for p in top if p.endswith(PICKLE_SUFFIXES) and not is_of_training(p))
+    pickles = sorted(filter(is_pickled_top, top))
     is_one = any(path.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for path in top)
     if not pickles or is_one or top & (_TOP_OF_ONE - {"config.json"}):
         return

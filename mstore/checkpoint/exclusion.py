@@ -37,6 +37,7 @@ MAX_IGNORE_BYTES: Final = 1 << 16
 MAX_PATTERNS: Final = 1000
 MAX_PARTS: Final = 64
 WEIGHTS: Final = ".safetensors"
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 DEFAULT: Final = "the defaults"
 ASKED: Final = "--exclude"
 _EXAMPLE: Final = "mstore add PATH --name NAME --exclude 'logs/' --exclude '*.tmp'"
@@ -256,6 +257,11 @@ def spares(pattern: Pattern, *, has_weights: bool) -> bool:
 def is_of_training(path: str) -> bool:
     """Whether a pickle of this name is a trainer's state and no weights."""
     return _OF_TRAINING.fullmatch(posixpath.basename(path)) is not None
+
+
+def is_pickled_top(path: str) -> bool:
+    """Whether this may be pickled weights at the top of a checkpoint."""
+    return "/" not in path and path.endswith(PICKLE_SUFFIXES) and not is_of_training(path)
 
 
 def is_needed(path: str) -> bool:

@@ -37,6 +37,7 @@ from mstore.checkpoint.exclusion import (
     Exclusion,
     Pattern,
     is_needed,
+    is_pickled_top,
     spares,
 )
 from mstore.checkpoint.paths import check_case_twins, check_relative, name_for, quoted
@@ -136,7 +137,9 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
     weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
     if not weights:
         lost = next((one for one in excluded if one.has_weights), None)
-        if lost is not None:
+        # Of a run whose last model is pickled, the earlier states may go.
+        is_pickled = any(is_pickled_top(one.path) for one in found)
+        if lost is not None and not (is_pickled and lost.path.endswith("/")):
             raise BadCheckpoint(
                 f"all its weights are left out, {quoted(lost.path)} by {told(lost.pattern)}",
                 where=str(shown),

@@ -28,13 +28,17 @@ from mstore import fs
 from mstore.checkpoint.directory import (
     DEFAULT_LIMITS,
     INDEX_SUFFIX,
-    PICKLE_SUFFIXES,
     SAFETENSORS_SUFFIX,
     CheckpointLimits,
     Replacement,
     read_weight_map,
 )
-from mstore.checkpoint.exclusion import NOTHING_EXCLUDED, Exclusion, is_of_training
+from mstore.checkpoint.exclusion import (
+    NOTHING_EXCLUDED,
+    PICKLE_SUFFIXES,
+    Exclusion,
+    is_of_training,
+)
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
 from mstore.checkpoint.tree import Found, Tree, walk

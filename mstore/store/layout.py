@@ -211,7 +211,7 @@ def _no_store(root: Path) -> NotFound:
         return NotFound(
             "a first backup that did not finish",
             where=str(root),
-            hint=f"in its store run again: mstore backup {shlex.quote(str(root))}",
+            hint=f"of its store run again: mstore --store STORE backup {shlex.quote(str(root))}",
         )
     # What a killed `init` leaves has no pack.
     if any(root.glob("packs/*")) and (root / "refs").is_dir():

@@ -260,7 +260,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         ]
     )
     for note in report.notes:
-        screen.line(f"note: {note}")
+        screen.advice(f"note: {note}")
 
 
 def _left_out(report: AddReport) -> str | None:

@@ -178,7 +178,7 @@ def _draw_directory(screen: Screen, report: DirectoryDiffReport, *, blocks: bool
     )
     _tables(screen, report.files, report.tensors, blocks=blocks, moved=False)
     for note in report.notes:
-        screen.line(f"note: {note}")
+        screen.advice(f"note: {note}")
 
 
 def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:

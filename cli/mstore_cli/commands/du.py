@@ -95,18 +95,20 @@ def _draw(screen: Screen, report: UsageReport, *, in_full: bool) -> None:
         screen.table(CODEC_COLUMNS, codec_rows(report.codecs))
     screen.line()
     days = report.reflog_days
+    gc = screen.typed(_gc(report))
     later = f", once their moves are {days} days old" if days else ""
     screen.fields(
         [
             ("together", format_size(report.stored_bytes)),
             ("freed together", f"{format_size(report.freed_bytes)} by rm and gc{later}"),
             ("kept in all", format_size(report.live_bytes)),
-            ("unreachable", f"{format_size(report.unreachable_bytes)}{_gc(report)}"),
+            ("unreachable", f"{format_size(report.unreachable_bytes)}{gc}"),
         ]
     )
     if report.live_bytes:
         screen.line()
-        screen.table(HELD_COLUMNS, _held_rows(report))
+        rows = ((screen.typed(name), size) for name, size in _held_rows(report))
+        screen.table(HELD_COLUMNS, rows)
     if any(ref.stored_bytes > ref.plain_bytes for ref in report.refs):
         screen.line()
         screen.line(

@@ -143,7 +143,7 @@ def _show(screen: Screen, report: CheckReport, typed: Typed) -> None:
         ]
     )
     if report.garbage:
-        screen.line(
+        screen.advice(
             "garbage is harmless: the next command that writes removes what is in tmp, and mstore "
             "gc what it condemned; packs that the index does not know gc moves to lost+found"
         )
@@ -167,7 +167,7 @@ def _show_repair(
         ]
     )
     if report.condemned:
-        screen.line("condemned packs hold nothing that is used: the next mstore gc removes them")
+        screen.advice("condemned packs hold nothing that is used: the next mstore gc removes them")
     if report.before.blocks and not report.before.bytes_read:
         given = "".join(f" --from {shlex.quote(str(place))}" for place in places)
         _not_read(screen, typed(f"mstore fsck --repair --read-data{given}"))

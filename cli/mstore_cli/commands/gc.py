@@ -102,13 +102,13 @@ def _print(screen: Screen, report: GcReport) -> None:
             + ", ".join(report.waiting_for)
         )
     for note in report.left:
-        screen.line(f"left: {note}")
+        screen.advice(f"left: {note}")
     if report.emptied_bytes:
         was = "would be" if report.dry_run else "was"
         screen.line(f"lost+found {was} emptied: {format_size(report.emptied_bytes)}", style="green")
     if report.put_aside:
         would = "would move" if report.dry_run else "moved"
-        screen.line(
+        screen.advice(
             f"{counted(len(report.put_aside), 'pack')} that the index does not know {would} to "
             "lost+found: an interrupted command left them, or the index lost them; mstore reindex "
             "takes in again what is of this store"

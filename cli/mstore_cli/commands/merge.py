@@ -171,8 +171,10 @@ def merge(
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
-            what = ", virtual: mstore materialize stores it" if report.virtual else ""
-            screen.line(f"merged {report.name} {short(report.snapshot)}{what}", style="green")
+            done = f"merged {report.name} {short(report.snapshot)}"
+            if report.virtual:
+                done += screen.typed(f", virtual: mstore materialize {report.name} stores it")
+            screen.line(done, style="green")
         else:
             screen.line(f"nothing new: {report.name} holds this merge already")
             if message:

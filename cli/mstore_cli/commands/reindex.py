@@ -60,6 +60,6 @@ def reindex(
     session.output.emit(report, ids=[], human=human)
     # Also under --quiet: what was chosen, or could not be read, is never passed over.
     for note in report.notes:
-        warn(note)
+        warn(session.typed(note))
     if report.kept_index is not None:
         warn(f"the index that was replaced is kept: {report.kept_index}")

@@ -49,7 +49,7 @@ def _print(screen: Screen, report: RemoveReport) -> None:
         days = report.reflog_days
         have = "has" if report.unnamed_snapshots == 1 else "have"
         kept = f"once the reflog is {days} days older" if days else "the next time"
-        screen.line(
+        screen.advice(
             f"{counted(report.unnamed_snapshots, 'snapshot')} {have} no ref now: "
             f"mstore gc drops what nothing else keeps {kept}"
         )
