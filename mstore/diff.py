@@ -71,10 +71,10 @@ class _Differ:
         return TensorDiff(
             name=name,
             status=status,
+            dtype=sides[-1].tensor.dtype,
+            shape=sides[-1].tensor.shape,
             dtype_a=None if before is None else before.tensor.dtype,
-            dtype_b=None if after is None else after.tensor.dtype,
             shape_a=None if before is None else before.tensor.shape,
-            shape_b=None if after is None else after.tensor.shape,
             blocks_total=count,
             blocks_changed=len(numbers),
             relative_l2=distance,

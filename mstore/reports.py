@@ -364,7 +364,8 @@ class ReflogReport:
 class TensorDiff:
     """One tensor on both sides: `status` is added, removed, changed or equal.
 
-    dtype_a, dtype_b, shape_a, shape_b: None on the side that has it not.
+    dtype, shape: as b has them, and as a has them where b has it not; dtype_a, shape_a: as a has
+    them, None where a has it not.
 
     `relative_l2` is ||b - a|| / ||a|| in float64, None where dtypes or shapes differ, where the
     dtype is not floating point, or where ||a|| is 0.
@@ -372,10 +373,10 @@ class TensorDiff:
 
     name: str
     status: str
+    dtype: str
+    shape: tuple[int, ...]
     dtype_a: str | None
-    dtype_b: str | None
     shape_a: tuple[int, ...] | None
-    shape_b: tuple[int, ...] | None
     blocks_total: int
     blocks_changed: int
     relative_l2: float | None

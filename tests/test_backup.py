@@ -281,6 +281,35 @@ def test_a_backup_of_a_backup_is_how_to_restore(store: Store, models: Path, tmp_
     assert set(contents(target)) == {"one", "two", "three"}
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_a_backup_is_its_makers(store: Store, models: Path, tmp_path: Path, umask: int) -> None:
+    """Whoever shares the store: nobody but its maker may write its backup, the umask says who may
+    read it, and so it is with every later one.  What was restored from it is shared by a word."""
+    store.configure("shared", "group")
+    target, restored = tmp_path / "backup", tmp_path / "restored"
+    before = os.umask(umask)
+    try:
+        for name in ("three", "four"):
+            store.add(models / "three", name=name, message=name, threads=1)
+            store.backup(target, threads=1)
+            for path in (target, *target.rglob("*")):
+                bits = stat.S_IMODE(path.stat().st_mode)
+                assert bits & 0o022 == 0, path
+                # Locks, and what is being written, are for those who may write.
+                if path.name == "lock" or "tmp" in path.relative_to(target).parts:
+                    continue
+                assert bits & 0o044 == 0o044 & ~umask, path
+        with Store.open(target) as copy:
+            assert dict(copy.config) == dict(store.config) | {"shared": "umask"}
+            copy.backup(restored, threads=1)
+    finally:
+        os.umask(before)
+    with Store.open(restored) as again:
+        again.configure("shared", "group")
+    assert all(path.stat().st_mode & 0o020 for path in restored.rglob("*") if path.is_dir())
+    assert store.config["shared"] == "group"
+
+
 # -- in use ------------------------------------------------------------------------------------
 
 
@@ -597,17 +626,13 @@ def test_a_backup_that_copied_badly_says_so(
 # -- who may use it ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["backup", "clone"])
-def test_shared_as_the_store_is(store: Store, tmp_path: Path, kind: str) -> None:
-    """Files of a copy are for whom the source's setting names, whatever the umask."""
+def test_a_clone_is_shared_as_the_store_is(store: Store, tmp_path: Path) -> None:
+    """Files of a clone are for whom the source's setting names, whatever the umask."""
     store.configure("shared", "group")
     target = tmp_path / "copy"
     before = os.umask(0o077)
     try:
-        if kind == "backup":
-            store.backup(target, threads=1)
-        else:
-            Store.clone(store.path, target, threads=1)
+        Store.clone(store.path, target, threads=1)
     finally:
         os.umask(before)
     with Store.open(target) as copy:

@@ -93,6 +93,37 @@ def test_a_damaged_backup_is_mended_by_the_next_one(mstore: Program, tmp_path: P
     assert "fsck --repair --from PLACE" in copy("fsck").out
 
 
+@pytest.mark.parametrize("is_whole_pack", [False, True])
+def test_a_backup_that_lacks_blocks_names_its_store(
+    mstore: Program, tmp_path: Path, is_whole_pack: bool
+) -> None:
+    """Where a backup lacks what its store had lost, fsck in it names no repair of the backup, after
+    which no backup would go there: it is the store that is mended, and backed up again."""
+    [pack] = (mstore.store / "packs").glob("*/*.pack")
+    pack.chmod(0o644)
+    data = bytearray(pack.read_bytes())
+    data[4196] ^= 1
+    pack.write_bytes(data)
+    if is_whole_pack:
+        mstore.succeed("add", small_model(tmp_path / "two", "two"), "--name", "two")
+        pack.unlink()
+    target = tmp_path / "backup"
+    assert mstore("backup", target).status == 1
+    done = Program(target)("fsck", "--read-data")
+    assert done.status == 1
+    told = done.out[done.out.index("next: ") :]
+    first, _, second = told.partition(", then: ")
+    assert first == "next: mstore --store STORE fsck --read-data --repair --from PLACE"
+    assert second.startswith(f"mstore --store STORE backup {target}    (this is a backup")
+    if is_whole_pack:
+        # Its record of the snapshot is lost too, and no checkpoint has one.
+        return
+    # The line does what it says, with the checkpoint as the place.
+    mstore.succeed("fsck", "--read-data", "--repair", "--from", tmp_path / "one")
+    mstore.succeed("backup", target)
+    assert Program(target).succeed("fsck", "--read-data", "-q").out == ""
+
+
 def test_gc_of_a_store_that_dropped_rows_names_the_repair(mstore: Program, tmp_path: Path) -> None:
     """After a repair has dropped rows, gc refuses and names another repair: reindex would bring the
     rows of damaged blocks back."""

@@ -37,6 +37,7 @@ from mstore.check.hurt import Wounds
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
 from mstore.reports import BackupReport, Hurt
+from mstore.sharing import Sharing
 from mstore.store import condemned, generation, leases, lost_found, mirror, refs
 from mstore.store.catalog import Catalog
 
@@ -55,7 +56,7 @@ def backup(
     source.require_sound(catalog)
     path = Path(os.path.realpath(target))
     with (
-        Destination.opened(catalog.layout, catalog.config, path) as into,
+        Destination.opened(catalog.layout, path) as into,
         source.held(catalog, f"backup to {path.name}"),
     ):
         for _ in range(_ATTEMPTS):
@@ -267,7 +268,7 @@ class _Backup:
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)
-                into.settle(self._catalog.config)
+                into.settle(self._catalog.config.changed({"shared": Sharing.UMASK}))
                 leases.sweep(layout, index)
                 waiting = condemned.listed(index)
                 removed = [] if into.is_read() else condemned.sweep(layout, index)

@@ -77,8 +77,10 @@ class Destination:
 
     @classmethod
     @contextmanager
-    def opened(cls, source: Layout, config: Config, path: Path) -> Iterator[Self]:
+    def opened(cls, source: Layout, path: Path) -> Iterator[Self]:
         """The backup of this store at `path`, begun where nothing is there.
+
+        Who may use it is for the umask of whoever makes it, whoever shares the store.
 
         Raises Conflict where something else is there, or another backup runs; Incompatible on a
         network filesystem, StorageFailed, Corrupt.
@@ -88,7 +90,6 @@ class Destination:
         _require_local(path)
         fs.make_directories(path)
         fs.serve_owner(path)
-        fs.share(path, config.shared)
         if not (path / BACKUP_MARKER).exists():
             fs.replace_text(path / BACKUP_MARKER, f"mstore backup {_VERSION} {source.uuid}\n")
         fs.make_directory(layout.tmp, private=True, exist_ok=True)
@@ -184,13 +185,12 @@ class Destination:
         fs.sync_directory(self.layout.root)
 
     def settle(self, config: Config) -> None:
-        """The settings of the source, and at the first time the word that this is a store."""
+        """Its settings, and at the first time the word that this is a store."""
         layout = self.layout
         settings = None
         with suppress(Corrupt):
             settings = Config.load(layout)
         if settings != config:
-            layouts.share(layout, config.shared)
             config.save(layout)
         if not (layout.root / "format").exists():
             layouts.write_format(layout)

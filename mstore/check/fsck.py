@@ -213,10 +213,12 @@ class Checker:
         if findings.is_index_wrong:
             return "mstore reindex"
         damaged = self._damaged_packs(catalog.index)
-        if damaged and generation.is_backup(self._layout, catalog.index):
+        is_lacking = bool(findings.broken or findings.packs or findings.incomplete)
+        if (damaged or is_lacking) and generation.is_backup(self._layout, catalog.index):
             # A repair would make it a store of its own, and no backup goes there any more.
-            return _back_up_again(self._layout, damaged)
-        if findings.broken or findings.packs or findings.incomplete:
+            own = damaged - generation.damaged_when_copied(catalog.index)
+            return _back_up_again(self._layout, own)
+        if is_lacking:
             data = " --read-data" if self._scope.share else ""
             told = f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
             if lost:
@@ -234,9 +236,18 @@ class Checker:
 
 
 def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
+    """What mends a backup: packs that were damaged here give way to new copies of its store's.
+
+    Without any it is as its store was, and can be no source for that.
+    """
+    again = f"mstore --store STORE backup {shlex.quote(str(layout.root))}"
+    if not damaged:
+        return (
+            f"mstore --store STORE fsck --read-data --repair --from PLACE, then: {again}    "
+            "(this is a backup, and lacks what its store had lost; PLACE: another store or a "
+            "checkpoint with copies)"
+        )
     files = " ".join(shlex.quote(str(pack_path(layout.packs, pack))) for pack in sorted(damaged))
-    root = shlex.quote(str(layout.root))
-    again = f"mstore --store STORE backup {root}"
     return f"rm -f {files}    (this is a backup; back its store up again: {again})"
 
 

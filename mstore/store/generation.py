@@ -25,7 +25,7 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
-from mstore.ids import PackId
+from mstore.ids import ID_BYTES, PackId
 from mstore.store import mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
@@ -43,6 +43,14 @@ def is_backup(layout: Layout, index: Index) -> bool:
     with index.env.read() as transaction:
         row = index.get(transaction, "counters", BACKUP)
         return row is not None and int.from_bytes(row[:8], "big") == index.generation(transaction)
+
+
+def damaged_when_copied(index: Index) -> frozenset[PackId]:
+    """Of a backup, the packs that were damaged in its store already."""
+    with index.env.read() as transaction:
+        row = index.get(transaction, "counters", BACKUP) or b""
+    starts = range(8, len(row), ID_BYTES)
+    return frozenset(PackId(row[at : at + ID_BYTES]) for at in starts)
 
 
 def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:

@@ -220,8 +220,8 @@ def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...
     row: tuple[str, ...] = (
         one.name,
         one.status,
-        _both(one.dtype_a, one.dtype_b),
-        _both(_shape(one.shape_a), _shape(one.shape_b)),
+        _both(one.dtype_a, one.dtype),
+        _both(_shape(one.shape_a), _shape(one.shape)),
         f"{one.blocks_changed}/{one.blocks_total}",
     )
     if moved:
