@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import grp
 import os
 import pwd
 import re
@@ -238,6 +239,43 @@ def test_a_wrong_directory_for_kernels_names_its_variable(
     own = "name a directory of your own: export MSTORE_CACHE_DIR=DIR, or unset it"
     assert mends.format(wrong) in hint
     assert hint.endswith(own)
+
+
+@pytest.mark.parametrize("is_setgid", [False, True])
+def test_init_says_with_which_group_it_shares(is_setgid: bool, tmp_path: Path) -> None:
+    """`init --shared` names the group; where nothing but whose process it was chose that, also how
+    to choose another, and doing so makes all of the store that group's."""
+    team = 54321 if os.geteuid() == 0 else os.getegid()
+    above = tmp_path / "a team"
+    above.mkdir()
+    if is_setgid:
+        os.chown(above, -1, team)
+        above.chmod(0o2775)
+    store = Program(above / "store")
+    done = store.succeed("init", "--shared")
+    group = name_of(team if is_setgid else os.getegid())
+    told = done.lines[1:]
+    assert told[0] == f"shared with the group {group}"
+    if is_setgid:
+        assert told[1:] == []
+    else:
+        lead, _, command = told[1].partition(": ")
+        assert lead == "to share it with another group"
+        subprocess.run(["sh", "-c", command.replace("GROUP", str(team))], check=True)
+    made = [store.store, *store.store.rglob("*")]
+    assert {path.stat().st_gid for path in made} == {team}
+    assert all(path.stat().st_mode & 0o2000 for path in made if path.is_dir())
+    other = Program(tmp_path / "other")
+    assert len(other.succeed("init").lines) == 1
+    third = Program(tmp_path / "third").succeed("init", "--shared", "--json").document
+    assert third["group"] == name_of(os.getegid())
+
+
+def name_of(group: int) -> str:
+    try:
+        return grp.getgrgid(group).gr_name
+    except KeyError:
+        return str(group)
 
 
 def test_verify_says_how_to_trust(

@@ -63,7 +63,7 @@ def test_what_it_says(mstore: Program) -> None:
     """For people: the merge names the next command; a second materialize has nothing to do."""
     said = mstore.succeed("merge", "--virtual", "--name", "m", *MERGE).out
     assert "virtual" in said
-    assert "mstore materialize" in said
+    assert "materialize m stores it" in said
     assert "nothing new" in mstore.succeed("merge", "--virtual", "--name", "m", *MERGE).out
     assert mstore.succeed("materialize", "m").out.startswith("materialized m ")
     assert "nothing to do" in mstore.succeed("materialize", "m").out

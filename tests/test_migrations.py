@@ -53,6 +53,28 @@ def test_an_older_format_says_how_to_go_on(old: Path) -> None:
     assert caught.value.hint == "mstore migrate"
 
 
+def test_the_page_says_what_programs_say(old: Path, tmp_path: Path) -> None:
+    """docs/releases.md quotes what an older program says of a newer store, and the other way round;
+    neither changes anything."""
+    page = (Path(__file__).parent.parent / "docs" / "releases.md").read_text()
+    section = page.partition("### Upgrading a store")[2].partition("\n## ")[0]
+    new = tmp_path / "new"
+    Store.init(new).close()
+    set_version(new, FORMAT_VERSION + 1)
+    for root in (old, new):
+        before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+        with pytest.raises(Incompatible) as caught:
+            Store.open(root)
+        told = caught.value.what
+        if root == old:
+            # The page speaks of the next step, from this format on.
+            for version in (FORMAT_VERSION, OLD):
+                told = told.replace(f"format {version}", f"format {version + 1}")
+        assert f"`{told}`" in section
+        assert f"`{caught.value.hint}`" in section
+        assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+
+
 def test_a_newer_format_says_how_to_go_on(tmp_path: Path) -> None:
     """A store of a newer format needs a newer program, for opening and for migrating."""
     root = tmp_path / "store"

@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +89,40 @@ def test_what_is_made_has_its_mode(
     assert is_like(root / "private", mode(sharing, DIRECTORY, umask, private=True))
     for name in ("plain/text", "stamp", "whole"):
         assert is_like(root / name, mode(sharing, FILE, umask))
+
+
+def test_no_umask_closes_a_groups_store(tmp_path: Path) -> None:
+    """In a store that a group shares, whatever a member with a umask of 077 runs leaves every file
+    for the group to read, and all but sealed ones to write."""
+    for name, data in (("base", bytes(4000)), ("tuned", b"1" * 4000), ("third", b"2" * 4000)):
+        write_safetensors(tmp_path / name / "m.safetensors", [("t", "F32", (1000,), data)])
+    mstore = Program(tmp_path / "store")
+    merge = ["merge", "--base", "base", "--method", "linear", "--name"]
+    lines = [
+        ["init", "--shared"],
+        *(["add", str(tmp_path / name), "--name", name] for name in ("base", "tuned", "third")),
+        ["analyze", "third", "--base", "base"],
+        [*merge, "merged", "--expert", "tuned"],
+        [*merge, "virtual", "--expert", "third", "--virtual"],
+        ["materialize", "virtual"],
+        ["tag", "v1", "merged"],
+        ["rm", "merged", "v1", "third"],
+        ["gc", "--reflog-days", "0", "--all"],
+        ["config", "codec", "dense"],
+        ["reindex"],
+        ["fsck", "--repair"],
+        ["migrate"],
+    ]
+    before = os.umask(0o077)
+    try:
+        for line in lines:
+            mstore.succeed(*line)
+            for path in (mstore.store, *mstore.store.rglob("*")):
+                bits = stat.S_IMODE(path.stat().st_mode)
+                wanted = 0o2070 if path.is_dir() else 0o040 if path.suffix == ".pack" else 0o060
+                assert bits & wanted == wanted, (line, path, oct(bits))
+    finally:
+        os.umask(before)
 
 
 def is_like(path: Path, wanted: int) -> bool:

@@ -597,6 +597,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key("block_size", "integer", "bytes"),
         Key("codec", "text", "how new blocks are stored: auto, raw or dense"),
         Key("shared", "text", "who besides its maker may use its files: umask, group or all"),
+        Key("group", "text or null", "the group that it is shared with; null where it is not"),
     ),
     "config": (
         Key("codec", "text", "how new blocks are stored: auto, raw or dense"),

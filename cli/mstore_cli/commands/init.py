@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +66,9 @@ def init(
     cost more index.
 
     --shared makes all that is ever written in the store readable and writable for the group of its
-    directory, whatever umask who writes has: chgrp the directory above and chmod g+s it first.
+    directory, whatever umask who writes has. That is the group of the directory above where that is
+    setgid (chgrp GROUP and chmod g+s it first), else your own; it says which. chgrp -R GROUP on the
+    store changes it later.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
         raise UsageError(
@@ -82,11 +86,30 @@ def init(
             "block_size": store.block_size,
             "codec": store.config["codec"],
             "shared": store.config["shared"],
+            "group": None if store.config["shared"] == "umask" else _group_of(store.path),
         }
 
     def human(screen: Screen) -> None:
         screen.line(
             f"empty store at {document['path']}, blocks of {format_size(size)}", style="green"
         )
+        if document["group"] is None:
+            return
+        place = Path(str(document["path"])).absolute()
+        screen.line(f"shared with the group {document['group']}")
+        if not place.parent.stat().st_mode & stat.S_ISGID:
+            # Then it is that of whoever ran this, and often nobody else is in it.
+            screen.line(f"to share it with another group: chgrp -R GROUP {shlex.quote(str(place))}")
 
     session.output.emit(document, ids=[document["uuid"]], human=human)
+
+
+def _group_of(path: Path) -> str:
+    """The name of a directory's group, or its number."""
+    import grp
+
+    number = path.stat().st_gid
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
