@@ -43,6 +43,8 @@ def backup(
 
     DEST is a store: mstore --store DEST reads it. Once something is written to it, it is a store
     of its own, and no backup goes there any more. Statistics and the memo table are not copied.
+
+    Nobody else may write it, whoever shares the store; your umask says who may read it.
     """
     with session.open() as store, session.progress() as tick:
         report = store.backup(destination, threads=threads, progress=tick)
