@@ -1,21 +1,24 @@
-"""Estimates of the error of merges that elect signs, against the error that was measured.
+"""Estimates of the error of merges under a budget, against the error that was measured.
 
     python bench/estimates.py WORK [--quick]
 
-Writes and prints bench/results/estimates.json.  WORK/family4 is trained by examples/family.py if it
-is not there (a minute with --quick; kept for the next run), WORK needs 1 GB.  Nothing is timed, and
-everything is a function of the families, so each merge is made once.
+Writes and prints bench/results/estimates.json; `report.py` then writes the table of
+docs/merge-methods.md.  WORK/family4 is trained by examples/family.py if it is not there (a minute
+with --quick; kept for the next run), WORK needs 1 GB.  Nothing is timed, and everything is a
+function of the families, so each merge is made once.
 
-Families of random numbers, three experts of 1.3 M elements:
+Families of random numbers, three experts of half a million elements:
 
     normal        normal deltas that have nothing to do with each other
     related       the same, correlated by 0.7
     alike         the same, by 0.99
+    sparse        the same as normal, at a tenth of the places
+    uneven        normal deltas of norms 1, 5 and 25, from chunk to chunk those of another expert
     steps         every element moves by one step of bf16, up, down or not: all magnitudes tie
     grid          steps of a few sizes, in bf16 and in fp32
     undecided     two experts move every element apart by one step, and a light third one decides
 
-`ratio` is estimate over measured error: below 1 the merge is further off than was estimated.
+`ratios` are measured over estimated error: above 1 the merge is further off than was estimated.
 `looked` are the bytes read to know the ties under a budget, once a density, over what the merge
 without a budget reads.
 """
@@ -42,20 +45,24 @@ from measure import RESULTS, keep, machine
 import mstore
 
 BLOCK_SIZE = 1 << 16
-ELEMENTS = 20 * BLOCK_SIZE
+ELEMENTS = 8 * BLOCK_SIZE
 SHARES = (0.1, 0.3, 0.6, 0.9, 0.99)
 WEIGHTS = {
     "equal": (1.0, 1.0, 1.0, 1.0),
     "unequal": (1.0, 0.5, 0.75, 1.0),
     "steep": (1.0, 0.1, 0.3, 0.05),
 }
+DENSITIES = (0.1, 0.3, 0.6, 1.0)
 REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("ties", {"density": 0.2}),
-    ("ties", {"density": 0.2, "normalize": False}),
-    ("ties", {"density": 0.7}),
-    ("ties", {"density": 1.0}),
-    ("dare_ties", {"density": 0.4, "seed": 3, "normalize": True}),
-    ("dare_ties", {"density": 0.4, "seed": 3}),
+    ("linear", {}),
+    ("task_arithmetic", {}),
+    *(("ties", {"density": density}) for density in DENSITIES),
+    *(("ties", {"density": density, "normalize": False}) for density in DENSITIES),
+    *(("dare_linear", {"density": density}) for density in DENSITIES),
+    ("dare_linear", {"density": 0.3, "rescale": False}),
+    *(("dare_ties", {"density": density}) for density in DENSITIES),
+    *(("dare_ties", {"density": density, "normalize": True}) for density in DENSITIES),
+    ("dare_ties", {"density": 0.3, "normalize": True, "rescale": False}),
 )
 Array = np.ndarray[Any, Any]
 Model = dict[str, Array]
@@ -70,6 +77,26 @@ def related(share: float) -> list[Model]:
     for _ in range(3):
         own = rng.standard_normal(ELEMENTS) * np.sqrt(1 - share * share)
         models.append({"w": base + (share * common + own) / 64})
+    return models
+
+
+def sparse() -> list[Model]:
+    """A tenth of the elements moves, of each expert others."""
+    rng = np.random.default_rng(15)
+    base = rng.standard_normal(ELEMENTS).astype(np.float32)
+    moves = [rng.standard_normal(ELEMENTS) * (rng.random(ELEMENTS) < 0.1) for _ in range(3)]
+    return [{"w": base}, *({"w": (base + one / 64).astype(np.float32)} for one in moves)]
+
+
+def uneven() -> list[Model]:
+    """In each chunk one expert moves far more than another."""
+    rng = np.random.default_rng(16)
+    base = rng.standard_normal(ELEMENTS).astype(np.float32)
+    chunk = np.arange(ELEMENTS) // (BLOCK_SIZE // 4)
+    models = [{"w": base}]
+    for number in range(3):
+        size = 5.0 ** ((chunk + number) % 3) / 512
+        models.append({"w": (base + rng.standard_normal(ELEMENTS) * size).astype(np.float32)})
     return models
 
 
@@ -105,6 +132,8 @@ FAMILIES: Mapping[str, Callable[[], list[Model]]] = {
     "normal": lambda: related(0.0),
     "related": lambda: related(0.7),
     "alike": lambda: related(0.99),
+    "sparse": sparse,
+    "uneven": uneven,
     "steps": steps,
     "grid": grid,
     "undecided": undecided,
@@ -162,31 +191,25 @@ def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
             shares=SHARES,
             measure=True,
         )
-        points = [
-            (point.share, point.error_estimate, point.measured_error) for point in report.points
-        ]
+        pairs = [(point.error_estimate, point.measured_error) for point in report.points]
         found.append(
             {
                 "method": method,
                 "parameters": parameters,
                 "weights": kind,
-                "points": points,
-                "ratios": [e / m if m else None for _, e, m in points],
+                "ratios": [round(m / e, 4) for e, m in pairs if e and m is not None],
                 "looked": report.analyze_bytes_read / report.full_expert_bytes,
             }
         )
     return found
 
 
-def summary(found: Sequence[Figures]) -> Figures:
-    """Smallest and largest ratio, by whether a merge divides by the weights that agree."""
-    told: Figures = {}
+def summary(found: Sequence[Figures]) -> dict[str, tuple[float, float]]:
+    """Smallest and largest ratio of each method."""
+    told: dict[str, tuple[float, float]] = {}
     for one in found:
-        divides = one["parameters"].get("normalize", one["method"] == "ties")
-        key = "normalize" if divides else "no normalize"
-        ratios = [ratio for ratio in one["ratios"] if ratio]
-        low, high = told.get(key, (np.inf, 0.0))
-        told[key] = (min([low, *ratios]), max([high, *ratios]))
+        low, high = told.get(one["method"], (np.inf, 0.0))
+        told[one["method"]] = (min([low, *one["ratios"]]), max([high, *one["ratios"]]))
     return told
 
 
@@ -207,8 +230,8 @@ def main() -> None:
         store, experts = set_up(arguments.work, family, trained)
         with store:
             found = compare(store, experts)
-        results[family] = {"summary": summary(found), "merges": found}
-        print(family, results[family]["summary"], max(one["looked"] for one in found), flush=True)
+        results[family] = {"merges": found}
+        print(family, summary(found), max(one["looked"] for one in found), flush=True)
     shutil.rmtree(arguments.work / "estimates")
     keep(arguments.results, "estimates", results)
 

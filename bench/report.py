@@ -1,6 +1,7 @@
-"""Write docs/benchmarks.md from the results that the scripts here left: no figure is typed by hand.
+"""Write docs/benchmarks.md, and the table of docs/merge-methods.md, from the results that the
+scripts here left: no figure is typed by hand.
 
-    python bench/report.py [--results DIR] [--page FILE]
+    python bench/report.py [--results DIR] [--page FILE] [--methods FILE]
 
 A script that has not been run has no section.  `plots.py` draws the figures that the page shows.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import page_density
+import page_estimates
 import page_growth
 import page_incremental
 import page_mergekit
@@ -28,6 +30,7 @@ from tables import Told
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+METHODS = HERE.parent / "docs" / "merge-methods.md"
 
 HEAD = """\
 # Benchmarks
@@ -59,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--methods", type=Path, default=METHODS)
     arguments = parser.parse_args()
     parts = [HEAD]
     for name, section in SECTIONS.items():
@@ -67,6 +71,10 @@ def main() -> None:
             parts.append(section(json.loads(file.read_text())))
     parts.append((HERE / "notes.md").read_text())
     arguments.page.write_text("\n".join(parts))
+    file = arguments.results / "estimates.json"
+    if file.exists():
+        page = arguments.methods.read_text()
+        arguments.methods.write_text(page_estimates.placed(page, json.loads(file.read_text())))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""The simulated stores of the benchmarks are stores."""
+"""The simulated stores of the benchmarks are stores, and pages say what was measured."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from pathlib import Path
 
 import pytest
 
 from mstore.api import Store
+from mstore.merge.arithmetic.operators import OPERATORS
+from mstore.merge.insight import explain
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -25,3 +29,18 @@ def test_simulated_store_opens_and_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert report.blocks > 3_000
     # Blocks are holes, and those of the headers are read: nothing else is wrong.
     assert {problem.kind for problem in report.problems} <= {"block"}, report.problems
+
+
+def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/merge-methods.md, and the note of plans, are those of the results."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import page_estimates
+
+    told = json.loads((BENCH / "results" / "estimates.json").read_text())
+    page = (BENCH.parent / "docs" / "merge-methods.md").read_text()
+    assert page_estimates.placed(page, told) == page
+    low, high = page_estimates.extremes(told)
+    note = inspect.getsource(explain)
+    assert f"{low:.1f} to {high:.1f} times" in note
+    methods = {method for (method, _, _), _ in page_estimates.ratios_of(told, lambda _: True)}
+    assert methods == {f"`{method}`" for method in OPERATORS}

@@ -231,6 +231,49 @@ def test_consensus_of_one_moves_by_its_whole_delta(normalize: bool, expected: fl
     assert found.error_estimate == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("rescale", "factor"), [(True, 2.0), (False, 0.5)])
+def test_masks_count_by_their_mean_square(rescale: bool, factor: float) -> None:
+    """Of a delta that a mask keeps by chance, the estimate has the mean square, (d / p)^2 p with
+    `rescale` and d^2 p without; the bound has all of it, and what is ranked by does not change.
+    """
+    tensors = survey(
+        tensor("t", expert([3, 1], [10, 10]), expert([4, 2], [10, 10], position=1)),
+        base_squares=100.0,
+    )
+    parameters = {"density": 0.25, "rescale": rescale}
+    found = select(tensors, method="dare_linear", parameters=parameters, budget=10)
+    assert states(found) == [[OMITTED, OMITTED], [READ, OMITTED]]
+    assert found.error_estimate == pytest.approx(factor * math.sqrt(9 + 1 + 4) / 10)
+    worst = math.sqrt(3**2 + (1 + 2) ** 2) / 10 * (4.0 if rescale else 1.0)
+    assert found.error_bound == pytest.approx(worst, rel=1e-4)
+    # Places that hardly ever meet, so that nobody contests an election.
+    found = select(tensors, method="dare_ties", parameters=parameters, budget=10)
+    assert found.error_estimate == pytest.approx(factor * math.sqrt(9 + 1 + 4) / 10, rel=1e-3)
+
+
+def dense(norm: float, position: int) -> ExpertTensor:
+    """One chunk in which every element is moved."""
+    member = expert([norm], [10], position=position)
+    assert member.rows is not None
+    member.rows["nonzeros"] = CHUNK_ELEMENTS
+    return member
+
+
+def test_what_is_left_out_dilutes_what_is_kept() -> None:
+    """An expert that hardly moved, left out, leaves a heavy one undivided: off by a part of that
+    one's norm, where they agree, and not by the light one's own.
+    """
+    tensors = survey(tensor("t", dense(30.0, 0), dense(0.3, 1)), base_squares=1e4)
+    found = select(tensors, method="ties", weights=(1.0, 0.25), budget=10)
+    assert states(found) == [[READ], [OMITTED]]
+    share = 0.25 / 1.25
+    assert found.error_estimate == pytest.approx(share * 30 / math.sqrt(2) / 100, rel=0.02)
+    # Nothing left out, nothing lost; all left out, all of the change.
+    assert select(tensors, method="ties", weights=(1.0, 0.25)).error_estimate == 0.0
+    planner = Planner(tensors, ask(2, method="ties", weights=(1.0, 0.25)))
+    assert planner.cut(1).error_estimate == planner.change
+
+
 def test_unknown_norms_are_read_first_and_leave_no_bound() -> None:
     """Without statistics a whole tensor is one unit, taken first; left out, no bound is given."""
     tensors = survey(

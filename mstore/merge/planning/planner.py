@@ -40,6 +40,7 @@ from mstore.merge.arithmetic.operators import (
     reuses_base,
     rounding,
 )
+from mstore.merge.planning.estimates import elected
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.request import Request
@@ -343,7 +344,10 @@ class Planner:
         return kept * float(parameters["density"]) if self._operator.random else kept
 
     def _shortest(self, taken: Ints, goal: float, budget: int | None) -> Ints:
-        """The shortest beginning of `taken` that keeps the error: nothing shorter does."""
+        """A beginning of `taken` that keeps the error.
+
+        By halving, so nothing shorter does where the error falls with every unit, as a bound does.
+        """
 
         def error(count: int) -> float:
             chosen = np.zeros(len(self._units), dtype=bool)
@@ -398,7 +402,8 @@ class Planner:
         with np.errstate(over="ignore"):
             left = np.where(left_out, self._roots, 0.0)
             worst = math.fsum((added(left) ** 2).tolist())
-            typical = math.fsum([*added(left**2).tolist(), *surplus.ravel().tolist()])
+            likely = self._likely(left_out, (states == READ) | (states == SHARED))
+            typical = math.fsum([*likely.tolist(), *surplus.ravel().tolist()])
             everything = float(added(np.where(known, self._roots, 0.0) ** 2).sum())
         # Where something read is not finite, a distance means nothing.
         if not all(map(math.isfinite, (worst, typical, everything))):
@@ -411,6 +416,35 @@ class Planner:
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
         return math.nextafter(bound, math.inf), estimate
+
+    def _likely(self, left_out: Bools, taken: Bools) -> Floats:
+        """Mean square of the error that leaving these out makes, chunk by chunk: float64[C].
+
+        Over random masks, too: of d, kept with probability p, the mean square is p d^2, and
+        d^2 / p with `rescale`.
+        """
+        request = self._request
+        density = float(request.parameters["density"]) if self._operator.random else 1.0
+        if self._operator.additive:
+            # The coefficients hold for every mask: 1 / p is in them with `rescale`.
+            return added(np.where(left_out, self._roots, 0.0) ** 2) * density
+        found = np.zeros(self._grid.shape[1])
+        some = np.flatnonzero(left_out.any(axis=0))
+        if not len(some):
+            return found
+        squares = self._squares[:, some]
+        # What is read without statistics, or is not finite, is taken as absent.
+        counts = (left_out | taken)[:, some] & np.isfinite(squares)
+        found[some] = elected(
+            np.where(counts, squares, 0.0),
+            np.where(counts, self._kept[:, some], 0.0),
+            request.weights,
+            left_out[:, some],
+            normalize=self._normalizes,
+        )
+        scale = abs(float(request.parameters["lambda"]))
+        factor = 1.0 / density if request.parameters.get("rescale") else density
+        return found * self._grid.copies * (factor * scale * scale)
 
     def _float32_error(self) -> float:
         """What float32 may add to the distance of two merges; infinite where a step may overflow.
@@ -442,7 +476,7 @@ class Planner:
             total = 2 * math.sqrt(math.fsum((one * one).tolist()))
         return total if math.isfinite(total) else math.inf
 
-    @property
+    @cached_property
     def change(self) -> float | None:
         """Estimate of ||full - base|| / ||base||; None where a norm is not known.
 
@@ -453,7 +487,10 @@ class Planner:
         if not base or not reuses_base(self._request.method, self._request.parameters):
             return None
         with np.errstate(over="ignore"):
-            squares = math.fsum(added(self._roots**2).tolist())
+            if not np.isfinite(added(self._roots**2)).all():
+                return None
+            everything = (self._free_states == READ) | (self._free_states == DROPPED)
+            squares = math.fsum(self._likely(everything, np.zeros_like(everything)).tolist())
         return math.sqrt(squares) / math.sqrt(base) if math.isfinite(squares) else None
 
     def overflow(self) -> list[tuple[str, int]]:

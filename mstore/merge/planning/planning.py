@@ -27,7 +27,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plans import Overflow
 
-PLANNER = 4
+PLANNER = 5
 """To be raised whenever the same request leads to another plan."""
 
 

@@ -1,0 +1,150 @@
+"""Estimates: how far a merge that elects signs is likely to be off where blocks are left out.
+
+Owns the model of an election between experts of which norms and shares of moved elements are all
+that is known.  Does not own the certified bound, nor by what units are ranked (`scores`).
+
+**The model.**  Where experts move an element, and which way, has nothing to do with each other:
+two that both move it agree half of the time.  Magnitudes are exponentially distributed, as in
+`tail_squares`.  Let m = w d be a weighted delta and r what it alone would move the merge by: d
+where the operator divides by the weights that agree (`normalize`), else m.  Then of two groups of
+experts A and B that move an element both, with x = |m_A| and y = |m_B|,
+
+- half of the time they agree.  r is (W_A r_A + W_B r_B) / (W_A + W_B), W the weights that agree,
+  or r_A + r_B without division;
+- else the larger of x and y elects, A with probability a = E[x] / (E[x] + E[y]), and r is the
+  winner's own.  With b = 1 - a, mean squares are then
+
+      E[r_A^2 | A wins] = (1 + b + b^2) E[r_A^2]       E[r_B^2 | A wins] = a^2 E[r_B^2]
+      E[r_A r_B | A wins] = (a b + a / 2) sqrt(E[r_A^2] E[r_B^2])
+
+  as min(x, y) is exponential of mean a E[y] = b E[x], and what the larger has beyond it is
+  exponential as before (no memory).
+
+So two groups make one, expert by expert, the heaviest first, and last of all the group O that is
+left out meets the group S that is kept.  The full merge less the one without O is then
+
+    r_O                             where no one of S moves the element
+    W_O (r_O - r_S) / (W_O + W_S)   where they agree: O dilutes S.  r_O without division
+    r_O - r_S                       where they do not, and O wins: unlike signs, so sizes add
+    0                               where S wins
+
+What `torn` adds is for members of S that nearly cancel: O need not be large to turn their
+election, and the merge then goes from one's size to another's.
+
+Pure functions on float64[C], a value a chunk.  Only operations that IEEE 754 rounds correctly, in
+a fixed order: an estimate is part of a plan, and a plan comes out the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mstore.merge.planning.grid import Bools, Floats
+
+
+class _Group(NamedTuple):
+    """Some experts as one, float64[C] each, of an element of the chunk on average.
+
+    moved: the probability that any of them moves it.  weight: sum of the weights that agree, 0
+    where nobody moves it.  squares: r^2, in the unit of what `elected` was given.  sums: m^2.
+    torn: square of what r changes by if an election within the group that is near a tie turns.
+    """
+
+    moved: Floats
+    weight: Floats
+    squares: Floats
+    sums: Floats
+    torn: Floats
+
+
+def elected(
+    squares: Floats,
+    kept: Floats,
+    weights: Sequence[float],
+    left_out: Bools,
+    *,
+    normalize: bool,
+) -> Floats:
+    """Expected square of the full merge less the one without what is left out: float64[C].
+
+    squares, kept: float64[K, C], the squared norm of each sparsified delta, finite, and the share
+    of elements that it keeps; 0 for what takes no part.  weights: their magnitudes count.
+    left_out: bool[K, C].  Without `lambda`.
+    """
+    nothing = np.zeros(squares.shape[1])
+    out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
+    sizes = [abs(weight) for weight in weights]
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        if not sizes[k]:
+            continue
+        weighted = squares[k] * sizes[k] * sizes[k]
+        own = squares[k] if normalize else weighted
+        one = _Group(kept[k], kept[k] * sizes[k], own, weighted, nothing)
+        joined = _joined(_chosen(left_out[k], out, rest), one, normalize=normalize)
+        out, rest = _chosen(left_out[k], joined, out), _chosen(left_out[k], rest, joined)
+    return _apart(out, rest, normalize=normalize)
+
+
+def _joined(a: _Group, b: _Group, *, normalize: bool) -> _Group:
+    wins, loses = _odds(a, b)
+    ours, theirs, mixed = _where_both_move(a, b)
+    alone = a.squares * (1.0 - b.moved) + b.squares * (1.0 - a.moved)
+    if normalize:
+        share, other = _shares(a.weight * b.moved, b.weight * a.moved)
+        agreed = share * share * ours + other * other * theirs + share * other * mixed
+    else:
+        agreed = ours + theirs + mixed
+    fought = wins * (1.0 + loses + loses * loses) * ours
+    fought = fought + loses * (1.0 + wins + wins * wins) * theirs
+    weight = a.weight * (1.0 - b.moved) + b.weight * (1.0 - a.moved)
+    weight = weight + (1.0 + wins) / 2.0 * a.weight * b.moved
+    weight = weight + (1.0 + loses) / 2.0 * b.weight * a.moved
+    tie = loses * np.sqrt(ours) + wins * np.sqrt(theirs)
+    return _Group(
+        a.moved + b.moved - a.moved * b.moved,
+        weight,
+        alone + (agreed + fought) / 2.0,
+        a.sums + b.sums,
+        a.torn + b.torn + tie * tie / 2.0,
+    )
+
+
+def _apart(out: _Group, rest: _Group, *, normalize: bool) -> Floats:
+    wins, loses = _odds(out, rest)
+    ours, theirs, mixed = _where_both_move(out, rest)
+    if normalize:
+        share, _ = _shares(out.weight * rest.moved, rest.weight * out.moved)
+        # Never below 0: the geometric mean of two is at most half of their sum.
+        agreed = share * share * (ours + theirs - mixed)
+    else:
+        agreed = ours
+    turned = (1.0 + loses + loses * loses) * ours + wins * wins * theirs
+    turned = wins * (turned + (2.0 * loses + 1.0) * wins * mixed + rest.torn * out.moved)
+    return out.squares * (1.0 - rest.moved) + (agreed + turned) / 2.0
+
+
+def _where_both_move(a: _Group, b: _Group) -> tuple[Floats, Floats, Floats]:
+    """r_A^2, r_B^2 and 2 |r_A| |r_B|, on average, of elements that both move, else 0."""
+    ours, theirs = a.squares * b.moved, b.squares * a.moved
+    return ours, theirs, np.sqrt(ours) * np.sqrt(theirs)
+
+
+def _odds(a: _Group, b: _Group) -> tuple[Floats, Floats]:
+    """The probability that A elects where A and B do not agree, and that B does."""
+    return _shares(np.sqrt(a.sums * b.moved), np.sqrt(b.sums * a.moved))
+
+
+def _shares(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """a and b as shares of their sum; halves where that is 0."""
+    total = a + b
+    some = total > 0.0
+    share = np.where(some, a, 0.5) / np.where(some, total, 1.0)
+    return share, 1.0 - share
+
+
+def _chosen(mask: Bools, there: _Group, elsewhere: _Group) -> _Group:
+    """One group where the mask says so, the other one elsewhere."""
+    return _Group(*(np.where(mask, a, b) for a, b in zip(there, elsewhere, strict=True)))
