@@ -8,6 +8,8 @@ programs inherit that: mstore would rightly not hear the signals that some tests
 signal with a handler of ours is at its default again in every program that a test starts.
 
 Nothing ends the run in the middle without a word: `silent_ends`.
+
+The workers of a long run compile the kernels together, before their first tests: `kernels_once`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 import silent_ends
 from hypothesis import settings
 
@@ -28,3 +31,15 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 silent_ends.refuse()
+
+# A few tests compile what they use.
+LONG_RUN = 1000
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiled once by all workers, which have the directory above their own in common."""
+    if hasattr(request.config, "workerinput") and request.session.testscollected >= LONG_RUN:
+        from kernels_once import compile_all
+
+        compile_all(tmp_path_factory.getbasetemp().parent)

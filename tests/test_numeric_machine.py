@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
+from types import SimpleNamespace
 
+import kernels_once
 import numpy as np
 import pytest
 
@@ -148,3 +151,39 @@ def test_compiling_is_told_once(
     monkeypatch.setattr(machine, "_told", Event())
     _run(_pass(modules, "passes_told"))
     assert caplog.records == []
+
+
+# -- compiled once by the workers of the tests ------------------------------------------------
+
+
+def test_workers_know_every_pass() -> None:
+    """What the workers compile together is every pass that a module of the library makes."""
+    library = Path(machine.__file__).parent.parent
+    making = {path.stem for path in library.rglob("*.py") if " Pass(" in path.read_text()}
+    assert making == {module.__name__.rpartition(".")[2] for module in kernels_once.MODULES}
+    assert len(kernels_once.passes()) >= 14
+
+
+def test_workers_share_passes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another worker compiles is left to it, and waited for when all else is done."""
+    loaded: list[str] = []
+    done = Event()
+
+    def one(name: str) -> SimpleNamespace:
+        def load() -> None:
+            loaded.append(name)
+            if name == "last":
+                done.set()
+
+        return SimpleNamespace(load=load)
+
+    named = {name: one(name) for name in ("taken", "free", "last")}
+    monkeypatch.setattr(kernels_once, "passes", lambda: named)
+    with (tmp_path / "taken.lock").open("w") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+        worker = Thread(target=kernels_once.compile_all, args=(tmp_path,))
+        worker.start()
+        assert done.wait(600)
+        assert loaded == ["free", "last"]
+    worker.join()
+    assert loaded == ["free", "last", "taken"]
