@@ -20,9 +20,27 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TEAM = 61000
 ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
-# Commands of the transcript that write to the store; the others only read it.
 # Of a pair that nobody has compared: its statistics are taken for this.
 PLAN = "mstore plan --base code --expert math --method linear"
+# What needs no place to write.
+READING = (
+    "mstore refs",
+    "mstore show merged",
+    "mstore ls merged --tensors",
+    "mstore cat merged:config.json",
+    "mstore diff code math",
+    "mstore explain merged",
+    "mstore blame merged",
+    "mstore reflog",
+    "mstore stats",
+    "mstore du",
+    "mstore plans",
+    "mstore config",
+    "mstore fsck",
+    "mstore fsck --read-data",
+    "mstore gc --dry-run",
+)
+# Commands of the transcript that write to the store; the others only read it.
 WRITING = ("mstore init", "mstore add", "mstore merge")
 
 
@@ -125,6 +143,23 @@ def fill(place: World, user: User, at: Path, store: Path) -> None:
             done(place, user, command, at, store)
 
 
+@pytest.fixture(scope="module")
+def filled(place: World) -> Path:
+    """A store of alice's that nobody works in: tests copy it."""
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, "filled", owner, owner.number, 0o755)
+    fill(place, owner, at, at / "store")
+    return at / "store"
+
+
+def copied(place: World, filled: Path, name: str) -> tuple[User, Path]:
+    """The owner of a directory with a copy of the store."""
+    owner = _user(place, ALICE, umask=0o022)
+    at = shop(place, name, owner, owner.number, 0o755)
+    place.root(f"cp -a {filled} {at}/store")
+    return owner, at / "store"
+
+
 def reads(place: World, reader: User, store: Path) -> None:
     """Every command that only reads does so, prints what the README has, and changes nothing."""
     at = reader.home
@@ -135,23 +170,9 @@ def reads(place: World, reader: User, store: Path) -> None:
                 printed = done(place, reader, command, at, store)
                 assert steady(printed.replace(f"{at}/", "")) == steady(told), command
         commands = (
-            "mstore refs",
-            "mstore show merged",
-            "mstore ls merged --tensors",
-            "mstore cat merged:config.json",
-            "mstore diff code math",
-            "mstore explain merged",
-            "mstore blame merged",
-            "mstore reflog",
-            "mstore stats",
-            "mstore du",
-            "mstore plans",
+            *READING,
             f"{PLAN} -o plan.json",
             "mstore plan --base llama --expert math --method ties --param density=0.3 --sweep",
-            "mstore config",
-            "mstore fsck",
-            "mstore fsck --read-data",
-            "mstore gc --dry-run",
             "mstore checkout merged out",
             "mstore diff merged ./out",
             # The second brings the first up to date.
@@ -206,41 +227,35 @@ def is_refused(place: World, reader: User, store: Path, *words: str) -> None:
     assert everything(store) == before
 
 
-def test_another_users_store(place: World, carol: User) -> None:
+def test_another_users_store(place: World, carol: User, filled: Path) -> None:
     """Whoever may read the files of a store reads it, and mounts it, and leaves no trace; whoever
     may not write them is told so, whose it is, and how to go on."""
-    owner = _user(place, ALICE, umask=0o022)
-    at = shop(place, "owned", owner, owner.number, 0o755)
-    fill(place, owner, at, at / "store")
-    reads(place, carol, at / "store")
-    is_refused(place, carol, at / "store", f"user u{CAROL}", f"user u{ALICE}'s", "sudo -u u61001")
+    reads(place, carol, filled)
+    is_refused(place, carol, filled, f"user u{CAROL}", f"user u{ALICE}'s", "sudo -u u61001")
 
 
 @pytest.mark.slow
-def test_a_store_without_the_right_to_write(place: World) -> None:
+def test_a_store_without_the_right_to_write(place: World, filled: Path) -> None:
     """After `chmod -R a-w` its owner reads it as before, and is told how to have it back."""
-    owner = _user(place, ALICE, umask=0o022)
-    at = shop(place, "kept", owner, owner.number, 0o755)
-    store = at / "store"
-    fill(place, owner, at, store)
+    owner, store = copied(place, filled, "kept")
     place.root(f"chmod -R a-w {store}")
     reads(place, owner, store)
     is_refused(place, owner, store, f"chmod -R u+w {store}")
-    done(place, owner, f"chmod -R u+w {store} && mstore tag v1 merged", at, store)
+    done(place, owner, f"chmod -R u+w {store} && mstore tag v1 merged", store.parent, store)
 
 
-def test_a_read_only_filesystem(place: World) -> None:
+def test_a_read_only_filesystem(place: World, filled: Path) -> None:
     """On a filesystem that is mounted read-only everybody reads, its owner and root too."""
-    owner = _user(place, ALICE, umask=0o022)
-    at = shop(place, "frozen", owner, owner.number, 0o755)
-    store = at / "store"
-    fill(place, owner, at, store)
+    owner, store = copied(place, filled, "frozen")
     place.root(f"mount --bind {store} {store}; mount -o remount,bind,ro {store}")
     reads(place, owner, store)
     is_refused(place, owner, store, "mounted read-only")
     root = User(0, (0,), place.path / "root")
     root.home.mkdir()
-    reads(place, root, store)
+    before = everything(store)
+    for status, command, printed in together(place, root, READING, root.home, store):
+        assert status == 0, (command, printed)
+    assert everything(store) == before
     is_refused(place, root, store, "mounted read-only")
 
 
@@ -286,13 +301,15 @@ def test_a_team(place: World, alice: User, bob: User, carol: User) -> None:
     for first, second in ((alice, bob), (bob, alice)):
         done(place, first, "mstore add code --name extra", at)
         done(place, second, "mstore merge --base llama --expert extra --method linear --name m", at)
-        done(place, first, "mstore rm m extra && mstore gc --reflog-days 0 --all", at)
-        done(place, second, "mstore fsck --read-data --repair", at)
-        done(place, second, "mstore config codec dense", at)
-        done(place, first, "mstore reindex", at)
-        assert unshared(store) == []
-        done(place, second, "mstore add math --name again && mstore rm again", at)
-        assert unshared(store) == []
+        for user, commands in (
+            (first, ("mstore rm m extra", "mstore gc --reflog-days 0 --all")),
+            (second, ("mstore fsck --read-data --repair", "mstore config codec dense")),
+            (first, ("mstore reindex",)),
+            (second, ("mstore add math --name again", "mstore rm again")),
+        ):
+            for status, command, printed in together(place, user, commands, at, store):
+                assert status == 0, (command, printed)
+            assert unshared(store) == [], commands
     assert list((store / "tmp").iterdir()) == []
     assert "permission denied" in place.run(carol, "mstore refs", carol.home, store).stdout
     root = User(0, (0,), place.path)
