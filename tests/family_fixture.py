@@ -1,6 +1,7 @@
 """The small trained family that tests share.
 
-Owns: `quick_family`, trained once in a pytest session. A test module that wants it says
+Owns: `quick_family`, trained once in a run, whatever the number of its workers. A test module that
+wants it says
 
     pytest_plugins = ["family_fixture"]
 
@@ -13,6 +14,9 @@ PYTEST_DONT_REWRITE: nothing is asserted here, and those who use it import it be
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -29,5 +33,18 @@ __all__ = ["demo", "family", "quick_family"]
 
 @pytest.fixture(scope="session")
 def quick_family(tmp_path_factory: pytest.TempPathFactory) -> family.Family:
-    """A base and three experts of 1 M parameters each, in a directory of this session."""
+    """A base and three experts of 1 M parameters each, in a directory of this run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return _trained(tmp_path_factory)
+    # What all workers have in common.
+    made = tmp_path_factory.getbasetemp().parent / "quick_family"
+    with made.with_suffix(".lock").open("w") as one_at_a_time:
+        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_bytes(pickle.dumps(_trained(tmp_path_factory)))
+        found: family.Family = pickle.loads(made.read_bytes())
+        return found
+
+
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> family.Family:
     return family.train_family(tmp_path_factory.mktemp("family") / "quick", size=family.QUICK)
