@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mstore.ids import TensorId
-from mstore.stats import deltas
+from mstore.stats import deltas, streaming
 from mstore.stats.chunk import finite
-from mstore.stats.histogram import BINS, INFINITY_BIN, Histogram, select, taken
+from mstore.stats.histogram import BINS, INFINITY_BIN, Histogram, select
 from mstore.stats.many import SingleTables
 from mstore.stats.streaming import PairMeasure
 from mstore.stats.table import DeltaTable
@@ -60,22 +62,18 @@ def test_together_as_alone(drawn: list[tuple[Words, Words]], data: st.DataObject
     """Rows, histograms and thresholds of many are those of `DeltaTable.decode` and `select`; what
     is not plain is left out."""
     values = [measured(*pair) for pair in drawn]
-    found = SingleTables.decode([*values, None, b"junk"])
     tables = [DeltaTable.decode(value) for value in values if value is not None]
+    keep = [data.draw(st.integers(1, table.elements)) for table in tables]
+    found = SingleTables.decode([*values, None, b"junk"], [*keep, 1, 1])
     plain = [place for place, table in enumerate(tables) if is_plain(table)]
     assert found.places.tolist() == plain
-    ends = [*found.starts.tolist()[1:], len(found.bins)]
-    keep = [data.draw(st.integers(1, tables[place].elements)) for place in plain]
-    cuts = found.thresholds(keep)
     for number, place in enumerate(plain):
-        table, part = tables[place], slice(int(found.starts[number]), ends[number])
+        table = tables[place]
         assert found.rows[number : number + 1].tobytes() == table.rows.tobytes()
         assert found.elements[number] == table.elements
         assert found.chunk_elements[number] == table.chunk_elements
-        assert (found.bins[part] == table.histogram.bins).all()
-        assert (found.counts[part] == table.histogram.counts).all()
-        assert (found.inexact[part] == table.histogram.inexact).all()
-        assert cuts[number] == select(table.histogram, keep[number], table.elements)
+        wanted = select(table.histogram, keep[place], table.elements)
+        assert found.thresholds[number] == wanted
 
 
 @given(pairs(), st.integers(0, 10_000), st.integers(1, 255))
@@ -129,9 +127,31 @@ def test_encoded_as_a_table(pair: tuple[Words, Words], chunk: int) -> None:
     )
     wanted = DeltaTable(row.copy(), Histogram.from_dense(hist), len(base), chunk).encode()
     assert measured(base, expert, chunk) == wanted
-    bins, counts = taken([hist], float(row["max_abs"].max()))
+    table = DeltaTable.decode(wanted)
+    planes = deltas.collect(hist, float(row["max_abs"].max()))
     assert not hist.any()
-    assert counts.shape == (len(bins), 2)
+    assert len(planes) == 18 * len(table.histogram.bins)
+
+
+def test_histograms_of_threads_are_added_up() -> None:
+    """A table is the same whether one thread took all chunks or several did."""
+    rng = np.random.default_rng(5)
+    base = rng.integers(0x3C00, 0x3F80, 5 * CHUNK - 7, dtype=np.uint16)
+    expert = rng.integers(0x3C00, 0x3F80, len(base), dtype=np.uint16)
+    measure = PairMeasure("BF16", "BF16", len(base), CHUNK)
+    turn = Barrier(5)
+
+    def take(number: int) -> None:
+        part = slice(number * CHUNK, (number + 1) * CHUNK)
+        # All are alive at once: one that has ended may leave its number to the next.
+        turn.wait(60)
+        measure.take_chunk(number, base[part].view(np.uint8), expert[part].view(np.uint8))
+        turn.wait(60)
+
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(take, range(5)))
+    assert measure.finish(*IDS).table == measured(base, expert)
+    assert not any(spare.any() for spare in streaming._spare)
 
 
 def test_a_measure_holds_histograms_only_while_chunks_come() -> None:

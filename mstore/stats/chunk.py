@@ -84,12 +84,13 @@ def unchanged(base_squares: float) -> Rows:
 
 def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int8], int]:
     """S, float64[32] and finite, as (sketch, sketch_exponent); to the nearest, ties to even."""
-    largest = max(float(sums.max()), -float(sums.min()))
+    largest = float(np.abs(sums).max())
     if largest == 0.0:
         return np.zeros(SKETCH_BUCKETS, dtype=np.int8), 0
     exponent = math.frexp(largest)[1] - _TOP_EXPONENT
     scaled = np.rint(np.ldexp(sums, -exponent))
-    return np.clip(scaled, -_LARGEST, _LARGEST).astype(np.int8), exponent
+    # Not np.clip, which takes longer than all of the rest.
+    return np.minimum(np.maximum(scaled, -_LARGEST), _LARGEST).astype(np.int8), exponent
 
 
 def inner(a: Rows, b: Rows) -> npt.NDArray[np.float64]:

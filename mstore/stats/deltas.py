@@ -22,6 +22,7 @@ with zeros; in a tile element j and its three fellows at j + 256, + 512, + 768 a
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Final
 
@@ -31,10 +32,11 @@ import numpy.typing as npt
 from mstore.errors import BadRequest
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.machine import Pass
-from mstore.stats.chunk import CHUNK, Rows, pack_sketch, unchanged
+from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, pack_sketch, unchanged
+from mstore.stats.histogram import bin_of
 from mstore.stats.scratch import TILE, Scratch
 
-__all__ = ["CHUNK", "TILE", "base_squares", "count_low", "measure", "unchanged"]
+__all__ = ["CHUNK", "TILE", "base_squares", "collect", "count_low", "measure", "unchanged"]
 
 MAX_ELEMENTS: Final = 2**31
 """Most elements a call takes: its counts are kept in 32 bits."""
@@ -43,6 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 DenseHistogram = npt.NDArray[np.int64]
 
 _INFINITY: Final = 0x7F800000
+_NO_SKETCH: Final = bytes(SKETCH_BUCKETS)
 _HERE: Final = Path(__file__)
 _SOURCES: Final = (
     _HERE.parent.parent / "numeric" / "codes.py",
@@ -54,7 +57,10 @@ _SOURCES: Final = (
 _measure: Final = Pass("mstore.stats.passes", "measure", "ipiipiiipppppp", _SOURCES)
 _square: Final = Pass("mstore.stats.passes", "square", "ipiipp", _SOURCES)
 _count_low: Final = Pass("mstore.stats.passes", "count_low", "ipiipiiippp", _SOURCES)
+_collect: Final = Pass("mstore.stats.passes", "collect", "pipp", _SOURCES)
 _scratch: Final = Scratch()
+_ROW: Final = struct.Struct(f"<IddIdh{SKETCH_BUCKETS}s")
+"""A row of CHUNK, the largest |d| as its bits: one call, where numpy takes one a field."""
 
 
 def measure(
@@ -80,18 +86,18 @@ def measure(
 
     Raises BadRequest for other dtypes, lengths or shapes.
     """
-    base_code, base_bytes = _elements(base, base_dtype, n, "base")
-    expert_code, expert_bytes = _elements(expert, expert_dtype, n, "expert")
+    base_code, base_bytes, base_at = _elements(base, base_dtype, n, "base")
+    expert_code, expert_bytes, expert_at = _elements(expert, expert_dtype, n, "expert")
     if first_index < 0 or first_index % TILE:
         raise BadRequest(f"a chunk starts at a multiple of {TILE} elements, not at {first_index}")
     _check_counts(hist, (0x8000, 2), "histogram")
     scratch = _scratch
     _measure(
         base_code,
-        base_bytes.ctypes.data,
+        base_at,
         base_bytes.size,
         expert_code,
-        expert_bytes.ctypes.data,
+        expert_at,
         expert_bytes.size,
         n,
         first_index,
@@ -104,14 +110,25 @@ def measure(
     )
     results = scratch.results
     largest = int(results[1])
-    row = unchanged(_one_nan(float(results[4])))
-    row["nonzeros"] = int(results[0])
-    row["sum_abs"] = _one_nan(float(results[2]))
-    row["sum_squares"] = _one_nan(float(results[3]))
-    row["max_abs"] = np.array([largest], dtype=np.uint32).view(np.float32)
+    sketch, exponent = _NO_SKETCH, 0
     if 0 < largest < _INFINITY:
-        row["sketch"], row["sketch_exponent"] = pack_sketch(results[5:])
-    return row
+        signed, exponent = pack_sketch(results[5:])
+        sketch = signed.tobytes()
+    sum_abs, sum_squares, squares = map(_one_nan, results[2:5].tolist())
+    row = _ROW.pack(int(results[0]), sum_abs, sum_squares, largest, squares, exponent, sketch)
+    return np.frombuffer(bytearray(row), dtype=CHUNK)
+
+
+def collect(hist: DenseHistogram, largest: float) -> bytes:
+    """What `measure` counted in `hist`, as the byte planes of `mstore.stats.table`; `hist` is zero
+    afterwards.
+
+    largest: no bin above that of this magnitude is occupied.  Looks at each bin up to there.
+    """
+    _check_counts(hist, (0x8000, 2), "histogram")
+    end = bin_of(largest) + 1
+    _collect(hist.ctypes.data, end, _scratch.planes_at, _scratch.found_at)
+    return _scratch.planes[: 18 * int(_scratch.found[0])].tobytes()
 
 
 def base_squares(base: Bytes, base_dtype: str, n: int) -> float:
@@ -120,9 +137,9 @@ def base_squares(base: Bytes, base_dtype: str, n: int) -> float:
     With `unchanged` it makes the row of a chunk that equals the base, for half the work and
     without the expert.  Raises BadRequest as `measure` does.
     """
-    code, stored = _elements(base, base_dtype, n, "base")
+    code, stored, address = _elements(base, base_dtype, n, "base")
     scratch = _scratch
-    _square(code, stored.ctypes.data, stored.size, n, scratch.tiles_at, scratch.lanes_at)
+    _square(code, address, stored.size, n, scratch.tiles_at, scratch.lanes_at)
     return _one_nan(float(scratch.lanes[0]))
 
 
@@ -141,18 +158,18 @@ def count_low(
     all chunks of a tensor it is what `histogram.select_exact` takes.  Other arguments and errors
     as for `measure`.
     """
-    base_code, base_bytes = _elements(base, base_dtype, n, "base")
-    expert_code, expert_bytes = _elements(expert, expert_dtype, n, "expert")
+    base_code, base_bytes, base_at = _elements(base, base_dtype, n, "base")
+    expert_code, expert_bytes, expert_at = _elements(expert, expert_dtype, n, "expert")
     if not 0 <= bin < 0x8000:
         raise BadRequest(f"a bin of the histogram is 0..32767, not {bin}")
     _check_counts(low_hist, (0x10000,), "histogram of low bits")
     scratch = _scratch
     _count_low(
         base_code,
-        base_bytes.ctypes.data,
+        base_at,
         base_bytes.size,
         expert_code,
-        expert_bytes.ctypes.data,
+        expert_at,
         expert_bytes.size,
         n,
         bin,
@@ -162,8 +179,8 @@ def count_low(
     )
 
 
-def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes]:
-    """(code, the bytes as compiled code takes them)."""
+def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes, int]:
+    """(code, the bytes as compiled code takes them, where these lie)."""
     code = CODES.get(dtype)
     if code is None:
         raise BadRequest(
@@ -180,9 +197,11 @@ def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes]
         )
     # Blocks may lie at any offset of a mapped file; compiled code takes aligned elements only.
     aligned = np.ascontiguousarray(stored)
-    if aligned.ctypes.data % ITEMSIZES[dtype]:
+    address = aligned.ctypes.data
+    if address % ITEMSIZES[dtype]:
         aligned = aligned.copy()
-    return code, aligned
+        address = aligned.ctypes.data
+    return code, aligned, address
 
 
 def _check_counts(counts: DenseHistogram, shape: tuple[int, ...], what: str) -> None:

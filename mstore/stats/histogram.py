@@ -128,23 +128,9 @@ class Histogram:
         return int(self.counts.sum())
 
 
-def taken(
-    parts: Sequence[npt.NDArray[np.int64]], largest: float
-) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
-    """(bins, counts int64[bins, 2]) of dense histograms that `deltas.measure` filled; they are
-    zero afterwards.
-
-    largest: no bin above that of this magnitude is occupied.  Looks at each bin up to there once.
-    """
-    end = (_pattern(largest) >> 16) + 1
-    # Whatever is inexact is counted in the first column, too.
-    places = [np.flatnonzero(part[:end, 0] != 0) for part in parts]
-    bins = places[0] if len(places) == 1 else np.unique(np.concatenate(places))
-    counts = np.zeros((bins.size, 2), dtype=np.int64)
-    for part in parts:
-        counts += part.take(bins, axis=0)
-        part[bins] = 0
-    return bins.astype(np.uint16), counts
+def bin_of(value: float) -> int:
+    """The bin of a magnitude."""
+    return _pattern(value) >> 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +181,7 @@ class Threshold:
     @property
     def bin(self) -> int:
         """The bin of `value`: what `deltas.count_low` is to look into."""
-        return _pattern(self.value) >> 16
+        return bin_of(self.value)
 
 
 def select(hist: Histogram, k: int, n: int) -> Threshold:

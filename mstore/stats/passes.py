@@ -26,6 +26,7 @@ _LOW: Final = np.uint32(0xFFFF)
 _INEXACT: Final = np.uint32(0x8000)
 _TURN_SALT: Final = np.uint32(0x9E3779B9)
 _BUCKETS: Final = SKETCH_LANES - QUARTER
+_STRIDE: Final = 16
 
 # In the compiled functions each loop does few and simple things to a tile that stays in the L1
 # cache: LLVM vectorises such loops whole.  numba widens 32-bit integers to 64 on every operation;
@@ -340,3 +341,62 @@ def count_low(
             magnitude = np.uint32(delta[j] & _ABS)
             if np.uint32(magnitude >> 16) == wanted and magnitude != np.uint32(0):
                 low_hist[np.uint64(magnitude & _LOW)] += 1
+
+
+@compiled
+def _split(number: Any, planes: Any, at: Any, stride: Any) -> None:
+    """The bytes of a count, the lowest first, `stride` apart; where they are 0 they are so already.
+
+    Counts of small tensors have one byte, mostly.
+    """
+    while number != 0:
+        planes[at] = np.uint8(number & 0xFF)
+        number >>= np.int64(8)
+        at += stride
+
+
+@compiled
+def _occupied(counts: Any, start: int) -> bool:
+    """Whether one of the next bins is: most of them are empty, and a vector looks at several."""
+    near = counts[2 * start : 2 * (start + _STRIDE)]
+    seen = np.int64(0)
+    for j in range(2 * _STRIDE):
+        seen |= near[j]
+    return bool(seen != 0)
+
+
+@entry("pipp", floats, scratch)
+def collect(hist_address: Any, end: int, planes_address: Any, found_address: Any) -> None:
+    """Take a histogram's bins below `end`: as the byte planes of `table`, and set back to zero.
+
+    found: int64[1], how many are occupied, which take 18 bytes each.
+    """
+    hist = carray(hist_address, (KEYS, 2), np.int64)
+    counts = carray(hist_address, (2 * KEYS,), np.int64)
+    planes = carray(planes_address, (KEYS * 18,), np.uint8)
+    found = carray(found_address, (1,), np.int64)
+    size = np.int64(0)
+    for start in range(0, end, _STRIDE):
+        if _occupied(counts, start):
+            for bin_ in range(start, start + _STRIDE):
+                size += np.int64(hist[bin_, 0] != 0)
+    for place in range(size * 18):
+        planes[place] = np.uint8(0)
+    j = np.int64(0)
+    last = np.int64(0)
+    for start in range(0, end, _STRIDE):
+        if not _occupied(counts, start):
+            continue
+        for bin_ in range(start, start + _STRIDE):
+            count, inexact = hist[bin_, 0], hist[bin_, 1]
+            if count != 0:
+                step = np.int64(bin_) - last
+                last = np.int64(bin_)
+                planes[j] = np.uint8(step & 0xFF)
+                planes[size + j] = np.uint8(step >> 8)
+                _split(count - inexact, planes, 2 * size + j, size)
+                _split(inexact, planes, 10 * size + j, size)
+                hist[bin_, 0] = 0
+                hist[bin_, 1] = 0
+                j += 1
+    found[0] = size

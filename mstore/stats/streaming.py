@@ -23,7 +23,7 @@ from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
 from mstore.stats.chunk import CHUNK
 from mstore.stats.chunks import chunk_elements
-from mstore.stats.histogram import BINS, taken
+from mstore.stats.histogram import BINS
 from mstore.stats.table import MeasuredPair, encoded
 from mstore.store.catalog import Catalog
 
@@ -149,13 +149,13 @@ class PairMeasure:
                 return
         # A NaN is the largest of all: np.max says so, and so does its pattern.
         largest = float(self._rows["max_abs"].max())
-        parts = list(self._counts.values())
-        bins, counts = taken(parts, largest)
+        whole, *others = self._counts.values()
+        for part in others:
+            whole += part
+            part.fill(0)
+        self._table = encoded(self._rows, self.elements, self.chunk, deltas.collect(whole, largest))
+        _spare.extend(self._counts.values())
         self._counts.clear()
-        _spare.extend(parts)
-        self._table = encoded(
-            self._rows, self.elements, self.chunk, bins, counts[:, 0], counts[:, 1]
-        )
 
     def base_squares(self) -> float:
         """Sum of squares of the base tensor."""

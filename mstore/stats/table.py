@@ -51,8 +51,9 @@ MAX_ELEMENTS: Final = 1 << 48
 """Most elements of a tensor: keeps every sum of counts within 64 bits."""
 
 _HEAD: Final = struct.Struct("<QQI")
-_BIN_BYTES: Final = 2 + 8 + 8
-_SINGLE_BYTES: Final = _HEAD.size + CHUNK.itemsize + (NAN_BIN + 1) * _BIN_BYTES
+HEAD_BYTES: Final = _HEAD.size
+BIN_BYTES: Final = 2 + 8 + 8
+_SINGLE_BYTES: Final = HEAD_BYTES + CHUNK.itemsize + (NAN_BIN + 1) * BIN_BYTES
 """What a table of one row takes at most, as plain bytes."""
 
 
@@ -133,9 +134,12 @@ class DeltaTable:
     def encode(self) -> bytes:
         """The table as bytes; see the module's docstring."""
         hist = self.histogram
-        return encoded(
-            self.rows, self.elements, self.chunk_elements, hist.bins, hist.counts, hist.inexact
-        )
+        steps = hist.bins.astype("<u2")
+        steps[1:] -= hist.bins[:-1]
+        exact = (hist.counts - hist.inexact).astype("<u8", copy=False)
+        inexact = hist.inexact.astype("<u8", copy=False)
+        planes = b"".join(map(_planes, (steps, exact, inexact)))
+        return encoded(self.rows, self.elements, self.chunk_elements, planes)
 
     @classmethod
     def decode(cls, data: Buffer, *, limit: int = DEFAULT_LIMIT) -> Self:
@@ -150,7 +154,7 @@ class DeltaTable:
         if elements > MAX_ELEMENTS or not 1 <= chunk_elements < 1 << 32 or occupied > NAN_BIN + 1:
             raise Corrupt("statistics claim impossible lengths", where=_WHERE)
         chunks = -(-elements // chunk_elements)
-        if len(plain) != _HEAD.size + chunks * CHUNK.itemsize + occupied * _BIN_BYTES:
+        if len(plain) != _HEAD.size + chunks * CHUNK.itemsize + occupied * BIN_BYTES:
             raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
         rows = _rows(plain, _HEAD.size, chunks)
         steps, exact, inexact = _counts(plain, _HEAD.size + chunks * CHUNK.itemsize, occupied)
@@ -166,21 +170,14 @@ class DeltaTable:
             raise Corrupt(f"statistics contradict themselves: {error.what}", where=_WHERE) from None
 
 
-def unpacked_single(value: bytes) -> tuple[int, int, int, bytes] | None:
-    """(elements, elements a chunk, bins, row and histogram as they are packed) of a table of one
-    row; None for any other, and for one that is not as long as it says.
-    """
+def unpacked(value: bytes | None) -> bytes:
+    """The plain bytes of an encoded table of one row; none where there are none, or too many."""
+    if value is None:
+        return b""
     try:
-        plain = _decompress(value, _SINGLE_BYTES)
+        return _decompress(value, _SINGLE_BYTES)
     except Corrupt:
-        return None
-    if len(plain) < _HEAD.size:
-        return None
-    elements, chunk, occupied = _HEAD.unpack_from(plain)
-    length = _HEAD.size + CHUNK.itemsize + occupied * _BIN_BYTES
-    if not (0 < elements <= chunk < 1 << 32 and occupied) or len(plain) != length:
-        return None
-    return elements, chunk, occupied, plain[_HEAD.size :]
+        return b""
 
 
 class _Own(threading.local):
@@ -198,32 +195,18 @@ _COLUMNS: Final = CHUNK.names or ()
 _WHERE: Final = "delta table"
 
 
-def encoded(
-    rows: Rows,
-    elements: int,
-    chunk_elements: int,
-    bins: npt.NDArray[np.uint16],
-    counts: npt.NDArray[np.integer[Any]],
-    inexact: npt.NDArray[np.integer[Any]],
-) -> bytes:
-    """The table of these rows and of this histogram as bytes: `DeltaTable.encode`.
+def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) -> bytes:
+    """The table of these rows and of this histogram, in its byte planes, as bytes.
 
     Checks nothing: its caller counted them, or has a table, which is checked when it is made.
     """
-    steps = bins.astype("<u2")
-    steps[1:] -= bins[:-1]
-    parts = [_HEAD.pack(elements, chunk_elements, bins.size)]
+    parts = [_HEAD.pack(elements, chunk_elements, len(histogram) // BIN_BYTES)]
     if rows.size == 1:
         # The lowest byte of its one entry, then the second, ...: the row as it is.
         parts.append(rows.tobytes())
     else:
         parts += [_planes(rows[name]) for name in _COLUMNS]
-    parts += [
-        _planes(steps),
-        _planes((counts - inexact).astype("<u8", copy=False)),
-        _planes(inexact.astype("<u8", copy=False)),
-    ]
-    return MAGIC + _own.compressor.compress(b"".join(parts))
+    return MAGIC + _own.compressor.compress(b"".join((*parts, histogram)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +234,8 @@ def _rows(plain: bytes, at: int, count: int) -> Rows:
 
 def _counts(plain: bytes, at: int, count: int) -> tuple[Any, Any, Any]:
     """Steps u16[count], exact and inexact counts u64[count], from their byte planes."""
-    split = np.frombuffer(plain, dtype=np.uint8, count=_BIN_BYTES * count, offset=at)
-    planes = split.reshape(_BIN_BYTES, count)
+    split = np.frombuffer(plain, dtype=np.uint8, count=BIN_BYTES * count, offset=at)
+    planes = split.reshape(BIN_BYTES, count)
     return (
         np.ascontiguousarray(planes[:2].T).reshape(-1).view("<u2"),
         np.ascontiguousarray(planes[2:10].T).reshape(-1).view("<u8"),

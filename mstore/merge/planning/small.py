@@ -66,6 +66,9 @@ class SmallSurvey:
         self._statistics = statistics
         self._request = request
         self._trims = needs_thresholds(request.method, request.parameters)
+        self._density = float(request.parameters["density"]) if self._trims else 1.0
+        self._weightless = request.weightless
+        self._chunks: dict[str, int] = {}
         self._nothing = np.zeros(1, dtype=CHUNK)
 
     def takes(self, one: Candidate) -> bool:
@@ -83,7 +86,11 @@ class SmallSurvey:
         ) and math.prod(base.shape) <= self._chunk(base.dtype)
 
     def _chunk(self, dtype: str) -> int:
-        return chunk_elements(self._catalog.block_size, dtype, self._request.dtype or dtype)
+        found = self._chunks.get(dtype)
+        if found is None:
+            output = self._request.dtype or dtype
+            found = self._chunks[dtype] = chunk_elements(self._catalog.block_size, dtype, output)
+        return found
 
     def survey(self, batch: Sequence[Candidate]) -> list[SurveyedTensor | None]:
         """Each of these; None for one that is to be looked at by itself.  Raises Corrupt."""
@@ -93,25 +100,19 @@ class SmallSurvey:
 
     def _one(self, one: Candidate, number: int, looks: _Looks) -> SurveyedTensor | None:
         experts = []
+        equal, twin, cost = looks.equal[number], looks.twin[number], looks.cost[number]
         for k, (id, record) in enumerate(one.pairs):
             pair = (one.base_id, id)
             row: Any = self._nothing
             threshold: Threshold | None = NOTHING_KEPT
-            if id != one.base_id and not self._request.weightless[k]:
+            if id != one.base_id and not self._weightless[k]:
                 found = looks.numbers.get(pair)
                 if found is None:
                     return None
                 row, threshold = found
+            at = slice(k, k + 1)
             experts.append(
-                ExpertTensor(
-                    pair,
-                    record,
-                    looks.equal[number, k : k + 1],
-                    looks.twin[number, k : k + 1],
-                    looks.cost[number, k : k + 1],
-                    row,
-                    threshold,
-                )
+                ExpertTensor(pair, record, equal[at], twin[at], cost[at], row, threshold)
             )
         elements, chunk = math.prod(one.base.shape), self._chunk(one.base.dtype)
         return SurveyedTensor(one.name, one.base, elements, chunk, tuple(experts), one.copies)
@@ -135,24 +136,20 @@ class SmallSurvey:
         wanted = {
             (one.base_id, id): one.base
             for one in batch
-            for (id, _), nothing in zip(one.pairs, self._request.weightless, strict=True)
+            for (id, _), nothing in zip(one.pairs, self._weightless, strict=True)
             if id != one.base_id and not nothing
         }
         pairs = list(wanted)
-        tables = SingleTables.decode(self._statistics.encoded_pairs(pairs))
-        found = [pairs[place] for place in tables.places.tolist()]
-        elements = tables.elements.tolist()
-        cuts: list[Threshold | None] = [None] * len(found)
-        if self._trims:
-            density = float(self._request.parameters["density"])
-            cuts = list(tables.thresholds([keep_count(density, count) for count in elements]))
-        numbers = {}
-        for number, (pair, count, chunk, cut) in enumerate(
-            zip(found, elements, tables.chunk_elements.tolist(), cuts, strict=True)
-        ):
-            base = wanted[pair]
-            if count == math.prod(base.shape) and chunk == self._chunk(base.dtype):
-                numbers[pair] = tables.rows[number : number + 1], cut
+        sizes = [math.prod(base.shape) for base in wanted.values()]
+        chunks = [self._chunk(base.dtype) for base in wanted.values()]
+        keep = [keep_count(self._density, size) for size in sizes] if self._trims else None
+        found = SingleTables.decode(self._statistics.encoded_pairs(pairs), keep)
+        elements, lengths = found.elements.tolist(), found.chunk_elements.tolist()
+        numbers: dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]] = {}
+        for number, place in enumerate(found.places.tolist()):
+            if elements[number] == sizes[place] and lengths[number] == chunks[place]:
+                cut = found.thresholds[number] if self._trims else None
+                numbers[pairs[place]] = found.rows[number : number + 1], cut
         return numbers
 
 
