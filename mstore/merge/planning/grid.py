@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mstore.merge.planning.surveyed import Survey, SurveyedTensor
+from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.stats.chunk import CHUNK
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -61,17 +61,7 @@ class Grid:
             known=_spread([[e.rows is not None for e in side] for side in sides], tensor, bool),
             twin=_joined([[e.twin for e in side] for side in sides], np.int64),
             cost=_joined([[e.cost for e in side] for side in sides], np.int64),
-            rows=tuple(
-                np.concatenate(
-                    [
-                        np.zeros(len(e.equal), dtype=CHUNK) if e.rows is None else e.rows
-                        for e in side
-                    ]
-                )
-                if side
-                else np.zeros(0, dtype=CHUNK)
-                for side in sides
-            ),
+            rows=tuple(map(_rows, sides)),
             threshold=_spread(cuts, tensor, np.float64),
         )
 
@@ -102,6 +92,14 @@ def added(rows: Sequence[Floats] | Floats) -> Floats:
 def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any, Any]:
     """One value an expert and tensor, as one a chunk."""
     return np.array(sides, dtype=dtype).reshape(len(sides), -1)[:, tensor]
+
+
+def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
+    """CHUNK[C] of one expert.  As bytes: numpy joins arrays of records one field at a time."""
+    raw = b"".join(
+        bytes(len(e.equal) * CHUNK.itemsize) if e.rows is None else e.rows.tobytes() for e in side
+    )
+    return np.frombuffer(raw, dtype=CHUNK)
 
 
 def _elements(tensor: SurveyedTensor) -> Floats:

@@ -522,10 +522,15 @@ class Planner:
                 found.append((-worst, tensor.name, tensor.elements))
         return [(name, elements) for _, name, elements in sorted(found)]
 
+    @cached_property
+    def _beyond(self) -> Floats:
+        """float64[T, K, 2]: `ExpertTensor.surplus`."""
+        tensors = self._survey.tensors
+        return np.array([[e.surplus for e in t.experts] for t in tensors], dtype=np.float64)
+
     def _surplus(self, states: States, left_out: Bools) -> Floats:
         """What elements add that are kept beyond k: float64[K, T], squares as in `_roots`."""
-        grid, tensors = self._grid, self._survey.tensors
-        beyond = np.array([[e.surplus for e in t.experts] for t in tensors], dtype=np.float64)
+        grid, beyond = self._grid, self._beyond
         if not beyond.any():
             return np.zeros((0, 0))
         starts = grid.starts[:-1]

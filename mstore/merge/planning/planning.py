@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 from blake3 import blake3
 
-from mstore.ids import ID_BYTES, ManifestId, TensorId
+from mstore.ids import ID_BYTES, ManifestId
 from mstore.merge.arithmetic.operators import needs_thresholds
 from mstore.merge.planning.costs import Costs
-from mstore.merge.planning.planner import Planner, Selection
+from mstore.merge.planning.planner import Planner, Selection, States
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
-from mstore.merge.planning.thresholds import Thresholds
+from mstore.merge.planning.thresholds import Known, Thresholds
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
 from mstore.reports import Progress
 from mstore.stats.store import StatsStore
@@ -103,7 +102,7 @@ class Planning:
         self._surveyor = Surveyor(catalog, statistics, request, threads=threads, progress=progress)
         self._survey = self._surveyor.survey()
         self._planner = Planner(self._survey, request)
-        self._thresholds: dict[tuple[TensorId, TensorId], Threshold | None] = {}
+        self._thresholds = Known()
 
     @property
     def analyzed(self) -> int:
@@ -160,7 +159,7 @@ class Planning:
                     known=self._thresholds,
                 )
                 thresholds = [
-                    tuple(map(partial(cut.of, tensor), tensor.experts, states))
+                    cut.of_tensor(tensor, states)
                     for tensor, states in zip(self._survey.tensors, selection.states, strict=True)
                 ]
             if cut.at_edges:
@@ -186,12 +185,16 @@ def _record(
         PlanTensor(
             tensor.name,
             tensor.chunk_elements,
-            tuple(state.tobytes() for state in states),
+            states,
             cut,
             omitted,
         )
         for tensor, states, cut, omitted in zip(
-            survey.tensors, selection.states, thresholds, selection.omitted, strict=True
+            survey.tensors,
+            map(_bytes_of, selection.states),
+            thresholds,
+            selection.omitted,
+            strict=True,
         )
     )
     return Plan(
@@ -221,3 +224,9 @@ def _record(
         copied=survey.copied,
         notes=tuple(notes),
     )
+
+
+def _bytes_of(states: States) -> tuple[bytes, ...]:
+    """uint8[K, chunks] as a byte a chunk, for each expert."""
+    raw, chunks = states.tobytes(), states.shape[1]
+    return tuple(raw[at : at + chunks] for at in range(0, len(raw), chunks))

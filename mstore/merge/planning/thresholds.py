@@ -11,6 +11,8 @@ chunks out, how many ties each chunk has, since those that are left out use up t
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,22 @@ from mstore.store.catalog import Catalog
 LOW_VALUES = 1 << 16
 # Chunks of one look: the quota may end in any of them, and the rest was read for nothing.
 _AHEAD = 8
+_LEFT_OUT = frozenset((OMITTED, DROPPED))
 _ALL_KEPT = np.zeros(0, dtype=np.int64)
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was found for one survey, for plans of other budgets.
+
+    whole: thresholds of whole experts by pair of tensors, None where finding one was ruled out.
+    singles: those of a tensor of one chunk, per expert, by its name; where all are found.
+    """
+
+    whole: dict[tuple[TensorId, TensorId], Threshold | None] = field(default_factory=dict)
+    singles: dict[str, tuple[Threshold, ...]] = field(default_factory=dict)
 
 
 class Thresholds:
@@ -39,8 +54,7 @@ class Thresholds:
 
     density: share of a tensor's elements to keep.  analyze: the data may be looked at; `meter`
     counts the expert bytes that this reads.  `at_edges` turns true once a bin's edge had to serve,
-    with all elements on it, because that was ruled out.  known: thresholds of whole experts that
-    were found before, by pair of tensors; grows.
+    with all elements on it, because that was ruled out.  known: what was found before; grows.
     """
 
     def __init__(
@@ -52,7 +66,7 @@ class Thresholds:
         analyze: bool,
         pool: ThreadPoolExecutor,
         meter: Meter,
-        known: dict[tuple[TensorId, TensorId], Threshold | None] | None = None,
+        known: Known | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
@@ -61,7 +75,27 @@ class Thresholds:
         self.at_edges = False
         self._pool = pool
         self._meter = meter
-        self._known = {} if known is None else known
+        self._known = Known() if known is None else known
+
+    def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
+        """`of` for each expert; states: uint8[K, chunks]."""
+        if states.shape[1] > 1:
+            return tuple(map(partial(self.of, tensor), tensor.experts, states))
+        whole = self._known.singles.get(tensor.name)
+        if whole is None:
+            found = [self._of_whole(tensor, expert) for expert in tensor.experts]
+            whole = tuple(one for one in found if one is not None)
+            if len(whole) < len(found):
+                return tuple(map(partial(self.of, tensor), tensor.experts, states))
+            self._known.singles[tensor.name] = whole
+        column = states.tobytes()
+        if _LEFT_OUT.isdisjoint(column):
+            return whole
+        # All or nothing is read of each: what is left out uses up no quota of anything.
+        return tuple(
+            Threshold(cut.value, UNLIMITED) if state in _LEFT_OUT else cut
+            for state, cut in zip(column, whole, strict=True)
+        )
 
     def of(self, tensor: SurveyedTensor, expert: ExpertTensor, states: States) -> Threshold:
         """What the engine is to cut this expert's delta at.
@@ -71,12 +105,7 @@ class Thresholds:
         """
         found = expert.threshold
         assert found is not None
-        if expert.pair in self._known:
-            whole = self._known[expert.pair]
-        else:
-            whole = self._known[expert.pair] = self._whole(tensor, expert, found)
-        if len(states) == 1:
-            return self._of_one_chunk(found, whole, int(states[0]))
+        whole = self._of_whole(tensor, expert)
         is_read = (states == READ) | (states == SHARED)
         left_out = (states == OMITTED) | (states == DROPPED)
         if whole is None:
@@ -100,16 +129,13 @@ class Thresholds:
         kept[-1] -= int(ties.sum()) - whole.quota
         return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
 
-    def _of_one_chunk(
-        self, found: histogram.Threshold, whole: Threshold | None, state: int
-    ) -> Threshold:
-        """The same of a tensor of which all or nothing is read."""
-        if whole is None:
-            self.at_edges |= state in (READ, SHARED)
-            return Threshold(found.value, UNLIMITED)
-        if whole.quota == UNLIMITED or state not in (OMITTED, DROPPED):
-            return whole
-        return Threshold(whole.value, UNLIMITED)
+    def _of_whole(self, tensor: SurveyedTensor, expert: ExpertTensor) -> Threshold | None:
+        """`_whole`, found once."""
+        known = self._known.whole
+        if expert.pair not in known:
+            assert expert.threshold is not None
+            known[expert.pair] = self._whole(tensor, expert, expert.threshold)
+        return known[expert.pair]
 
     def _whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold

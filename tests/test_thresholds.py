@@ -1,0 +1,62 @@
+"""Thresholds of small tensors: found once, and cut together as each would be alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from mstore import Store
+from mstore.blocks.meter import Meter
+from mstore.ids import TensorId
+from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor
+from mstore.merge.planning.thresholds import Known, Thresholds
+from mstore.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
+from mstore.objects.tensor import Tensor
+from mstore.stats.histogram import Threshold
+
+RECORD = Tensor("BF16", (64,), 128, bytes(32))
+LIMITED = Threshold(value=0.5, above=3, needed=2, in_bin=5, inexact=0)
+ALL_OF_ITS_BIN = Threshold(value=0.25, above=3, needed=5, in_bin=5, inexact=2)
+UNKNOWN = Threshold(value=0.125, above=3, needed=1, in_bin=5, inexact=4)
+"""The order within its bin decides, and nobody may look."""
+
+
+def tensor(name: str, *cuts: Threshold) -> SurveyedTensor:
+    """A tensor of one chunk, with an expert for each threshold."""
+    one = np.zeros(1, dtype=np.int64)
+    experts = tuple(
+        ExpertTensor(
+            (TensorId(bytes(32)), TensorId((name[:1] * 31).encode() + bytes([k]))),
+            RECORD,
+            one.astype(bool),
+            one + k,
+            one + 128,
+            None,
+            cut,
+        )
+        for k, cut in enumerate(cuts)
+    )
+    return SurveyedTensor(name, RECORD, 64, 1024, experts, 1)
+
+
+def test_together_as_alone(tmp_path: Path) -> None:
+    """For any states, the first time and later, a tensor's thresholds are those of each expert."""
+    known = Known()
+    tensors = (tensor("all", LIMITED, ALL_OF_ITS_BIN, LIMITED), tensor("some", LIMITED, UNKNOWN))
+    with Store.init(tmp_path / "store") as store, ThreadPoolExecutor(1) as pool:
+
+        def thresholds(known: Known | None) -> Thresholds:
+            args = store._catalog, store._statistics, 0.1
+            return Thresholds(*args, analyze=False, pool=pool, meter=Meter("test"), known=known)
+
+        for one in tensors:
+            for chosen in product((READ, SHARED, EQUAL, OMITTED, DROPPED), repeat=len(one.experts)):
+                states = np.array(chosen, dtype=np.uint8)[:, None]
+                together, alone = thresholds(known), thresholds(None)
+                wanted = tuple(map(alone.of, [one] * len(states), one.experts, states))
+                assert together.of_tensor(one, states) == wanted
+                assert together.at_edges == alone.at_edges
+    assert set(known.singles) == {"all"}
