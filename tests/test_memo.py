@@ -63,6 +63,19 @@ def test_a_row_is_replaced(memo: Memo) -> None:
     assert memo.outputs([key(1)]) == [b"new"]
 
 
+def test_what_merges_made_is_told_apart_from_requests(memo: Memo) -> None:
+    """A table that has only plans of requests remembers no output, before and after a flush."""
+    assert not memo.has_outputs()
+    memo.put_plan(key(7), PlanId(key(8)))
+    assert not memo.has_outputs()
+    memo.flush()
+    assert not memo.has_outputs()
+    memo.put_outputs([(key(1), b"row")])
+    assert memo.has_outputs()
+    memo.flush()
+    assert memo.has_outputs()
+
+
 def test_a_damaged_table_is_set_aside(tmp_path: Path) -> None:
     """Bytes that are no table are put out of the way and told of; all is well without them."""
     path = tmp_path / "memo"

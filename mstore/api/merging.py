@@ -289,6 +289,8 @@ class Merging(OpenStore):
 
     def _memo_expert_bytes(self, planned: Planned) -> int:
         """Of what a plan reads, what the memo table saves right now."""
+        if not self._memo.has_outputs():
+            return 0
         from mstore.merge.running.memo_hits import memo_expert_bytes
 
         return memo_expert_bytes(self._catalog, self._memo, planned.plan, planned.costs.planned)

@@ -69,6 +69,19 @@ class Memo:
         """The rows of these memo keys, None where there is none; one read transaction."""
         return self._get(OUTPUTS, keys)
 
+    def has_outputs(self) -> bool:
+        """Whether anything is remembered of what merges made: the memo table of a store that was
+        only planned in has requests, and nothing else.
+        """
+        with self._lock:
+            if any(database == OUTPUTS for database, _ in self._pending):
+                return True
+        env = self._open(create=False)
+        if env is None:
+            return False
+        with env.read() as transaction:
+            return bool(transaction.stat(env.databases[OUTPUTS])["entries"])
+
     def put_outputs(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
         """Keep (memo key, value) rows."""
         self._put(OUTPUTS, rows)
