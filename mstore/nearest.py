@@ -341,7 +341,7 @@ class _Search:
             )
         )
 
-    def _tensors(self, candidate: _Candidate) -> dict[str, TensorId]:
+    def _tensors(self, candidate: _Candidate) -> Mapping[str, TensorId]:
         return self._catalog.manifest(candidate.record.manifest_id()).tensors()
 
     # -- the checkpoint's side ---------------------------------------------------------------

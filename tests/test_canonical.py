@@ -529,6 +529,8 @@ def test_a_tensor_name_stands_for_its_first_occurrence() -> None:
     )
     manifest = Manifest(files)
     assert manifest.tensors() == {"w": TensorId(A), "v": TensorId(C)}
+    assert manifest.tensors() is manifest.tensors()
+    assert decode(Manifest, manifest.encode(), "") == manifest
     assert manifest.plain_bytes() == 5
     assert manifest.file("b") == files[1]
     assert manifest.file("c") is None

@@ -8,7 +8,8 @@ contents have equal ManifestIds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -70,7 +71,7 @@ class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return next(filter(None, too), None)
 
 
-class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
+class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True):
     """Files sorted by path (by code point)."""
 
     kind: ClassVar[Kind] = Kind.MANIFEST
@@ -97,12 +98,16 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1"):
         """The file of this path, or None."""
         return next((file for file in self.files if file.path == path), None)
 
-    def tensors(self) -> dict[str, TensorId]:
-        """Every tensor by name, in file and data order.
+    def tensors(self) -> Mapping[str, TensorId]:
+        """Every tensor by name, in file and data order; found once.
 
         A name that occurs in two files (an original and a consolidated copy, say) stands for
         its first occurrence.
         """
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, TensorId]:
         found: dict[str, TensorId] = {}
         for file in self.files:
             for part in file.tensors():

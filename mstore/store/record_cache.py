@@ -23,8 +23,8 @@ CACHE_BYTES: Final = 64 << 20
 _OF_RECORD: Final = 512
 """What a record takes in memory beside its bytes: objects, a key, a place in the table."""
 
-_OF_LIST: Final = 4
-"""Memory for a byte of a record that is a list of objects."""
+_OF_LIST: Final = 6
+"""Memory for a byte of a record that is a list of objects, and of what it looks them up by."""
 
 Key = bytes
 """The kind, one byte, and the id."""
