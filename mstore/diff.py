@@ -29,6 +29,8 @@ from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, array_dtype, tensor_blocks
 
 _AHEAD = 4
+_TOGETHER = 256
+"""Tensors whose records are read together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ class _Differ:
                     new = self._catalog.read_block(right.block(number))
                 return _sums(old, new, dtype)
 
-            return numbers, _ratio(list(self._pool.map(read, range(left.block_count()))))
+            # One block waits for no other: handing it to a thread costs more than reading it.
+            every = map if left.block_count() == 1 else self._pool.map
+            return numbers, _ratio(list(every(read, range(left.block_count()))))
         return self._computed(before, after, dtype)
 
     def _computed(self, before: _Side, after: _Side, dtype: Any) -> tuple[list[int], float | None]:
@@ -147,7 +151,12 @@ def diff(
     equal = total = changed = 0
     with ThreadPoolExecutor(threads, "diff") as pool:
         differ = _Differ(catalog, computing, pool)
-        for name in list(ours) + [name for name in theirs if name not in ours]:
+        names = list(ours) + [name for name in theirs if name not in ours]
+        for number, name in enumerate(names):
+            if number % _TOGETHER == 0:
+                near = names[number : number + _TOGETHER]
+                ids = (side.get(one) for side in (ours, theirs) for one in near)
+                catalog.preload_tensors([id for id in ids if id is not None])
             before, after = differ.side(ours.get(name)), differ.side(theirs.get(name))
             sides = [side for side in (before, after) if side is not None]
             total += max(side.block_count(catalog.block_size) for side in sides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import families
 import ml_dtypes
@@ -14,7 +15,9 @@ from cli_runs import Program
 from families import BLOCK, Arrays
 
 from mstore import Store
+from mstore.objects.tensor import Tensor as TensorRecord
 from mstore.reports import DiffReport, TensorDiff
+from mstore.store.catalog import Catalog
 
 FAMILY = families.layered(rows=60)
 
@@ -45,6 +48,23 @@ def pair(path: Path, a: list[Tensor], b: list[Tensor], *, blocks: bool = False) 
 def relative(a: Arrays, b: Arrays, name: str) -> float:
     before, after = a[name].astype(np.float64).ravel(), b[name].astype(np.float64).ravel()
     return float(np.linalg.norm(after - before) / np.linalg.norm(before))
+
+
+def test_records_are_read_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of tensors are not looked up one by one."""
+    wanted = store.diff("base", "e0")
+    alone: list[object] = []
+    decoded = Catalog._decoded
+
+    def counted(self: Catalog, kind: Any, id: Any, location: Any) -> Any:
+        if kind is TensorRecord:
+            alone.append(id)
+        return decoded(self, kind, id, location)
+
+    monkeypatch.setattr(Catalog, "_decoded", counted)
+    with Store.open(store.path) as again:
+        assert again.diff("base", "e0") == wanted
+    assert alone == []
 
 
 @pytest.mark.parametrize("threads", [1, 3])

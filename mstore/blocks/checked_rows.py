@@ -11,6 +11,7 @@ keeps nobody out.  Keys of a database have one length, so no two rows are hashed
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 from blake3 import blake3
@@ -18,14 +19,19 @@ from blake3 import blake3
 from mstore.ids import Buffer
 
 CHECK_BYTES: Final = 8
-_START: Final = blake3(derive_key_context="mstore 1 row at rest")
 
 
 def check_of(database: str, key: bytes, value: Buffer) -> bytes:
     """The check of a value under a key of a database."""
-    hasher = _START.copy()
-    hasher.update(b"".join((database.encode(), b"\0", key, value)))
+    hasher = _start(database).copy()
+    hasher.update(b"".join((key, value)))
     return hasher.digest(CHECK_BYTES)
+
+
+@cache
+def _start(database: str) -> blake3:
+    """What all checks of a database begin with."""
+    return blake3(database.encode() + b"\0", derive_key_context="mstore 1 row at rest")
 
 
 def sealed(database: str, key: bytes, value: bytes) -> bytes:

@@ -228,16 +228,24 @@ class Index:
             transaction, transaction.get(_record_key(kind, id), db=self.db("records"))
         )
 
-    def record_rows(self, transaction: Any, keys: Sequence[bytes]) -> dict[bytes, Location]:
-        """Where many records lie, by kind and id, in one call into LMDB; those that are there."""
+    def record_rows(self, transaction: Any, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The rows of many records, by kind and id, in one call into LMDB; those that are there."""
         with transaction.cursor(db=self.db("records")) as cursor:
-            found = cursor.getmulti(keys)
-        return {key: self.location(transaction, row) for key, row in found}
+            return dict(cursor.getmulti(keys))
+
+    def span(self, transaction: Any, row: bytes) -> tuple[PackId, int, int, int]:
+        """Pack, offset, stored length and codec of a row: `location` for those who read many."""
+        number, offset, stored, _, codec, _ = _LOCATION.unpack_from(row)
+        return self._pack_id(transaction, number), offset, stored, codec
 
     def _decode(self, transaction: Any, value: bytes | None) -> Location | None:
         if value is None:
             return None
         number, offset, stored, raw, codec, width = _LOCATION.unpack_from(value)
+        pack = self._pack_id(transaction, number)
+        return Location(pack, offset, stored, raw, codec, width, value[_LOCATION.size :] or NO_BASE)
+
+    def _pack_id(self, transaction: Any, number: int) -> PackId:
         if self._epoch != self.env.epoch:
             # A number that was given in a dropped transaction is given again.
             self._epoch = self.env.epoch
@@ -253,7 +261,7 @@ class Index:
                 )
             # Numbers are never given twice, so remembering them is safe.
             pack = self._pack_ids[number] = PackId(row[:32])
-        return Location(pack, offset, stored, raw, codec, width, value[_LOCATION.size :] or NO_BASE)
+        return pack
 
     # -- writing -----------------------------------------------------------------------------
 

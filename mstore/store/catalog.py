@@ -24,7 +24,17 @@ from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone, PackWriter
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
-from mstore.ids import ID_BYTES, BlockId, Buffer, Id, ManifestId, SnapshotId, TensorId, VirtualId
+from mstore.ids import (
+    ID_BYTES,
+    BlockId,
+    Buffer,
+    Id,
+    ManifestId,
+    PackId,
+    SnapshotId,
+    TensorId,
+    VirtualId,
+)
 from mstore.objects.canonical import Record, decode
 from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT
 from mstore.objects.manifest import Manifest
@@ -417,10 +427,7 @@ class Catalog:
         Raises as `tensor` does.
         """
         keys = [_TENSOR + id for id in ids]
-        found = self._records.get_many(keys)
-        missing = [key for key in dict.fromkeys(keys) if key not in found]
-        if missing:
-            found |= self._read_tensors(missing)
+        found = self._found_tensors(keys)
         size = self.block_size
         tensors = []
         for id, key in zip(ids, keys, strict=True):
@@ -432,22 +439,38 @@ class Catalog:
                 tensors.append(self.tensor(id))
         return tensors
 
+    def preload_tensors(self, ids: Sequence[TensorId]) -> None:
+        """Read tensor records together that are asked for one by one in a moment.
+
+        One that is virtual, missing or damaged is left to who asks for it.
+        """
+        self._found_tensors([_TENSOR + id for id in ids])
+
+    def _found_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
+        """Those of these records that are kept, or can be read; the rest is for `record`."""
+        found = self._records.get_many(keys)
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
+        if missing:
+            found |= self._read_tensors(missing)
+        return found
+
     def _read_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
         """Those of these records that are where the index says and what their ids say."""
-        with self.index.env.read() as transaction:
-            places = self.index.record_rows(transaction, keys)
+        index = self.index
+        with index.env.read() as transaction:
+            rows = index.record_rows(transaction, keys)
+            places = [(*index.span(transaction, row), key) for key, row in rows.items()]
         news: list[tuple[Key, Record, int]] = []
         for run in _neighbours(places):
-            first, last = run[0][1], run[-1][1]
-            length = last.offset + last.stored_length - first.offset
+            pack, begin, *_ = run[0]
+            _, last, length, *_ = run[-1]
             with suppress(Corrupt, StorageFailed):
-                data = memoryview(self.packs.read(first.pack, first.offset, length))
-                for key, place in run:
-                    begin = place.offset - first.offset
-                    one = bytes(data[begin : begin + place.stored_length])
+                data = self.packs.read(pack, begin, last + length - begin)
+                for _, offset, stored, _, key in run:
+                    one = bytes(data[offset - begin : offset - begin + stored])
                     with suppress(Corrupt):
                         if TensorId.of(one) == key[1:]:
-                            news.append((key, decode(Tensor, one, ""), len(one)))
+                            news.append((key, decode(Tensor, one, ""), stored))
         self._records.put(news)
         return {key: record for key, record, _ in news}
 
@@ -587,25 +610,30 @@ def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[b
     return found
 
 
-def _neighbours(places: Mapping[Key, Location]) -> Iterator[list[tuple[Key, Location]]]:
+def _neighbours(places: list[_Span]) -> Iterator[list[_Span]]:
     """Records in the order in which they lie, those that follow each other closely together."""
-    run: list[tuple[Key, Location]] = []
-    begin = end = 0
-    for key, place in sorted(places.items(), key=lambda one: (one[1].pack, one[1].offset)):
-        if place.codec != Codec.RAW or place.stored_length > RECORD_LIMIT:
+    run: list[_Span] = []
+    start = end = 0
+    last: PackId | None = None
+    for place in sorted(places):
+        pack, offset, stored, codec, _ = place
+        if codec != Codec.RAW or stored > RECORD_LIMIT:
             continue
-        far = place.offset > end + _GAP or place.offset - begin > _TOGETHER
-        if run and (far or run[0][1].pack != place.pack):
+        far = offset > end + _GAP or offset - start > _TOGETHER
+        if run and (far or pack != last):
             yield run
             run = []
         if not run:
-            begin = end = place.offset
-        run.append((key, place))
-        end = max(end, place.offset + place.stored_length)
+            start = end = offset
+            last = pack
+        run.append(place)
+        end = max(end, offset + stored)
     if run:
         yield run
 
 
+_Span = tuple[PackId, int, int, int, Key]
+"""Where a record lies: pack, offset, stored length, codec; and its kind and id."""
 _TENSOR = bytes([Tensor.kind])
 _GAP = 4096
 """Bytes between two records that are read rather than skipped."""
