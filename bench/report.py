@@ -24,6 +24,7 @@ import page_quality
 import page_rates
 import page_refs
 import page_small
+import page_small_calls
 import page_spine
 import page_statistics
 from tables import Told
@@ -48,6 +49,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "growth": page_growth.section,
     "refs": page_refs.section,
     "small": page_small.section,
+    "small_calls": page_small_calls.section,
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,
