@@ -586,7 +586,7 @@ def test_counting_keeps_all_ties(dtype: str, kind: str) -> None:
             outs[-1].view(np.uint8),
             "F32",
         )
-        counts.append(counted)
+        counts.append(list(counted))
     _assert_same_bits(*outs)
     expected = [
         count_ties(base.view(np.uint8), dtype, expert.view(np.uint8), dtype, n, float(cut))
@@ -594,6 +594,39 @@ def test_counting_keeps_all_ties(dtype: str, kind: str) -> None:
     ]
     assert counts == [expected, [0, 0, 0]]
     assert all(count > 0 for count in expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_quota_keeps_is_told(dtype: str) -> None:
+    """A quota that ends in a chunk keeps the ties of lowest index, over the ends of tiles too, and
+    the chunk says how many those are: all of the quota, or all ties where they are fewer."""
+    n = 2500
+    base = np.zeros(n, dtype=DTYPES[dtype])
+    # Ties in each tile, 834 of them.
+    expert = np.tile(np.array([1.0, -2.0, 0.5], np.float32), n)[:n]
+    stored = expert.astype(DTYPES[dtype])
+    places = np.flatnonzero(expert == 1.0)
+    for quota in (1, 300, 342, 343, 700, 834, 835, 4000):
+        out = np.zeros(n, dtype=np.float32)
+        kept = mix_chunk(
+            Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]),
+            base.view(np.uint8),
+            dtype,
+            stored.view(np.uint8)[None],
+            [dtype],
+            [0],
+            n,
+            0,
+            np.ones(1, np.float32),
+            [quota],
+            np.zeros((0, 2), np.uint32),
+            out.view(np.uint8),
+            "F32",
+        )
+        wanted = np.where(np.abs(expert) > 1, expert, 0)
+        wanted[places[:quota]] = 1.0
+        np.testing.assert_array_equal(out, wanted)
+        assert list(kept) == [min(quota, places.size)]
 
 
 def test_loading_needs_no_compiler() -> None:

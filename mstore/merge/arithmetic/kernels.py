@@ -19,11 +19,13 @@ change of element type produces is the canonical quiet one, since payloads diffe
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +40,15 @@ from mstore.merge.arithmetic.operators import (
     rescale_factor,
     single,
 )
-from mstore.merge.arithmetic.tiles import ADDITIVE, CONSENSUS, COUNTED, DIRECT, UNLIMITED, Scratch
+from mstore.merge.arithmetic.tiles import (
+    ADDITIVE,
+    CONSENSUS,
+    COUNTED,
+    DIRECT,
+    UNLIMITED,
+    Scratch,
+    address,
+)
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 from mstore.numeric.machine import Pass
 
@@ -56,7 +66,6 @@ _PASSES: Final = "mstore.merge.arithmetic.passes"
 _mix: Final = Pass(_PASSES, "mix", "iippiiiiipiipiippiipppppipipppp", _SOURCES)
 _count: Final = Pass(_PASSES, "count", "iipiipiipp", _SOURCES)
 _scratch: Final = Scratch()
-_NO_MASKS: Final = np.zeros((0, 0), dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +125,17 @@ def mix_chunk(
     base_dtype: str,
     rows: npt.NDArray[np.uint8],
     row_dtypes: Sequence[str],
-    row_of: npt.NDArray[np.int64],
+    row_of: Sequence[int] | npt.NDArray[np.int64],
     n: int,
     first_index: int,
     thresholds: npt.NDArray[np.float32],
-    quotas: npt.NDArray[np.int64],
+    quotas: Sequence[int] | npt.NDArray[np.int64],
     keys: npt.NDArray[np.uint32],
     out: npt.NDArray[np.uint8],
     out_dtype: str,
     masks: npt.NDArray[np.uint8] | None = None,
     rescales: npt.NDArray[np.float32] | None = None,
-) -> list[int]:
+) -> tuple[int, ...]:
     """Merge `n` elements of one tensor, from flat index `first_index` on, into `out`.
 
     base        uint8[>= n * itemsize], contiguous, aligned to its element
@@ -147,85 +156,122 @@ def mix_chunk(
     rescales    float32[K], only for random operators: what expert k's kept deltas are multiplied
                 by, in place of the one rescale factor of `mix`
 
-    Returns for each expert how many elements were counted; 0 where none were to be.  Raises
-    BadRequest for another element type and ValueError for arrays that do not fit.
+    Returns for each expert how many elements tie at its threshold, where its quota is COUNTED, or
+    how many of them were kept, where it is a number; 0 for others.  Raises BadRequest for another
+    element type and ValueError for arrays that do not fit.
     """
     base_code, out_code = dtype_code(base_dtype), dtype_code(out_dtype)
-    row_codes = np.array([dtype_code(dtype) for dtype in row_dtypes], dtype=np.int64)
+    row_codes, widest = _types(tuple(row_dtypes))
     experts = mix.weights.size
+    kind, normalize, trims, random = mix.flags.tolist()
     if (
         base.size < n * ITEMSIZES[base_dtype]
         or out.size < n * ITEMSIZES[out_dtype]
         or len(row_dtypes) > rows.shape[0]
-        or any(rows.shape[1] < n * ITEMSIZES[dtype] for dtype in row_dtypes)
+        or rows.shape[1] < n * widest
     ):
         raise ValueError("base, rows or out do not fit the chunk")
     if not (base.flags.c_contiguous and rows.flags.c_contiguous and out.flags.carray):
         raise ValueError("base, rows and out are contiguous, and out is written")
-    if row_of.shape != (experts,) or not all(
-        -1 <= row < len(row_dtypes) for row in row_of.tolist()
-    ):
+    if len(row_of) != experts or not -1 <= min(row_of) <= max(row_of) < len(row_dtypes):
         raise ValueError("row_of does not name one row, or none, of every expert")
-    if mix.flags[2] and not thresholds.size == quotas.size == experts:
+    if trims and not len(thresholds) == len(quotas) == experts:
         raise ValueError("thresholds or quotas are not one an expert")
     if masks is None and mix.mask_limit < 2**32 and keys.shape != (experts, 2):
         raise ValueError("keys are not one an expert")
-    if not mix.flags[3] and not (masks is None and rescales is None):
+    if not random and not (masks is None and rescales is None):
         raise ValueError("masks and rescales do not fit an operator that draws none")
     if masks is not None and masks.shape != (experts, n):
         raise ValueError("masks do not fit the chunk's experts and elements")
-    if rescales is None:
-        rescales = np.full(experts, mix.factors[2], dtype=np.float32)
-    elif rescales.shape != (experts,):
+    if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
-    ties = np.zeros(experts, dtype=np.int64)
     # Held until the pass is done: it is given addresses.
-    taken = (
-        np.ascontiguousarray(row_of, dtype=np.int64),
-        np.ascontiguousarray(thresholds, dtype=np.float32),
-        np.ascontiguousarray(quotas, dtype=np.int64),
-        np.ascontiguousarray(keys, dtype=np.uint32),
-        np.ascontiguousarray(rescales, dtype=np.float32),
-        _NO_MASKS if masks is None else np.ascontiguousarray(masks, dtype=np.uint8),
+    kept = None if masks is None else np.ascontiguousarray(masks, dtype=np.uint8)
+    factors = mix.factors.tobytes()
+    small = _small(experts, len(row_dtypes))
+    room, at = _scratch.arguments(small.size)
+    small.packer.pack_into(
+        room,
+        0,
+        *row_of,
+        *(quotas if trims else (0,) * experts),
+        row_codes,
+        np.asarray(thresholds, dtype=np.float32).tobytes(),
+        np.asarray(keys, dtype=np.uint32).tobytes(),
+        mix.weights.tobytes(),
+        factors[8:] * experts if rescales is None else rescales.astype(np.float32).tobytes(),
+        factors,
     )
-    row_of_at, thresholds_at, quotas_at, keys_at, rescales_at, masks_at = (
-        array.ctypes.data for array in taken
-    )
+    row_of_at, quotas_at, codes_at, thresholds_at, keys_at, weights_at = small.offsets[:6]
+    rescales_at, factors_at, ties_at, experts_at = small.offsets[6:]
     _mix(
         experts,
-        int(mix.flags[0]),
-        mix.weights.ctypes.data,
-        mix.factors.ctypes.data,
-        int(mix.flags[1]),
-        int(mix.flags[2]),
+        kind,
+        at + weights_at,
+        at + factors_at,
+        normalize,
+        trims,
         mix.mask_limit,
         base_code,
         base.size,
-        base.ctypes.data,
+        address(base),
         rows.shape[0],
         rows.shape[1],
-        rows.ctypes.data,
-        row_codes.size,
+        address(rows),
+        len(row_dtypes),
         out_code,
-        row_codes.ctypes.data,
-        row_of_at,
+        at + codes_at,
+        at + row_of_at,
         n,
         first_index,
-        thresholds_at,
-        quotas_at,
-        keys_at,
-        rescales_at,
-        masks_at,
+        at + thresholds_at,
+        at + quotas_at,
+        at + keys_at,
+        at + rescales_at,
+        0 if kept is None else address(kept),
         int(masks is not None),
-        out.ctypes.data,
+        address(out),
         out.size,
         _scratch.tiles_at,
         _scratch.draws_at,
-        _scratch.experts_at(experts),
-        ties.ctypes.data,
+        at + experts_at,
+        at + ties_at,
     )
-    counted: list[int] = ties.tolist()
-    return counted
+    return small.ties.unpack_from(room, ties_at)
+
+
+class _Small(NamedTuple):
+    """How what is one an expert lies in one run of bytes, and where each of it begins there.
+
+    size: of all, with what the pass writes: the ties, and words that it works in.
+    """
+
+    packer: struct.Struct
+    offsets: tuple[int, ...]
+    ties: struct.Struct
+    size: int
+
+
+@lru_cache(maxsize=64)
+def _small(experts: int, rows: int) -> _Small:
+    """For so many experts and rows.
+
+    One call that packs costs less than an array each, and the address of each.
+    """
+    eight, four = 8 * experts, 4 * experts
+    sizes = (eight, eight, 8 * rows, four, eight, four, four, 12)
+    # What is written: whole words again.
+    written = -(-sum(sizes) // 8) * 8
+    offsets = (*itertools.accumulate(sizes[:-1], initial=0), written, written + eight)
+    packer = struct.Struct("=" + "q" * (2 * experts) + "".join(f"{size}s" for size in sizes[2:]))
+    return _Small(packer, offsets, struct.Struct(f"={experts}q"), written + 3 * eight)
+
+
+@lru_cache(maxsize=64)
+def _types(dtypes: tuple[str, ...]) -> tuple[bytes, int]:
+    """The codes of these element types as int64[P], and the bytes of the widest."""
+    codes = struct.pack(f"={len(dtypes)}q", *map(dtype_code, dtypes))
+    return codes, max((ITEMSIZES[dtype] for dtype in dtypes), default=0)
 
 
 def count_ties(
@@ -250,14 +296,14 @@ def count_ties(
     _count(
         base_code,
         base.size,
-        base.ctypes.data,
+        address(base),
         row_code,
         row.size,
-        row.ctypes.data,
+        address(row),
         n,
         struct.unpack("<I", struct.pack("<f", threshold))[0],
         _scratch.tiles_at,
-        ties.ctypes.data,
+        address(ties),
     )
     return int(ties[0])
 

@@ -145,7 +145,7 @@ def _weigh_trimmed(
 ) -> int:
     """Turn an expert's tile into its weighted, trimmed deltas; return what is left of the quota."""
     if quota > 0:
-        # A quota is open from the chunk where it ends on, never for many: not worth a fused loop.
+        # A quota ends in one tile of a tensor: not worth a fused loop.
         _subtract(count, at, scratch)
         quota = _keep_some(count, threshold, quota, at, scratch)
         _multiply(count, weight, at, scratch)
@@ -392,7 +392,7 @@ def mix(
     experts_at: Any,
     ties_at: Any,
 ) -> None:
-    """As `kernels.mix_chunk`; what is counted goes into `ties`."""
+    """As `kernels.mix_chunk`; what it returns goes into `ties`."""
     weights = carray(weights_at, (experts_count,), np.float32)
     factors = carray(factors_at, (3,), np.float32)
     base = carray(base_at, (base_length,), np.uint8)
@@ -442,6 +442,13 @@ def mix(
                 if trims and quotas[k] == COUNTED:
                     ties[k] += _weigh_counted(count, weights[k], thresholds[k], at, scratch)
                     continue
+                if trims and left[k] > 0:
+                    equal = _weigh_counted(count, weights[k], thresholds[k], at, scratch)
+                    if equal <= left[k]:
+                        left[k] -= equal
+                        continue
+                    # It ends within this tile, which is needed as it was.
+                    load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if trims:
                     left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
                     continue
@@ -495,6 +502,9 @@ def mix(
         if base_code != out_code:
             _quieten(scratch, SUM, count)
         store_bits(out_code, scratch, SUM, count, out, start)
+    for k in range(experts_count):
+        if quotas[k] >= 0:
+            ties[k] = quotas[k] - left[k]
 
 
 @entry("iipiipiipp", floats, philox, tiles)

@@ -6,10 +6,12 @@ for kinds of operators and for special quotas.  Needs no compiler.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 TILE: Final = 1024
 """Elements a tile: so many that all tiles of a chunk's step stay in the first-level cache."""
@@ -50,19 +52,33 @@ COUNTED: Final = -2
 """The same, and the elements are counted."""
 
 
+_BYTE: Final = ctypes.c_char
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array begins, for as long as the caller holds it."""
+    try:
+        # Numpy's own way makes objects that cost more than a small pass.
+        # (An array is a buffer, which its type does not say.)
+        return ctypes.addressof(_BYTE.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        # Read-only, or empty.
+        return array.ctypes.data
+
+
 class Scratch(threading.local):
-    """What the passes of this thread work in: 50 KiB, and two words an expert."""
+    """What the passes of this thread work in: 50 KiB, and some words an expert."""
 
     def __init__(self) -> None:
         self._tiles = np.zeros(TILES, dtype=np.uint32)
         self._draws = np.zeros(DRAWS, dtype=np.uint32)
-        self._experts = np.zeros(0, dtype=np.int64)
-        # Kept as numbers: taking an array's address costs more than a small pass.
-        self.tiles_at = self._tiles.ctypes.data
-        self.draws_at = self._draws.ctypes.data
+        self.tiles_at = address(self._tiles)
+        self.draws_at = address(self._draws)
+        self._arguments, self._arguments_at = memoryview(b""), 0
 
-    def experts_at(self, count: int) -> int:
-        """The address of int64[2, count]."""
-        if self._experts.size < 2 * count:
-            self._experts = np.zeros(2 * count, dtype=np.int64)
-        return self._experts.ctypes.data
+    def arguments(self, length: int) -> tuple[memoryview, int]:
+        """Room for so many bytes, whole words of eight, and its address; contents are anything."""
+        if len(self._arguments) < length:
+            words = np.zeros(length // 8, dtype=np.int64)
+            self._arguments, self._arguments_at = words.data.cast("B"), address(words)
+        return self._arguments, self._arguments_at

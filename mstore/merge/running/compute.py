@@ -17,8 +17,8 @@ from mstore.merge.running.loading import Bytes, Loaded
 
 def blend(
     loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
-) -> list[int]:
-    """Run the kernel into `out`, uint8[>= task.out_bytes]; returns the ties of COUNTED quotas."""
+) -> tuple[int, ...]:
+    """Run the kernel into `out`, uint8[>= task.out_bytes]; returns what `mix_chunk` does."""
     task, tensor = loaded.task, loaded.task.tensor
     return mix_chunk(
         mix,
@@ -26,11 +26,11 @@ def blend(
         tensor.base_dtype,
         loaded.sides[1:],
         [row.dtype for row in task.rows],
-        np.array(task.row_of, dtype=np.int64),
+        task.row_of,
         task.n,
         task.first_index,
         tensor.thresholds,
-        np.asarray(quotas, dtype=np.int64),
+        quotas,
         tensor.keys,
         out,
         tensor.out_dtype,
