@@ -10,11 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import write_safetensors
+from msgspec import structs
 from small_models import BLOCK, small_model
 
 from mstore import fs
@@ -504,6 +504,6 @@ def test_a_codec_of_a_newer_version_is_named_with_its_block(tmp_path: Path) -> N
         store.add(tmp_path / "in", name="a", threads=1)
         catalog = store._catalog
         block = next(catalog.tensor(store.view("a").tensors["x"]).block_ids())
-        place = replace(catalog.locate([block])[0], codec=8)
+        place = structs.replace(catalog.locate([block])[0], codec=8)
         with pytest.raises(Incompatible, match=f"block {block}"):
             catalog.read_block(block, place)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from safetensors.numpy import save_file
 
 from mstore.api import Store
@@ -83,9 +84,7 @@ def test_a_delta_is_read_through_its_base(catalog: Catalog, policy: Policy) -> N
 
 def forged(catalog: Catalog, id: BlockId, **changes: object) -> Location:
     """Where a block lies, with some of that changed."""
-    found = catalog.locate([id])[0]
-    fields = {name: getattr(found, name) for name in Location.__slots__}
-    return Location(**(fields | changes))
+    return structs.replace(catalog.locate([id])[0], **changes)
 
 
 def test_a_base_that_is_a_delta_is_refused(catalog: Catalog) -> None:

@@ -72,6 +72,19 @@ def test_what_a_pack_holds_is_found(index: Index) -> None:
         assert (index.count(rows, "blocks"), index.count(rows, "records")) == (2, 1)
 
 
+def test_records_of_one_kind_are_found_alone(index: Index) -> None:
+    """The ids of one kind come in order, without those of the kinds before and after it."""
+    kinds = (Kind.TENSOR, Kind.PLAN, Kind.PLAN, Kind.COVERAGE)
+    entries = [
+        Entry(bytes([9 - n]) * 32, kind, Codec.RAW, 1, 4096, 7, 7) for n, kind in enumerate(kinds)
+    ]
+    with index.env.write() as rows:
+        index.insert_pack(rows, pack(7, *entries))
+    with index.env.read() as rows:
+        assert list(index.record_ids(rows, Kind.PLAN)) == [b"\7" * 32, b"\10" * 32]
+        assert list(index.record_ids(rows, Kind.VIRTUAL)) == []
+
+
 def test_the_first_copy_of_a_block_stays(index: Index) -> None:
     """A block that comes again in another pack keeps its row; the second pack is listed."""
     with index.env.write() as rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
+from msgspec import structs
 
 from mstore import Store
 from mstore.blocks import codecs
@@ -555,7 +555,7 @@ def _one(places: Callable[[str], Place], way: str = "delta") -> tuple[Store, Tas
 def _with_row(task: ChunkTask, source: Source) -> ChunkTask:
     """The task with another source for its first expert."""
     rows = (Row(task.rows[0].dtype, (source,)), *task.rows[1:])
-    return dataclasses.replace(task, rows=rows)
+    return structs.replace(task, rows=rows)
 
 
 def test_a_pack_that_went_is_looked_up_again(places: Callable[[str], Place]) -> None:
@@ -564,8 +564,8 @@ def test_a_pack_that_went_is_looked_up_again(places: Callable[[str], Place]) -> 
     """
     store, tasks, task = _one(places)
     (source,) = task.rows[0].sources
-    stale = dataclasses.replace(
-        source, at=dataclasses.replace(source.at, pack=PackId(bytes(32)), offset=4096)
+    stale = structs.replace(
+        source, at=structs.replace(source.at, pack=PackId(bytes(32)), offset=4096)
     )
     meter, packs = Meter("expert", task.expert_bytes), store._catalog.packs
     scratch = Scratch()
@@ -574,8 +574,8 @@ def test_a_pack_that_went_is_looked_up_again(places: Callable[[str], Place]) -> 
     assert meter.total == task.expert_bytes
     with pytest.raises(Corrupt):
         load([_with_row(task, stale)], packs, scratch, Meter("e"), Meter("b"))
-    longer = dataclasses.replace(stale, at=dataclasses.replace(stale.at, stored_length=7))
-    unknown = dataclasses.replace(stale, id=BlockId(bytes(32)))
+    longer = structs.replace(stale, at=structs.replace(stale.at, stored_length=7))
+    unknown = structs.replace(stale, id=BlockId(bytes(32)))
     for gone in (longer, unknown):
         with pytest.raises(Conflict) as refused:
             load([_with_row(task, gone)], packs, scratch, Meter("e"), Meter("b"), tasks.moved)
@@ -644,12 +644,12 @@ def test_what_does_not_decode_names_its_block(places: Callable[[str], Place]) ->
     other = task.rows[1].sources[0].base or task.base.sources[0]
     assert other.id == base.id
     wrong = Source(source.id, source.at, _other_base(store, base))
-    elsewhere = Source(source.id, dataclasses.replace(source.at, offset=source.at.offset + 1), base)
+    elsewhere = Source(source.id, structs.replace(source.at, offset=source.at.offset + 1), base)
     alone = Source(source.id, source.at, None)
     short = Source(
         source.id,
         source.at,
-        Source(base.id, dataclasses.replace(base.at, raw_length=base.at.raw_length - 8), None),
+        Source(base.id, structs.replace(base.at, raw_length=base.at.raw_length - 8), None),
     )
     for bad in (wrong, elsewhere, alone, short):
         with pytest.raises(Corrupt) as found:
@@ -677,7 +677,7 @@ def test_a_delta_of_a_delta_is_refused(
     def locate(blocks: Any) -> list[Location]:
         wanted = list(blocks)
         return [
-            dataclasses.replace(at, codec=Codec.DELTA_FLOATS, base=bytes(source.id))
+            structs.replace(at, codec=Codec.DELTA_FLOATS, base=bytes(source.id))
             if source.base is not None and id == source.base.id
             else at
             for id, at in zip(wanted, honest(wanted), strict=True)
@@ -879,7 +879,7 @@ def test_memory_counts_what_decoding_takes(places: Callable[[str], Place]) -> No
     for planned_tensor in tasks.plan.tensors:
         one = tasks.tensor(planned_tensor.name)
         length = 2 * min(one.elements, one.chunk_elements * group_chunks(one))
-        experts = int(tasks.members(one.name).present().sum(axis=0).max())
+        experts = int(tasks.members(one.name).present.sum(axis=0).max())
         sides = max(sides, (1 + experts + SPARE_SIDES) * length)
         outputs = max(outputs, 2 * length)
     # With one thread: two chunks wait, one is computed and one written.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +19,16 @@ from mstore.api import Store
 from mstore.blocks.index import Location
 from mstore.blocks.packs import pack_path
 from mstore.errors import Corrupt, StorageFailed
-from mstore.ids import BlockId, ManifestId
+from mstore.ids import BlockId, Id, ManifestId
 from mstore.merge.planning import small
 from mstore.merge.running import slices
+from mstore.merge.running.loading import Loaded
+from mstore.merge.running.task import Tasks
+from mstore.objects.canonical import Record
+from mstore.objects.plan import Plan
+from mstore.objects.tensor import Tensor
 from mstore.reports import Progress
+from mstore.store.transaction import Transaction
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear")
 TENSORS = 60
@@ -123,6 +132,69 @@ def test_small_tensors_are_taken_together(
         merged(store, "ties", None)
     assert max(batches) > 8
     assert max(sizes) > 8
+
+
+def test_a_tensor_of_one_chunk_is_mixed_once(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tie quota that ends within a tensor of one chunk costs no second pass: the chunk has it to
+    itself."""
+    mixed: list[tuple[str, int]] = []
+    blend = slices.blend
+
+    def counted(loaded: Loaded, *rest: Any) -> tuple[int, ...]:
+        if loaded.task.tensor.limited and loaded.task.tensor.chunks == 1:
+            mixed.append((loaded.task.tensor.name, loaded.task.number))
+        return blend(loaded, *rest)
+
+    monkeypatch.setattr(slices, "blend", counted)
+    with filled(tmp_path / "store", written) as store:
+        ask = {"method": "ties", "parameters": {"density": 0.2}}
+        plan = store.plan(base="base", experts=["e0", "e1", "e2"], **ask).plan
+        store.merge(plan, name="merged")
+    assert len(mixed) > 8
+    assert len(mixed) == len(set(mixed))
+
+
+def test_records_are_put_together(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is asked for all tensor records of an output file at once, not for each."""
+    together: list[int] = []
+    put = Transaction.put_records
+
+    def counted(self: Transaction, records: Sequence[Record]) -> list[Id]:
+        together.append(sum(isinstance(record, Tensor) for record in records))
+        return put(self, records)
+
+    with filled(tmp_path / "store", written) as store:
+        plan = store.plan(base="base", experts=["e0", "e1", "e2"], method="linear").plan
+        monkeypatch.setattr(Transaction, "put_records", counted)
+        store.merge(plan, name="merged")
+    # The family has three files.
+    assert sum(sorted(together)[-3:]) > 40
+    assert together.count(1) < 8
+
+
+def test_the_collector_does_not_walk_what_a_tensor_takes(written: Path, tmp_path: Path) -> None:
+    """Records, places and tasks form no cycles, and thousands of them are none of the garbage
+    collector's business."""
+    with filled(tmp_path / "store", written) as store:
+        catalog = store._catalog
+        ask = {"method": "ties", "parameters": {"density": 0.2}}
+        id = store.plan(base="base", experts=["e0", "e1", "e2"], **ask).plan
+        plan = catalog.record(Plan, id)
+        tasks = Tasks(catalog, plan)
+        tensor = tasks.tensor("t020")
+        (chunk,) = tasks.chunks(tensor, [0])
+        (source,) = chunk.base.sources
+        file = next(f for f in catalog.manifest(plan.base_id()).files if f.form)
+        part = next(file.tensors())
+        values = (
+            *(plan.tensors[0], plan.tensors[0].thresholds[0], part, tasks.members("t020").base),
+            *(tensor, chunk, chunk.base, source, source.at),
+        )
+    assert not [type(value).__name__ for value in values if gc.is_tracked(value)]
 
 
 def test_every_byte_comes_back(written: Path, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from mstore.blocks import checked_rows
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
@@ -69,8 +71,7 @@ GENERATION = b"generation"
 _LEASE_NAME_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(msgspec.Struct, frozen=True, gc=False):
     """Where a payload lies.  `pack` is resolved, so a location outlives its transaction."""
 
     pack: PackId
@@ -379,6 +380,15 @@ class Index:
                 location = self._decode(transaction, value)
                 assert location is not None
                 yield Kind(key[0]), key[1:], location
+
+    def record_ids(self, transaction: Any, kind: Kind) -> Iterator[bytes]:
+        """The ids of every record of one kind, in order."""
+        prefix = bytes([kind])
+        with transaction.cursor(db=self.db("records")) as cursor:
+            more = cursor.set_range(prefix)
+            while more and cursor.key().startswith(prefix):
+                yield cursor.key()[1:]
+                more = cursor.next()
 
     def count(self, transaction: Any, name: str) -> int:
         """Rows of a named database."""

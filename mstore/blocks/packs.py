@@ -39,6 +39,7 @@ from pathlib import Path
 from threading import Condition
 from typing import BinaryIO
 
+import msgspec
 from blake3 import blake3
 
 from mstore import fs
@@ -89,8 +90,7 @@ class Kind(IntEnum):
     SIGNATURE = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One row of a footer table: where a payload lies in its pack, and what it is."""
 
     id: bytes

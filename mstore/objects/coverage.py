@@ -12,7 +12,9 @@ from mstore.objects.canonical import Count, IdBytes, Record
 from mstore.objects.limits import RecordLimits, too_long, too_many
 
 
-class TensorCoverage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorCoverage(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """One merged tensor.  Bit i of a bitmap (least significant first) is output block i.
 
     reused: blocks that are the base's own.  contributed: per expert, the blocks it went into.

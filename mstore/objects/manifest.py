@@ -26,7 +26,7 @@ OPAQUE = 0
 SAFETENSORS = 1
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes.
 
     `tensor` names a tensor record, or, in a virtual snapshot, a virtual tensor's; which of the two
@@ -110,9 +110,9 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True
     def _tensors(self) -> Mapping[str, TensorId]:
         found: dict[str, TensorId] = {}
         for file in self.files:
-            for part in file.tensors():
-                assert part.name is not None
-                found.setdefault(part.name, part.tensor_id())
+            for part in file.parts:
+                if part.name is not None:
+                    found.setdefault(part.name, TensorId(part.tensor))
         return found
 
     def plain_bytes(self) -> int:

@@ -35,14 +35,16 @@ DROPPED = 5
 """They would be read, but the output's block is outside the top-p share: it is the base's own."""
 
 
-class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Keep |d| > value, and of |d| == value the first `quota` by flat index (-1: all of them)."""
 
     value: float
     quota: int
 
 
-class PlanTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PlanTensor(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """One tensor to be merged.
 
     states: a byte a chunk, per expert.  thresholds: per expert, or empty where nothing is

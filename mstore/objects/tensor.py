@@ -16,7 +16,7 @@ from mstore.objects.limits import RecordLimits, too_many
 BYTES = "BYTES"
 
 
-class Tensor(Record, frozen=True, array_like=True, tag="tensor/1"):
+class Tensor(Record, frozen=True, array_like=True, tag="tensor/1", gc=False):
     """`blocks` is the concatenation of BlockIds; all but the last block are BLOCK_SIZE bytes long.
 
     dtype: a safetensors dtype name, or BYTES.  nbytes: length of the plain bytes.

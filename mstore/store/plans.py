@@ -204,9 +204,8 @@ def plan_ids(catalog: Catalog) -> list[PlanId]:
 
 def _ids(catalog: Catalog) -> Iterator[PlanId]:
     with catalog.index.env.read() as transaction:
-        for kind, id, _ in catalog.index.records(transaction):
-            if kind == Kind.PLAN:
-                yield PlanId(id)
+        for id in catalog.index.record_ids(transaction, Kind.PLAN):
+            yield PlanId(id)
 
 
 def all_sources(catalog: Catalog, transaction: Any) -> list[tuple[PlanId, Sources]]:

@@ -200,7 +200,7 @@ class _Run:
 
     def _chunks(self, name: str) -> list[int]:
         """The chunks in which something can have changed."""
-        present = self.tasks.members(name).present()
+        present = self.tasks.members(name).present
         if not reuses_base(self._plan.method, dict(self._plan.parameters)):
             return list(range(present.shape[1]))
         return [int(number) for number in np.flatnonzero(present.any(axis=0))]

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -84,8 +84,8 @@ class _Run:
         name = self._plan.tensors[position].name
         full = self._full.tensor(name)
         cuts = [tasks.tensor(name) for tasks in self._cuts]
-        present = [tasks.members(name).present() for tasks in self._cuts]
-        there = self._full.members(name).present()
+        present = [tasks.members(name).present for tasks in self._cuts]
+        there = self._full.members(name).present
         numbers = np.flatnonzero(there.any(axis=0)).tolist()
         ledger = TieLedger(full.quotas.tolist(), numbers)
         found: list[list[float]] = [[] for _ in cuts]
@@ -126,7 +126,7 @@ class _Run:
             )
             key = _key(tensor, quotas, row_of)
             if key not in known:
-                cut = replace(task, tensor=tensor, row_of=row_of)
+                cut = msgspec.structs.replace(task, tensor=tensor, row_of=row_of)
                 part = Loaded(cut, loaded.sides, loaded.plain)
                 known[key] = _square(self._blended(part, quotas), whole)
             squares.append(known[key])

@@ -29,7 +29,7 @@ from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import block_count, partition
 from mstore.errors import BudgetExceeded, Corrupt
-from mstore.ids import ID_BYTES, BlockId, Id, TensorId
+from mstore.ids import ID_BYTES, BlockId, Id
 from mstore.merge.planning.costs import Costs, costs_of
 from mstore.merge.planning.fitting import check_fits
 from mstore.merge.running.leftovers import Leftovers, write_receipt
@@ -80,8 +80,8 @@ class Sink(Protocol):
     def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
         """Keep a block; True if it was not there before."""
 
-    def put_record(self, record: Record) -> Id:
-        """Keep a record."""
+    def put_records(self, records: Sequence[Record]) -> list[Id]:
+        """Keep records."""
 
     def adopt(self, pack: SealedPack) -> int:
         """Keep a sealed pack; how many of its blocks are new."""
@@ -310,13 +310,16 @@ class Engine:
     def _keys_of(self, job: _Job) -> dict[int, bytes]:
         """Memo keys by number of the chunks that are not the base's own; those are filled in."""
         tensor = job.tensor
-        reused = self._tasks.reused(tensor)
+        reused = self._tasks.reused(tensor).tolist()
         base = job.members.base.blocks
         span = job.shape.per_chunk * ID_BYTES
-        for number in np.flatnonzero(reused).tolist():
+        numbers = []
+        for number, is_own in enumerate(reused):
+            if not is_own:
+                numbers.append(number)
+                continue
             job.ids[number * span : (number + 1) * span] = base[number * span : (number + 1) * span]
             self._tick_chunk(tensor, number)
-        numbers = np.flatnonzero(~reused).tolist()
         if self._sink is None:
             return dict.fromkeys(numbers, b"")
         return dict(zip(numbers, self._keys.chunks(tensor, numbers), strict=True))
@@ -530,26 +533,26 @@ class Engine:
             part = self._put_bytes(changed, file.path)
             return File(file.path, file.form, part.nbytes, (part,))
         parts = list(file.parts)
-        for number, part in enumerate(parts):
-            if number == 0:
-                if file.path in self._headers:
-                    parts[0] = self._put_bytes(self._headers[file.path], file.path)
-                    continue
-            else:
-                name = self._layout.planned_name(part)
-                if name is not None:
-                    id = TensorId(self._put_record(tensors[name]))
-                    parts[number] = Part(part.name, id, tensors[name].nbytes)
-                empty = self._layout.retyped_empty(part)
-                if empty is not None:
-                    parts[number] = Part(part.name, TensorId(self._put_record(empty)), 0)
-            self._count_blocks([parts[number]])
-        return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
+        if file.path in self._headers:
+            parts[0] = self._put_bytes(self._headers[file.path], file.path)
+        else:
+            self._count_blocks(parts[:1])
+        records: dict[int, Tensor] = {}
+        for number, part in enumerate(file.parts[1:], start=1):
+            name = self._layout.planned_name(part)
+            record = self._layout.retyped_empty(part) if name is None else tensors[name]
+            if record is not None:
+                records[number] = record
+        for (number, record), id in zip(
+            records.items(), self._put_records(list(records.values())), strict=True
+        ):
+            parts[number] = Part(parts[number].name, id, record.nbytes)
+        self._count_blocks(parts[1:])
+        return File(file.path, file.form, sum([part.nbytes for part in parts]), tuple(parts))
 
     def _count_blocks(self, parts: Sequence[Part]) -> None:
-        self._blocks_total += sum(
-            block_count(part.nbytes, self._catalog.block_size) for part in parts
-        )
+        size = self._catalog.block_size
+        self._blocks_total += sum([block_count(part.nbytes, size) for part in parts])
 
     def _put_bytes(self, data: bytes, path: str) -> Part:
         ids = []
@@ -561,17 +564,19 @@ class Engine:
                 self._blocks_new += self._sink.put_block(ids[-1], encoded, path, start)
         self._blocks_total += len(ids)
         tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
-        return Part(None, self._put_record(tensor), len(data))
+        return Part(None, self._put_records([tensor])[0], len(data))
 
-    def _put_record(self, record: Record) -> Id:
-        return record.id() if self._sink is None else self._sink.put_record(record)
+    def _put_records(self, records: Sequence[Tensor]) -> Sequence[Id]:
+        if self._sink is None:
+            return [record.id() for record in records]
+        return self._sink.put_records(records)
 
     def _cover(self, job: _Job) -> TensorCoverage:
         count = len(job.ids) // ID_BYTES
         if count == 1:
             like_base = job.tensor.out_dtype == job.tensor.base_dtype
             is_base = like_base and job.ids == job.members.base.blocks
-            there = job.members.present()[:, 0].tolist()
+            there = job.members.present[:, 0].tolist()
             return TensorCoverage(
                 job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
             )
@@ -580,7 +585,7 @@ class Engine:
         if job.tensor.out_dtype == job.tensor.base_dtype:
             base = np.frombuffer(job.members.base.blocks, dtype=np.uint8)
             reused = (ids == base.reshape(count, ID_BYTES)).all(axis=1)
-        contributed = np.repeat(job.members.present(), job.shape.per_chunk, axis=1)[:, :count]
+        contributed = np.repeat(job.members.present, job.shape.per_chunk, axis=1)[:, :count]
         return TensorCoverage(
             job.tensor.name,
             count,

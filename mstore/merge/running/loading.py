@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
@@ -27,7 +28,8 @@ from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
 from mstore.errors import Corrupt, Incompatible
 from mstore.ids import BlockId
-from mstore.merge.running.task import ChunkTask, Row, Source, item_size
+from mstore.merge.running.task import ChunkTask, Row, Source
+from mstore.numeric.codes import ITEMSIZES
 from mstore.store.catalog import FSCK
 
 SPARE_SIDES: Final = 3
@@ -67,8 +69,7 @@ class Scratch(threading.local):
         return memoryview(self._payloads)[:length]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, gc=False):
     """A chunk in memory: row 0 of `sides` is the base, row 1 + r is `task.rows[r]`.
 
     plain: the bytes of the blocks of the base, and of those that they are differences to.
@@ -100,18 +101,22 @@ def load(
     is asked where the blocks of a pack lie that is gone; None where no pack goes, because a lease
     holds it.  Raises BudgetExceeded, Corrupt, StorageFailed.
     """
-    length = max(task.row_bytes for task in tasks)
+    length = max([task.row_bytes for task in tasks])
     counts = [1 + len(task.rows) for task in tasks]
     rows = scratch.rows(sum(counts) + 2 * len(tasks), length)
+    room, stride = rows.reshape(-1).data, rows.shape[1]
     plain: dict[BlockId, memoryview] = {}
     loaded = []
+    base_side: Targets = []
+    starts = []
     start = 0
     for task, count in zip(tasks, counts, strict=True):
         loaded.append(Loaded(task, rows[start : start + count], plain))
+        base_side += _targets(task, task.base, room[start * stride :])
+        starts.append(start + 1)
         start += count
     lasting, passing = (flat.data for flat in rows[start:].reshape(2, -1))
     reader = _Reader(packs, scratch, moved)
-    base_side = [target for one in loaded for target in _targets(one, 0)]
     plain |= reader.read_bases(_bases(base_side).values(), lasting, base_meter)
     plain |= reader.read(base_side, plain, base_meter)
     # Experts of one kind are mostly differences to the same blocks: these are read once.
@@ -119,18 +124,18 @@ def load(
     used = 0
     # An expert's blocks in neighbouring chunks are neighbours at rest more often than not.
     for k in range(len(tasks[0].row_of)):
-        wanted = []
-        for one in loaded:
-            row = one.task.row_of[k]
-            if row >= 0 and row not in one.task.row_of[:k]:
-                wanted += _targets(one, 1 + row)
+        wanted: Targets = []
+        for task, start in zip(tasks, starts, strict=True):
+            row = task.row_of[k]
+            if row >= 0 and task.row_of.index(row) == k:
+                wanted += _targets(task, task.rows[row], room[(start + row) * stride :])
         needed = {id: base for id, base in _bases(wanted).items() if id not in plain}
         news = {id: base for id, base in needed.items() if id not in others}
         if used + _plain_bytes(news) > len(passing):
             others, used, news = {}, 0, needed
         others |= reader.read_bases(news.values(), passing[used:], base_meter)
         used += _plain_bytes(news)
-        plain |= reader.read(wanted, plain | others, expert_meter)
+        reader.read(wanted, plain | others if others else plain, expert_meter)
     return loaded
 
 
@@ -144,29 +149,30 @@ def will_need(tasks: Sequence[ChunkTask], packs: PackFiles) -> None:
     for k in range(len(tasks[0].row_of)):
         for task in tasks:
             row = task.row_of[k]
-            if row >= 0 and row not in task.row_of[:k]:
+            if row >= 0 and task.row_of.index(row) == k:
                 sources += task.rows[row].sources
-    there = {source.id for source in sources}
-    sources += {
-        source.base.id: source.base
-        for source in sources
-        if source.base is not None and source.base.id not in there
-    }.values()
+    bases = {source.base.id: source.base for source in sources if source.base is not None}
+    if bases:
+        there = {source.id for source in sources}
+        sources += [base for id, base in bases.items() if id not in there]
     for run in _runs([(source, _NOWHERE) for source in sources]):
-        length = sum(source.at.stored_length for source, _ in run)
-        packs.will_need(run[0][0].at.pack, run[0][0].at.offset, length)
+        first, last = run[0][0].at, run[-1][0].at
+        length = last.offset + last.stored_length - first.offset
+        packs.will_need(first.pack, first.offset, length)
 
 
 Targets = list[tuple[Source, memoryview]]
 _NOWHERE = memoryview(b"")
 
 
-def _targets(loaded: Loaded, side: int) -> Targets:
-    """Where the blocks of one side go.  Raises Corrupt where their lengths are not the chunk's."""
-    task = loaded.task
-    row: Row = task.base if side == 0 else task.rows[side - 1]
-    wanted = task.n * item_size(row.dtype)
-    if sum(source.at.raw_length for source in row.sources) != wanted or any(
+def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
+    """Where in `room` the blocks of one side go.
+
+    Raises Corrupt where their lengths are not the chunk's.
+    """
+    targets = _placed(row.sources, room)
+    wanted = task.n * ITEMSIZES[row.dtype]
+    if sum([source.at.raw_length for source in row.sources]) != wanted or any(
         map(_is_odd, row.sources)
     ):
         # An index row is not proof that a length is sane.
@@ -175,7 +181,7 @@ def _targets(loaded: Loaded, side: int) -> Targets:
             where=f"{task.tensor.name}, chunk {task.number}",
             hint="mstore fsck",
         )
-    return _placed(row.sources, loaded.sides[side].data)
+    return targets
 
 
 def _is_odd(source: Source) -> bool:
@@ -200,8 +206,8 @@ def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
     targets = []
     done = 0
     for source in sources:
-        targets.append((source, room[done : done + source.at.raw_length]))
-        done += source.at.raw_length
+        begin, done = done, done + source.at.raw_length
+        targets.append((source, room[begin:done]))
     return targets
 
 
@@ -239,14 +245,17 @@ class _Reader:
         return {source.id: view for source, view in targets}
 
     def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview], meter: Meter) -> None:
-        meter.charge(sum(source.at.stored_length for source, _ in run))
+        meter.charge(sum([source.at.stored_length for source, _ in run]))
         for source, payload, view in self._fetched(run):
             _decode(source, payload, view, bases)
 
     def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
         """Read neighbours: raw ones into their targets, the payloads of others for decoding."""
-        lengths = (source.at.stored_length for source, _ in run if source.at.codec != Codec.RAW)
-        room = self._scratch.payloads(sum(lengths))
+        coded = [source.at.stored_length for source, _ in run if source.at.codec != Codec.RAW]
+        if not coded:
+            self._fill(run, [view for _, view in run])
+            return []
+        room = self._scratch.payloads(sum(coded))
         payloads = []
         views = []
         for source, view in run:
@@ -289,19 +298,21 @@ def _decode(
 def _runs(targets: Targets) -> Iterator[Targets]:
     """Blocks that follow each other at rest, together."""
     run: Targets = []
-    for source, view in targets:
-        if run:
-            last = run[-1][0].at
-            if last.pack != source.at.pack or last.offset + last.stored_length != source.at.offset:
-                yield run
-                run = []
-        run.append((source, view))
+    pack, end = None, 0
+    for target in targets:
+        at = target[0].at
+        if run and (at.offset != end or at.pack != pack):
+            yield run
+            run = []
+        pack, end = at.pack, at.offset + at.stored_length
+        run.append(target)
     if run:
         yield run
 
 
 def _verify(source: Source, data: memoryview, bases: Mapping[BlockId, memoryview]) -> None:
-    if BlockId.of(data) != source.id:
+    # As `BlockId.of` has it, without an object.
+    if blake3(data).digest() != source.id:
         if source.base is not None:
             _verify(source.base, bases[source.base.id], {})
         raise Corrupt(

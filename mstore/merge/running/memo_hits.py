@@ -8,9 +8,9 @@ not be a function of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from mstore.checkpoint.partition import block_count
@@ -39,8 +39,9 @@ class Shape:
         # Per chunk the experts that take part and whose ties are limited.
         self._limited: list[list[int]] | None = None
         if tensor.limited:
-            limited = members.present() & (tensor.quotas != UNLIMITED)[:, np.newaxis]
-            self._limited = [np.flatnonzero(column).tolist() for column in limited.T]
+            ends = [k for k, quota in enumerate(tensor.quotas.tolist()) if quota != UNLIMITED]
+            columns = members.present.T.tolist()
+            self._limited = [[k for k in ends if column[k]] for column in columns]
 
     def fits(self, number: int, row: Remembered) -> bool:
         """Whether a row can be that of chunk `number`."""
@@ -55,8 +56,7 @@ class Shape:
         return row.per_expert(self._limited[number], self._experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Hits:
+class Hits(msgspec.Struct, frozen=True, gc=False):
     """Chunks of one tensor by number: those that are known, and rows whose blocks are gone."""
 
     known: Mapping[int, Remembered]
@@ -132,7 +132,7 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, 
         if not numbers:
             continue
         members = tasks.members(tensor.name)
-        present = members.present().T
+        present = members.present.T
         spans = [
             ID_BYTES * blocks_per_chunk(expert.dtype, tensor.chunk_elements, size)
             for expert in members.experts

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from blake3 import blake3
 
 from mstore.ids import ID_BYTES, BlockId
@@ -38,8 +38,7 @@ _TAKEN = struct.Struct("<I")
 _COUNT = struct.Struct("<H")
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(msgspec.Struct, frozen=True, gc=False):
     """A row's value.
 
     taken: ties that the chunk took, for each expert that takes part and whose quota has a limit,
@@ -52,7 +51,8 @@ class Remembered:
     @classmethod
     def of(cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int]) -> Remembered:
         """From `taken` with one number for every expert of the plan."""
-        return cls(tuple(blocks), tuple(taken[k] for k in limited_experts(task)))
+        limited = limited_experts(task) if task.tensor.limited else []
+        return cls(tuple(blocks), tuple([taken[k] for k in limited]))
 
     def per_expert(self, positions: Sequence[int], experts: int) -> tuple[int, ...]:
         """The ties taken with one number for every expert; `positions` of those in `taken`."""
@@ -93,6 +93,9 @@ class MemoKeys:
         self._method = OPERATORS[tasks.plan.method]
         self._weights = tasks.mix.weights.astype("<f4")
         self._head = ARITHMETIC.to_bytes(4, "little") + tasks.mix.signature()
+        # Both by element types: tensors have few.
+        self._heads: dict[tuple[str, str], bytes] = {}
+        self._sources: dict[tuple[int, str], bytes] = {}
 
     def of(self, task: ChunkTask) -> bytes:
         """The key of one chunk."""
@@ -102,18 +105,11 @@ class MemoKeys:
         """The keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
         method, block_size = self._method, self._tasks.plan.block_size
         members = self._tasks.members(tensor.name)
-        head = b"".join(
-            (
-                self._head,
-                _text(tensor.base_dtype),
-                _text(tensor.out_dtype),
-                self._weights.tobytes() if method.direct else b"",
-            )
-        )
+        head = self._head_of(tensor)
         base = members.base.blocks
         span = _span(tensor, members.base.dtype, block_size)
         sides = self._sides(tensor, members)
-        present = members.present().T.tolist()
+        present = members.present.T.tolist()
         keys = []
         for number in numbers:
             pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
@@ -135,9 +131,8 @@ class MemoKeys:
         self, tensor: TensorTask, members: Members
     ) -> list[tuple[bytes, bytes, int, _Chain | None]]:
         """What each expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
-        method = self._method
-        thresholds, weights = tensor.thresholds.astype("<f4").tobytes(), self._weights.tobytes()
-        words = tensor.keys.astype("<u4").tobytes() if method.random else b""
+        thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
+        words = tensor.keys.astype("<u4", copy=False).tobytes() if self._method.random else b""
         sides = []
         for k, (expert, quota) in enumerate(
             zip(members.experts, tensor.quotas.tolist(), strict=True)
@@ -145,9 +140,7 @@ class MemoKeys:
             limited = quota != UNLIMITED
             fixed = b"".join(
                 (
-                    k.to_bytes(2, "little") if method.direct else b"",
-                    _text(expert.dtype),
-                    weights[4 * k : 4 * k + 4],
+                    self._source(k, expert.dtype),
                     thresholds[4 * k : 4 * k + 4],
                     words[8 * k : 8 * k + 8],
                     b"\1" if limited else b"\0",
@@ -157,6 +150,24 @@ class MemoKeys:
             chain = _Chain(tensor, members, k) if limited else None
             sides.append((fixed, expert.blocks, width, chain))
         return sides
+
+    def _head_of(self, tensor: TensorTask) -> bytes:
+        """What keys of a tensor of these element types begin with."""
+        types = tensor.base_dtype, tensor.out_dtype
+        found = self._heads.get(types)
+        if found is None:
+            weights = self._weights.tobytes() if self._method.direct else b""
+            found = self._heads[types] = b"".join((self._head, *map(_text, types), weights))
+        return found
+
+    def _source(self, k: int, dtype: str) -> bytes:
+        """What an expert gives to keys whatever the tensor."""
+        found = self._sources.get((k, dtype))
+        if found is None:
+            place = k.to_bytes(2, "little") if self._method.direct else b""
+            weight = self._weights[k : k + 1].tobytes()
+            found = self._sources[k, dtype] = place + _text(dtype) + weight
+        return found
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:

@@ -8,7 +8,6 @@ the plan's tensors) is a reserve that does not grow with experts.  Arithmetic on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -77,44 +76,43 @@ class _Shape(NamedTuple):
     """What one tensor takes: rows that are held, elements of its own group, bytes of an element of
     the narrower of base and output, of the widest side and of the output."""
 
-    name: str
     rows: int
     elements: int
-    all_elements: int
     narrow: int
     wide: int
     out: int
 
 
-def _shapes(tasks: Tasks) -> list[_Shape]:
-    found = []
+class _Shapes(NamedTuple):
+    """Those of a plan, each once, with the first tensor that has it; elements of all tensors."""
+
+    first: dict[_Shape, str]
+    elements: int
+
+
+def _shapes(tasks: Tasks) -> _Shapes:
+    first: dict[_Shape, str] = {}
+    total = 0
     for planned in tasks.plan.tensors:
         members = tasks.members(planned.name)
         tensor = tasks.tensor(planned.name)
         base, out = item_size(tensor.base_dtype), item_size(tensor.out_dtype)
-        widths = (base, *(item_size(expert.dtype) for expert in members.experts))
-        found.append(
-            _Shape(
-                planned.name,
-                1 + SPARE_SIDES + int(members.present().sum(axis=0).max(initial=0)),
-                min(tensor.elements, tensor.chunk_elements * group_chunks(tensor)),
-                tensor.elements,
-                min(base, out),
-                max(widths),
-                out,
-            )
-        )
-    return found
+        wide = max([base, *[item_size(expert.dtype) for expert in members.experts]])
+        there = int(members.present.sum(axis=0).max(initial=0))
+        elements = min(tensor.elements, tensor.chunk_elements * group_chunks(tensor))
+        total += tensor.elements
+        shape = _Shape(1 + SPARE_SIDES + there, elements, min(base, out), wide, out)
+        first.setdefault(shape, planned.name)
+    return _Shapes(first, total)
 
 
-def _need(shapes: Sequence[_Shape], together: int) -> _Need:
+def _need(shapes: _Shapes, together: int) -> _Need:
     """together: as in Bounds."""
     sides, output, largest = 0, 0, ""
-    total = sum(one.all_elements for one in shapes)
-    for one in shapes:
-        elements = max(one.elements, min(total, together // one.narrow))
+    for one, name in shapes.first.items():
+        elements = max(one.elements, min(shapes.elements, together // one.narrow))
         needed = one.rows * elements * one.wide
         if needed > sides:
-            sides, largest = needed, one.name
+            sides, largest = needed, name
         output = max(output, elements * one.out)
     return _Need(sides, output, largest)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,8 +49,7 @@ _LEAST_BYTES: Final = 1 << 12
 """What a chunk counts at least: there are no more than 256 in a group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Chunks of one tensor in order, their memo keys, and the ties that known chunks took.
 
     known: (chunk, ties per expert) of chunks of this tensor that are not computed.
@@ -88,8 +88,7 @@ class Slice:
         return sum(task.expert_bytes for run in self.runs for task in run.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, gc=False):
     """A chunk that was computed: ids of its output blocks, and its row for the memo table.
 
     expert_bytes: what was read of experts for it.  infinite: elements that overflowed.
@@ -114,18 +113,16 @@ class Receipt:
     base_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Chunks of one tensor in a group, and the tensor's ledger."""
+class Part(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Chunks of one tensor in a group, and the tensor's ledger if they hand ties on."""
 
     run: Run
     tasks: tuple[ChunkTask, ...]
     keys: tuple[bytes, ...]
-    ledger: TieLedger
+    ledger: TieLedger | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Chunks that are loaded together: of one tensor, or of several that are small."""
 
     slice: Slice
@@ -142,11 +139,11 @@ class Group:
         wholly: nothing comes of any other chunk of its tensors either.
         """
         for part in self.parts:
-            part.ledger.fail(-1 if wholly else part.tasks[0].number)
+            if part.ledger is not None:
+                part.ledger.fail(-1 if wholly else part.tasks[0].number)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, gc=False):
     """A block that came out, and where in which output file it lies.
 
     encoded: None where it need not be written.
@@ -158,8 +155,7 @@ class Output:
     encoded: Encoded | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Computed:
+class Computed(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A group's outcome.  The outputs lie in `buffer`, until `Computer.recycle`."""
 
     slice: Slice
@@ -274,9 +270,9 @@ class Computer:
     ) -> tuple[int, ...]:
         """Run the kernel; returns the ties that the chunk took, per expert."""
         tensor = part.run.tensor
-        if not tensor.limited:
-            blend(loaded, mix, tensor.quotas, out)
-            return (0,) * len(tensor.quotas)
+        if part.ledger is None:
+            # All of a quota is the chunk's own.
+            return blend(loaded, mix, tensor.quotas, out)
         # Mostly all ties of a chunk are kept or none: mixing at once saves a pass that counts.
         asked = part.ledger.asked
         ties = blend(loaded, mix, asked, out)
@@ -307,8 +303,7 @@ def _base_of(loaded: Loaded) -> npt.NDArray[np.uint8]:
     return base[: task.n * item_size(task.tensor.base_dtype)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Draft:
+class _Draft(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A chunk that was mixed: its output as blocks, which nobody has encoded yet."""
 
     loaded: Loaded
@@ -329,7 +324,7 @@ def groups(slice: Slice, together: int = GROUP_BYTES) -> Iterator[Group]:
     parts: list[Part] = []
     count, longest = 0, 0
     for run in slice.runs:
-        ledger = run.ledger()
+        ledger = run.ledger() if run.tensor.hands_on else None
         step = group_chunks(run.tensor)
         for first in range(0, len(run.chunks), step):
             cut = builtins.slice(first, first + step)

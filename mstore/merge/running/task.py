@@ -14,30 +14,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.index import Location
 from mstore.blocks.packs import NO_BASE, PackGone
-from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.errors import Conflict, Corrupt
-from mstore.ids import BlockId, TensorId
+from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.operators import OPERATORS, needs_thresholds, reuses_base
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.planning.tied import names_of_plan
+from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import chunk_blocks
+from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, gc=False):
     """A block at rest: its id, where and how it is stored, and what it is a difference to.
 
     base: None unless it is stored as a delta.  It is of the same plain length, and no delta
@@ -49,8 +48,7 @@ class Source:
     base: Source | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One side of a chunk: its element type, and its blocks in order."""
 
     dtype: str
@@ -59,16 +57,16 @@ class Row:
     @property
     def stored_bytes(self) -> int:
         """What reading it costs, without the blocks that its deltas are differences to."""
-        return sum(source.at.stored_length for source in self.sources)
+        return sum([source.at.stored_length for source in self.sources])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorTask:
+class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What all chunks of one tensor have in common.
 
     thresholds  float32[K], zeros where nothing is trimmed
     quotas      int64[K]: elements that tie at the threshold and are kept, over the whole tensor
                 (kernels.UNLIMITED: all of them)
+    limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros where nothing is random
     file        the output file that the tensor lies in, and `offset`, where in it; they only say
                 which blocks are neighbours
@@ -76,19 +74,16 @@ class TensorTask:
 
     name: str
     shape: tuple[int, ...]
+    elements: int
     chunk_elements: int
     base_dtype: str
     out_dtype: str
     thresholds: npt.NDArray[np.float32]
     quotas: npt.NDArray[np.int64]
+    limited: bool
     keys: npt.NDArray[np.uint32]
     file: str
     offset: int
-
-    @property
-    def elements(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
 
     @property
     def chunks(self) -> int:
@@ -98,20 +93,19 @@ class TensorTask:
     @property
     def out_bytes(self) -> int:
         """Plain bytes of the output tensor."""
-        return nbytes(self.out_dtype, self.shape)
+        return self.elements * ITEMSIZES[self.out_dtype]
 
     @property
-    def limited(self) -> bool:
+    def hands_on(self) -> bool:
         """Whether chunks hand ties on from one to the next (`mstore.merge.running.ties`)."""
-        return bool((self.quotas != UNLIMITED).any())
+        return self.limited and self.elements > self.chunk_elements
 
     def chunk_length(self, number: int) -> int:
         """Elements of chunk `number`."""
         return min(self.chunk_elements, self.elements - number * self.chunk_elements)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkTask:
+class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One chunk to compute: element range [first_index, first_index + n) of `tensor`.
 
     rows: what is read of experts, each distinct run of blocks once.  row_of: for each expert of
@@ -120,14 +114,10 @@ class ChunkTask:
 
     tensor: TensorTask
     number: int
+    n: int
     base: Row
     rows: tuple[Row, ...]
     row_of: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        """Elements."""
-        return self.tensor.chunk_length(self.number)
 
     @property
     def first_index(self) -> int:
@@ -137,59 +127,50 @@ class ChunkTask:
     @property
     def out_bytes(self) -> int:
         """Plain bytes of the output."""
-        return self.n * item_size(self.tensor.out_dtype)
+        return self.n * ITEMSIZES[self.tensor.out_dtype]
 
     @property
     def file_offset(self) -> int:
         """Where the output lies in `tensor.file`."""
-        return self.tensor.offset + self.first_index * item_size(self.tensor.out_dtype)
+        return self.tensor.offset + self.first_index * ITEMSIZES[self.tensor.out_dtype]
 
     @property
     def expert_bytes(self) -> int:
         """Bytes at rest that are read of experts."""
-        return sum(row.stored_bytes for row in self.rows)
+        return sum([row.stored_bytes for row in self.rows])
 
     @property
     def narrow_bytes(self) -> int:
         """Plain bytes of the base or of the output, whichever are fewer."""
         tensor = self.tensor
-        return self.n * min(item_size(tensor.base_dtype), item_size(tensor.out_dtype))
+        return self.n * min(ITEMSIZES[tensor.base_dtype], ITEMSIZES[tensor.out_dtype])
 
     @property
     def row_bytes(self) -> int:
         """Plain bytes of the longest side."""
-        return self.n * max(item_size(row.dtype) for row in (self.base, *self.rows))
+        widest = max([ITEMSIZES[row.dtype] for row in self.rows], default=0)
+        return self.n * max(ITEMSIZES[self.base.dtype], widest)
 
 
 _TAKES_PART: Final = bytes(state in (READ, SHARED) for state in range(256))
 
 
-@dataclass(frozen=True, slots=True)
-class Members:
-    """One planned tensor in the base and in each expert of the plan, as records."""
+class Members(msgspec.Struct, frozen=True, gc=False):
+    """One planned tensor in the base and in each expert of the plan, as records.
+
+    present     bool[K, chunks]: which experts take part in which chunk
+    """
 
     plan: PlanTensor
     base_id: TensorId
     base: Tensor
     expert_ids: tuple[TensorId, ...]
     experts: tuple[Tensor, ...]
-
-    def present(self) -> npt.NDArray[np.bool_]:
-        """bool[K, chunks]: which experts take part in which chunk."""
-        raw = b"".join(self.plan.states)
-        states = np.frombuffer(raw.translate(_TAKES_PART), dtype=np.bool_)
-        return states.reshape(len(self.plan.states), -1)
+    present: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A chunk before it is known where its blocks lie; as in ChunkTask."""
-
-    number: int
-    base: tuple[BlockId, ...]
-    rows: tuple[tuple[str, tuple[BlockId, ...]], ...]
-    row_of: tuple[int, ...]
-
+_Named = tuple[str, bytes]
+"""The element type of a side of a chunk, and its block list."""
 
 _TOGETHER: Final = 64
 """Tensors whose records are read together."""
@@ -209,6 +190,16 @@ class Tasks:
         self._experts = [
             catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
         ]
+        count = len(plan.experts)
+        # What tensors have where nothing is trimmed, and nothing drawn.
+        self._nothing = (
+            np.zeros(count, dtype=np.float32),
+            np.full(count, UNLIMITED, dtype=np.int64),
+            np.zeros((count, 2), dtype=np.uint32),
+            False,
+        )
+        self._trims = needs_thresholds(plan.method, self._parameters)
+        self._draws = OPERATORS[plan.method].random
         self._reuses = reuses_base(plan.method, self._parameters)
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
@@ -239,31 +230,34 @@ class Tasks:
             at = slice(number * len(sides), (number + 1) * len(sides))
             base_id, *expert_ids = ids[at]
             base, *experts = records[at]
+            states = b"".join(tensor.states).translate(_TAKES_PART)
+            present = np.frombuffer(states, dtype=np.bool_).reshape(len(tensor.states), -1)
             self._members[tensor.name] = Members(
-                tensor, base_id, base, tuple(expert_ids), tuple(experts)
+                tensor, base_id, base, tuple(expert_ids), tuple(experts), present
             )
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
         """What the chunks of a planned tensor share; `file` and `offset` as in TensorTask."""
         planned = self._planned[name]
         base = self.members(name).base
-        count = len(self._experts)
-        thresholds = np.zeros(count, dtype=np.float32)
-        quotas = np.full(count, UNLIMITED, dtype=np.int64)
-        if needs_thresholds(self.plan.method, self._parameters):
-            thresholds[:] = [threshold.value for threshold in planned.thresholds]
-            quotas[:] = [threshold.quota for threshold in planned.thresholds]
-        keys = np.zeros((count, 2), dtype=np.uint32)
-        if OPERATORS[self.plan.method].random:
-            keys = mask_keys(int(self._parameters["seed"]), count, name)
+        thresholds, quotas, keys, limited = self._nothing
+        if self._trims:
+            cuts = planned.thresholds
+            thresholds = np.array([cut.value for cut in cuts], dtype=np.float32)
+            quotas = np.array([cut.quota for cut in cuts], dtype=np.int64)
+            limited = bool((quotas != UNLIMITED).any())
+        if self._draws:
+            keys = mask_keys(int(self._parameters["seed"]), len(self._experts), name)
         return TensorTask(
             name=name,
             shape=base.shape,
+            elements=math.prod(base.shape),
             chunk_elements=planned.chunk_elements,
             base_dtype=base.dtype,
             out_dtype=self.plan.dtype or base.dtype,
             thresholds=thresholds,
             quotas=quotas,
+            limited=limited,
             keys=keys,
             file=file,
             offset=offset,
@@ -274,7 +268,7 @@ class Tasks:
         if not self._reuses or tensor.out_dtype != tensor.base_dtype:
             return np.zeros(tensor.chunks, dtype=np.bool_)
         reused: npt.NDArray[np.bool_] = np.logical_not(
-            self.members(tensor.name).present().any(axis=0)
+            self.members(tensor.name).present.any(axis=0)
         )
         return reused
 
@@ -290,46 +284,42 @@ class Tasks:
         self, wanted: Sequence[tuple[TensorTask, Sequence[int]]]
     ) -> list[list[ChunkTask]]:
         """The chunks of several tensors, with one look into the index for all of them."""
-        drafts = [self._drafts(tensor, numbers) for tensor, numbers in wanted]
+        named = [[self._named(tensor, n) for n in numbers] for tensor, numbers in wanted]
+        every = itertools.chain.from_iterable(named)
         sources = self._locate(
-            itertools.chain.from_iterable(
-                (*draft.base, *itertools.chain.from_iterable(blocks for _, blocks in draft.rows))
-                for found in drafts
-                for draft in found
-            )
+            itertools.chain.from_iterable(_ids(blocks) for rows, _ in every for _, blocks in rows)
         )
-        return [
-            [
-                ChunkTask(
-                    tensor,
-                    draft.number,
-                    Row(tensor.base_dtype, tuple(sources[block] for block in draft.base)),
-                    tuple(
-                        Row(type, tuple(sources[b] for b in blocks)) for type, blocks in draft.rows
-                    ),
-                    draft.row_of,
-                )
-                for draft in found
-            ]
-            for (tensor, _), found in zip(wanted, drafts, strict=True)
-        ]
+        made: list[list[ChunkTask]] = []
+        for (tensor, numbers), found in zip(wanted, named, strict=True):
+            tasks = []
+            for number, (rows, row_of) in zip(numbers, found, strict=True):
+                base, *others = [
+                    Row(dtype, tuple([sources[block] for block in _ids(blocks)]))
+                    for dtype, blocks in rows
+                ]
+                length = tensor.chunk_length(number)
+                tasks.append(ChunkTask(tensor, number, length, base, tuple(others), row_of))
+            made.append(tasks)
+        return made
 
-    def _drafts(self, tensor: TensorTask, numbers: Sequence[int]) -> list[_Draft]:
+    def _named(self, tensor: TensorTask, number: int) -> tuple[list[_Named], tuple[int, ...]]:
+        """A chunk before it is known where its blocks lie: base and rows, and `row_of`."""
         members = self.members(tensor.name)
         size, length = self._catalog.block_size, tensor.chunk_elements
-        present = members.present()
-        drafts = []
-        for number in numbers:
-            # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
-            rows: dict[tuple[str, tuple[BlockId, ...]], int] = {}
-            row_of = [-1] * len(members.experts)
-            for k in np.flatnonzero(present[:, number]).tolist():
-                expert = members.experts[k]
-                blocks = tuple(chunk_blocks(expert, length, number, size))
-                row_of[k] = rows.setdefault((expert.dtype, blocks), len(rows))
-            base = tuple(chunk_blocks(members.base, length, number, size))
-            drafts.append(_Draft(number, base, tuple(rows), tuple(row_of)))
-        return drafts
+
+        def named(record: Tensor) -> _Named:
+            span = ID_BYTES * blocks_per_chunk(record.dtype, length, size)
+            return record.dtype, record.blocks[number * span : (number + 1) * span]
+
+        # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
+        rows: dict[_Named, int] = {}
+        row_of = [
+            rows.setdefault(named(expert), len(rows)) if there else -1
+            for expert, there in zip(
+                members.experts, members.present[:, number].tolist(), strict=True
+            )
+        ]
+        return [named(members.base), *rows], tuple(row_of)
 
     def moved(self, source: Source) -> Location:
         """Where a block lies now whose pack is gone: gc may have copied it into another.
@@ -347,9 +337,9 @@ class Tasks:
                 hint="mstore fsck",
             )
         # Who paid for reading it paid for as many bytes, and knows what they decode with.
-        if place is None or replace(place, pack=source.at.pack, offset=source.at.offset) != (
-            source.at
-        ):
+        if place is None or msgspec.structs.replace(
+            place, pack=source.at.pack, offset=source.at.offset
+        ) != (source.at):
             raise Conflict(
                 "was collected while this command was running",
                 where=f"block {source.id}",
@@ -357,14 +347,16 @@ class Tasks:
             )
         return place
 
-    def _locate(self, blocks: Iterable[BlockId]) -> dict[BlockId, Source]:
-        wanted = list(dict.fromkeys(blocks))
+    def _locate(self, blocks: Iterable[bytes]) -> dict[bytes, Source]:
+        wanted = [BlockId(block) for block in dict.fromkeys(blocks)]
         places = self._places(wanted)
         deltas = {block: BlockId(at.base) for block, at in places.items() if at.base != NO_BASE}
         others = [block for block in dict.fromkeys(deltas.values()) if block not in places]
         places |= self._places(others)
         # One object for a block wherever it is named: a slice that is pickled names it once.
-        sources = {block: Source(block, at) for block, at in places.items() if at.base == NO_BASE}
+        sources: dict[bytes, Source] = {
+            block: Source(block, at) for block, at in places.items() if at.base == NO_BASE
+        }
         for block, base in deltas.items():
             if base not in sources:
                 raise Corrupt(
@@ -399,6 +391,11 @@ class Tasks:
             )
 
 
+def _ids(blocks: bytes) -> list[bytes]:
+    """A block list cut into ids."""
+    return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
+
+
 def item_size(dtype: str) -> int:
     """Bytes of an element."""
-    return DTYPES[dtype].bits // 8
+    return ITEMSIZES[dtype]

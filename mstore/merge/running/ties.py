@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from threading import Condition
+
+import msgspec
 
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """What one chunk may keep, per expert.
 
     quotas: as the kernel takes them (UNLIMITED: all of its ties).  taken: how many of the tensor's
