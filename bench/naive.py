@@ -27,8 +27,8 @@ import numpy as np
 from once import disk_bytes
 
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk, warm_up
-from mstore.merge.arithmetic.operators import OPERATORS, parse_parameters
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods import registry
 
 CHUNK = 2 << 20  # bytes of one model
 AHEAD = 4  # chunks
@@ -82,9 +82,9 @@ class Naive:
         self.out = out
         self.base = models[0]
         self.count = len(models) - 1
-        parameters = parse_parameters(method, given)
-        self.mix = Mix.build(method, parameters, [1.0] * self.count)
-        self.seed = int(parameters["seed"]) if OPERATORS[method].random else None
+        operation = registry.operation(method, given, [1.0] * self.count)
+        self.mix = Mix.of(operation)
+        self.seed = operation.seed if operation.is_drawn else None
         self.thresholds = thresholds
         self.models = [spans(model) for model in models]
         self.scratch = threading.local()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mstore import Store
 from mstore.merge.arithmetic.kernels import Mix, mix_chunk
-from mstore.merge.arithmetic.operators import parse_parameters
+from mstore.merge.methods import registry
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -55,7 +55,7 @@ def replay(
     family: Family, case: Case, draws: dict[str, list[Draw]], *, out_dtype: torch.dtype
 ) -> Tensors:
     """Every tensor from the kernel, block by block, with masks and factors from elsewhere."""
-    mix = Mix.build(case.method, parse_parameters(case.method, case.parameters()), case.weights)
+    mix = Mix.of(registry.operation(case.method, case.parameters(), case.weights))
     return {
         name: _replay(mix, base, [family.members[e][name] for e in case.experts], drawn, out_dtype)
         for name, base in family.base.items()

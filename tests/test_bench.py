@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mstore.api import Store
-from mstore.merge.arithmetic.operators import OPERATORS
 from mstore.merge.insight import explain
+from mstore.merge.methods.registry import METHODS
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -43,4 +43,4 @@ def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatc
     note = inspect.getsource(explain)
     assert f"{low:.1f} to {high:.1f} times" in note
     methods = {method for (method, _, _), _ in page_estimates.ratios_of(told, lambda _: True)}
-    assert methods == {f"`{method}`" for method in OPERATORS}
+    assert methods == {f"`{method}`" for method in METHODS}

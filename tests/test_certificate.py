@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
-from mstore.merge.arithmetic.operators import parse_parameters
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import Input, request
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
@@ -52,7 +52,7 @@ def merged(
     numbers = iter(range(len(there)))
     out = np.zeros(base.size, dtype=np.float32)
     mix_chunk(
-        Mix.build(method, parameters, weights),
+        Mix.of(operation(method, parameters, weights)),
         base.view(np.uint8),
         "F32",
         rows.view(np.uint8),
@@ -103,8 +103,8 @@ def check(
     method: str, given: dict[str, Any], weights: list[float], base: Single, experts: list[Single]
 ) -> int:
     """Every way of leaving experts out keeps its bound; returns how many had one."""
-    parameters = parse_parameters(method, given)
     try:
+        parameters = dict(operation(method, given, weights).parameters)
         plans = planner(method, given, weights, base, experts)
     except BadRequest:
         return 0
@@ -204,7 +204,5 @@ def test_what_overflows_has_no_certificate() -> None:
     assert bound is None
     assert estimate is not None
     with np.errstate(over="ignore"):
-        full = merged(
-            "task_arithmetic", parse_parameters("task_arithmetic", {}), [1, 1], base, experts
-        )
+        full = merged("task_arithmetic", {}, [1, 1], base, experts)
     assert np.isinf(full).all()

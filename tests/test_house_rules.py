@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mstore.merge.arithmetic.operators import OPERATORS
+from mstore.merge.methods.registry import METHODS
 from mstore_cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -259,7 +259,7 @@ def test_methods_and_verbs_have_properties() -> None:
     """
 
     def rule(path: Path, source: str) -> Iterator[str]:
-        names = set(OPERATORS)
+        names = set(METHODS)
         if path.name in {"command.py", "main.py"}:
             names |= set(VERBS)
         return compared_with(source, names)

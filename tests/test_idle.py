@@ -13,8 +13,8 @@ from cli_runs import Program
 from families import Family
 from test_budget import Place, make
 
-from mstore.merge.arithmetic.operators import OPERATORS
 from mstore.merge.insight import idle
+from mstore.merge.methods.registry import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     assert told.warnings == plan.warnings
 
 
-@pytest.mark.parametrize("method", OPERATORS)
+@pytest.mark.parametrize("method", METHODS)
 def test_who_takes_weight_from_others(method: str, place: Place) -> None:
     """An expert without a delta is said to take weight from the others exactly where it does: its
     merge with another one is not that one's alone.

@@ -20,8 +20,8 @@ from reference import DTYPES, WORDS, Array, Mask, name_of
 
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk, warm_up
-from mstore.merge.arithmetic.operators import needs_thresholds, parse_parameters
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods.registry import operation
 
 WEIGHTS = (0.5, 0.3, -0.7, 1.0, 0.0, 2.25)
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -100,12 +100,12 @@ def _merge(
 
     An expert is absent from a chunk if its mask says so at the chunk's first element.
     """
-    parameters = parse_parameters(method, given_parameters)
-    mix = Mix.build(method, parameters, weights)
+    op = operation(method, given_parameters, weights)
+    mix, parameters = Mix.of(op), op.parameters
     count = len(experts)
     thresholds = np.zeros(count, dtype=np.float32)
     left = np.full(count, UNLIMITED, dtype=np.int64)
-    if needs_thresholds(method, parameters):
+    if op.is_trimmed:
         for k, expert in enumerate(experts):
             deltas = reference.delta(base, expert)
             thresholds[k], left[k] = reference.threshold(deltas, parameters["density"])
@@ -269,7 +269,7 @@ def test_without_a_quota_all_ties_stay() -> None:
 
 def _mix_one(base: Array, expert: Array, out: Array, *, threshold: float, quota: int) -> None:
     mix_chunk(
-        Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]),
+        Mix.of(operation("ties", {"density": 0.5}, [1.0])),
         base.view(np.uint8),
         "F32",
         expert.view(np.uint8)[None],
@@ -390,7 +390,7 @@ def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> Non
     rng = np.random.default_rng(8)
     n = 2500
     base, (one, two) = _family(rng, "grid", ["BF16", "F16", "BF16"], n)
-    mix = Mix.build(method, parse_parameters(method, parameters), WEIGHTS[:5])
+    mix = Mix.of(operation(method, parameters, WEIGHTS[:5]))
     keys = mask_keys(3, 5, "t")
     outs = []
     for experts, row_of in (
@@ -441,7 +441,7 @@ def test_given_masks_and_factors(dtype: str, method: str, normalize: bool) -> No
     out = np.zeros(n, dtype=np.float32)
     for start, stop in ((0, 1000), (1000, n)):
         mix_chunk(
-            Mix.build(method, parse_parameters(method, given_parameters), weights),
+            Mix.of(operation(method, given_parameters, weights)),
             base[start:stop].view(np.uint8),
             dtype,
             np.stack([expert[start:stop].view(np.uint8) for expert in experts]),
@@ -465,21 +465,19 @@ def test_signatures_tell_methods_and_parameters_apart() -> None:
     only through the sum that they divide by, and equal meanings have equal signatures."""
     signatures = {}
     for method, given_parameters in [*METHODS, ("dare_ties", {"density": 0.4})]:
-        parameters = parse_parameters(method, given_parameters)
-        signature = Mix.build(method, parameters, [0.25, 0.75]).signature()
+        signature = Mix.of(operation(method, given_parameters, [0.25, 0.75])).signature()
         assert len(signature) == 52
-        assert signature == Mix.build(method, parameters, [0.75, 0.25]).signature()
+        assert signature == Mix.of(operation(method, given_parameters, [0.75, 0.25])).signature()
         assert signatures.setdefault(signature, (method, given_parameters)) == (
             method,
             given_parameters,
         )
-    linear = parse_parameters("linear", {})
     assert (
-        Mix.build("linear", linear, [1.0]).signature()
-        != Mix.build("linear", linear, [2.0]).signature()
+        Mix.of(operation("linear", {}, [1.0])).signature()
+        != Mix.of(operation("linear", {}, [2.0])).signature()
     )
     # Known bytes: they are part of keys on disk.
-    assert Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]).signature() == (
+    assert Mix.of(operation("ties", {"density": 0.5}, [1.0])).signature() == (
         bytes([1, *[0] * 7, 1, *[0] * 7, 1, *[0] * 7, *[0] * 8])
         + np.array([1, 1, 1], dtype="<f4").tobytes()
         + bytes([0, 0, 0, 0, 1, 0, 0, 0])
@@ -489,7 +487,7 @@ def test_signatures_tell_methods_and_parameters_apart() -> None:
 def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     """mix_chunk on four zero bytes of base and two experts, but for `changes`."""
     arguments: dict[str, Any] = {
-        "mix": Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0, 1.0]),
+        "mix": Mix.of(operation("ties", {"density": 0.5}, [1.0, 1.0])),
         "base": np.zeros(4, dtype=np.uint8),
         "base_dtype": "BF16",
         "rows": np.zeros((2, 64), dtype=np.uint8),
@@ -508,7 +506,7 @@ def _call(**changes: Any) -> npt.NDArray[np.uint8]:
     return out
 
 
-DARE_TIES = Mix.build("dare_ties", parse_parameters("dare_ties", {"density": 0.5}), [1.0, 1.0])
+DARE_TIES = Mix.of(operation("dare_ties", {"density": 0.5}, [1.0, 1.0]))
 
 
 def test_bytes_after_the_chunk_are_left_alone() -> None:
@@ -567,7 +565,7 @@ def test_counting_keeps_all_ties(dtype: str, kind: str) -> None:
         deltas = [np.abs(reference.delta(base, expert)) for expert in experts]
     finite = [delta[np.isfinite(delta) & (delta > 0)] for delta in deltas]
     cuts = np.array([delta[len(delta) // 2] if len(delta) else 1 for delta in finite], np.float32)
-    mix = Mix.build("ties", parse_parameters("ties", {"density": 0.5}), weights)
+    mix = Mix.of(operation("ties", {"density": 0.5}, weights))
     outs, counts = [], []
     for quota in (COUNTED, UNLIMITED):
         outs.append(np.zeros(n, dtype=np.float32))
@@ -609,7 +607,7 @@ def test_what_a_quota_keeps_is_told(dtype: str) -> None:
     for quota in (1, 300, 342, 343, 700, 834, 835, 4000):
         out = np.zeros(n, dtype=np.float32)
         kept = mix_chunk(
-            Mix.build("ties", parse_parameters("ties", {"density": 0.5}), [1.0]),
+            Mix.of(operation("ties", {"density": 0.5}, [1.0])),
             base.view(np.uint8),
             dtype,
             stored.view(np.uint8)[None],

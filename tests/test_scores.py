@@ -9,7 +9,8 @@ import pytest
 
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.arithmetic.operators import OPERATORS, parse_parameters
+from mstore.merge.methods.method import Combine, Select
+from mstore.merge.methods.registry import METHODS, operation
 from mstore.merge.planning.scores import SCORES, agreement, dilution, lottery, score_of, seed
 from mstore.stats.chunk import CHUNK, pack_sketch
 
@@ -27,26 +28,27 @@ def rows(*directions: list[float]) -> np.ndarray:
 def test_defaults() -> None:
     """Unless asked: trimmed where a method trims, norm elsewhere."""
     found = {
-        (method, density): score_of(method, parse_parameters(method, {"density": density}), None)
+        (method, density): score_of(operation(method, {"density": density}, [1.0]), None)
         for method in ("ties", "dare_ties", "dare_linear")
         for density in (0.5, 1)
     }
     assert {key for key, score in found.items() if score == "trimmed"} == {("ties", 0.5)}
     assert set(found.values()) == {"trimmed", "norm"}
-    assert score_of("linear", parse_parameters("linear", {}), None) == "norm"
+    assert score_of(operation("linear", {}, [1.0]), None) == "norm"
 
 
-@pytest.mark.parametrize("method", OPERATORS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("score", [*SCORES, "taste"])
 def test_scores_that_a_method_has(method: str, score: str) -> None:
     """trimmed is for methods that trim, conflict for those that elect signs, others for all."""
-    flags, parameters = OPERATORS[method], parse_parameters(method, {})
-    missing = {"trimmed": not flags.trims, "conflict": not flags.consensus, "taste": True}
+    own = METHODS[method]
+    trims, elects = own.select is Select.TRIMMED, own.combine is Combine.ELECTED
+    missing = {"trimmed": not trims, "conflict": not elects, "taste": True}
     if missing.get(score, False):
         with pytest.raises(BadRequest):
-            score_of(method, parameters, score)
+            score_of(own.apply({}, [1.0]), score)
     else:
-        assert score_of(method, parameters, score) == score
+        assert score_of(own.apply({}, [1.0]), score) == score
 
 
 def test_agreement() -> None:

@@ -31,9 +31,9 @@ def refs(context: typer.Context, incomplete: str) -> list[str]:
 
 def methods(incomplete: str) -> list[str]:
     """Names of merge methods."""
-    from mstore.merge.arithmetic.operators import OPERATORS
+    from mstore.merge.methods import registry
 
-    return _beginning(incomplete, OPERATORS)
+    return _beginning(incomplete, registry.names())
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""What one element becomes: operators, their parameters, and the compiled passes over a chunk."""
+"""What one element becomes: the compiled passes over a chunk."""

@@ -4,7 +4,7 @@ Owns what is called and checked, and the order of the float32 arithmetic of ever
 over experts run in plan order, no product is contracted into a sum unless it says so, no sum is
 reassociated.  Does not own the arithmetic itself (`passes`), which experts are present,
 thresholds or keys (the engine and the planner), nor the scalars that parameters become
-(mstore.merge.arithmetic.operators).
+(`merge.methods.method`).
 
 A chunk is worked on in tiles that stay in the first-level cache.  Every step over a tile is a
 loop that LLVM vectorises; element types and operator flags are looked at once a tile, so that
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +30,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.operators import (
-    Value,
-    check_weights,
-    fixed_divisor,
-    mask_limit,
-    needs_thresholds,
-    operator,
-    rescale_factor,
-    single,
-)
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     CONSENSUS,
@@ -49,6 +39,7 @@ from mstore.merge.arithmetic.tiles import (
     Scratch,
     address,
 )
+from mstore.merge.methods.method import Operation
 from mstore.numeric.codes import ITEMSIZES, dtype_code
 from mstore.numeric.machine import Pass
 
@@ -70,11 +61,11 @@ _scratch: Final = Scratch()
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One merge's method, parameters and weights, as the kernel takes them.
+    """One operation, as the kernel takes it.
 
     `weights` is float32[K]; `factors` is float32[3]: fixed divisor, lambda, rescale factor;
     `flags` is int64[4]: kind, normalize, trims, random; `mask_limit` is as in
-    operators.mask_limit.
+    `Operation`.
     """
 
     weights: npt.NDArray[np.float32]
@@ -83,26 +74,20 @@ class Mix:
     mask_limit: int
 
     @classmethod
-    def build(cls, method: str, parameters: Mapping[str, Value], weights: Sequence[float]) -> Mix:
-        """From complete parameters (operators.parse_parameters) and one weight an expert.
-
-        Raises BadRequest as operators.check_weights does.
-        """
-        flags = operator(method)
-        kind = DIRECT if flags.direct else CONSENSUS if flags.consensus else ADDITIVE
-        trims = needs_thresholds(method, parameters)
-        factors = (
-            fixed_divisor(method, parameters, weights),
-            single(parameters.get("lambda", 1.0)),
-            rescale_factor(method, parameters),
-        )
+    def of(cls, operation: Operation) -> Mix:
+        """What `operation` does to an element."""
+        kind = ADDITIVE
+        if operation.is_whole:
+            kind = DIRECT
+        elif operation.is_elected:
+            kind = CONSENSUS
+        flags = (kind, operation.normalizes, operation.is_trimmed, operation.is_drawn)
+        factors = (operation.divisor, operation.scale, operation.rescale)
         return cls(
-            weights=np.array(check_weights(method, parameters, weights), dtype=np.float32),
+            weights=np.array(operation.weights, dtype=np.float32),
             factors=np.array(factors, dtype=np.float32),
-            flags=np.array(
-                [kind, bool(parameters["normalize"]), trims, flags.random], dtype=np.int64
-            ),
-            mask_limit=mask_limit(method, parameters),
+            flags=np.array(flags, dtype=np.int64),
+            mask_limit=operation.mask_limit,
         )
 
     def signature(self) -> bytes:
@@ -144,16 +129,16 @@ def mix_chunk(
     row_of      int64[K] for the K weights of `mix`: the row of expert k, or -1.  Experts may name
                 one row together (blocks that they share).  Those without a row are absent: their
                 delta is zero.  If all are, the output is the base, converted to its type (unless
-                operators.reuses_base says otherwise)
+                Operation.keeps_base says otherwise)
     thresholds  float32[K]: trimming keeps |d| above it, and
     quotas      int64[K]: that many |d| equal to it, lowest index first, in THIS chunk
                 (UNLIMITED: all; COUNTED: all, and they are counted).  Both are read only if
                 the operator needs thresholds
     keys        uint32[K, 2] of random.mask_keys, read only if the operator is random
     out         uint8[>= n * itemsize]; bytes after the last element are left alone
-    masks       uint8[K, n], only for random operators: 1 keeps an element, 0 drops it, in place
+    masks       uint8[K, n], only for methods that draw: 1 keeps an element, 0 drops it, in place
                 of the draws of `keys`
-    rescales    float32[K], only for random operators: what expert k's kept deltas are multiplied
+    rescales    float32[K], only for methods that draw: what expert k's kept deltas are multiplied
                 by, in place of the one rescale factor of `mix`
 
     Returns for each expert how many elements tie at its threshold, where its quota is COUNTED, or

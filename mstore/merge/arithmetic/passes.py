@@ -433,7 +433,7 @@ def mix(
                 at = EXPERT + j * STRIDE
                 grouped[j] = weights[k]
                 if p < 0:
-                    # Only direct operators give a weight to an expert that is absent.
+                    # Only methods that mix whole experts give a weight to an expert that is absent.
                     _copy(count, BASE, at, scratch)
                     continue
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)

@@ -1,7 +1,7 @@
 """Tiles: the scratch that the compiled passes of a merge work in, and the codes they are told.
 
 Owns sizes and places within the scratch, each thread's own scratch, and the numbers that stand
-for kinds of operators and for special quotas.  Needs no compiler.
+for kinds of methods and for special quotas.  Needs no compiler.
 """
 
 from __future__ import annotations

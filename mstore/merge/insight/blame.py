@@ -19,7 +19,6 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.errors import NotFound, did_you_mean
 from mstore.ids import SnapshotId
-from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.attribution import Attribution, attribute
 from mstore.merge.insight.layers import layers_of
 from mstore.merge.planning.costs import costs_of
@@ -201,7 +200,7 @@ class _Run:
     def _chunks(self, name: str) -> list[int]:
         """The chunks in which something can have changed."""
         present = self.tasks.members(name).present
-        if not reuses_base(self._plan.method, dict(self._plan.parameters)):
+        if not self.tasks.operation.keeps_base:
             return list(range(present.shape[1]))
         return [int(number) for number in np.flatnonzero(present.any(axis=0))]
 

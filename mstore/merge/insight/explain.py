@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from mstore.errors import NotFound, did_you_mean
 from mstore.ids import PlanId, SnapshotId
-from mstore.merge.arithmetic.operators import operator, reuses_base
 from mstore.merge.insight.idle import idle_experts
 from mstore.merge.insight.layers import layers_of
+from mstore.merge.methods.registry import operation_of
 from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.tied import names_of_plan
 from mstore.merge.running.overflow import overflow_warnings
@@ -78,7 +78,7 @@ def plan_report(
             f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
             f"bytes, more than its budget of {plan.budget}"
         )
-    elects = operator(plan.method).consensus
+    elects = operation_of(plan).is_elected
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
@@ -314,8 +314,7 @@ class _Explainer:
         if covered is not None:
             return sum(bit(covered.reused, number) for number in range(covered.blocks))
         base = self._catalog.tensor(self._base[planned.name])
-        parameters = dict(self._plan.parameters)
-        if base.dtype != dtype or not reuses_base(self._plan.method, parameters):
+        if base.dtype != dtype or not operation_of(self._plan).keeps_base:
             return 0
         per = blocks_per_chunk(dtype, planned.chunk_elements, self._plan.block_size)
         idle = [not {READ, SHARED} & set(states) for states in zip(*planned.states, strict=True)]

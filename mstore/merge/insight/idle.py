@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mstore.merge.arithmetic.operators import operator
+from mstore.merge.methods.registry import operation_of
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.reports import MergeWarning
 from mstore.store.plans import Sources
@@ -65,7 +65,8 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
 def _diluting(plan: Plan) -> str:
     """What an expert without a delta still does where weights are divided by their sum."""
     # Consensus divides by the weights that agree, and who changes nothing is not among them.
-    divides = dict(plan.parameters).get("normalize") and not operator(plan.method).consensus
+    operation = operation_of(plan)
+    divides = operation.normalizes and not operation.is_elected
     if divides and len(plan.experts) > 1:
         return " but to take weight from the others"
     return ""

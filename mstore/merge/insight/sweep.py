@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.operators import reuses_base
 from mstore.merge.insight.distance import distances
 from mstore.merge.insight.explain import share_of
 from mstore.merge.planning.planning import Planned, Planning
@@ -62,7 +61,7 @@ def sweep(
         )
         read = found.expert_bytes_read
         *measured, whole = (_relative(square, planning.base_squares) for square in found.squares)
-    if not reuses_base(planning.request.method, planning.request.parameters):
+    if not planning.request.operation.keeps_base:
         whole = None
     points = tuple(
         SweepPoint(
@@ -79,14 +78,14 @@ def sweep(
         for share, planned, error in zip(shares, plans, measured, strict=True)
     )
     return SweepReport(
-        method=planning.request.method,
+        method=planning.request.operation.method.name,
         score=planning.request.score,
-        parameters=dict(planning.request.parameters),
+        parameters=dict(planning.request.operation.parameters),
         base=planning.request.base.name,
         experts=tuple(
             (expert.name, weight)
             for expert, weight in zip(
-                planning.request.experts, planning.request.weights, strict=True
+                planning.request.experts, planning.request.operation.weights, strict=True
             )
         ),
         full_expert_bytes=full,

@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 from mstore.errors import BadRequest, Incompatible
-from mstore.merge.arithmetic.operators import check_weights, needs_thresholds, parse_parameters
+from mstore.merge.methods import registry
 from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
@@ -40,12 +40,10 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     Also raises Incompatible (block size) and NotFound where an input is missing.
     """
     check_block_size(catalog, plan)
-    parameters = dict(plan.parameters)
-    complete = parse_parameters(plan.method, parameters)
-    weights = [expert.weight for expert in plan.experts]
+    operation = registry.operation_of(plan)
     if (
-        tuple(sorted(complete.items())) != plan.parameters
-        or list(check_weights(plan.method, complete, weights)) != weights
+        tuple(sorted(operation.parameters.items())) != plan.parameters
+        or operation.weights != tuple(expert.weight for expert in plan.experts)
         or plan.dtype not in (None, *CODES)
     ):
         raise BadRequest("not a sound plan: its parameters are not a planner's")
@@ -53,7 +51,6 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     base = catalog.manifest(plan.base_id()).tensors()
     experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
     first = names_of_plan(catalog, plan, base, experts)
-    trims = needs_thresholds(plan.method, complete)
     seen: set[str] = set()
     members = (base, *experts)
     for start in range(0, len(plan.tensors), _TOGETHER):
@@ -67,7 +64,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
         records = catalog.tensors([found[tensor.name] for tensor in tensors for found in members])
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
-            _check_tensor(plan, tensor, own, trims)
+            _check_tensor(plan, tensor, own, operation.is_trimmed)
 
 
 def _check_criteria(plan: Plan) -> None:

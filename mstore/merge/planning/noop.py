@@ -7,7 +7,7 @@ keeps, an expert that is the base.  Whoever means it says so (`allow_noop`).
 from __future__ import annotations
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.operators import reuses_base
+from mstore.merge.methods.registry import operation_of
 from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.catalog import Catalog
 
@@ -62,7 +62,7 @@ def _reads(plan: Plan) -> bool:
 
 
 def _is_base(catalog: Catalog, plan: Plan) -> bool:
-    if plan.tensors and not reuses_base(plan.method, dict(plan.parameters)):
+    if plan.tensors and not operation_of(plan).keeps_base:
         return False
     return not is_retyped(catalog, plan)
 

@@ -5,15 +5,15 @@ nothing: blocks equal to the base, blocks that two experts share, blocks in whic
 the trim threshold.  The rest are *units*, ranked (`scores`, `greedy`) and taken while the budget
 lasts.
 
-Error of what is left out, for operators that are additive with fixed coefficients c_k: in chunk
+Error of what is left out, for methods that are additive with fixed coefficients c_k: in chunk
 i the merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are
 orthogonal, so
 
     ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
 
 That, over ||base||, is the certified `error_bound`, whatever the units were ranked by.  It
-includes what float32 arithmetic may add on either side (`operators.Rounding` has the proof), and
-there is none where a step of it might overflow.  For operators that elect signs there is
+includes what float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and
+there is none where a step of it might overflow.  For methods that elect signs there is
 no such bound; `error_estimate` takes the sparsified deltas of different experts as orthogonal.
 
 With top_p, chunks are dropped first: those with the smallest error of the kind above, were they
@@ -31,15 +31,8 @@ from typing import Any
 import numpy as np
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.operators import (
-    MAX_SINGLE,
-    OPERATORS,
-    Rounding,
-    coefficients,
-    needs_thresholds,
-    reuses_base,
-    rounding,
-)
+from mstore.merge.methods.bounds import Rounding, coefficients, rounding
+from mstore.merge.methods.parameters import MAX_SINGLE
 from mstore.merge.planning.estimates import elected
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
@@ -89,8 +82,8 @@ class Planner:
     def __init__(self, survey: Survey, request: Request) -> None:
         self._survey = survey
         self._request = request
-        self._operator = OPERATORS[request.method]
-        self._trims = needs_thresholds(request.method, request.parameters)
+        self._operation = request.operation
+        self._trims = request.operation.is_trimmed
         self._grid = Grid.of(survey)
         self._own = np.arange(len(survey.experts))[:, None]
         self._free_states = self._free()
@@ -99,8 +92,8 @@ class Planner:
         self._plain = self._grid.elements * self._itemsizes()
         self._full_plain = int(self._plain[leaders == self._own].sum())
         self._squares = self._tails() if self._trims else self._whole()
-        self._normalizes = bool(self._operator.consensus and request.parameters["normalize"])
-        heavy = {abs(weight) for weight in request.weights if weight}
+        self._normalizes = request.operation.is_elected and request.operation.normalizes
+        heavy = {abs(weight) for weight in request.operation.weights if weight}
         self._is_uneven = self._normalizes and len(heavy) > 1
         self._scale = self._coefficients() * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
@@ -161,9 +154,9 @@ class Planner:
         if self._trims:
             # `<` and not `not >=`: a NaN is larger than everything, and must be read.
             states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
-        elif not self._operator.direct:
+        elif not self._operation.is_whole:
             states[nothing] = BELOW
-        states[list(self._request.weightless)] = BELOW
+        states[list(self._operation.weightless)] = BELOW
         states[grid.equal] = EQUAL
         return states
 
@@ -182,16 +175,15 @@ class Planner:
     # -- norms -------------------------------------------------------------------------------
 
     def _coefficients(self) -> Floats:
-        """|c_k|, float64[K, C]: certified for additive operators, a guess for the others.
+        """|c_k|, float64[K, C]: certified for additive methods, a guess for the others.
 
         An operator that divides by the weights that agree gives an expert all of its delta where
         no heavier one is kept, whatever its own weight, and its weight over the heaviest one's
         elsewhere.  Places that experts keep are taken to have nothing to do with each other.
         """
-        request = self._request
-        weights = np.abs(np.array(request.weights))[:, None]
-        if self._operator.additive:
-            one = coefficients(request.method, request.parameters, request.weights)
+        weights = np.abs(np.array(self._operation.weights))[:, None]
+        if self._operation.is_additive:
+            one = coefficients(self._operation)
             return np.array(one)[:, None]
         scale = self._undivided()
         if not self._normalizes or not weights.any():
@@ -209,10 +201,10 @@ class Planner:
 
     def _undivided(self) -> float:
         """|lambda|, times what sparsification at random scales a delta by."""
-        scale = abs(float(self._request.parameters.get("lambda", 1.0)))
-        if self._operator.random and self._request.parameters.get("rescale"):
+        scale = abs(float(self._operation.parameters.get("lambda", 1.0)))
+        if self._operation.is_drawn and self._operation.parameters["rescale"]:
             # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
-            scale /= math.sqrt(float(self._request.parameters["density"]))
+            scale /= math.sqrt(self._operation.density)
         return scale
 
     def _with_lighter(self, roots: Floats) -> Floats:
@@ -220,7 +212,7 @@ class Planner:
 
         Where a heavy expert is kept, lighter ones hardly count; without it their deltas are there.
         """
-        weights = np.abs(np.array(self._request.weights))
+        weights = np.abs(np.array(self._operation.weights))
         full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self._squares) ** 2
         full = np.where(np.isfinite(full), full, 0.0)
         squares = roots * roots
@@ -253,7 +245,7 @@ class Planner:
         changing = np.flatnonzero((self._free_states == READ).any(axis=0))
         left = np.where(self._free_states == READ, self._roots, 0.0)[:, changing]
         with np.errstate(over="ignore"):
-            error = added(left) ** 2 if self._operator.additive else added(left**2)
+            error = added(left) ** 2 if self._operation.is_additive else added(left**2)
         keep = max(1, int(share * len(changing)))
         dropped[changing[np.argsort(-error, kind="stable")[keep:]]] = True
         return dropped
@@ -308,14 +300,14 @@ class Planner:
                 [[seed(*e.pair) for e in t.experts] for t in self._survey.tensors], dtype=np.uint64
             ).reshape(-1, grid.shape[0])
             return lottery(seeds[units.tensor, units.expert], units.chunk)
-        if self._operator.additive:
+        if self._operation.is_additive:
             return None
         roots = self._roots
         if self._trims and self._request.score == "norm":
             roots = _scaled(self._scale, self._whole())
         if self._request.score == "conflict":
             # A delta that has no norm has no direction; infinity stays infinity.
-            share = agreement(grid.rows, self._request.weights)
+            share = agreement(grid.rows, self._operation.weights)
             squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
             if self._normalizes:
                 squares = squares + dilution(roots * roots, self._kept)
@@ -332,7 +324,7 @@ class Planner:
     @cached_property
     def _kept(self) -> Floats:
         """Roughly the share of a chunk's elements that sparsification keeps: float64[K, C]."""
-        grid, parameters = self._grid, self._request.parameters
+        grid = self._grid
         kept = grid.column("nonzeros") / grid.elements
         if self._trims:
             magnitudes = grid.column("sum_abs")
@@ -341,7 +333,7 @@ class Planner:
             # Magnitudes taken as exponentially distributed, as in `tail_squares`.
             cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
             return np.where(usable, kept * exp_of_minus(cut), 0.0)
-        return kept * float(parameters["density"]) if self._operator.random else kept
+        return kept * self._operation.density if self._operation.is_drawn else kept
 
     def _shortest(self, taken: Ints, goal: float, budget: int | None) -> Ints:
         """A beginning of `taken` that keeps the error.
@@ -353,7 +345,7 @@ class Planner:
             chosen = np.zeros(len(self._units), dtype=bool)
             chosen[taken[:count]] = True
             bound, estimate = self._errors(self._apply(chosen))
-            number = bound if self._operator.additive else estimate
+            number = bound if self._operation.is_additive else estimate
             return math.inf if number is None else number
 
         kept = error(len(taken))
@@ -390,11 +382,11 @@ class Planner:
     # -- errors ------------------------------------------------------------------------------
 
     def _errors(self, states: States) -> tuple[float | None, float | None]:
-        """Bound (additive operators only) and estimate; None where a norm is not known."""
+        """Bound (additive methods only) and estimate; None where a norm is not known."""
         left_out = (states == OMITTED) | (states == DROPPED)
         surplus = self._surplus(states, left_out)
         if not left_out.any() and not surplus.any():
-            return (0.0 if self._operator.additive else None), 0.0
+            return (0.0 if self._operation.is_additive else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
         # Where nothing is left out, norms are of no interest, known or not.
         if not base or (left_out & ~known).any():
@@ -412,7 +404,7 @@ class Planner:
         estimate = math.sqrt(typical) / norm
         # Of what is read without statistics it is not known what rounding does to it.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
-        if not self._operator.additive or in_dark.any() or not math.isfinite(self._rounding):
+        if not self._operation.is_additive or in_dark.any() or not math.isfinite(self._rounding):
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
         return math.nextafter(bound, math.inf), estimate
@@ -423,9 +415,9 @@ class Planner:
         Over random masks, too: of d, kept with probability p, the mean square is p d^2, and
         d^2 / p with `rescale`.
         """
-        request = self._request
-        density = float(request.parameters["density"]) if self._operator.random else 1.0
-        if self._operator.additive:
+        operation = self._operation
+        density = operation.density if operation.is_drawn else 1.0
+        if operation.is_additive:
             # The coefficients hold for every mask: 1 / p is in them with `rescale`.
             return added(np.where(left_out, self._roots, 0.0) ** 2) * density
         found = np.zeros(self._grid.shape[1])
@@ -438,12 +430,12 @@ class Planner:
         found[some] = elected(
             np.where(counts, squares, 0.0),
             np.where(counts, self._kept[:, some], 0.0),
-            request.weights,
+            operation.weights,
             left_out[:, some],
             normalize=self._normalizes,
         )
-        scale = abs(float(request.parameters["lambda"]))
-        factor = 1.0 / density if request.parameters.get("rescale") else density
+        scale = abs(float(operation.parameters.get("lambda", 1.0)))
+        factor = 1.0 / density if operation.parameters.get("rescale") else density
         return found * self._grid.copies * (factor * scale * scale)
 
     def _float32_error(self) -> float:
@@ -452,10 +444,10 @@ class Planner:
         Chunks of which nothing is left out come out alike.  Here are all that anything may be left
         out of, so that it does not depend on the budget.
         """
-        if not self._operator.additive:
+        if not self._operation.is_additive:
             return math.inf
-        grid, request = self._grid, self._request
-        error = rounding(request.method, request.parameters, request.weights)
+        grid = self._grid
+        error = rounding(self._operation)
         computed = np.isin(self._free_states, (READ, DROPPED)).any(axis=0)
         if not computed.any():
             return 0.0
@@ -484,7 +476,7 @@ class Planner:
         """
         base = self._survey.base_squares
         # A sum that scales the base changes more than the experts' deltas say.
-        if not base or not reuses_base(self._request.method, self._request.parameters):
+        if not base or not self._operation.keeps_base:
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():
@@ -502,7 +494,7 @@ class Planner:
         request, grid, survey = self._request, self._grid, self._survey
         if not survey.tensors:
             return []
-        error = rounding(request.method, request.parameters, request.weights)
+        error = rounding(self._operation)
         divisor, lam, rescale = error.factors
         weights = np.abs(error.weights)[:, None]
         if self._normalizes:
@@ -512,7 +504,7 @@ class Planner:
             deltas = np.where(grid.known, grid.column("max_abs"), 0.0) * weights
             moved = added(deltas) * (lam * rescale / divisor)
             moved = np.maximum.reduceat(moved, grid.starts[:-1])
-        scale = float(weights.sum()) / divisor if error.direct else 1.0
+        scale = float(weights.sum()) / divisor if error.is_whole else 1.0
         found = []
         for tensor, delta in zip(survey.tensors, moved.tolist(), strict=True):
             own, out = tensor.record.dtype, request.dtype or tensor.record.dtype
@@ -574,7 +566,7 @@ class Planner:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
             notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
-        signs = " (a NaN has no sign and takes no part)" if self._operator.consensus else ""
+        signs = " (a NaN has no sign and takes no part)" if self._operation.is_elected else ""
         if survey.unreliable:
             notes.append(
                 f"infinite or NaN differences{signs}, their blocks are read first, and leave no "
@@ -597,7 +589,7 @@ def largest_step(error: Rounding, largest: Floats, base: Floats) -> float:
     """No step of the kernel is larger, where |d_k| <= largest (float64[K, C]) and |b| <= base."""
     divisor, lam, rescale = error.factors
     with np.errstate(over="ignore", invalid="ignore"):
-        sides = base + largest if error.direct else np.maximum(largest, largest * rescale)
+        sides = base + largest if error.is_whole else np.maximum(largest, largest * rescale)
         total = added([abs(w) * side for w, side in zip(error.weights, sides, strict=True)])
         mixed = total / divisor
         steps = [sides.max(axis=0), total, mixed, mixed * lam, mixed * lam + base]

@@ -13,7 +13,6 @@ import msgspec
 from blake3 import blake3
 
 from mstore.ids import ID_BYTES, ManifestId
-from mstore.merge.arithmetic.operators import needs_thresholds
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.planner import Planner, Selection, States
 from mstore.merge.planning.request import Request
@@ -46,10 +45,11 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
     )
     # A block that was dropped and stored again may have come back in another codec.
     costs = [_costs(catalog, base, expert) for expert in experts]
+    operation = request.operation
     said = (
         *(PLANNER, catalog.block_size, bytes(base), list(map(bytes, experts)), costs),
-        *(request.weights, request.method),
-        *(sorted(request.parameters.items()), request.budget, request.max_error, request.dtype),
+        *(operation.weights, operation.method.name),
+        *(sorted(operation.parameters.items()), request.budget, request.max_error, request.dtype),
         *(request.score, request.only, request.skip, request.expert_budget, request.top_p),
     )
     text = msgspec.msgpack.encode(said)
@@ -146,13 +146,12 @@ class Planning:
     def _finished(self, selection: Selection, request: Request) -> Planned:
         notes = list(selection.notes)
         thresholds: list[tuple[Threshold, ...]] = [() for _ in self._survey.tensors]
-        if needs_thresholds(request.method, request.parameters):
-            density = float(request.parameters["density"])
+        if request.operation.is_trimmed:
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
                     self.catalog,
                     self._statistics,
-                    density,
+                    request.operation,
                     analyze=request.analyze,
                     pool=pool,
                     meter=self._surveyor.analyzed,
@@ -198,12 +197,12 @@ def _record(
         )
     )
     return Plan(
-        method=request.method,
-        parameters=tuple(sorted(request.parameters.items())),
+        method=request.operation.method.name,
+        parameters=tuple(sorted(request.operation.parameters.items())),
         base=survey.base,
         experts=tuple(
             PlanExpert(manifest, weight)
-            for manifest, weight in zip(survey.experts, request.weights, strict=True)
+            for manifest, weight in zip(survey.experts, request.operation.weights, strict=True)
         ),
         dtype=request.dtype,
         block_size=survey.block_size,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
-from mstore.merge.arithmetic.operators import Value, check_weights, parse_parameters, reuses_base
+from mstore.merge.methods import registry
+from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
 from mstore.objects.shapes import require_patterns
@@ -30,18 +31,17 @@ class Input:
 class Request:
     """One merge to plan.
 
-    budget: bytes (int), share of the full cost in (0, 1] (float), or None.  max_error: bound on
-    the relative error, or None.  dtype: output dtype, None for the base's.  analyze: whether
-    missing statistics may be taken now.  score: what units are ranked by.  only, skip: patterns of
-    tensor names (fnmatch, case counts), sorted.  expert_budget: as budget, for any one expert.
-    top_p: share of the output's blocks that may differ from the base's, in (0, 1], or None.
+    operation: the method with its parameters and the experts' weights.  budget: bytes (int), share
+    of the full cost in (0, 1] (float), or None.  max_error: bound on the relative error, or None.
+    dtype: output dtype, None for the base's.  analyze: whether missing statistics may be taken now.
+    score: what units are ranked by.  only, skip: patterns of tensor names (fnmatch, case counts),
+    sorted.  expert_budget: as budget, for any one expert.  top_p: share of the output's blocks that
+    may differ from the base's, in (0, 1], or None.
     """
 
     base: Input
     experts: tuple[Input, ...]
-    weights: tuple[float, ...]
-    method: str
-    parameters: Mapping[str, Value]
+    operation: Operation
     budget: int | float | None
     max_error: float | None
     dtype: str | None
@@ -51,12 +51,6 @@ class Request:
     skip: tuple[str, ...] = ()
     expert_budget: int | float | None = None
     top_p: float | None = None
-
-    @property
-    def weightless(self) -> tuple[bool, ...]:
-        """Per expert whether its deltas are multiplied by 0: whatever they are, none is read."""
-        nothing = self.parameters.get("lambda") == 0
-        return tuple(nothing or weight == 0 for weight in self.weights)
 
 
 def request(
@@ -76,25 +70,22 @@ def request(
     top_p: float | None = None,
 ) -> Request:
     """Check everything that can be checked without looking at a tensor.  Raises BadRequest."""
-    complete = parse_parameters(method, parameters)
-    weights = check_weights(method, complete, [weight for _, weight in experts])
+    operation = registry.operation(method, parameters, [weight for _, weight in experts])
     within = _limit(budget, "--budget")
     expert_within = _limit(expert_budget, "--per-expert-budget")
     if top_p is not None:
-        _check_top_p(top_p, method, complete)
+        _check_top_p(top_p, operation)
     if max_error is not None and not (math.isfinite(max_error) and max_error >= 0):
         raise BadRequest(f"--max-error must be a number of 0 or more, not {max_error!r}")
     return Request(
         base=base,
         experts=tuple(expert for expert, _ in experts),
-        weights=weights,
-        method=method,
-        parameters=complete,
+        operation=operation,
         budget=within,
         max_error=max_error,
         dtype=None if dtype is None else _output_dtype(dtype),
         analyze=analyze,
-        score=score_of(method, complete, score),
+        score=score_of(operation, score),
         only=_patterns(only, "--only"),
         skip=_patterns(skip, "--skip"),
         expert_budget=expert_within,
@@ -108,17 +99,17 @@ def _patterns(patterns: Sequence[str], option: str) -> tuple[str, ...]:
     return tuple(sorted(set(patterns)))
 
 
-def _check_top_p(share: float, method: str, parameters: Mapping[str, Value]) -> None:
+def _check_top_p(share: float, operation: Operation) -> None:
     if not 0 < share <= 1:
         raise BadRequest(
             f"a share of the output's blocks is above 0 and at most 1, not {share!r}",
             where="--top-p",
             hint="--top-p 0.2",
         )
-    if not reuses_base(method, parameters):
+    if not operation.keeps_base:
         raise BadRequest(
-            f"no block of {method} with normalize=false is the base's own, so none can be left "
-            "as it is",
+            f"no block of {operation.method.name} with normalize=false is the base's own, so none "
+            "can be left as it is",
             where="--top-p",
             hint="--param normalize=true",
         )

@@ -13,14 +13,14 @@ a fixed order, so that a plan comes out the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.arithmetic.operators import Value, needs_thresholds, operator
+from mstore.merge.methods.method import Operation, Select
 
 Score = Literal["norm", "trimmed", "conflict", "random"]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -30,19 +30,19 @@ SCORES: Final[tuple[Score, ...]] = get_args(Score)
 """Every score by name."""
 
 
-def score_of(method: str, parameters: Mapping[str, Value], asked: str | None) -> Score:
+def score_of(operation: Operation, asked: str | None) -> Score:
     """The score to rank by; `asked` None is the method's default.  Raises BadRequest."""
-    flags = operator(method)
+    method = operation.method
     if asked is None:
-        return "trimmed" if needs_thresholds(method, parameters) else "norm"
+        return "trimmed" if operation.is_trimmed else "norm"
     score = next((name for name in SCORES if name == asked), None)
     if score is None:
         raise BadRequest(f"unknown score {asked!r}; scores: {', '.join(SCORES)}")
-    if score == "trimmed" and not flags.trims:
-        raise BadRequest(f"{method} trims nothing to score by", hint="--score norm")
-    if score == "conflict" and not flags.consensus:
+    if score == "trimmed" and method.select is not Select.TRIMMED:
+        raise BadRequest(f"{method.name} trims nothing to score by", hint="--score norm")
+    if score == "conflict" and not operation.is_elected:
         raise BadRequest(
-            f"{method} elects no signs, so nothing conflicts in it", hint="--score norm"
+            f"{method.name} elects no signs, so nothing conflicts in it", hint="--score norm"
         )
     return score
 

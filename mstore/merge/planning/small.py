@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mstore.ids import ID_BYTES, TensorId
-from mstore.merge.arithmetic.operators import keep_count, needs_thresholds
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import NOTHING_KEPT, Bools, Counts, ExpertTensor, SurveyedTensor
 from mstore.numeric.codes import ITEMSIZES
@@ -65,9 +64,8 @@ class SmallSurvey:
         self._catalog = catalog
         self._statistics = statistics
         self._request = request
-        self._trims = needs_thresholds(request.method, request.parameters)
-        self._density = float(request.parameters["density"]) if self._trims else 1.0
-        self._weightless = request.weightless
+        self._trims = request.operation.is_trimmed
+        self._weightless = request.operation.weightless
         self._chunks: dict[str, int] = {}
         self._nothing = np.zeros(1, dtype=CHUNK)
 
@@ -142,7 +140,7 @@ class SmallSurvey:
         pairs = list(wanted)
         sizes = [math.prod(base.shape) for base in wanted.values()]
         chunks = [self._chunk(base.dtype) for base in wanted.values()]
-        keep = [keep_count(self._density, size) for size in sizes] if self._trims else None
+        keep = [self._request.operation.keep_count(size) for size in sizes] if self._trims else None
         found = SingleTables.decode(self._statistics.encoded_pairs(pairs), keep)
         elements, lengths = found.elements.tolist(), found.chunk_elements.tolist()
         numbers: dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]] = {}

@@ -18,7 +18,6 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import ID_BYTES, TensorId
-from mstore.merge.arithmetic.operators import keep_count, needs_thresholds, reuses_base
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.surveyed import (
@@ -191,14 +190,14 @@ class Surveyor:
         wanted = list(
             dict.fromkeys(
                 (base_id, id)
-                for (id, _), nothing in zip(pairs, self._request.weightless, strict=True)
+                for (id, _), nothing in zip(pairs, self._request.operation.weightless, strict=True)
                 if id != base_id and not nothing
             )
         )
         tables = dict(zip(wanted, self._statistics.pairs(wanted), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
-            if id != base_id and not self._request.weightless[number]:
+            if id != base_id and not self._request.operation.weightless[number]:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
@@ -224,7 +223,7 @@ class Surveyor:
         """Whether a tensor that no expert changed still has to be computed."""
         request = self._request
         converted = request.dtype is not None and request.dtype != dtype
-        return converted or not reuses_base(request.method, request.parameters)
+        return converted or not request.operation.keeps_base
 
     def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
         """Stored bytes of each expert's chunks, int64[K, chunks]: 0 where equal to the base."""
@@ -283,9 +282,9 @@ class Surveyor:
         table: DeltaTable | None,
     ) -> tuple[np.ndarray[Any, Any] | None, Threshold | None]:
         """Rows at the plan's chunks, and the trim threshold."""
-        if id == base_id or self._request.weightless[number]:
+        if id == base_id or self._request.operation.weightless[number]:
             return np.zeros(chunks, dtype=CHUNK), NOTHING_KEPT
-        trims = needs_thresholds(self._request.method, self._request.parameters)
+        trims = self._request.operation.is_trimmed
         if table is None:
             if trims:
                 raise BadRequest(
@@ -297,7 +296,7 @@ class Surveyor:
         rows = coarsen(table.rows, chunk // table.chunk_elements)
         if not trims:
             return rows, None
-        keep = keep_count(float(self._request.parameters["density"]), table.elements)
+        keep = self._request.operation.keep_count(table.elements)
         return rows, select(_without_nan(table.histogram), keep, table.elements)
 
     def _surplus(
@@ -306,7 +305,7 @@ class Surveyor:
         """See ExpertTensor; nothing where the data may be looked at, or was before."""
         if cut is None or self._request.analyze or cut.needed in (0, cut.in_bin):
             return 0, 0
-        keep = keep_count(float(self._request.parameters["density"]), elements)
+        keep = self._request.operation.keep_count(elements)
         beyond = cut.in_bin - cut.needed
         if not cut.exact and self._statistics.threshold(*pair, keep) is None:
             return beyond, beyond

@@ -20,7 +20,7 @@ import numpy as np
 from mstore.blocks.meter import Meter
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.arithmetic.operators import keep_count
+from mstore.merge.methods.method import Operation
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
@@ -61,7 +61,7 @@ class Thresholds:
         self,
         catalog: Catalog,
         statistics: StatsStore,
-        density: float,
+        operation: Operation,
         *,
         analyze: bool,
         pool: ThreadPoolExecutor,
@@ -70,7 +70,7 @@ class Thresholds:
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
-        self._density = density
+        self._operation = operation
         self._analyze = analyze
         self.at_edges = False
         self._pool = pool
@@ -115,7 +115,7 @@ class Thresholds:
             return whole
         if not is_read.any():
             return Threshold(whole.value, UNLIMITED)
-        keep = keep_count(self._density, tensor.elements)
+        keep = self._operation.keep_count(tensor.elements)
         ties = self._statistics.ties(*expert.pair, keep, tensor.chunk_elements)
         if ties is None or not _fit(ties, whole.quota, tensor.chunks):
             if not self._analyze:
@@ -144,7 +144,7 @@ class Thresholds:
         if found.exact:
             on_edge = found.in_bin - found.inexact
             return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
-        keep = keep_count(self._density, tensor.elements)
+        keep = self._operation.keep_count(tensor.elements)
         known = self._statistics.threshold(*expert.pair, keep)
         if known is not None:
             return Threshold(*known)
@@ -154,7 +154,7 @@ class Thresholds:
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
     ) -> Threshold:
         """Exact k-th largest magnitude and quota, from the chunks that reach the bin."""
-        keep = keep_count(self._density, tensor.elements)
+        keep = self._operation.keep_count(tensor.elements)
         chunk = tensor.chunk_elements
 
         def count(number: int) -> Counts:

@@ -5,8 +5,8 @@ Owns which facts go into a key and how a row's value reads; `mstore.store.memo` 
     key    BLAKE3 derive_key("mstore 1 memo") of: version of the arithmetic, mix, element types,
            length, base blocks, and for each expert that takes part, in plan order: weight,
            threshold, element type, blocks, and for a quota that ends within the tensor what
-           the chunk's share of it follows from; for random operators the key words and
-           the place in the tensor; for operators that mix the experts themselves all weights
+           the chunk's share of it follows from; for methods that draw the key words and
+           the place in the tensor; for methods that mix the experts themselves all weights
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -25,7 +25,6 @@ from blake3 import blake3
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED
-from mstore.merge.arithmetic.operators import OPERATORS
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.objects.plan import DROPPED, OMITTED
 from mstore.stats.chunks import blocks_per_chunk
@@ -90,7 +89,7 @@ class MemoKeys:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._method = OPERATORS[tasks.plan.method]
+        self._operation = tasks.operation
         self._weights = tasks.mix.weights.astype("<f4")
         self._head = ARITHMETIC.to_bytes(4, "little") + tasks.mix.signature()
         # Both by element types: tensors have few.
@@ -103,7 +102,7 @@ class MemoKeys:
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
         """The keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
-        method, block_size = self._method, self._tasks.plan.block_size
+        operation, block_size = self._operation, self._tasks.plan.block_size
         members = self._tasks.members(tensor.name)
         head = self._head_of(tensor)
         base = members.base.blocks
@@ -113,7 +112,7 @@ class MemoKeys:
         keys = []
         for number in numbers:
             pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
-            if method.random:
+            if operation.is_drawn:
                 pieces.append((number * tensor.chunk_elements).to_bytes(8, "little"))
             pieces.append(base[number * span : (number + 1) * span])
             for takes_part, (fixed, blocks, width, chain) in zip(
@@ -132,7 +131,7 @@ class MemoKeys:
     ) -> list[tuple[bytes, bytes, int, _Chain | None]]:
         """What each expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
-        words = tensor.keys.astype("<u4", copy=False).tobytes() if self._method.random else b""
+        words = tensor.keys.astype("<u4", copy=False).tobytes() if self._operation.is_drawn else b""
         sides = []
         for k, (expert, quota) in enumerate(
             zip(members.experts, tensor.quotas.tolist(), strict=True)
@@ -156,7 +155,7 @@ class MemoKeys:
         types = tensor.base_dtype, tensor.out_dtype
         found = self._heads.get(types)
         if found is None:
-            weights = self._weights.tobytes() if self._method.direct else b""
+            weights = self._weights.tobytes() if self._operation.is_whole else b""
             found = self._heads[types] = b"".join((self._head, *map(_text, types), weights))
         return found
 
@@ -164,7 +163,7 @@ class MemoKeys:
         """What an expert gives to keys whatever the tensor."""
         found = self._sources.get((k, dtype))
         if found is None:
-            place = k.to_bytes(2, "little") if self._method.direct else b""
+            place = k.to_bytes(2, "little") if self._operation.is_whole else b""
             weight = self._weights[k : k + 1].tobytes()
             found = self._sources[k, dtype] = place + _text(dtype) + weight
         return found

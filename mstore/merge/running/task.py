@@ -25,8 +25,8 @@ from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
-from mstore.merge.arithmetic.operators import OPERATORS, needs_thresholds, reuses_base
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods.registry import operation_of
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
@@ -182,7 +182,6 @@ class Tasks:
     def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self.plan = plan
         self._catalog = catalog
-        self._parameters = dict(plan.parameters)
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
         self._order = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
         self._members: dict[str, Members] = {}
@@ -198,12 +197,10 @@ class Tasks:
             np.zeros((count, 2), dtype=np.uint32),
             False,
         )
-        self._trims = needs_thresholds(plan.method, self._parameters)
-        self._draws = OPERATORS[plan.method].random
-        self._reuses = reuses_base(plan.method, self._parameters)
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
-        self.mix = Mix.build(plan.method, self._parameters, [e.weight for e in plan.experts])
+        self.operation = operation_of(plan)
+        self.mix = Mix.of(self.operation)
 
     def is_planned(self, name: str, id: TensorId) -> bool:
         """Whether a tensor of the base, by name and record, is merged.
@@ -241,13 +238,13 @@ class Tasks:
         planned = self._planned[name]
         base = self.members(name).base
         thresholds, quotas, keys, limited = self._nothing
-        if self._trims:
+        if self.operation.is_trimmed:
             cuts = planned.thresholds
             thresholds = np.array([cut.value for cut in cuts], dtype=np.float32)
             quotas = np.array([cut.quota for cut in cuts], dtype=np.int64)
             limited = bool((quotas != UNLIMITED).any())
-        if self._draws:
-            keys = mask_keys(int(self._parameters["seed"]), len(self._experts), name)
+        if self.operation.is_drawn:
+            keys = mask_keys(self.operation.seed, len(self._experts), name)
         return TensorTask(
             name=name,
             shape=base.shape,
@@ -265,7 +262,7 @@ class Tasks:
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
         """bool[chunks]: whose output is the base's own blocks, so that nothing is computed."""
-        if not self._reuses or tensor.out_dtype != tensor.base_dtype:
+        if not self.operation.keeps_base or tensor.out_dtype != tensor.base_dtype:
             return np.zeros(tensor.chunks, dtype=np.bool_)
         reused: npt.NDArray[np.bool_] = np.logical_not(
             self.members(tensor.name).present.any(axis=0)

@@ -1,4 +1,4 @@
-"""The operator table: parameters parsed strictly, coefficients rounded upward, scalars exact."""
+"""Methods: parameters parsed strictly, coefficients rounded upward, scalars exact."""
 
 from __future__ import annotations
 
@@ -12,21 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import BadRequest
-from mstore.merge.arithmetic.operators import (
-    OPERATORS,
-    Value,
-    check_weights,
-    coefficients,
-    fixed_divisor,
-    keep_count,
-    mask_limit,
-    needs_thresholds,
-    operator,
-    parse_parameters,
-    rescale_factor,
-    reuses_base,
-    single,
-)
+from mstore.merge.methods.bounds import coefficients
+from mstore.merge.methods.method import Operation
+from mstore.merge.methods.parameters import Value, single
+from mstore.merge.methods.registry import METHODS, find, operation
 
 DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -44,18 +33,18 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
 )
 def test_defaults_are_filled_in(method: str, defaults: dict[str, Value]) -> None:
     """Without a word from the user, a method has exactly its documented parameters."""
-    parsed = parse_parameters(method, {})
+    parsed = find(method).parse({})
     assert parsed == defaults
     assert {name: type(value) for name, value in parsed.items()} == {
         name: type(value) for name, value in defaults.items()
     }
 
 
-def test_the_table_names_each_row() -> None:
-    """Every operator is found under its own name, and the table cannot be changed."""
-    assert all(name == row.name for name, row in OPERATORS.items())
+def test_the_registry_names_each_method() -> None:
+    """Every method is found under its own name, and the registry cannot be changed."""
+    assert all(find(name) is method and name == method.name for name, method in METHODS.items())
     with pytest.raises(TypeError):
-        OPERATORS["mine"] = OPERATORS["ties"]  # type: ignore[index]
+        METHODS["mine"] = METHODS["ties"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +67,7 @@ def test_values_are_made_canonical(
     method: str, name: str, given_value: object, value: Value
 ) -> None:
     """Text and Python numbers that mean the same give the same value of the same type."""
-    parsed = parse_parameters(method, {name: given_value})[name]
+    parsed = find(method).parse({name: given_value})[name]
     assert parsed == value
     assert type(parsed) is type(value)
     assert math.copysign(1, parsed) == math.copysign(1, value)
@@ -97,19 +86,19 @@ def test_values_are_made_canonical(
 def test_senseless_values_are_refused(method: str, name: str, value: object) -> None:
     """A value of the wrong kind or out of range is refused by name."""
     with pytest.raises(BadRequest, match=name):
-        parse_parameters(method, {name: value})
+        find(method).parse({name: value})
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     """An unknown method lists the methods; an unknown parameter lists that method's own."""
     with pytest.raises(BadRequest) as refused:
-        parse_parameters("tie", {})
-    assert all(name in str(refused.value) for name in OPERATORS)
+        find("tie")
+    assert all(name in str(refused.value) for name in METHODS)
     with pytest.raises(BadRequest, match="normalize") as refused:
-        parse_parameters("linear", {"density": 0.5})
+        find("linear").parse({"density": 0.5})
     assert "lambda" not in str(refused.value)
     with pytest.raises(BadRequest) as refused:
-        parse_parameters("linear", {"weight": 0.5})
+        find("linear").parse({"weight": 0.5})
     assert refused.value.hint is not None
     assert "--expert" in refused.value.hint
 
@@ -118,31 +107,31 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 def test_weights_are_finite_float32(weights: list[float]) -> None:
     """No weights, or one that is no finite float32, is refused."""
     with pytest.raises(BadRequest):
-        check_weights("ties", parse_parameters("ties", {}), weights)
+        operation("ties", {}, weights)
 
 
 def test_linear_refuses_to_divide_by_zero() -> None:
     """Weights that add up to zero are refused by linear with normalize, and only there."""
     weights = [0.5, -0.25, -0.25]
     with pytest.raises(BadRequest, match="zero"):
-        check_weights("linear", {"normalize": True}, weights)
-    assert check_weights("linear", {"normalize": False}, weights) == tuple(weights)
-    assert check_weights("task_arithmetic", {"lambda": 1.0, "normalize": True}, weights)
+        operation("linear", {}, weights)
+    assert operation("linear", {"normalize": False}, weights).weights == tuple(weights)
+    assert operation("task_arithmetic", {"normalize": True}, weights).divisor == 1
 
 
-def test_fixed_divisor_of_each_method() -> None:
+def test_divisor_of_each_method() -> None:
     """Sum of all weights under normalize; 1 without it, under consensus, or near zero."""
     weights = [0.1, 0.2, 0.3]
     total = np.float32(np.float32(np.float32(0.1) + np.float32(0.2)) + np.float32(0.3))
-    task = {"lambda": 1.0, "normalize": True}
-    assert fixed_divisor("linear", {"normalize": True}, weights) == total
-    assert fixed_divisor("task_arithmetic", task, weights) == total
-    assert fixed_divisor("task_arithmetic", {**task, "normalize": False}, weights) == 1
-    assert fixed_divisor("ties", parse_parameters("ties", {}), weights) == 1
-    assert fixed_divisor("task_arithmetic", task, [1.0, -1.0]) == 1
-    assert fixed_divisor("task_arithmetic", task, [9e-9]) == 1
-    assert fixed_divisor("task_arithmetic", task, [-2e-8]) == single(-2e-8)
-    assert fixed_divisor("linear", {"normalize": True}, [9e-9]) == single(9e-9)
+    task = {"normalize": True}
+    assert operation("linear", {}, weights).divisor == total
+    assert operation("task_arithmetic", task, weights).divisor == total
+    assert operation("task_arithmetic", {}, weights).divisor == 1
+    assert operation("ties", {}, weights).divisor == 1
+    assert operation("task_arithmetic", task, [1.0, -1.0]).divisor == 1
+    assert operation("task_arithmetic", task, [9e-9]).divisor == 1
+    assert operation("task_arithmetic", task, [-2e-8]).divisor == single(-2e-8)
+    assert operation("linear", {}, [9e-9]).divisor == single(9e-9)
 
 
 @given(st.lists(singles, min_size=1, max_size=8))
@@ -154,9 +143,9 @@ def test_weights_add_up_as_float32_does(weights: list[float]) -> None:
             total = np.float32(total + np.float32(weight))
     if not np.isfinite(total) or total == 0:
         with pytest.raises(BadRequest):
-            fixed_divisor("linear", {"normalize": True}, weights)
+            operation("linear", {}, weights)
     else:
-        assert fixed_divisor("linear", {"normalize": True}, weights) == total
+        assert operation("linear", {}, weights).divisor == total
 
 
 @given(
@@ -177,8 +166,8 @@ def test_coefficients_are_the_least_float_above(
 ) -> None:
     """c_k is |lambda w_k rescale / divisor| in exact arithmetic, rounded up and no further."""
     options = {"lambda": lam, "normalize": normalize, "rescale": rescale, "density": density}
-    names = {p.name for p in operator(method).parameters}
-    parameters = parse_parameters(method, {n: v for n, v in options.items() if n in names})
+    names = {p.name for p in find(method).parameters}
+    given_parameters = {n: v for n, v in options.items() if n in names}
     exact = Fraction(1)
     if "lambda" in names:
         exact *= abs(Fraction(lam))
@@ -189,7 +178,8 @@ def test_coefficients_are_the_least_float_above(
         for weight in weights[1:]:
             total = np.float32(total + np.float32(weight))
         exact /= Fraction(float(total))
-    for weight, found in zip(weights, coefficients(method, parameters, weights), strict=True):
+    op = operation(method, given_parameters, weights)
+    for weight, found in zip(weights, coefficients(op), strict=True):
         assert Fraction(found) >= Fraction(weight) * exact
         assert found == 0 or Fraction(math.nextafter(found, 0)) < Fraction(weight) * exact
 
@@ -199,7 +189,7 @@ def test_coefficients_bound_what_omission_changes() -> None:
     rng = np.random.default_rng(1)
     base, first, second = rng.standard_normal((3, 1000))
     weights = [0.7, -0.2]
-    c = coefficients("linear", {"normalize": True}, weights)
+    c = coefficients(operation("linear", {}, weights))
     full = (0.7 * first - 0.2 * second) / 0.5
     without_second = (0.7 * first - 0.2 * base) / 0.5
     change = np.linalg.norm(full - without_second)
@@ -209,17 +199,16 @@ def test_coefficients_bound_what_omission_changes() -> None:
 
 @pytest.mark.parametrize("method", ["ties", "dare_ties"])
 def test_consensus_has_no_coefficients(method: str) -> None:
-    """An operator whose sum elects signs has no certified bound, and says which have."""
-    with pytest.raises(BadRequest, match="task_arithmetic"):
-        coefficients(method, parse_parameters(method, {}), [1.0])
+    """A method that elects signs has no certified bound."""
+    with pytest.raises(BadRequest, match="no bound"):
+        coefficients(operation(method, {}, [1.0]))
 
 
-@pytest.mark.parametrize("method", OPERATORS)
+@pytest.mark.parametrize("method", METHODS)
 def test_untouched_chunks_are_the_base(method: str) -> None:
-    """Every operator leaves a chunk that nobody touches as it is, but linear without normalize."""
-    assert reuses_base(method, parse_parameters(method, {}))
-    without = parse_parameters(method, {"normalize": False})
-    assert reuses_base(method, without) == (method != "linear")
+    """Every method leaves a chunk that nobody touches as it is, but linear without normalize."""
+    assert operation(method, {}, [1.0]).keeps_base
+    assert operation(method, {"normalize": False}, [1.0]).keeps_base == (method != "linear")
 
 
 @pytest.mark.parametrize(
@@ -228,22 +217,22 @@ def test_untouched_chunks_are_the_base(method: str) -> None:
 )
 def test_keep_count(density: float, elements: int, kept: int) -> None:
     """max(1, int(density * n)) in float64, at most n."""
-    assert keep_count(density, elements) == kept
+    assert operation("ties", {"density": density}, [1.0]).keep_count(elements) == kept
 
 
 def test_needs_and_limits_follow_density() -> None:
     """Density 1 asks for no threshold and no mask; otherwise the limit is density * 2^32."""
 
-    def parsed(method: str, **options: Any) -> dict[str, Value]:
-        return parse_parameters(method, options)
+    def op(method: str, **given: Any) -> Operation:
+        return operation(method, given, [1.0])
 
-    assert not needs_thresholds("ties", parsed("ties"))
-    assert needs_thresholds("ties", parsed("ties", density=0.9))
-    assert not needs_thresholds("dare_ties", parsed("dare_ties", density=0.9))
-    assert mask_limit("ties", parsed("ties", density=0.5)) == 2**32
-    assert mask_limit("dare_ties", parsed("dare_ties")) == 2**32
-    assert mask_limit("dare_ties", parsed("dare_ties", density=0.25)) == 2**30
-    assert mask_limit("dare_ties", parsed("dare_ties", density=0.3)) == 1288490189
-    assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3)) == np.float32(1 / 0.3)
-    assert rescale_factor("dare_ties", parsed("dare_ties", density=0.3, rescale=False)) == 1
-    assert rescale_factor("ties", parsed("ties", density=0.3)) == 1
+    assert not op("ties").is_trimmed
+    assert op("ties", density=0.9).is_trimmed
+    assert not op("dare_ties", density=0.9).is_trimmed
+    assert op("ties", density=0.5).mask_limit == 2**32
+    assert op("dare_ties").mask_limit == 2**32
+    assert op("dare_ties", density=0.25).mask_limit == 2**30
+    assert op("dare_ties", density=0.3).mask_limit == 1288490189
+    assert op("dare_ties", density=0.3).rescale == np.float32(1 / 0.3)
+    assert op("dare_ties", density=0.3, rescale=False).rescale == 1
+    assert op("ties", density=0.3).rescale == 1

@@ -1,0 +1,127 @@
+"""What is proved of a merge's errors: bounds on what an omission and float32 arithmetic change.
+
+For additive methods only: where signs are elected, what one expert changes has no bound that
+follows from its norm.  Pure functions of operations, in exact arithmetic; no state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+from mstore.errors import BadRequest
+from mstore.merge.methods.method import Operation
+
+
+def coefficients(operation: Operation) -> list[float]:
+    """|c_k|: leaving out a delta d_k changes the merge by at most |c_k| * ||d_k||, per expert.
+
+    The exact quotient of the float32 factors that the kernel uses, rounded up to a float64.  The
+    bound is on the sum in exact arithmetic: the kernel's own roundings come on top (`rounding`),
+    like the rounding to the output type.
+    Raises BadRequest for a method that has no such bound.
+    """
+    if not operation.is_additive:
+        raise BadRequest(
+            f"{operation.method.name} elects signs, so its error has no bound",
+            hint="mstore plan --sweep --measure measures it",
+        )
+    factor = (
+        abs(Fraction(operation.scale))
+        * Fraction(operation.rescale)
+        / abs(Fraction(operation.divisor))
+    )
+    return [_upper(abs(Fraction(weight)) * factor) for weight in operation.weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far the kernel's float32 is from exact arithmetic, for an additive method.
+
+    Of one element with base b and float32 deltas d_k, of experts that are read (the others are
+    zero), the kernel makes y, and exact arithmetic with the same float32 factors makes
+    Y = [W] b + sum c_k d_k, where W is sum w_k for `linear` without `normalize`, else 1.  Then
+
+        |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
+
+    as long as no step is larger than the largest float32.  weights: w_k; factors: |divisor|,
+    |lambda| and the rescale factor; whole: as for the operation (`is_whole`).
+
+    **Proof.**  u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
+    its result, or by h where that is subnormal; a sum by at most u of its result (a subnormal sum
+    is exact).  Let g(m) = m u / (1 - m u), which is not less than (1 + u)^m - 1 (Higham, "Accuracy
+    and stability of numerical algorithms", lemma 3.1).  Each term of the sum goes through at most m
+    steps, so it comes out with a relative error of at most g(m):
+
+    - others: by rescale factor and by weight, K - 1 additions, by divisor, by lambda: m = K + 3.
+      What is lost in subnormals: h |w_k| + h for each k, over |D| and times |lambda|, h |lambda|
+      for the quotient, h for lambda, all of it up to (1 + g(m)) times through what follows.
+      The base is added last: off by u of |b| + sum |c_k| |d_k| (1 + g(m)) + what was lost.
+      What is zero in float32 leaves the base as it is, which is no larger an error.
+    - linear: K fused steps and the quotient, m = K + 1, on w_k e_k with e_k = b + d_k / (1 + v),
+      |v| <= u.  So the relative error is of sum |w_k| / |D| |b| + sum |c_k| |d_k| / (1 - u), and
+      sum |c_k| |d_k| u / (1 - u) is what d_k itself is off.  Lost in subnormals: K h / |D| + h.
+      With `normalize`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off
+      by |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base is off by
+      nothing.
+
+    The merge under a budget and the full one are each that far from their own Y, and the two Y
+    differ by sum |c_k| |d_k| over what is left out.
+    """
+
+    of_deltas: float
+    of_base: float
+    floor: float
+    weights: tuple[float, ...]
+    factors: tuple[float, float, float]
+    is_whole: bool
+
+
+_UNIT: Final = Fraction(1, 2**24)
+_SUBNORMAL: Final = Fraction(1, 2**150)
+
+
+def rounding(operation: Operation) -> Rounding:
+    """What float32 adds to the error of an additive method's merge; see `Rounding`."""
+    count = len(operation.weights)
+    divisor = abs(Fraction(operation.divisor))
+    lam = abs(Fraction(operation.scale))
+    rescale = Fraction(operation.rescale)
+    exact = [Fraction(weight) for weight in operation.weights]
+    if operation.is_whole:
+        grown = _grown(count + 1)
+        base = grown * sum(map(abs, exact)) / divisor
+        if operation.normalizes:
+            base += abs(sum(exact) / Fraction(operation.divisor) - 1)
+        deltas = (grown + _UNIT) / (1 - _UNIT)
+        floor = _SUBNORMAL * (count / divisor + 1)
+    else:
+        grown = _grown(count + 3)
+        lost = sum(1 + abs(weight) for weight in exact) / divisor + 1
+        floor = _SUBNORMAL * (lost * lam + 1) * (1 + grown) * (1 + _UNIT)
+        deltas = grown + _UNIT * (1 + grown)
+        base = _UNIT
+    return Rounding(
+        of_deltas=_upper(deltas),
+        of_base=_upper(base),
+        floor=_upper(floor * (1 + grown)),
+        weights=operation.weights,
+        factors=(float(divisor), float(lam), float(rescale)),
+        is_whole=operation.is_whole,
+    )
+
+
+def _grown(steps: int) -> Fraction:
+    """Largest relative error of so many roundings."""
+    return steps * _UNIT / (1 - steps * _UNIT)
+
+
+def _upper(exact: Fraction) -> float:
+    """The smallest float64 that is not below `exact`."""
+    try:
+        nearest = float(exact)
+    except OverflowError:
+        return math.inf
+    return nearest if Fraction(nearest) >= exact else math.nextafter(nearest, math.inf)

@@ -1,0 +1,18 @@
+"""dare_linear: deltas with elements dropped at random, rescaled and added up."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.parameters import LAMBDA, MASK_DENSITY, RESCALE, SEED, normalize
+
+METHOD: Final = Method(
+    name="dare_linear",
+    summary="base plus the sum of the deltas, with elements dropped at random",
+    formula="base + lambda * sum w_k s_k",
+    source="Yu et al. 2024, arXiv 2311.03099",
+    parameters=(MASK_DENSITY, LAMBDA, normalize(False), RESCALE, SEED),
+    select=Select.DRAWN,
+    combine=Combine.SUM,
+)

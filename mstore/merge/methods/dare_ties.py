@@ -1,0 +1,18 @@
+"""dare_ties: deltas with elements dropped at random, and of those the ones that agree on a sign."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.parameters import LAMBDA, MASK_DENSITY, RESCALE, SEED, normalize
+
+METHOD: Final = Method(
+    name="dare_ties",
+    summary="base plus the randomly dropped deltas that agree on a sign",
+    formula="base + lambda * consensus of the w_k s_k",
+    source="Yu et al. 2024, arXiv 2311.03099, with the consensus of arXiv 2306.01708",
+    parameters=(MASK_DENSITY, LAMBDA, normalize(False), RESCALE, SEED),
+    select=Select.DRAWN,
+    combine=Combine.ELECTED,
+)

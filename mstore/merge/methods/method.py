@@ -1,0 +1,228 @@
+"""Methods and operations: what a merge method is, and one with its parameters and weights.
+
+Owns the description of a method (`Method`) and all scalars that follow from it, its parameters and
+the experts' weights before any element is read (`Operation`): divisor, rescale factor, mask limit,
+how many elements trimming keeps.  Does not own the arithmetic on elements (`merge.arithmetic`),
+nor what is proved of its errors (`bounds`), nor which methods there are (`registry`).
+
+For a base element b, expert elements e_k and d_k = e_k - b, in float32, a method selects from each
+expert, combines what it selected, and finishes:
+
+    select    WHOLE     e_k itself
+              DELTA     d_k
+              TRIMMED   d_k where it is among the max(1, int(density * n)) largest |d_k| of a tensor
+              DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0
+    combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
+              ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
+                        w_k if `normalize`
+    finish    WHOLE: the sum itself.  Others: b + lambda * sum
+
+Order of operations as in mergekit 0.1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+from mstore.errors import BadRequest, did_you_mean
+from mstore.merge.methods.parameters import Parameter, Value, finite_single, single
+
+SMALLEST_DIVISOR: Final = 1e-8
+"""A sum of weights nearer to zero than this (as a float32) does not divide: it counts as 1."""
+
+
+class Select(Enum):
+    """What of an expert takes part; see the top of this module."""
+
+    WHOLE = "whole"
+    DELTA = "delta"
+    TRIMMED = "trimmed"
+    DRAWN = "drawn"
+
+
+class Combine(Enum):
+    """How what was selected becomes one number an element; see the top of this module."""
+
+    SUM = "sum"
+    ELECTED = "elected"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One merge method.
+
+    summary: a line for lists.  formula: the result of an element, as the docs write it.  source:
+    where it was published.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    source: str
+    parameters: tuple[Parameter, ...]
+    select: Select
+    combine: Combine
+
+    def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
+        """The complete parameters, defaults filled in, in the order of `parameters`.
+
+        Values of `given` are text as typed or Python values.  Equal meanings give equal results
+        ("1", 1 and 1.0 for a float).  Raises BadRequest for an unknown parameter, or a value that
+        cannot be.
+        """
+        known = {parameter.name: parameter for parameter in self.parameters}
+        for name in given:
+            if name == "weight":
+                raise BadRequest(
+                    "weight is given with each expert, not as a parameter",
+                    hint="--expert REF=WEIGHT",
+                )
+            if name not in known:
+                raise BadRequest(
+                    f"{self.name} has no parameter {name!r}; its parameters: {', '.join(known)}",
+                    hint=did_you_mean(name, known),
+                )
+        return {
+            name: parameter.parse(given[name]) if name in given else parameter.default
+            for name, parameter in known.items()
+        }
+
+    def apply(self, given: Mapping[str, object], weights: Sequence[float]) -> Operation:
+        """This method with parameters as for `parse` and a weight an expert.
+
+        Raises BadRequest for parameters or weights that cannot be.
+        """
+        return Operation(self, MappingProxyType(self.parse(given)), _rounded(weights))
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether experts add up with fixed coefficients, so that an omission has a bound."""
+        return self.combine is Combine.SUM
+
+
+# Not slotted: what follows from the fields is kept.
+@dataclass(frozen=True)
+class Operation:
+    """A method with complete parameters and one weight an expert, float32, in plan order.
+
+    Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
+    zero, or if their sum is no finite float32.
+    """
+
+    method: Method
+    parameters: Mapping[str, Value]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.is_whole and self.normalizes and _sum(self.weights) == 0.0:
+            raise BadRequest(
+                f"the weights of {self.method.name} add up to zero, and normalize divides by their "
+                "sum",
+                hint="change a weight, or --param normalize=false",
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether experts themselves are mixed, and not their deltas."""
+        return self.method.select is Select.WHOLE
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a random mask says which elements of a delta count."""
+        return self.method.select is Select.DRAWN
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether a magnitude threshold for each expert and tensor must be known first."""
+        return self.method.select is Select.TRIMMED and self.density < 1
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether only deltas that have the sign of the sum count."""
+        return self.method.combine is Combine.ELECTED
+
+    @property
+    def is_additive(self) -> bool:
+        """As for the method."""
+        return self.method.is_additive
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the sum is divided by weights."""
+        return bool(self.parameters["normalize"])
+
+    @property
+    def density(self) -> float:
+        """Share of a delta's elements that count; 1 for a method without such a parameter."""
+        return float(self.parameters.get("density", 1.0))
+
+    @property
+    def scale(self) -> float:
+        """The parameter lambda: what the combined delta is multiplied by, as a float32."""
+        return single(self.parameters.get("lambda", 1.0))
+
+    @property
+    def seed(self) -> int:
+        """What the random mask is drawn from."""
+        return int(self.parameters["seed"])
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether a chunk where every expert is absent or equals the base is the base's bytes."""
+        return not self.is_whole or self.normalizes
+
+    @property
+    def weightless(self) -> tuple[bool, ...]:
+        """Per expert whether its deltas are multiplied by 0: whatever they are, none is read."""
+        nothing = self.parameters.get("lambda") == 0
+        return tuple(nothing or weight == 0 for weight in self.weights)
+
+    @cached_property
+    def divisor(self) -> float:
+        """What the sum is divided by wherever that is one number for all elements, as a float32.
+
+        The sequential float32 sum of all weights, of absent experts too.  1 for no division, for
+        methods that elect (they divide by the weights that agree at each element), and, except for
+        those that mix whole experts, where the sum is nearly zero.
+        """
+        if self.is_elected or not self.normalizes:
+            return 1.0
+        total = _sum(self.weights)
+        if not self.is_whole and abs(total) < single(SMALLEST_DIVISOR):
+            return 1.0
+        return total
+
+    @property
+    def rescale(self) -> float:
+        """What a delta that passed the random mask is multiplied by, as a float32."""
+        if not self.is_drawn or not self.parameters["rescale"]:
+            return 1.0
+        return single(1.0 / self.density)
+
+    @property
+    def mask_limit(self) -> int:
+        """A draw below this is kept: round(density * 2^32), so 2^32 keeps all."""
+        return round(self.density * 2**32) if self.is_drawn else 2**32
+
+    def keep_count(self, elements: int) -> int:
+        """How many of a tensor's elements trimming keeps: max(1, int(density * n)), at most n."""
+        return min(elements, max(1, int(self.density * elements)))
+
+
+def _rounded(weights: Sequence[float]) -> tuple[float, ...]:
+    if not weights:
+        raise BadRequest("a merge needs at least one expert")
+    return tuple(finite_single("weight", weight) for weight in weights)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Sequential float32 sum.  A float64 sum of two float32, rounded, is their float32 sum."""
+    total = values[0]
+    for value in values[1:]:
+        total = finite_single("the sum of the weights", total + value)
+    return total

@@ -1,0 +1,116 @@
+"""The parameters of merge methods: how each is written, its default, and what it may be.
+
+Owns parsing of one value, and the parameters that several methods have in common.  Does not own
+which method has which (a file each beside this one).  Pure Python, no state.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Final, Literal
+
+from mstore.errors import BadRequest
+
+Value = float | int | bool
+
+MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
+"""The largest finite float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`, both included unless `above_low`."""
+
+    low: float
+    high: float
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        # False for NaN, as every comparison with it is.
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a method: how it is written, its default, and what it may be."""
+
+    name: str
+    kind: Literal["float", "int", "bool"]
+    default: Value
+    range: Range | None = None
+
+    def parse(self, given: object) -> Value:
+        """The canonical value of text ("0.2", "true") or a Python number.  Raises BadRequest."""
+        value = _PARSERS[self.kind](given)
+        if value is None:
+            raise BadRequest(f"parameter {self.name} takes {_ARTICLES[self.kind]}, not {given!r}")
+        if self.range is not None and value not in self.range:
+            raise BadRequest(f"parameter {self.name} must be in {self.range}, not {given!r}")
+        return value
+
+
+LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
+TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True))
+# A draw has 32 bits: no smaller share can be told from nothing.
+MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0))
+RESCALE: Final = Parameter("rescale", "bool", True)
+SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
+
+
+def normalize(default: bool) -> Parameter:
+    """Whether the sum is divided by weights."""
+    return Parameter("normalize", "bool", default)
+
+
+def single(value: float) -> float:
+    """`value` rounded to float32, nearest even.  Raises OverflowError beyond the finite ones."""
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def finite_single(name: str, value: float) -> float:
+    """`value` rounded to float32.  Raises BadRequest, with its name, where that is not finite."""
+    try:
+        rounded = single(value)
+    except (OverflowError, struct.error):
+        rounded = math.inf
+    if not math.isfinite(rounded):
+        raise BadRequest(f"{name} must be a finite float32, not {value!r}")
+    return rounded
+
+
+def _parse_float(given: object) -> float | None:
+    if isinstance(given, bool) or not isinstance(given, str | Real):
+        return None
+    try:
+        value = float(given)
+    except (ValueError, OverflowError):
+        return None
+    # Adding zero turns -0.0 into 0.0: one meaning, one plan.
+    return value + 0.0 if math.isfinite(value) else None
+
+
+def _parse_int(given: object) -> int | None:
+    if isinstance(given, bool) or not isinstance(given, str | Integral):
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        return None
+
+
+def _parse_bool(given: object) -> bool | None:
+    if isinstance(given, bool):
+        return given
+    return _BOOLEANS.get(given.strip().lower()) if isinstance(given, str) else None
+
+
+_BOOLEANS: Final = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_PARSERS: Final = {"float": _parse_float, "int": _parse_int, "bool": _parse_bool}
+_ARTICLES: Final = {"float": "a number", "int": "a whole number", "bool": "true or false"}

@@ -1,0 +1,18 @@
+"""task_arithmetic: the base and the weighted sum of the deltas."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.parameters import LAMBDA, normalize
+
+METHOD: Final = Method(
+    name="task_arithmetic",
+    summary="base plus the weighted sum of the deltas",
+    formula="base + lambda * sum w_k d_k",
+    source="Ilharco et al. 2023, arXiv 2212.04089",
+    parameters=(LAMBDA, normalize(False)),
+    select=Select.DELTA,
+    combine=Combine.SUM,
+)

@@ -1,0 +1,18 @@
+"""ties: the largest deltas, trimmed, and of those the ones that agree on a sign."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.parameters import LAMBDA, TRIM_DENSITY, normalize
+
+METHOD: Final = Method(
+    name="ties",
+    summary="base plus the trimmed deltas that agree on a sign",
+    formula="base + lambda * consensus of the trimmed w_k d_k",
+    source="Yadav et al. 2023, arXiv 2306.01708",
+    parameters=(TRIM_DENSITY, LAMBDA, normalize(True)),
+    select=Select.TRIMMED,
+    combine=Combine.ELECTED,
+)
