@@ -35,6 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mstore import MergeRequest
+
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 
@@ -184,10 +186,12 @@ def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
     found = []
     for (method, parameters), (kind, weights) in itertools.product(REQUESTS, WEIGHTS.items()):
         report = store.sweep(
-            base="base",
-            experts=list(zip(experts, weights, strict=False)),
-            method=method,
-            parameters=parameters,
+            MergeRequest(
+                base="base",
+                experts=list(zip(experts, weights, strict=False)),
+                method=method,
+                parameters=parameters,
+            ),
             shares=SHARES,
             measure=True,
         )

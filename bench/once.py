@@ -20,6 +20,7 @@ import mstore.merge.planning.planning
 
 # Imported here, so that neither planning nor merging is charged for it; the process is.
 import mstore.merge.running.commit
+from mstore import MergeRequest
 
 
 def disk_bytes() -> dict[str, int]:
@@ -32,7 +33,7 @@ def main() -> None:
     path, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     with mstore.Store.open(path) as store:
         began = time.perf_counter()
-        plan = store.plan(**request)
+        plan = store.plan(MergeRequest(**request))
         planned = time.perf_counter()
         merged = store.merge(plan, name="merged")
         ended = time.perf_counter()

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mstore import MergeRequest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, mixed, write_model
@@ -82,11 +84,13 @@ class Paper:
         with mstore.Store.open(self.store.path) as store:
             for share in SHARES.values():
                 store.plan(
-                    base="base",
-                    experts=self.names(count),
-                    method="ties",
-                    parameters=METHODS["ties"],
-                    budget=share,
+                    MergeRequest(
+                        base="base",
+                        experts=self.names(count),
+                        method="ties",
+                        parameters=METHODS["ties"],
+                        budget=share,
+                    )
                 )
         # Or every round would find its plan made.
         shutil.rmtree(self.store.path / "memo")
@@ -145,7 +149,12 @@ class Paper:
         """The thresholds of TIES, a present for the naive merge."""
         with self.store.copy(self.work / "plan") as copy, mstore.Store.open(copy.path) as store:
             plan = store.plan(
-                base="base", experts=self.names(count), method="ties", parameters=METHODS["ties"]
+                MergeRequest(
+                    base="base",
+                    experts=self.names(count),
+                    method="ties",
+                    parameters=METHODS["ties"],
+                )
             )
             told = json.loads(store.export_plan(str(plan.plan)))
         cut = {t["name"]: [float(value) for value, _ in t["thresholds"]] for t in told["tensors"]}
@@ -160,7 +169,7 @@ class Paper:
         words = [str(out), "linear", "{}", "-", *map(str, directories)]
         run([sys.executable, str(HERE / "naive.py"), *words])
         with self.store.copy(self.work / "round") as copy, mstore.Store.open(copy.path) as store:
-            plan = store.plan(base="base", experts=experts, method="linear")
+            plan = store.plan(MergeRequest(base="base", experts=experts, method="linear"))
             store.merge(plan, name="merged")
             store.checkout("merged", checkout)
         sides = [[hashed(f) for f in sorted(d.glob("*.safetensors"))] for d in (out, checkout)]

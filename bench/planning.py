@@ -147,8 +147,9 @@ def _scaled(rng: np.random.Generator, table: Any) -> Any:
 
 def plan_once(path: Path, what: str) -> None:
     """Plan in this process, after everything is imported; prints seconds as JSON."""
+    from mstore import MergeRequest
     from mstore.merge.planning import planning
-    from mstore.merge.planning.request import Input, request
+    from mstore.merge.planning.request import Input, resolve
     from mstore.objects.plan import OMITTED, READ
     from mstore.stats.store import StatsStore
     from mstore.store.catalog import Catalog
@@ -156,13 +157,11 @@ def plan_once(path: Path, what: str) -> None:
     catalog = Catalog.open(path)
     statistics = StatsStore(catalog.layout.stats)
     names = sorted(name for name in catalog.refs() if name != "base")
-    given: dict[str, Any] = {"parameters": {}, "budget": None, "max_error": None}
-    asked = request(
+    weighted = [(name, 1 / len(names)) for name in names]
+    asked = resolve(
+        MergeRequest(base="base", experts=weighted, analyze=False, **REQUESTS[what]),
         base=Input(catalog.resolve("base"), "base"),
-        experts=[(Input(catalog.resolve(name), name), 1 / len(names)) for name in names],
-        dtype=None,
-        analyze=False,
-        **(given | REQUESTS[what]),
+        experts=[Input(catalog.resolve(name), name) for name in names],
     )
     marks = [(time.perf_counter(), time.process_time())]
 

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mstore import MergeRequest
+
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent.parent / "examples"))
 
@@ -138,12 +140,14 @@ class Quality:
     ) -> Figures:
         """Merge into the ref `merged`."""
         plan = self.store.plan(
-            base="base",
-            experts=experts,
-            method=method,
-            parameters=METHODS[method],
-            budget=budget,
-            score=score,
+            MergeRequest(
+                base="base",
+                experts=experts,
+                method=method,
+                parameters=METHODS[method],
+                budget=budget,
+                score=score,
+            )
         )
         done = self.store.merge(plan, name="merged")
         return {

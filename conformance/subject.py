@@ -12,7 +12,7 @@ from oracle import Draw
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.merge.arithmetic.kernels import Mix, mix_chunk
 from mstore.merge.methods import registry
 
@@ -36,11 +36,13 @@ class Stored:
         """The merged tensors, read back from a checkout."""
         self._runs += 1
         plan = self._store.plan(
-            base="base",
-            experts=list(zip(case.experts, case.weights, strict=True)),
-            method=case.method,
-            parameters=case.parameters(),
-            dtype=None if out_dtype == self._family.dtype else out_dtype,
+            MergeRequest(
+                base="base",
+                experts=list(zip(case.experts, case.weights, strict=True)),
+                method=case.method,
+                parameters=case.parameters(),
+                dtype=None if out_dtype == self._family.dtype else out_dtype,
+            )
         )
         self._store.merge(plan, name="merged")
         out = self._root / f"out{self._runs}"

@@ -1,6 +1,6 @@
 """mstore: git for model checkpoints, with budgeted merging built in.
 
-The public face: `Store`, `Snapshot`, the errors, and the reports that calls return.
+The public face: `Store`, `Snapshot`, `MergeRequest`, the errors, and the reports that calls return.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from mstore.api import Snapshot, Store
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
+from mstore.requests import MergeRequest
 from mstore.sizes import Budget
 from mstore.version import __version__
 
@@ -15,6 +16,7 @@ __all__ = [
     "BlockId",
     "Budget",
     "ManifestId",
+    "MergeRequest",
     "MstoreError",
     "PlanId",
     "Snapshot",

@@ -15,7 +15,7 @@ from crash_disk import Recording
 from proof_models import model_files, write_files
 from small_models import BLOCK, files_of
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.ids import PlanId, SnapshotId
 
@@ -132,10 +132,12 @@ def plan_and_merge(sources: Path, disk: Path) -> Life:
     with Store.open(disk / "store") as store:
         with fs.observed(life.recording.observe):
             plan = store.plan(
-                base="base",
-                experts=["one", ("two", 0.5)],
-                method="ties",
-                parameters={"density": 0.4},
+                MergeRequest(
+                    base="base",
+                    experts=["one", ("two", 0.5)],
+                    method="ties",
+                    parameters={"density": 0.4},
+                ),
                 threads=1,
             )
             life.plans.append((life.now, plan.plan))
@@ -175,7 +177,9 @@ def dense_merge(sources: Path, disk: Path) -> Life:
         with fs.observed(life.recording.observe):
             added = store.add(dense / "t2", name="t2", base="base", threads=1)
             life.acknowledge("t2", added.snapshot, files)
-            plan = store.plan(base="base", experts=["t1", "t2"], method="linear", threads=1)
+            plan = store.plan(
+                MergeRequest(base="base", experts=["t1", "t2"], method="linear"), threads=1
+            )
             life.plans.append((life.now, plan.plan))
             report = store.merge(plan, name="merged", threads=1)
         life.acknowledge("merged", report.snapshot, _contents(store, "merged"))
@@ -187,7 +191,9 @@ def later_merge(sources: Path, disk: Path) -> Life:
     _, life = _dense_family(disk, 1)
     with Store.open(disk / "store") as store:
         with fs.observed(life.recording.observe):
-            plan = store.plan(base="base", experts=["t1"], method="task_arithmetic", threads=1)
+            plan = store.plan(
+                MergeRequest(base="base", experts=["t1"], method="task_arithmetic"), threads=1
+            )
             virtual = store.merge(plan, name="merged", virtual=True, threads=1)
             life.acknowledge("merged", virtual.snapshot)
             real = store.materialize("merged", threads=1)

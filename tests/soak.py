@@ -29,6 +29,7 @@ from typing import Any
 
 from proof_models import BLOCK, Files, merged_files, model_files, write_files
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import Conflict, MstoreError
 from mstore.ids import SnapshotId
@@ -145,9 +146,11 @@ class Worker:
         seed = told[0][0]
         weights = [1.0, 0.5, 0.25, 0.125][: len(experts)]
         plan = store.plan(
-            base=f"base/{seed}",
-            experts=list(zip(experts, weights, strict=True)),
-            method="task_arithmetic",
+            MergeRequest(
+                base=f"base/{seed}",
+                experts=list(zip(experts, weights, strict=True)),
+                method="task_arithmetic",
+            ),
             threads=1,
         )
         message = json.dumps({"base": [seed, 0], "experts": told, "weights": weights})

@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Program
 from families import BLOCK, Family
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.ids import TensorId
 from mstore.reports import Progress
@@ -90,7 +90,9 @@ def test_a_second_run_reads_nothing(store: Store) -> None:
     assert again.tensors_known == first.tensors_measured
     assert again.tensors_equal == first.tensors_equal
     plan = store.plan(
-        base="base", experts=["e0"], method="ties", parameters={"density": 0.5}, analyze=False
+        MergeRequest(
+            base="base", experts=["e0"], method="ties", parameters={"density": 0.5}, analyze=False
+        )
     )
     assert plan.analyze_bytes_read == 0
 

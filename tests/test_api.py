@@ -19,7 +19,7 @@ import pytest
 from families import BLOCK
 
 import mstore
-from mstore import MstoreError, Snapshot, SnapshotId, Store
+from mstore import MergeRequest, MstoreError, Snapshot, SnapshotId, Store
 from mstore.errors import (
     BadName,
     BadRequest,
@@ -46,7 +46,7 @@ def filled(root: Path) -> Path:
             base = None if name == "base" else "llama/base"
             store.add(root / name, name=f"llama/{name}", base=base, message=f"add {name}")
         for expert in ("llama/e0", "llama/e1"):
-            plan = store.plan(base="llama/base", experts=[expert], method="linear")
+            plan = store.plan(MergeRequest(base="llama/base", experts=[expert], method="linear"))
             store.merge(plan, name="llama/merged", message=expert)
     return root / "store"
 
@@ -204,7 +204,7 @@ def test_revisions(store: Store) -> None:
 
 def test_tags_stay(store: Store, root: Path) -> None:
     """A tag names a snapshot for good: it is not moved by tag, reset, add or merge."""
-    plan = store.plan(base="llama/base", experts=["llama/e0"], method="linear")
+    plan = store.plan(MergeRequest(base="llama/base", experts=["llama/e0"], method="linear"))
     made = store.tag("v1", "llama/merged~1")
     assert (made.name, made.kind, made.snapshot) == ("v1", "tag", store["llama/merged~1"].id)
     moves: list[Callable[[], object]] = [
@@ -261,7 +261,9 @@ def test_threads_share_a_store(store: Store, root: Path) -> None:
     """Adds, merges and reads of one store at the same time: each is as if it were alone."""
     wanted = {}
     for k, name in enumerate(FAMILY.names):
-        plan = store.plan(base="llama/base", experts=[f"llama/{name}"], method="task_arithmetic")
+        plan = store.plan(
+            MergeRequest(base="llama/base", experts=[f"llama/{name}"], method="task_arithmetic")
+        )
         wanted[k] = (plan.plan, store.merge(plan, name="alone").manifest)
 
     def work(number: int) -> bool:
@@ -272,7 +274,8 @@ def test_threads_share_a_store(store: Store, root: Path) -> None:
             array = store["llama/base"].tensor("model.embed.weight")
             return array.tobytes() == FAMILY.base["model.embed.weight"].tobytes()
         plan = store.plan(
-            base="llama/base", experts=[f"llama/e{k}"], method="task_arithmetic", threads=1
+            MergeRequest(base="llama/base", experts=[f"llama/e{k}"], method="task_arithmetic"),
+            threads=1,
         )
         report = store.merge(plan, name=f"merged/{number}", threads=1)
         return (plan.plan, report.manifest) == wanted[k]
@@ -286,7 +289,7 @@ def test_threads_share_a_store(store: Store, root: Path) -> None:
 def test_one_name_for_two(store: Store) -> None:
     """Of two merges into one name at a time each lands, or says that the ref moved meanwhile."""
     plans = [
-        store.plan(base="llama/base", experts=[f"llama/{name}"], method="linear")
+        store.plan(MergeRequest(base="llama/base", experts=[f"llama/{name}"], method="linear"))
         for name in FAMILY.names
     ]
 
@@ -309,7 +312,7 @@ def test_one_name_for_two(store: Store) -> None:
 @pytest.mark.parametrize("threads", [0, -1, 257])
 def test_threads_within_reason(threads: int, store: Store, root: Path, tmp_path: Path) -> None:
     """A number of threads is from 1 to 256, in every call that takes one."""
-    plan = store.plan(base="llama/base", experts=["llama/e0"], method="linear")
+    plan = store.plan(MergeRequest(base="llama/base", experts=["llama/e0"], method="linear"))
     for ask in (
         lambda: store.add(root / "e0", name="x", threads=threads),
         lambda: store.merge(plan, name="x", threads=threads),
@@ -338,7 +341,7 @@ def test_stats_count_what_is_there(store: Store) -> None:
 
 def test_merging_a_plan_by_its_id(store: Store) -> None:
     """`merge` takes the report, the id or its first digits, and does the same with each."""
-    plan = store.plan(base="llama/base", experts=["llama/e2"], method="linear")
+    plan = store.plan(MergeRequest(base="llama/base", experts=["llama/e2"], method="linear"))
     manifests = {store.merge(given, name="m").manifest for given in (plan, plan.plan)}
     manifests.add(store.merge(str(plan.plan)[:9], name="m").manifest)
     assert len(manifests) == 1
@@ -387,10 +390,13 @@ def test_weights_by_revision(store: Store) -> None:
     """Experts given as a mapping have the weights that it says, as pairs have."""
     weights = {"llama/e0": 0.5, "llama/e1": 0.25}
     either: tuple[Any, ...] = (weights, list(weights.items()))
-    ways = [store.plan(base="llama/base", experts=experts, method="linear") for experts in either]
+    ways = [
+        store.plan(MergeRequest(base="llama/base", experts=experts, method="linear"))
+        for experts in either
+    ]
     assert ways[0].experts == tuple(weights.items())
     assert ways[0].plan == ways[1].plan
-    plain = store.plan(base="llama/base", experts=list(weights), method="linear")
+    plain = store.plan(MergeRequest(base="llama/base", experts=list(weights), method="linear"))
     assert plain.plan != ways[0].plan
 
 
@@ -400,8 +406,10 @@ def test_a_snapshot_is_named_by_its_id_too(store: Store) -> None:
     assert store[base].id == base
     assert store.show(expert).snapshot == expert
     assert store.diff(base, expert).tensors == store.diff("llama/base", "llama/e0").tensors
-    plan = store.plan(base=base, experts=[(expert, 0.5)], method="linear")
-    named = store.plan(base="llama/base", experts=[("llama/e0", 0.5)], method="linear")
+    plan = store.plan(MergeRequest(base=base, experts=[(expert, 0.5)], method="linear"))
+    named = store.plan(
+        MergeRequest(base="llama/base", experts=[("llama/e0", 0.5)], method="linear")
+    )
     assert plan.plan == named.plan
     assert store.merge(plan, name="llama/by-id").planned_expert_bytes > 0
     with pytest.raises(NotFound):
@@ -416,7 +424,7 @@ def test_one_text_is_no_list(store: Store, root: Path, tmp_path: Path) -> None:
         lambda: store.add(root / "e2", name="x", exclude=[""]),
         lambda: store.add(root / "e2", name="x", exclude=[5]),  # type: ignore[list-item]
         lambda: store.add(root / "e2", name="x", base="llama/base", only="lm_head*"),
-        lambda: store.plan(base="llama/base", experts="llama/e0", method="linear"),
+        lambda: store.plan(MergeRequest(base="llama/base", experts="llama/e0", method="linear")),
         lambda: store.checkout("llama/base", tmp_path / "out", only="*"),
         lambda: store.checkout("llama/base", tmp_path / "out", only=[5]),  # type: ignore[list-item]
         lambda: store.diff_directory("llama/base", root / "base", exclude="*.bin"),
@@ -436,13 +444,13 @@ def test_other_types_are_refused(store: Store) -> None:
         with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
             store[one]
         with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
-            store.plan(base=one, experts=["llama/e0"], method="linear")
+            store.plan(MergeRequest(base=one, experts=["llama/e0"], method="linear"))
         with pytest.raises(BadRequest, match="named by text or a SnapshotId"):
-            store.plan(base="llama/base", experts=[one], method="linear")
+            store.plan(MergeRequest(base="llama/base", experts=[one], method="linear"))
     pairs: list[Any] = [("llama/e0",), ("llama/e0", "x"), ("llama/e0", 1.0, 2.0), (("a", 1), 1)]
     for pair in pairs:
         with pytest.raises(BadRequest, match="an expert is a revision, or a pair"):
-            store.plan(base="llama/base", experts=[pair], method="linear")
+            store.plan(MergeRequest(base="llama/base", experts=[pair], method="linear"))
     number: Any = 7
     with pytest.raises(BadRequest, match="must be text"):
         store.tag(number, "llama/base")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import write_safetensors
 
-from mstore import Budget, Snapshot, SnapshotId, Store
+from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store
 from mstore.errors import BadName, BadRequest
 
 CALLS_OWN = ("Experts", "Budget | str | float | None")
@@ -97,7 +97,6 @@ def test_by_position(store: Store, tmp_path: Path) -> None:
         *(("parameters", one) for one in ([("density", 1)], {5: 1}, "density=1")),
         *(("max_error", one) for one in ("5%", [])),
         *(("top_p", one) for one in ("20%", [])),
-        *(("threads", one) for one in ("4", 1.5)),
         *(("only", one) for one in ("lm*", None, [None])),
     ],
 )
@@ -105,7 +104,7 @@ def test_a_plan_of_wrong_types(name: str, value: object, store: Store) -> None:
     """Whatever is wrong in what a plan is asked for, the error is mstore's own."""
     asked: dict[str, Any] = {"base": "tiny", "experts": ["tiny"], "method": "linear", name: value}
     with pytest.raises(BadRequest):
-        store.plan(**asked)
+        store.plan(MergeRequest(**asked))
 
 
 @pytest.mark.parametrize("value", [5, None, bytes(64)])

@@ -15,7 +15,7 @@ import pytest
 import reference
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.insight import blame as blame_module
 from mstore.merge.insight.layers import layers_of
@@ -117,7 +117,9 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
 def merge(store: Store, way: str) -> Plan:
     method, parameters, options = WAYS[way]
     experts = [(f"e{k}", weight) for k, weight in enumerate(WEIGHTS)]
-    plan = store.plan(base="base", experts=experts, method=method, parameters=parameters, **options)
+    plan = store.plan(
+        MergeRequest(base="base", experts=experts, method=method, parameters=parameters, **options)
+    )
     store.merge(plan, name="merged")
     return store._catalog.record(Plan, plan.plan)
 
@@ -275,7 +277,9 @@ def test_elements_that_are_not_finite_are_counted_apart(method: str, tmp_path: A
         with Store.init(tmp_path / name / "store", block_size=BLOCK) as place:
             place.add(tmp_path / name / "base", name="base")
             place.add(tmp_path / name / "e", name="e", base="base")
-            place.merge(place.plan(base="base", experts=["e"], method=method), name="m")
+            place.merge(
+                place.plan(MergeRequest(base="base", experts=["e"], method=method)), name="m"
+            )
             reports.append(place.blame("m").tensors[0])
     found, wanted = reports
     # A NaN never agrees with an elected sign: there the merge keeps the base, which is finite.

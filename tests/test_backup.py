@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from small_models import BLOCK, files_of, small_model
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
@@ -653,7 +653,7 @@ def test_a_clone_is_a_store_of_its_own(store: Store, models: Path, tmp_path: Pat
     """Contents, refs, reflogs and settings are the source's; name and packs are its own, so that
     neither is taken for the other."""
     target = tmp_path / "clone"
-    plan = store.plan(base="one", experts=["two"], method="linear", threads=1)
+    plan = store.plan(MergeRequest(base="one", experts=["two"], method="linear"), threads=1)
     store.merge(plan, name="merged", virtual=True, threads=1)
     report = Store.clone(store.path, target, threads=1)
     assert contents(target) == contents(store.path)

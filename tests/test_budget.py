@@ -23,7 +23,7 @@ import reference
 from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
 
-from mstore import Budget, Store
+from mstore import Budget, MergeRequest, Store
 from mstore.errors import BadRequest, BudgetExceeded, NotFound
 from mstore.merge.planning.costs import Costs
 from mstore.merge.running import engine
@@ -56,12 +56,14 @@ class Place:
             if options.get(key) == 1:
                 options[key] = Budget(options[key])
         return (store or self.store).plan(
-            base="base",
-            experts=list(zip(self.family.names, weights, strict=True)),
-            method=method,
-            parameters=parameters,
-            # Budgets that nothing fits are part of what is tried.
-            **{"allow_noop": True} | options,
+            MergeRequest(
+                base="base",
+                experts=list(zip(self.family.names, weights, strict=True)),
+                method=method,
+                parameters=parameters,
+                **options,
+            ),
+            allow_noop=True,
         )
 
     def merge(self, plan: PlanReport) -> tuple[MergeReport, Arrays]:
@@ -324,7 +326,7 @@ def test_a_budget_changes_only_what_is_left_out(
     experts = list(zip(place.family.names, weights, strict=True))
     ask: dict[str, Any] = {"base": "base", "experts": experts, "method": "ties"}
     for budget in (0.3, 0.97, 0.999):
-        plan = place.store.plan(**ask, parameters=parameters, budget=budget)
+        plan = place.store.plan(MergeRequest(**ask, parameters=parameters, budget=budget))
         assert not any("bin edges" in note for note in plan.notes)
         _, merged = place.merge(plan)
         gone = absent(place, plan)
@@ -343,18 +345,25 @@ def test_ties_are_counted_once(tied: Place) -> None:
     is analysis and not merging, and nothing of it is read for a plan without a budget.
     """
     ask: dict[str, Any] = {"parameters": {"density": 0.61}, "base": "base", "experts": ["e0"]}
-    look = tied.store.plan(**ask, method="ties")
+    look = tied.store.plan(MergeRequest(**ask, method="ties"))
     read = 0
     for score in ("trimmed", "random"):
         for budget in (0.2, 0.5, 0.9):
-            plan = tied.store.plan(**ask, method="ties", budget=budget, score=score)
+            plan = tied.store.plan(MergeRequest(**ask, method="ties", budget=budget, score=score))
             report, _ = tied.merge(plan)
             assert report.expert_bytes_read == plan.planned_expert_bytes
             assert report.expert_bytes_read <= (plan.budget_bytes or 0)
             read += plan.analyze_bytes_read
-            assert tied.store.plan(**ask, method="ties", budget=budget).analyze_bytes_read == 0
+            assert (
+                tied.store.plan(
+                    MergeRequest(**ask, method="ties", budget=budget)
+                ).analyze_bytes_read
+                == 0
+            )
     assert 0 < read <= look.full_expert_bytes
-    assert tied.store.plan(**ask, method="ties", score="random").analyze_bytes_read == 0
+    assert (
+        tied.store.plan(MergeRequest(**ask, method="ties", score="random")).analyze_bytes_read == 0
+    )
 
 
 def test_the_estimate_knows_the_edges(tied: Place) -> None:
@@ -364,8 +373,10 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
     ask: dict[str, Any] = {"parameters": {"density": 0.37}, "base": "base", "experts": ["e1"]}
     ask |= {"method": "ties", "dtype": "F32"}
     # Before anything is looked at, and so found, by the others.
-    edges = [tied.store.plan(**ask, budget=share, analyze=False) for share in (None, 0.97)]
-    exact = [tied.store.plan(**ask, budget=share) for share in (None, 0.97)]
+    edges = [
+        tied.store.plan(MergeRequest(**ask, budget=share, analyze=False)) for share in (None, 0.97)
+    ]
+    exact = [tied.store.plan(MergeRequest(**ask, budget=share)) for share in (None, 0.97)]
     _, full = tied.merge(exact[0])
     for plan, better in zip(edges, exact, strict=True):
         assert plan.analyze_bytes_read == 0
@@ -418,10 +429,10 @@ def test_a_light_expert_counts_in_full_where_it_moves_alone(
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         for name in members:
             store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
-        store.merge(store.plan(**ask), name="full")
+        store.merge(store.plan(MergeRequest(**ask)), name="full")
         full = {key: store["full"].tensor(key) for key in base}
         for budget in ("30%", "70%"):
-            plan = store.plan(**ask, budget=budget)
+            plan = store.plan(MergeRequest(**ask, budget=budget))
             store.merge(plan, name="part")
             part = {key: store["part"].tensor(key) for key in base}
             lost = families.distance(part, full, list(base))
@@ -551,7 +562,9 @@ def test_equal_bytes_of_two_types_are_two_reads(tmp_path: Path) -> None:
     sides = [words.view(reference.DTYPES[dtype]) for dtype in ("BF16", "F16")]
     family = Family({"w": families.cast(np.ones(BLOCK), "BF16")}, tuple({"w": x} for x in sides))
     place = make(tmp_path, family)
-    plan = place.store.plan(base="base", experts=["e0", "e1"], method="task_arithmetic")
+    plan = place.store.plan(
+        MergeRequest(base="base", experts=["e0", "e1"], method="task_arithmetic")
+    )
     assert plan.blocks_shared == 0
     report, merged = place.merge(plan)
     assert report.expert_bytes_read == report.planned_expert_bytes == 4 * BLOCK
@@ -586,7 +599,9 @@ def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
     # The largest fifth lies in the first of four blocks.
     parameters = {"density": 0.2}
     report, merged = place.merge(
-        place.store.plan(base="base", experts=["e0"], method="ties", parameters=parameters)
+        place.store.plan(
+            MergeRequest(base="base", experts=["e0"], method="ties", parameters=parameters)
+        )
     )
     assert report.expert_bytes_read == report.full_expert_bytes == BLOCK
     wanted = families.expected(family, "ties", parameters, [1.0])
@@ -654,14 +669,14 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
     and the threshold itself where somebody has looked before.
     """
     experts = mixed.family.names
-    mixed.store.plan(base="base", experts=experts, method="linear")
+    mixed.store.plan(MergeRequest(base="base", experts=experts, method="linear"))
     ask: dict[str, Any] = {"parameters": {"density": 0.123}, "method": "ties", "base": "base"}
-    plan = mixed.store.plan(**ask, experts=experts, analyze=False)
+    plan = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))
     assert plan.analyze_bytes_read == 0
     assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
     assert (plan.error_estimate or 0) > 0
-    exact = mixed.store.plan(**ask, experts=experts)
-    again = mixed.store.plan(**ask, experts=experts, analyze=False)
+    exact = mixed.store.plan(MergeRequest(**ask, experts=experts))
+    again = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))
     assert again.plan == exact.plan != plan.plan
     assert again.error_estimate == 0
 
@@ -695,7 +710,7 @@ def test_senseless_requests(options: dict[str, Any], says: str, place: Place) ->
     given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "ties"}
     before = place.store.stats()
     with pytest.raises(BadRequest, match=says):
-        place.store.plan(**(given | options))
+        place.store.plan(MergeRequest(**given | options))
     assert place.store.stats() == before
 
 
@@ -704,5 +719,5 @@ def test_unknown_refs(options: dict[str, Any], place: Place) -> None:
     """A ref that is not there is NotFound by name, whichever input it was to be."""
     given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "linear"}
     with pytest.raises(NotFound) as refused:
-        place.store.plan(**(given | options))
+        place.store.plan(MergeRequest(**given | options))
     assert refused.value.where == "nobody"

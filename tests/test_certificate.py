@@ -18,13 +18,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner
-from mstore.merge.planning.request import Input, request
+from mstore.merge.planning.request import Input, resolve
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import OMITTED, READ
 from mstore.objects.tensor import Tensor
@@ -86,15 +87,11 @@ def planner(
     tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1)
     manifest, snapshot = ManifestId.of(b"m"), SnapshotId.of(b"s")
     survey = Survey(manifest, (manifest,) * len(sides), 1 << 16, (tensor,), squares, (), (), ())
-    asked = request(
+    named = [(f"e{k}", weight) for k, weight in enumerate(weights)]
+    asked = resolve(
+        MergeRequest(base="base", experts=named, method=method, parameters=parameters),
         base=Input(snapshot, "base"),
-        experts=[(Input(snapshot, f"e{k}"), weight) for k, weight in enumerate(weights)],
-        method=method,
-        parameters=parameters,
-        budget=None,
-        max_error=None,
-        dtype=None,
-        analyze=True,
+        experts=[Input(snapshot, name) for name, _ in named],
     )
     return Planner(survey, asked)
 

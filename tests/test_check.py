@@ -15,6 +15,7 @@ from checkpoints import write_safetensors
 from small_models import BLOCK, small_model
 from test_repair import fine_tune
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import PAGE, Kind
@@ -35,7 +36,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
-        plan = store.plan(base="base", experts=["expert"], method="linear", threads=1)
+        plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
     return root / "store"
 

@@ -19,7 +19,7 @@ from families import BLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore import BlockId, Store, fs
+from mstore import BlockId, MergeRequest, Store, fs
 from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
 from mstore.errors import (
     BadCheckpoint,
@@ -405,7 +405,9 @@ def test_a_merge_can_be_checked_out_after_its_inputs_have_gone(tmp_path: Path) -
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         for name in ("base", "e0"):
             store.add(root / name, name=name)
-        store.merge(store.plan(base="base", experts=["e0"], method="linear"), name="merged")
+        store.merge(
+            store.plan(MergeRequest(base="base", experts=["e0"], method="linear")), name="merged"
+        )
         store.remove("base")
         store.remove("e0")
         shutil.rmtree(root)

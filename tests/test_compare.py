@@ -16,7 +16,7 @@ from cli_runs import Program
 from families import BLOCK
 from small_models import files_of
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import read_header
 from mstore.compare import compare
@@ -157,7 +157,7 @@ def test_a_broken_file_differs(store: Store, base: Path) -> None:
 
 def test_virtual_merges_are_computed(store: Store, tmp_path: Path) -> None:
     """A virtual merge is compared by what it reads as."""
-    plan = store.plan(base="base", experts=["e0", "e1"], method="linear")
+    plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="linear"))
     store.merge(plan, name="later", virtual=True)
     store.checkout("later", tmp_path / "out")
     assert statuses(store.diff_directory("later", tmp_path / "out")) == ({}, {})

@@ -11,7 +11,7 @@ import pytest
 from cli_runs import Program
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible
 
 SKIP = ["*embed_tokens*", "lm_head.*", "*.inv_freq"]
@@ -54,7 +54,7 @@ def test_what_is_left_out_is_not_judged(
     """
     given = {"base": "base", **patterns} if with_base else {}
     store.add(root / "expert", name="expert", **given)
-    plan = store.plan(base="base", experts=["expert"], method="linear", **patterns)
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear", **patterns))
     assert (plan.analyze_bytes_read > 0) == (not with_base)
     assert any("model.embed_tokens.weight is the base's own" in note for note in plan.notes)
     store.merge(plan, name="m")
@@ -86,7 +86,7 @@ def test_analysis_leaves_out_what_a_plan_does(
     assert report.tensors_measured == 1
     [own] = [one for one in store.tensors("expert") if one.name == "model.layers.0.w"]
     assert 0 < report.expert_bytes_read <= own.nbytes
-    plan = store.plan(base="base", experts=["expert"], method="linear", **patterns)
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear", **patterns))
     assert plan.analyze_bytes_read == 0
     with pytest.raises(BadRequest, match=r"no tensor's name matches 'nothing\.\*'"):
         store.analyze("expert", "base", skip=[*SKIP, "nothing.*"])
@@ -109,10 +109,10 @@ def test_what_is_merged_is_judged(root: Path, store: Store) -> None:
     store.add(root / "expert", name="expert")
     asked = {"base": "base", "experts": ["expert"], "method": "linear"}
     with pytest.raises(Incompatible, match=r"lm_head.weight is missing$") as refused:
-        store.plan(**asked, skip=[SKIP[0], SKIP[2]])
+        store.plan(MergeRequest(**asked, skip=[SKIP[0], SKIP[2]]))
     assert "--skip" in (refused.value.hint or "")
     with pytest.raises(BadRequest, match="no tensor's name matches"):
-        store.plan(**asked, skip=[*SKIP, "nothing.*"])
+        store.plan(MergeRequest(**asked, skip=[*SKIP, "nothing.*"]))
 
 
 def test_the_command_line(root: Path, store: Store) -> None:

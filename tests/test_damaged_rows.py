@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from small_models import BLOCK, small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import Corrupt
 from mstore.store import leases
@@ -33,7 +34,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("base", "expert"):
             base = None if name == "base" else "base"
             store.add(small_model(root / name, "s", changed=name), name=name, base=base, threads=1)
-        plan = store.plan(base="base", experts=["expert"], method="linear", threads=1)
+        plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
     return root
 

@@ -11,7 +11,7 @@ import families
 import pytest
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, MstoreError, NotFound
 from mstore.store.refs import BRANCH, Ref
@@ -41,7 +41,7 @@ def store(family: Path, tmp_path: Path) -> Iterator[Store]:
 
 def plan_of(store: Store, **request: Any) -> Any:
     given: dict[str, Any] = {"method": "ties", "parameters": {"density": 0.4}} | request
-    return store.plan(base="base", experts=["e0", ("e1", 0.5)], **given)
+    return store.plan(MergeRequest(base="base", experts=["e0", ("e1", 0.5)], **given))
 
 
 def virtual(store: Store, name: str = "m", message: str = "", **request: Any) -> Any:
@@ -99,7 +99,7 @@ def test_one_plan_gives_one_manifest(store: Store) -> None:
 
 def test_nothing_to_merge(store: Store) -> None:
     """A virtual merge of what nobody changed is the base's content, and can be made real."""
-    plan = store.plan(base="base", experts=["base"], method="linear", allow_noop=True)
+    plan = store.plan(MergeRequest(base="base", experts=["base"], method="linear"), allow_noop=True)
     made = store.merge(plan, name="m", virtual=True)
     assert made.manifest == store["base"].manifest
     assert store.show("m").virtual
@@ -211,8 +211,8 @@ def test_it_is_no_input(store: Store, family: Path) -> None:
     command; after materialize it works."""
     virtual(store)
     asks: list[Callable[[], object]] = [
-        lambda: store.plan(base="m", experts=["e0"], method="linear"),
-        lambda: store.plan(base="base", experts=["e0", "m"], method="linear"),
+        lambda: store.plan(MergeRequest(base="m", experts=["e0"], method="linear")),
+        lambda: store.plan(MergeRequest(base="base", experts=["e0", "m"], method="linear")),
         lambda: store.add(family / "e2", name="x", base="m"),
     ]
     for ask in asks:

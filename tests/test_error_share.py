@@ -9,7 +9,7 @@ import pytest
 from test_budget import METHODS, Place, make
 from test_sweep import SHARES, asked
 
-from mstore import Store
+from mstore import MergeRequest, Store
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def test_all_and_nothing(method: str, place: Place) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_measured(method: str, place: Place) -> None:
     """The measured share is ||merged - full|| / ||full - base||, of the merges themselves."""
-    points = place.store.sweep(**asked(place, method), shares=SHARES, measure=True).points
+    points = place.store.sweep(
+        MergeRequest(**asked(place, method)), shares=SHARES, measure=True
+    ).points
     _, full = place.merge(place.plan(method, dtype="F32"))
     base = {name: place.family.base[name] for name in place.mergeable}
     for point in points:
@@ -60,13 +62,13 @@ def test_where_it_is_not_known(place: Place) -> None:
     elsewhere; and no division by zero.
     """
     given = {"base": "base", "experts": place.family.names, "method": "linear", "budget": 0.5}
-    scaled = place.store.plan(**given, parameters={"normalize": False})
+    scaled = place.store.plan(MergeRequest(**given, parameters={"normalize": False}))
     assert scaled.error_share_estimate is None
     same = {"base": "base", "experts": ["base"], "method": "linear"}
-    assert place.store.plan(**same, allow_noop=True).error_share_estimate == 0.0
-    [point] = place.store.sweep(**same, shares=[0.5], measure=True).points
+    assert place.store.plan(MergeRequest(**same), allow_noop=True).error_share_estimate == 0.0
+    [point] = place.store.sweep(MergeRequest(**same), shares=[0.5], measure=True).points
     assert point.measured_error_share == 0.0
-    half = place.store.plan(**given)
+    half = place.store.plan(MergeRequest(**given))
     with Store.init(place.root / "other", block_size=1 << 16, codec="raw") as other:
         for name in ("base", *place.family.names):
             other.add(place.root / name, name=name)

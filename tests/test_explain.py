@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.arithmetic import kernels
 from mstore.merge.running import compute
@@ -40,7 +40,9 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def merge(store: Store, method: str, **options: Any) -> tuple[PlanReport, MergeReport]:
-    plan = store.plan(base="base", experts=["e0", ("e1", 0.5), "e2"], method=method, **options)
+    plan = store.plan(
+        MergeRequest(base="base", experts=["e0", ("e1", 0.5), "e2"], method=method, **options)
+    )
     return plan, store.merge(plan, name="merged")
 
 
@@ -191,13 +193,15 @@ def test_who_asks_again_renames_nothing(tmp_path: Path) -> None:
         # Other words for the same snapshots; other snapshots of the same contents; ids.
         store.add(tmp_path / "base", name="again/base", message="again")
         store.add(tmp_path / "e0", name="again/e0", base="again/base", message="again")
-        store.merge(store.plan(base="base", experts=["e0"], method="ties"), name="merged")
+        store.merge(
+            store.plan(MergeRequest(base="base", experts=["e0"], method="ties")), name="merged"
+        )
         for base, expert in (
             ("base@{0}", "e0@{0}"),
             ("again/base", "again/e0"),
             (str(store["base"].id), str(store["e0"].id)),
         ):
-            store.plan(base=base, experts=[expert], method="ties")
+            store.plan(MergeRequest(base=base, experts=[expert], method="ties"))
             told = store.explain("merged")
             assert (told.plan.base, told.plan.experts) == ("base", (("e0", 1.0),))
             assert [one.expert for one in told.experts] == ["e0"]

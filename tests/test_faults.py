@@ -23,7 +23,7 @@ import pytest
 from proof_models import model_files, write_files
 from small_models import BLOCK, files_of, small_model
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.errors import MstoreError, StorageFailed
 from mstore.ids import SnapshotId
@@ -85,14 +85,17 @@ def _dense_add(sources: Path, store: Store | None) -> SnapshotId:
 def _merge(sources: Path, store: Store | None) -> SnapshotId:
     assert store is not None
     plan = store.plan(
-        base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}, threads=1
+        MergeRequest(
+            base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
+        ),
+        threads=1,
     )
     return store.merge(plan, name=NEW, threads=1).snapshot
 
 
 def _merge_later(sources: Path, store: Store | None) -> SnapshotId:
     assert store is not None
-    plan = store.plan(base="base", experts=["one", "two"], method="linear", threads=1)
+    plan = store.plan(MergeRequest(base="base", experts=["one", "two"], method="linear"), threads=1)
     return store.merge(plan, name=NEW, virtual=True, threads=1).snapshot
 
 

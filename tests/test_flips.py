@@ -27,6 +27,7 @@ import lmdb
 import pytest
 from checkpoints import write_safetensors
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.index import DATABASES
 from mstore.blocks.packs import read_table
@@ -371,9 +372,14 @@ def small_store(root: Path) -> Path:
         store.add(root / "base", name="base", threads=1)
         store.add(root / "tuned", name="team/tuned", base="base", message="tuned", threads=1)
         plan = store.plan(
-            base="base", experts=["team/tuned"], method="task_arithmetic",
-            parameters={"lambda": 0.5}, threads=1,
-        )  # fmt: skip
+            MergeRequest(
+                base="base",
+                experts=["team/tuned"],
+                method="task_arithmetic",
+                parameters={"lambda": 0.5},
+            ),
+            threads=1,
+        )
         store.merge(plan, name="merged", threads=1)
         store.tag("v1", "base")
     # Beside the store's own; they are made when somebody needs them.

@@ -24,6 +24,7 @@ import pytest
 from checkpoints import write_safetensors
 from test_flips import PATIENCE, Flip, turn
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.checked_rows import CHECK_BYTES
 from mstore.errors import MstoreError
@@ -67,9 +68,15 @@ def _plan_and_merge(store: Store, name: str) -> list[str]:
     # Without a budget it takes exact thresholds, with one the norms of chunks.
     for budget in (None, 300_000):
         plan = store.plan(
-            base="base", experts=["one", "two"], method="ties", parameters={"density": 0.2},
-            budget=budget, threads=1,
-        )  # fmt: skip
+            MergeRequest(
+                base="base",
+                experts=["one", "two"],
+                method="ties",
+                parameters={"density": 0.2},
+                budget=budget,
+            ),
+            threads=1,
+        )
         merged = store.merge(plan, name=f"{name}-{budget or 'all'}", threads=1)
         ids += [str(plan.plan), str(merged.manifest)]
     return ids

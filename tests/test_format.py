@@ -26,6 +26,7 @@ from independent_reader import FormatError, IndependentStore
 from safetensors.numpy import save_file
 
 import mstore
+from mstore import MergeRequest
 from mstore.signing import SigningKey
 
 BLOCK_SIZE = 65536
@@ -114,8 +115,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         found.snapshots[key] = str(report.snapshot)
         found.added[str(report.snapshot)] = files
     request = {"base": "m/base", "experts": ["m/one", ("m/two", 0.5)], "method": "ties"}
-    store.plan(**request, parameters={"density": 0.3})  # in full, so that thresholds are exact
-    found.plan = store.plan(**request, parameters={"density": 0.3}, budget=0.5)
+    store.plan(
+        MergeRequest(**request, parameters={"density": 0.3})
+    )  # in full, so that thresholds are exact
+    found.plan = store.plan(MergeRequest(**request, parameters={"density": 0.3}, budget=0.5))
     found.snapshots["merged"] = str(store.merge(found.plan, name="m/merged").snapshot)
     found.snapshots["virtual"] = str(
         store.merge(found.plan, name="m/virtual", virtual=True).snapshot

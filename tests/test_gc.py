@@ -16,7 +16,7 @@ from checkpoints import write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkout import checkout
 from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
@@ -652,7 +652,9 @@ def play(store: Store, root: Path, step: tuple[object, ...]) -> None:
             base = "base" if tuned and "base" in names else None
             store.add(write(root / "in", seed, tuned), name=name, base=base, codec="auto")
         case "merge", str(name), str(expert), bool(virtual):
-            plan = store.plan(base="base", experts=[expert], method="task_arithmetic", threads=1)
+            plan = store.plan(
+                MergeRequest(base="base", experts=[expert], method="task_arithmetic"), threads=1
+            )
             store.merge(plan, name=name, virtual=virtual, threads=1)
         case "remove", str(name):
             store.remove(name)

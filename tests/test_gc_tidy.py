@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_gc import BLOCK, sound, write
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.store import leases
 
@@ -25,7 +26,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def plan(store: Store) -> str:
     return str(
-        store.plan(base="base", experts=["expert"], method="task_arithmetic", threads=1).plan
+        store.plan(
+            MergeRequest(base="base", experts=["expert"], method="task_arithmetic"), threads=1
+        ).plan
     )
 
 

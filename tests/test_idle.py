@@ -13,6 +13,7 @@ from cli_runs import Program
 from families import Family
 from test_budget import Place, make
 
+from mstore import MergeRequest
 from mstore.merge.insight import idle
 from mstore.merge.methods.registry import METHODS
 
@@ -54,7 +55,7 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     warning that names the expert, when planning, when merging, and of the plan as it is kept.
     """
     experts, options, wanted = CASES[what]
-    plan = place.store.plan(base="base", experts=experts, method="linear", **options)
+    plan = place.store.plan(MergeRequest(base="base", experts=experts, method="linear", **options))
     found = [(one.kind, one.expert) for one in plan.warnings]
     assert found == wanted
     assert all(str(one.expert) in one.text for one in plan.warnings)
@@ -71,8 +72,8 @@ def test_who_takes_weight_from_others(method: str, place: Place) -> None:
     merge with another one is not that one's alone.
     """
     given = {"base": "base", "method": method, "parameters": {"normalize": True}}
-    alone = place.store.plan(experts=["e0"], **given)
-    both = place.store.plan(experts=["e0", "base"], **given)
+    alone = place.store.plan(MergeRequest(experts=["e0"], **given))
+    both = place.store.plan(MergeRequest(experts=["e0", "base"], **given))
     [text] = [one.text for one in both.warnings if one.kind == idle.IS_BASE]
     weights = []
     for plan in (alone, both):

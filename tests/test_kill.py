@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 from small_models import BLOCK, files_of, small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import Unavailable
 from mstore.ids import SnapshotId
@@ -79,7 +80,8 @@ def work(root: Path, name: str, seed: str, scratch: Path) -> None:
             added = store.add(model, name=f"{name}/{part}", base=base, threads=1)
             tell(f"done {name}/{part} {added.snapshot} {seed}")
         plan = store.plan(
-            base=f"{name}/base", experts=[f"{name}/expert"], method="linear", threads=1
+            MergeRequest(base=f"{name}/base", experts=[f"{name}/expert"], method="linear"),
+            threads=1,
         )
         merged = store.merge(plan, name=f"{name}/merged", threads=1)
         tell(f"done {name}/merged {merged.snapshot} {seed}")

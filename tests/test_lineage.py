@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from mstore import SnapshotId, Store, lineage
+from mstore import MergeRequest, SnapshotId, Store, lineage
 from mstore.blocks.index import Location
 from mstore.errors import NotFound
 from mstore.ids import Id
@@ -168,7 +168,9 @@ def test_log_of_a_family(store: Store, tmp_path: Path) -> None:
     root = FAMILY.write(tmp_path / "family")
     base = store.add(root / "base", name="base", message="the base").snapshot
     expert = store.add(root / "e0", name="e0", base="base").snapshot
-    plan = store.plan(base="base", experts=["e0"], method="ties", parameters={"density": 0.5})
+    plan = store.plan(
+        MergeRequest(base="base", experts=["e0"], method="ties", parameters={"density": 0.5})
+    )
     merged = store.merge(plan, name="merged", message="once more").snapshot
     store.tag("v1", "merged")
 

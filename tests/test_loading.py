@@ -14,7 +14,7 @@ from family_fixture import family
 from later import Later
 from safetensors import safe_open
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore_fuse.mounts import mount, unmount
 
 pytest_plugins = ["family_fixture"]
@@ -39,9 +39,13 @@ def stored(
         odd = every_dtype_checkpoint(root / "odd")
         store.add(odd, name="odd")
         plan = store.plan(
-            base="base", experts=list(quick_family.experts), method="ties",
-            parameters={"density": 0.5},
-        )  # fmt: skip
+            MergeRequest(
+                base="base",
+                experts=list(quick_family.experts),
+                method="ties",
+                parameters={"density": 0.5},
+            )
+        )
         store.merge(plan, name="merged")
         store.checkout("merged", root / "merged")
     return root / "store", sources | {"odd": odd, "merged": root / "merged"}

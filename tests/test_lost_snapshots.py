@@ -9,6 +9,7 @@ from cli_runs import Program
 from small_models import BLOCK
 from test_repair import sources
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, NotFound
@@ -101,7 +102,9 @@ def test_a_lost_ref_is_added_to(path: Path, tmp_path: Path) -> None:
         assert not any(missing(store).values())
         store.gc()
         store.prune(keep_last=1, unnamed_inputs=True, dry_run=True)
-        plan = store.plan(base="m/base", experts=["m/expert"], method="linear", threads=1)
+        plan = store.plan(
+            MergeRequest(base="m/base", experts=["m/expert"], method="linear"), threads=1
+        )
         store.merge(plan, name="merged", threads=1)
 
 
@@ -110,7 +113,9 @@ def test_a_lost_ref_is_merged_over(path: Path, tmp_path: Path) -> None:
     drop(path)
     with Store.open(path) as store:
         store.add(tmp_path / "base", name="good", base=None, threads=1)
-        plan = store.plan(base="good", experts=["good"], method="linear", allow_noop=True)
+        plan = store.plan(
+            MergeRequest(base="good", experts=["good"], method="linear"), allow_noop=True
+        )
         store.merge(plan, name="m/base", threads=1, virtual=True)
         assert all(parent.role != "previous" for parent in store["m/base"].parents)
 

@@ -22,7 +22,7 @@ from checkpoints import write_safetensors
 from families import BLOCK, Arrays, Family
 from msgspec import structs
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
 from mstore.blocks.index import Location
@@ -31,7 +31,7 @@ from mstore.blocks.packs import NO_BASE, PackFiles, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.planning import request_key
-from mstore.merge.planning.request import Input, request
+from mstore.merge.planning.request import Input, resolve
 from mstore.merge.running.engine import Engine, Means
 from mstore.merge.running.leftovers import Leftovers
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
@@ -134,11 +134,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 def planned(store: Store, method: str, **options: Any) -> PlanReport:
     """A plan of all three experts."""
     return store.plan(
-        base="base",
-        experts=list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True)),
-        method=method,
-        parameters=METHODS[method],
-        **options,
+        MergeRequest(
+            base="base",
+            experts=list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True)),
+            method=method,
+            parameters=METHODS[method],
+            **options,
+        )
     )
 
 
@@ -283,10 +285,12 @@ def test_every_budget_is_kept(kind: str, way: str, places: Callable[[str], Place
     whole = planned(store, "task_arithmetic")
     shares = [percent / 100 for percent in range(10, 101, 10)]
     sweep = store.sweep(
-        base="base",
-        experts=list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True)),
-        method="task_arithmetic",
-        parameters=METHODS["task_arithmetic"],
+        MergeRequest(
+            base="base",
+            experts=list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True)),
+            method="task_arithmetic",
+            parameters=METHODS["task_arithmetic"],
+        ),
         shares=shares,
     )
     previous = 0
@@ -525,7 +529,9 @@ def test_what_is_stored_is_not_encoded(
     """
     store = places("fp16").store("delta")
     # Weights of its own: no other test has made these blocks.
-    plan = store.plan(base="base", experts=[("e0", 0.3), ("e1", 0.2)], method="task_arithmetic")
+    plan = store.plan(
+        MergeRequest(base="base", experts=[("e0", 0.3), ("e1", 0.2)], method="task_arithmetic")
+    )
     threads = []
     honest = codecs.encode
 
@@ -789,15 +795,11 @@ def test_a_remembered_plan_costs_what_it_says(
             (id, at) for id, at in at_rest(store, "e1").items() if Codec(at.codec).is_delta
         )
         inputs = [Input(store[name].id, name) for name in ("base", "e0", "e1", "e2")]
-        asked = request(
+        named = list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True))
+        asked = resolve(
+            MergeRequest(base="base", experts=named, method="linear"),
             base=inputs[0],
-            experts=list(zip(inputs[1:], WEIGHTS, strict=True)),
-            method="linear",
-            parameters={},
-            budget=None,
-            max_error=None,
-            dtype=None,
-            analyze=True,
+            experts=inputs[1:],
         )
         before = request_key(catalog, asked)
         # As if it had been dropped, and stored again without a base.

@@ -17,7 +17,7 @@ import pytest
 import reference
 from families import Family
 
-from mstore import ManifestId, PlanId, Store
+from mstore import ManifestId, MergeRequest, PlanId, Store
 from mstore.reports import MergeReport, PlanReport
 
 SMALL, LARGE = 1 << 16, 1 << 20
@@ -92,11 +92,13 @@ class Workplace:
         self, case: Case, store: Store, threads: int = 2, dtype: str | None = None
     ) -> PlanReport:
         return store.plan(
-            base="base",
-            experts=list(zip(self.family.names, case.weights, strict=True)),
-            method=case.method,
-            parameters=case.parameters,
-            dtype=dtype,
+            MergeRequest(
+                base="base",
+                experts=list(zip(self.family.names, case.weights, strict=True)),
+                method=case.method,
+                parameters=case.parameters,
+                dtype=dtype,
+            ),
             threads=threads,
         )
 
@@ -330,17 +332,21 @@ def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workpla
     store = work.store(SMALL)
     for budget in (None, 0.97, 0.5, 0.02):
         plan = store.plan(
-            base="base",
-            experts=work.family.names,
-            method=method,
-            parameters={"density": 0.5},
-            budget=budget,
+            MergeRequest(
+                base="base",
+                experts=work.family.names,
+                method=method,
+                parameters={"density": 0.5},
+                budget=budget,
+            )
         )
         store.merge(plan, name="merged")
         tensors = store.view("merged").tensors
         assert tensors["model.tied.embed_in"] == tensors["model.tied.embed_out"]
     assert tensors["model.tied.embed_in"] == store.view("base").tensors["model.tied.embed_in"]
-    full = store.merge(store.plan(base="base", experts=work.family.names, method=method), name="m")
+    full = store.merge(
+        store.plan(MergeRequest(base="base", experts=work.family.names, method=method)), name="m"
+    )
     assert store.view("m").tensors["model.tied.embed_in"] != tensors["model.tied.embed_in"]
     shares = store.explain("m", "model.tied.embed_out").tensors[0]
     assert shares.treatment == "merged"

@@ -17,6 +17,7 @@ from families import BLOCK, Family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
@@ -42,10 +43,15 @@ class Place:
     store: Store
     experts: int
 
-    def plan(self, method: str, experts: Sequence[Any], **options: Any) -> PlanReport:
+    def plan(
+        self, method: str, experts: Sequence[Any], *, allow_noop: bool = False, **options: Any
+    ) -> PlanReport:
         """A plan with this module's parameters."""
         return self.store.plan(
-            base="base", experts=experts, method=method, parameters=METHODS[method], **options
+            MergeRequest(
+                base="base", experts=experts, method=method, parameters=METHODS[method], **options
+            ),
+            allow_noop=allow_noop,
         )
 
     def merge(self, plan: PlanReport, name: str = "m", **options: Any) -> MergeReport:

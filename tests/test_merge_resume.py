@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from families import BLOCK, Family
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.merge.running import leftovers
 from mstore.merge.running.commit import Merged, run_merge
@@ -75,7 +76,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def plan_of(store: Store, method: str = "linear") -> Plan:
     """A plan of both experts."""
     parameters = {"density": 0.3} if method == "ties" else {}
-    report = store.plan(base="base", experts=["e0", "e1"], method=method, parameters=parameters)
+    report = store.plan(
+        MergeRequest(base="base", experts=["e0", "e1"], method=method, parameters=parameters)
+    )
     return store._catalog.record(Plan, report.plan)
 
 

@@ -18,6 +18,7 @@ import pytest
 from checkpoints import write_safetensors
 from families import BLOCK, Family
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.blocks.meter import Meter
@@ -82,11 +83,13 @@ def store(
 def plan_of(store: Store, method: str, **options: Any) -> Plan:
     """A plan of all three experts."""
     report = store.plan(
-        base="base",
-        experts=["e0", "e1", "e2"],
-        method=method,
-        parameters=METHODS[method],
-        **options,
+        MergeRequest(
+            base="base",
+            experts=["e0", "e1", "e2"],
+            method=method,
+            parameters=METHODS[method],
+            **options,
+        )
     )
     return store._catalog.record(Plan, report.plan)
 
@@ -385,7 +388,7 @@ def test_memory_bounds_threads(store: Store) -> None:
 
 ANONYMOUS = """
 import sys, threading
-from mstore import Store
+from mstore import MergeRequest, Store
 
 def anonymous():
     with open("/proc/self/status") as file:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.planning.tied import first_names
@@ -75,7 +75,7 @@ def test_what_config_says(store: Store) -> None:
     """
     for base, tied in (("base", None), ("tying", "model.embed_tokens.weight")):
         asked = {"base": base, "experts": ["expert"], "method": "dare_linear"}
-        store.merge(store.plan(**asked, parameters={"density": 0.5}), name="m")
+        store.merge(store.plan(MergeRequest(**asked, parameters={"density": 0.5})), name="m")
         told = {item.name: item.tied_to for item in store.explain("m").tensors}
         assert told["b.norm.weight"] is None
         assert told["lm_head.weight"] == tied
@@ -84,7 +84,7 @@ def test_what_config_says(store: Store) -> None:
         both = drawn["model.embed_tokens.weight"], drawn["lm_head.weight"]
         assert np.array_equal(*both) == (tied is not None)
         assert store.replay("m").same
-        skipped = store.plan(**asked, skip=["a.norm.weight"])
+        skipped = store.plan(MergeRequest(**asked, skip=["a.norm.weight"]))
         store.merge(skipped, name="m")
         assert np.array_equal(store["m"].tensor("a.norm.weight"), np.ones(64))
         assert np.array_equal(store["m"].tensor("b.norm.weight"), np.full(64, 1.5))
@@ -93,7 +93,7 @@ def test_what_config_says(store: Store) -> None:
 def test_explain_reads_no_config(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was tied is told also where the base's config cannot be read any more."""
     asked = {"base": "tying", "experts": ["expert"], "method": "linear"}
-    store.merge(store.plan(**asked), name="m")
+    store.merge(store.plan(MergeRequest(**asked)), name="m")
     wanted = store.explain("m")
 
     def gone(*_given: object) -> bytes:
@@ -110,7 +110,7 @@ def test_plans_of_earlier_versions(store: Store) -> None:
     # Of equal names, one that was skipped skipped them all.
     for skip, names, wanted in (([], list(planned), 1.5), (["b.*"], list(planned)[:1], 1.0)):
         asked = {"base": "base", "experts": ["expert"], "method": "linear"}
-        plan = catalog.record(Plan, store.plan(**asked, skip=skip).plan)
+        plan = catalog.record(Plan, store.plan(MergeRequest(**asked, skip=skip)).plan)
         kept = tuple(tensor for tensor in plan.tensors if tensor.name in names)
         cost = sum(planned[name] for name in names)
         old = msgspec.structs.replace(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import write_safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore.errors import BadRequest
+from mstore import MergeRequest, Store
+from mstore.errors import BadRequest, Unavailable
 from mstore.merge.methods.bounds import coefficients
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import Value, single
-from mstore.merge.methods.registry import METHODS, find, operation
+from mstore.merge.methods.registry import METHODS, find, names, operation
+from mstore_cli import method_table
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "merge-methods.md"
 
 DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -236,3 +243,75 @@ def test_needs_and_limits_follow_density() -> None:
     assert op("dare_ties", density=0.3).rescale == np.float32(1 / 0.3)
     assert op("dare_ties", density=0.3, rescale=False).rescale == 1
     assert op("ties", density=0.3).rescale == 1
+
+
+def test_the_page_and_the_help_name_every_method() -> None:
+    """The table of docs/merge-methods.md is the methods' own, and --method lists them all."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == method_table.renewed(text)
+    *most, last = METHODS
+    words = f"{', '.join(most)} or {last}."
+    assert words in " ".join((PAGE.parent / "cli.md").read_text(encoding="utf-8").split())
+
+
+def install(site: Path, name: str, lines: str) -> None:
+    """A package at `site` that brings what its module calls METHOD as the method `name`."""
+    info = site / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[mstore.methods]\n{name} = {name}_module:METHOD\n")
+    (site / f"{name}_module.py").write_text(lines)
+
+
+HALVES = """
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.parameters import LAMBDA, TRIM_DENSITY, normalize
+
+METHOD = Method(
+    name="halves",
+    summary="base plus the sum of the trimmed deltas",
+    formula="base + lambda * sum of the trimmed w_k d_k",
+    source="a test",
+    parameters=(TRIM_DENSITY, LAMBDA, normalize(False)),
+    select=Select.TRIMMED,
+    combine=Combine.SUM,
+)
+"""
+
+
+def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that an installed package brings is found, plans under a budget with a bound that
+    holds, merges, and is replayed; one that does not load, or is none, is refused by name."""
+    install(tmp_path, "halves", HALVES)
+    install(tmp_path, "broken", "import nothing_of_that_name")
+    install(tmp_path, "fake", "METHOD = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("halves").is_additive
+    assert "halves" in names()
+    for name in ("broken", "fake"):
+        with pytest.raises(Unavailable, match=name):
+            find(name)
+    rng = np.random.default_rng(3)
+    base = rng.normal(0, 1, 200_000).astype(np.float32)
+    moved = [rng.normal(0, 0.1, base.size).astype(np.float32) for _ in range(2)]
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, delta in zip(("base", "e0", "e1"), (0, *moved), strict=True):
+            write_safetensors(
+                tmp_path / f"{name}.safetensors",
+                [("w", "F32", base.shape, (base + delta).tobytes())],
+            )
+            store.add(tmp_path / f"{name}.safetensors", name=name)
+        asked = MergeRequest(
+            base="base", experts=["e0", "e1"], method="halves", parameters={"density": 0.25}
+        )
+        store.merge(store.plan(asked), name="full")
+        plan = store.plan(dataclasses.replace(asked, budget="50%"))
+        assert plan.error_bound is not None
+        store.merge(plan, name="half")
+        full, half = (store[name].tensor("w") for name in ("full", "half"))
+        assert store.replay("half").same
+    own = [(base + delta) - base for delta in moved]
+    kept = [np.where(np.abs(d) >= np.sort(np.abs(d))[-50_000], d, 0) for d in own]
+    assert np.array_equal(full, base + (kept[0] + kept[1]))
+    error = np.linalg.norm((half - full).astype(np.float64)) / np.linalg.norm(base)
+    assert 0 < error <= plan.error_bound

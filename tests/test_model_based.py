@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 )
 from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors_in, write_files
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.checkpoint.declared import CARD
 from mstore.errors import Conflict, MstoreError
@@ -198,10 +198,11 @@ class Stories(RuleBasedStateMachine):
 
         def call(store: Store) -> SnapshotId:
             plan = store.plan(
-                base=base,
-                experts=list(zip((first, second), weights, strict=True)),
-                method="task_arithmetic",
-                # An expert may be the base, or have its floats.
+                MergeRequest(
+                    base=base,
+                    experts=list(zip((first, second), weights, strict=True)),
+                    method="task_arithmetic",
+                ),
                 allow_noop=True,
                 threads=1,
             )

@@ -17,7 +17,7 @@ import pytest
 from families import BLOCK
 from safetensors import safe_open
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import Unavailable
 from mstore_fuse.mounts import mount, require_fuse, unmount
 
@@ -37,7 +37,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in family.names:
             store.add(root / name, name=name, base="base")
         experts = [("e0", 1.0), ("e1", 0.5), ("e2", 0.5)]
-        plan = store.plan(base="base", experts=experts, method="ties", parameters={"density": 0.3})
+        plan = store.plan(
+            MergeRequest(base="base", experts=experts, method="ties", parameters={"density": 0.3})
+        )
         store.merge(plan, name="m", virtual=True)
         store.merge(plan, name="real")
         store.checkout("real", root / "real")

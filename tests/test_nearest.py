@@ -14,7 +14,7 @@ from families import Arrays, cast, tensors_of, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.checkpoint.directory import scan
 from mstore.nearest import SearchLimits, bases_first, closeness, nearest
 from mstore.reports import AddReport
@@ -292,7 +292,7 @@ def test_virtual_snapshots_are_no_candidates(store: Store, models: Models) -> No
     base = weights(1)
     models.add("base", base)
     models.add("tuned", moved(base, 2, 0.01))
-    plan = store.plan(base="base", experts=["tuned"], method="task_arithmetic")
+    plan = store.plan(MergeRequest(base="base", experts=["tuned"], method="task_arithmetic"))
     store.merge(plan, name="merged", virtual=True)
     report = models.add("next", moved(base, 3, 0.01), config={"_name_or_path": "merged"})
     assert base_of(report) == "base"

@@ -14,7 +14,7 @@ from cli_runs import Program
 from families import BLOCK, Family
 from test_budget import Place, make
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 
 
@@ -56,15 +56,15 @@ def test_a_noop_is_refused(what: str, place: Place) -> None:
     before = len(place.store.plans())
     for _ in range(2):
         with pytest.raises(BadRequest, match=says) as refused:
-            place.store.plan(**asked)
+            place.store.plan(MergeRequest(**asked))
         assert hint in (refused.value.hint or "")
         assert "--allow-noop" in (refused.value.hint or "")
     assert len(place.store.plans()) == before
-    meant = place.store.plan(**asked, allow_noop=True)
+    meant = place.store.plan(MergeRequest(**asked), allow_noop=True)
     assert meant.planned_expert_bytes == 0
     # It is remembered, and still nobody gets it by accident.
     with pytest.raises(BadRequest, match=says):
-        place.store.plan(**asked)
+        place.store.plan(MergeRequest(**asked))
     with pytest.raises(BadRequest, match=says):
         place.store.merge(str(meant.plan), name="noop")
     assert place.store.merge(meant, name="noop").expert_bytes_read == 0
@@ -75,10 +75,10 @@ def test_a_noop_is_refused(what: str, place: Place) -> None:
 def test_what_changes_something_is_no_noop(place: Place) -> None:
     """Another dtype, or a sum that scales the base, is a merge though no expert is read."""
     base = {"base": "base", "method": "linear"}
-    place.store.plan(**base, experts=["base"], dtype="F32")
-    place.store.plan(**base, experts=[("base", 0.5)], parameters={"normalize": False})
+    place.store.plan(MergeRequest(**base, experts=["base"], dtype="F32"))
+    place.store.plan(MergeRequest(**base, experts=[("base", 0.5)], parameters={"normalize": False}))
     with pytest.raises(BadRequest, match="no expert differs"):
-        place.store.plan(**base, experts=["base"], dtype="BF16")
+        place.store.plan(MergeRequest(**base, experts=["base"], dtype="BF16"))
 
 
 def test_a_budget_of_few_bytes_is_asked_about(tmp_path: Path) -> None:
@@ -95,10 +95,12 @@ def test_a_budget_of_few_bytes_is_asked_about(tmp_path: Path) -> None:
         store.add(tmp_path / "e0", name="e0", base="base")
         ask: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "task_arithmetic"}
         with pytest.raises(BadRequest, match="hardly a block") as refusal:
-            store.plan(**ask, budget=40)
+            store.plan(MergeRequest(**ask, budget=40))
         assert "did you mean 40%?" in (refusal.value.hint or "")
-        assert store.plan(**ask, budget=40, allow_noop=True).planned_expert_bytes == 16
-        assert store.plan(**ask, budget=200).planned_expert_bytes == 16
+        assert (
+            store.plan(MergeRequest(**ask, budget=40), allow_noop=True).planned_expert_bytes == 16
+        )
+        assert store.plan(MergeRequest(**ask, budget=200)).planned_expert_bytes == 16
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from checkpoints import every_dtype_checkpoint, write_index, write_safetensors
 from families import BLOCK, Family
 from safetensors import deserialize
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadName, Conflict, Incompatible
 from mstore.objects.manifest import SAFETENSORS
 from mstore.reports import MergeReport
@@ -47,9 +47,11 @@ def store(root: Path) -> Iterator[Store]:
         yield store
 
 
-def merge(store: Store, name: str, **options: Any) -> MergeReport:
+def merge(store: Store, name: str, *, allow_noop: bool = False, **options: Any) -> MergeReport:
     given = {"base": "base", "experts": FAMILY.names, "method": "task_arithmetic"}
-    return store.merge(store.plan(**(given | options)), name=name)
+    return store.merge(
+        store.plan(MergeRequest(**given | options), allow_noop=allow_noop), name=name
+    )
 
 
 def header(data: bytes) -> tuple[dict[str, Any], int]:
@@ -238,7 +240,9 @@ def test_dtypes_of_parts_and_of_nothing(root: Path, tmp_path: Path) -> None:
         store.add(root / "e0", name="e0")
         for name, skip in (("m", []), ("s", ["model.empty"])):
             plan = store.plan(
-                base="base", experts=["e0"], method="linear", dtype="float16", skip=skip
+                MergeRequest(
+                    base="base", experts=["e0"], method="linear", dtype="float16", skip=skip
+                )
             )
             store.merge(plan, name=name, virtual=True)
             virtual = {one.name: one.dtype for one in store.tensors(name)}
@@ -289,7 +293,11 @@ def test_the_same_merge_again_is_no_new_snapshot(store: Store) -> None:
 def test_a_merge_has_its_say_in_the_log(store: Store) -> None:
     """Message, plan and method are in the snapshot; the reflog names the method."""
     report = merge(store, "told", method="dare_ties", parameters={"density": 0.5})
-    store.merge(store.plan(base="base", experts=["e1"], method="ties"), name="told", message="why")
+    store.merge(
+        store.plan(MergeRequest(base="base", experts=["e1"], method="ties")),
+        name="told",
+        message="why",
+    )
     shown = store.show("told")
     assert (shown.message, shown.method, shown.origin) == ("why", "ties", "merge")
     assert [move.action for move in store.reflog("told")] == [
@@ -328,7 +336,7 @@ def test_experts_must_fit_the_base(tmp_path: Path) -> None:
         for name in ("base", "odd", "few"):
             store.add(tmp_path / name, name=name)
         with pytest.raises(Incompatible) as refused:
-            store.plan(base="base", experts=["base", "odd"], method="linear")
+            store.plan(MergeRequest(base="base", experts=["base", "odd"], method="linear"))
         assert refused.value.where == "odd"
         assert refused.value.what == (
             "cannot be merged into base: t03 is missing; t04 is missing; "
@@ -336,7 +344,7 @@ def test_experts_must_fit_the_base(tmp_path: Path) -> None:
         )
         assert refused.value.hint == "mstore diff base odd; --skip PATTERN leaves tensors out"
         with pytest.raises(Incompatible, match="t08 is missing; and 3 more"):
-            store.plan(base="base", experts=["few"], method="linear")
+            store.plan(MergeRequest(base="base", experts=["few"], method="linear"))
 
 
 def test_a_base_without_changes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cli_runs import Program
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.ids import PlanId
 from mstore.merge.running.overflow import KIND, infinite
 from mstore.numeric.codes import LARGEST, can_overflow
@@ -86,7 +86,7 @@ def test_overflow_is_counted(method: str, store: Store) -> None:
     """Under --dtype F16 the report has the elements that became infinite, by tensor, worst first,
     and a warning with the sums; what is infinite in the base already is no overflow.
     """
-    plan = store.plan(**ASKED | {"method": method}, dtype="F16")
+    plan = store.plan(MergeRequest(**ASKED | {"method": method}, dtype="F16"))
     report = store.merge(plan, name="m")
     assert report.overflow == wanted(store, "m")
     assert [one.tensor for one in report.overflow] == ["most", "some", "own"]
@@ -102,7 +102,7 @@ def test_the_plan_says_what_may_overflow(store: Store) -> None:
     """A plan names the tensors that may, and no calm one; once it was run it has the counts, also
     when it is asked for again, listed or explained. A virtual merge tells what its plan does.
     """
-    plan = store.plan(**ASKED, dtype="F16")
+    plan = store.plan(MergeRequest(**ASKED, dtype="F16"))
     names = {one.tensor for one in plan.overflow}
     assert names == {"most", "some", "own", "odd"}
     assert all(one.elements is None for one in plan.overflow)
@@ -113,10 +113,10 @@ def test_the_plan_says_what_may_overflow(store: Store) -> None:
     assert store.materialize("v").new_snapshot
     counts = wanted(store, "v")
     assert store.show("v").overflow == counts
-    again = store.plan(**ASKED, dtype="F16")
+    again = store.plan(MergeRequest(**ASKED, dtype="F16"))
     assert again.plan == plan.plan
     assert again.overflow == counts
-    assert store.plan(**ASKED, dtype="F16", analyze=False).overflow == counts
+    assert store.plan(MergeRequest(**ASKED, dtype="F16", analyze=False)).overflow == counts
     assert store.explain("v").plan.overflow == counts
     assert [one.overflow for one in store.plans()] == [counts]
 
@@ -124,7 +124,7 @@ def test_the_plan_says_what_may_overflow(store: Store) -> None:
 @pytest.mark.parametrize("how", ["again", "memo", "no memo", "executor"])
 def test_counts_do_not_depend_on_who_computes(how: str, store: Store) -> None:
     """Counted are also chunks that an earlier merge made, and those computed elsewhere."""
-    report = store.merge(store.plan(**ASKED, dtype="F16"), name="m")
+    report = store.merge(store.plan(MergeRequest(**ASKED, dtype="F16")), name="m")
     counts = report.overflow
     given: dict[str, Any] = {"name": "m" if how == "again" else "other"}
     if how == "no memo":
@@ -133,7 +133,7 @@ def test_counts_do_not_depend_on_who_computes(how: str, store: Store) -> None:
     with ThreadPoolExecutor(2) as pool:
         if how == "executor":
             given |= {"executor": pool, "memo": False}
-        plan = store.plan(**asked, dtype="F16")
+        plan = store.plan(MergeRequest(**asked, dtype="F16"))
         second = store.merge(plan, **given)
     assert second.overflow == wanted(store, given["name"])
     assert second.overflow == counts or how == "memo"
@@ -144,10 +144,10 @@ def test_where_nothing_overflows_nothing_is_said(store: Store) -> None:
     """In bf16, and in float16 where all fits, there is no warning, and nothing is written of it."""
     calm = {"only": ["calm"]}
     for given in ({}, {"dtype": "F32"}, {"dtype": "F16", **calm}):
-        report = store.merge(store.plan(**ASKED, **given), name="m")
+        report = store.merge(store.plan(MergeRequest(**ASKED, **given)), name="m")
         assert report.overflow == store.show("m").overflow == ()
         assert not [one for one in report.warnings if one.kind == KIND]
-        plan = store.plan(**ASKED, **given)
+        plan = store.plan(MergeRequest(**ASKED, **given))
         assert sources_of(store._catalog, PlanId(plan.plan), None).overflow is None  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import pytest
 from cli_runs import Program
 from families import BLOCK
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.checkpoint.declared import front_matter, values
 from mstore.merge.planning import costs as planning_costs
 from mstore.merge.running import papers
@@ -51,7 +51,7 @@ def merged(store: Store, **options: Any) -> str:
     name = options.pop("name", "m")
     virtual = options.pop("virtual", False)
     asked = {"base": "base", "experts": ["e0", ("e1", 0.3)], "method": "ties"} | options
-    store.merge(store.plan(**asked), name=name, virtual=virtual)
+    store.merge(store.plan(MergeRequest(**asked)), name=name, virtual=virtual)
     return b"".join(store.read_file(name, "README.md")).decode()
 
 
@@ -107,7 +107,7 @@ def test_what_a_plan_has_found_a_merge_does_not_look_up_again(
     monkeypatch.setattr(papers.Papers, "licence_warnings", seen_warnings)
     monkeypatch.setattr(planning_costs, "told_costs", seen_costs)
     with make({"base": "license: llama3", "e0": "license: mit"}) as store:
-        plan = store.plan(base="base", experts=["e0"], method="linear")
+        plan = store.plan(MergeRequest(base="base", experts=["e0"], method="linear"))
         assert asked == ["licences"]
         report = store.merge(plan, name="m", virtual=True)
         # The merge's own card says it, too.
@@ -134,7 +134,7 @@ def test_licences_that_differ(make: Make) -> None:
         "e2": "",
     }
     with make(cards) as store:
-        plan = store.plan(base="base", experts=["e0", "e1", "e2"], method="linear")
+        plan = store.plan(MergeRequest(base="base", experts=["e0", "e1", "e2"], method="linear"))
         report = store.merge(plan, name="m")
         assert report.warnings == plan.warnings
         texts = [one.text for one in plan.warnings if one.kind == "licences"]
@@ -202,7 +202,9 @@ def test_cards_that_are_none(make: Make) -> None:
 def test_a_merge_that_is_the_base_keeps_its_papers(make: Make) -> None:
     """Nothing was merged, so the base's card is true."""
     with make() as store:
-        plan = store.plan(base="base", experts=["base"], method="linear", allow_noop=True)
+        plan = store.plan(
+            MergeRequest(base="base", experts=["base"], method="linear"), allow_noop=True
+        )
         store.merge(plan, name="m")
         assert store["m"].manifest == store["base"].manifest
         assert store.replay("m").same

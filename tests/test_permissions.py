@@ -11,7 +11,7 @@ import families
 import pytest
 from families import BLOCK
 
-from mstore import Store, fs
+from mstore import MergeRequest, Store, fs
 
 
 def mode(path: Path) -> int:
@@ -41,7 +41,9 @@ def test_modes_of_a_store(umask: int, tmp_path: Path) -> None:
     with Store.init(tmp_path / "store", block_size=BLOCK) as store, fs.observed(look):
         store.add(root / "base", name="base")
         store.add(root / "e0", name="e0", base="base")
-        store.merge(store.plan(base="base", experts=["e0"], method="linear"), name="merged")
+        store.merge(
+            store.plan(MergeRequest(base="base", experts=["e0"], method="linear")), name="merged"
+        )
     packs = list((tmp_path / "store" / "packs").rglob("*.pack"))
     assert packs
     assert {mode(path) for path in packs} == {0o444 & ~umask}

@@ -11,6 +11,7 @@ import pytest
 from families import BLOCK, Family
 from test_budget import Place, make
 
+from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 
@@ -160,8 +161,8 @@ def test_top_p_needs_blocks_of_the_base(place: Place) -> None:
     """Where every block is scaled none can be the base's; a converted one is, and that is said."""
     given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "linear", "top_p": 0.5}
     with pytest.raises(BadRequest, match="normalize=false"):
-        place.store.plan(**given, parameters={"normalize": False})
-    notes = place.store.plan(**given, dtype="F32").notes
+        place.store.plan(MergeRequest(**given, parameters={"normalize": False}))
+    notes = place.store.plan(MergeRequest(**given, dtype="F32")).notes
     assert any("every block is written" in note for note in notes)
 
 
@@ -177,7 +178,7 @@ def test_a_shared_block_is_paid_by_who_reads_it(tmp_path: Any) -> None:
     experts[0]["w"][n:] += first
     place = make(tmp_path, Family(base, experts))
     plan = place.store.plan(
-        base="base", experts=["e0", "e1"], method="ties", parameters={"density": 0.25}
+        MergeRequest(base="base", experts=["e0", "e1"], method="ties", parameters={"density": 0.25})
     )
     states = [list(states) for states in record(place, plan).tensors[0].states]
     assert states == [[BELOW, READ], [READ, EQUAL]]
@@ -193,7 +194,9 @@ def test_infinite_differences_are_named(tmp_path: Any) -> None:
     expert = {"w": base["w"] + 1}
     expert["w"][BLOCK // 4] = np.inf
     place = make(tmp_path, Family(base, (expert,)))
-    plan = place.store.plan(base="base", experts=["e0"], method="task_arithmetic", budget=BLOCK)
+    plan = place.store.plan(
+        MergeRequest(base="base", experts=["e0"], method="task_arithmetic", budget=BLOCK)
+    )
     assert [list(states) for states in record(place, plan).tensors[0].states] == [
         [OMITTED, READ, OMITTED]
     ]
@@ -213,7 +216,7 @@ def test_inputs_that_are_not_finite_are_named(odd: float, method: str, tmp_path:
     expert = {name: values + np.float32(0.5) * (name != "b") for name, values in base.items()}
     expert["c"][7] = odd
     place = make(tmp_path, Family(base, (expert,)))
-    plan = place.store.plan(base="base", experts=["e0"], method=method)
+    plan = place.store.plan(MergeRequest(base="base", experts=["e0"], method=method))
     told = [note for note in plan.notes if "infinite or NaN" in note]
     assert [note.rpartition(": ")[2] for note in told] == ["c", "b"]
     assert "e0: c" in told[0]
@@ -260,7 +263,7 @@ def test_names_follow_the_request(place: Place) -> None:
     """A plan that is found again is named as it was asked for this time."""
     place.store.tag("v1", "e0")
     given: dict[str, Any] = {"base": "base", "method": "linear", "budget": 0.5}
-    assert place.store.plan(**given, experts=["e0"]).experts == (("e0", 1.0),)
-    again = place.store.plan(**given, experts=["v1"])
+    assert place.store.plan(MergeRequest(**given, experts=["e0"])).experts == (("e0", 1.0),)
+    again = place.store.plan(MergeRequest(**given, experts=["v1"]))
     assert again.experts == (("v1", 1.0),)
     assert place.store.merge(again, name="named").plan == again.plan

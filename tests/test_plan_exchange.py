@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from families import BLOCK, Family
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadName, BadRequest, Incompatible, NotFound
 from mstore.merge.insight.exchange import MAX_TEXT
 from mstore.objects.plan import Plan, PlanTensor, Threshold
@@ -43,12 +43,14 @@ def store(root: Path) -> Iterator[Store]:
 def text(store: Store) -> str:
     """A ties plan with quotas, left-out blocks' norms, notes and a budget, as text."""
     plan = store.plan(
-        base="model/base",
-        experts=[(f"model/{name}", 0.1 + k) for k, name in enumerate(FAMILY.names)],
-        method="ties",
-        parameters={"density": 0.3, "lambda": 1 / 3},
-        budget=0.6,
-        dtype="F32",
+        MergeRequest(
+            base="model/base",
+            experts=[(f"model/{name}", 0.1 + k) for k, name in enumerate(FAMILY.names)],
+            method="ties",
+            parameters={"density": 0.3, "lambda": 1 / 3},
+            budget=0.6,
+            dtype="F32",
+        )
     )
     return store.export_plan(str(plan.plan))
 
@@ -71,10 +73,10 @@ def test_round_trip(
         "parameters": parameters,
         "budget": budget,
     }
-    analyzing = store.plan(**asked)
+    analyzing = store.plan(MergeRequest(**asked))
     told = any("apart from the budget" in note for note in analyzing.notes)
     assert told == (analyzing.analyze_bytes_read > 0)
-    plan = store.plan(**asked)
+    plan = store.plan(MergeRequest(**asked))
     assert plan.plan == analyzing.plan
     assert plan.analyze_bytes_read == 0
     first = store.merge(plan, name=f"merged/{method}/{budget}")
@@ -127,7 +129,9 @@ def test_thresholds_that_json_has_no_number_for(tmp_path: Path) -> None:
     Family(base, (expert,)).write(tmp_path)
     with make(tmp_path / "store", tmp_path, ["base", "e0"]) as store:
         plan = store.plan(
-            base="model/base", experts=["model/e0"], method="ties", parameters={"density": 0.2}
+            MergeRequest(
+                base="model/base", experts=["model/e0"], method="ties", parameters={"density": 0.2}
+            )
         )
         text = store.export_plan(str(plan.plan))
         assert json.loads(text)["tensors"][0]["thresholds"] == [["inf", 200]]

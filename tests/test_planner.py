@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.planning.greedy import Units, take
 from mstore.merge.planning.planner import Planner, Selection
-from mstore.merge.planning.request import Input, Request, request
+from mstore.merge.planning.request import Input, Request, resolve
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.objects.tensor import Tensor
@@ -73,19 +74,16 @@ def survey(*tensors: SurveyedTensor, base_squares: float | None = 1.0) -> Survey
 
 def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
     weights = options.pop("weights", (1.0,) * count)
-    inputs = [(Input(SNAPSHOT, f"e{k}"), weight) for k, weight in enumerate(weights)]
-    given: dict[str, Any] = {
-        "parameters": {},
-        "budget": None,
-        "max_error": None,
-        "dtype": None,
-        "analyze": True,
-    }
+    experts = [(f"e{k}", weight) for k, weight in enumerate(weights)]
     for option in ("budget", "expert_budget"):
         if options.get(option) is not None:
             # Bytes or a share, also where they are one byte, or all.
             options[option] = Budget(options[option])
-    return request(base=Input(SNAPSHOT, "base"), experts=inputs, method=method, **(given | options))
+    return resolve(
+        MergeRequest(base="base", experts=experts, method=method, **options),
+        base=Input(SNAPSHOT, "base"),
+        experts=[Input(SNAPSHOT, name) for name, _ in experts],
+    )
 
 
 def select(tensors: Survey, **options: Any) -> Selection:

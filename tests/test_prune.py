@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_gc import BLOCK, contents, files, sound, write
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import BadRequest, Conflict, NotFound
 from mstore.ids import SnapshotId
@@ -60,8 +61,8 @@ def test_reading_what_was_pruned_is_a_clear_error(store: Store, tmp_path: Path) 
         lambda: store.tensors(str(old)),
         lambda: store.diff("a", "a~1"),
         lambda: store.checkout(str(old), tmp_path / "out"),
-        lambda: store.plan(base=str(old), experts=["a"], method="ties"),
-        lambda: store.plan(base="a", experts=[str(old)], method="ties"),
+        lambda: store.plan(MergeRequest(base=str(old), experts=["a"], method="ties")),
+        lambda: store.plan(MergeRequest(base="a", experts=[str(old)], method="ties")),
         lambda: store.add(tmp_path / "in", name="b", base=str(old)),
         lambda: store.tag("t", str(old)),
         lambda: store.reset("b", str(old)),
@@ -126,7 +127,7 @@ def test_inputs_that_no_ref_names(store: Store, tmp_path: Path) -> None:
     """--unnamed-inputs lets bases and experts of a merge go, but those that a ref names."""
     base = store.add(write(tmp_path / "in", 1), name="base").snapshot
     expert = store.add(write(tmp_path / "in", 1, 4), name="expert", base="base").snapshot
-    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="task_arithmetic"))
     merged = store.merge(plan, name="m").snapshot
     store.remove("expert")
     assert store.prune(keep_last=1).snapshots == ()
@@ -143,7 +144,7 @@ def test_a_virtual_merge_keeps_its_inputs(store: Store, tmp_path: Path) -> None:
     """What a virtual merge is computed from stays, pruned or not."""
     store.add(write(tmp_path / "in", 1), name="base")
     store.add(write(tmp_path / "in", 1, 4), name="expert", base="base")
-    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="task_arithmetic"))
     merged = store.merge(plan, name="m", virtual=True).snapshot
     held = contents(store, merged)
     store.remove("expert", "base")
@@ -210,7 +211,7 @@ def test_a_merge_of_what_was_pruned_is_not_run_again(store: Store, tmp_path: Pat
     """Replay, blame and the plan itself name the input that is gone; the merge stays readable."""
     store.add(write(tmp_path / "in", 1), name="base")
     store.add(write(tmp_path / "in", 2), name="expert")
-    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="task_arithmetic"))
     store.merge(plan, name="merged")
     merged = contents(store, store["merged"].id)
     store.remove("expert")

@@ -13,7 +13,7 @@ import pytest
 from small_models import BLOCK, small_model
 from test_repair import contents, fine_tune, flip, packs, sources
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed
@@ -29,7 +29,9 @@ def build(root: Path) -> None:
         again = fine_tune(root / "again", root / "base", 7)
         store.add(again, name="expert", base="base", threads=1)
         for method, virtual in (("linear", False), ("task_arithmetic", True)):
-            plan = store.plan(base="base", experts=["expert", "second"], method=method, threads=1)
+            plan = store.plan(
+                MergeRequest(base="base", experts=["expert", "second"], method=method), threads=1
+            )
             store.merge(plan, name=f"merged/{method}", threads=1, virtual=virtual)
         store.tag("v1", "expert")
         store.tag("gone", "second")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import BLOCK, files_of, small_model
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
@@ -49,9 +49,11 @@ def build(root: Path) -> None:
             base = None if name == "base" else "base"
             store.add(path, name=name, base=base, threads=1)
         experts = ["expert", "second"]
-        plan = store.plan(base="base", experts=experts, method="linear", threads=1)
+        plan = store.plan(MergeRequest(base="base", experts=experts, method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
-        plan = store.plan(base="base", experts=experts, method="task_arithmetic", threads=1)
+        plan = store.plan(
+            MergeRequest(base="base", experts=experts, method="task_arithmetic"), threads=1
+        )
         store.merge(plan, name="virtual", threads=1, virtual=True)
         store.tag("v1", "expert")
 
@@ -188,10 +190,13 @@ def test_what_has_no_copy_is_dropped_and_comes_back_with_good_files(root: Path) 
         for name in ADDED:
             base = None if name == "base" else "base"
             store.add(root / name, name=name, base=base, threads=1)
-        plan = store.plan(base="base", experts=["expert", "second"], method="linear", threads=1)
+        plan = store.plan(
+            MergeRequest(base="base", experts=["expert", "second"], method="linear"), threads=1
+        )
         store.merge(plan, name="merged", threads=1)
         plan = store.plan(
-            base="base", experts=["expert", "second"], method="task_arithmetic", threads=1
+            MergeRequest(base="base", experts=["expert", "second"], method="task_arithmetic"),
+            threads=1,
         )
         store.merge(plan, name="virtual", threads=1, virtual=True)
         assert store.fsck(read_data=True).problems == ()

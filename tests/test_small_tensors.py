@@ -14,7 +14,7 @@ import pytest
 from families import Array, Family, cast
 from small_models import BLOCK
 
-from mstore import fs
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.index import Location
 from mstore.blocks.packs import pack_path
@@ -86,7 +86,7 @@ def filled(path: Path, sources: Path, codec: str = "auto") -> Store:
 def merged(store: Store, method: str, budget: str | None) -> tuple[str, ManifestId, int]:
     """PlanId, ManifestId and expert bytes read of one merge, without what was made before."""
     experts = ["e0", "e1", "e2"]
-    plan = store.plan(base="base", experts=experts, method=method, budget=budget)
+    plan = store.plan(MergeRequest(base="base", experts=experts, method=method, budget=budget))
     done = store.merge(plan.plan, name=f"{method}/{budget}", memo=False)
     return str(plan.plan), done.manifest, done.expert_bytes_read
 
@@ -234,7 +234,9 @@ def test_a_damaged_block_in_a_group_is_named(threads: int, written: Path, tmp_pa
             flipped = bytes([file.read(1)[0] ^ 4])
             file.seek(place.offset + 5)
             file.write(flipped)
-        plan = store.plan(base="base", experts=["e0", "e1", "e2"], method="linear").plan
+        plan = store.plan(
+            MergeRequest(base="base", experts=["e0", "e1", "e2"], method="linear")
+        ).plan
         before, refs = _contents(store.path), store.refs()
         with pytest.raises(Corrupt) as caught:
             store.merge(plan, name="merged", threads=threads)
@@ -262,7 +264,7 @@ def test_a_full_disk_in_a_batch_leaves_nothing(step: str, written: Path, tmp_pat
     nothing stays, and with space it works."""
     with filled(tmp_path / "store", written) as store:
         store.remove("e2")
-        plan = store.plan(base="base", experts=["e0", "e1"], method="ties").plan
+        plan = store.plan(MergeRequest(base="base", experts=["e0", "e1"], method="ties")).plan
         before, refs = _contents(store.path), store.refs()
 
         def attempt() -> None:

@@ -9,6 +9,7 @@ import families
 import pytest
 from test_budget import METHODS, Place, make
 
+from mstore import MergeRequest
 from mstore.errors import BadRequest
 
 SHARES = (0.1, 0.35, 0.6, 1.0)
@@ -34,7 +35,7 @@ def test_points_are_plans(method: str, place: Place) -> None:
     """
     request = asked(place, method)
     stored = place.store.plans()
-    swept = place.store.sweep(**request, shares=SHARES, measure=True)
+    swept = place.store.sweep(MergeRequest(**request), shares=SHARES, measure=True)
     assert place.store.plans() == stored
     assert [point.share for point in swept.points] == list(SHARES)
     _, full = place.merge(place.plan(method, dtype="F32"))
@@ -59,8 +60,8 @@ def test_points_are_plans(method: str, place: Place) -> None:
 def test_measuring_does_not_depend_on_threads(threads: int, place: Place) -> None:
     """Measured errors are the same bits for any number of threads."""
     request = asked(place, "ties") | {"shares": (0.3, 0.7), "measure": True}
-    found = place.store.sweep(**request, threads=threads).points
-    assert found == place.store.sweep(**request, threads=2).points
+    found = place.store.sweep(MergeRequest(**request), threads=threads).points
+    assert found == place.store.sweep(MergeRequest(**request), threads=2).points
 
 
 def test_what_is_to_read_now(place: Place) -> None:
@@ -68,7 +69,7 @@ def test_what_is_to_read_now(place: Place) -> None:
     request = asked(place, "task_arithmetic")
     plan = place.plan("task_arithmetic", budget=0.5)
     place.store.merge(plan, name="half")
-    (point,) = place.store.sweep(**request, shares=[0.5]).points
+    (point,) = place.store.sweep(MergeRequest(**request), shares=[0.5]).points
     assert point.planned_expert_bytes == plan.planned_expert_bytes > 0
     assert point.unread_expert_bytes == 0
     again = place.plan("task_arithmetic", budget=0.5)
@@ -83,7 +84,9 @@ def test_a_sweep_keeps_to_its_criteria(place: Place) -> None:
         "top_p": 0.5,
         "score": "random",
     }
-    swept = place.store.sweep(**asked(place, "linear"), **criteria, shares=SHARES, measure=True)
+    swept = place.store.sweep(
+        MergeRequest(**asked(place, "linear"), **criteria), shares=SHARES, measure=True
+    )
     for point in swept.points:
         plan = place.plan("linear", budget=point.share, **criteria)
         assert point.planned_expert_bytes == plan.planned_expert_bytes
@@ -96,4 +99,4 @@ def test_a_sweep_keeps_to_its_criteria(place: Place) -> None:
 def test_senseless_shares(shares: list[float], place: Place) -> None:
     """Shares are above 0 and at most 1."""
     with pytest.raises(BadRequest, match="shares"):
-        place.store.sweep(**asked(place, "linear"), shares=shares)
+        place.store.sweep(MergeRequest(**asked(place, "linear")), shares=shares)

@@ -14,7 +14,7 @@ from checkpoints import write_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.blocks.codecs import Codec
 from mstore.errors import NotFound
 from mstore.ids import BlockId, SnapshotId
@@ -273,7 +273,7 @@ def test_pins_and_virtual_merges_hold_what_no_ref_names(store: Store, tmp_path: 
     write_safetensors(tmp_path / "g.safetensors", [("t", "F32", (100,), bytes(range(2, 102)) * 4)])
     base = store.add(tmp_path / "f.safetensors", name="base", base=None).snapshot
     store.add(tmp_path / "g.safetensors", name="expert", base="base")
-    plan = store.plan(base="base", experts=["expert"], method="task_arithmetic")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="task_arithmetic"))
     store.merge(plan, name="m", virtual=True)
     store.remove("base", "expert")
     assert base in store.snapshot_ids()

@@ -17,7 +17,7 @@ from families import BLOCK
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstore import BlockId, SnapshotId, Store
+from mstore import BlockId, MergeRequest, SnapshotId, Store
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import Buffer, VirtualId
@@ -196,7 +196,7 @@ def test_a_flipped_bit_is_never_returned(damaged: tuple[Store, BlockId], tmp_pat
         lambda: view.tensor("w"),
         lambda: store.checkout("a", tmp_path / "out"),
         lambda: store.diff("b", "a"),
-        lambda: store.plan(base="b", experts=["a"], method="linear"),
+        lambda: store.plan(MergeRequest(base="b", experts=["a"], method="linear")),
     ):
         with pytest.raises(Corrupt) as found:
             ask()
@@ -216,16 +216,18 @@ def test_a_flipped_bit_stops_a_merge(
 ) -> None:
     """A merge that comes to a damaged block fails with its name, whatever else is under way."""
     store, block = damaged
-    plan = store.plan(base="b", experts=["b"], method="linear", allow_noop=True)
+    plan = store.plan(MergeRequest(base="b", experts=["b"], method="linear"), allow_noop=True)
     assert plan.full_expert_bytes == 0
-    plan = store.plan(base="b", experts=["a"], method="dare_linear", analyze=False)
+    plan = store.plan(MergeRequest(base="b", experts=["a"], method="dare_linear", analyze=False))
     if method == "ties":
         # Statistics from another store of the same content: this one cannot take them.
         with Store.init(store.path.parent / "sound", block_size=BLOCK, codec="raw") as sound:
             for name in ("b", "a"):
                 base = "b" if name == "a" else None
                 sound.add(store.path.parent / name, name=name, base=base)
-            ask = sound.plan(base="b", experts=["a"], method="ties", parameters={"density": 0.5})
+            ask = sound.plan(
+                MergeRequest(base="b", experts=["a"], method="ties", parameters={"density": 0.5})
+            )
             plan = store.import_plan(sound.export_plan(str(ask.plan)))
     before = store.refs()
     with pytest.raises(Corrupt) as found:
@@ -325,7 +327,7 @@ def virtual(tmp_path: Path) -> Iterator[Store]:
             families.write_checkpoint(tmp_path / name, {"w": array})
             base = None if name == "base" else "base"
             store.add(tmp_path / name, name=name, base=base)
-        plan = store.plan(base="base", experts=["a", "b"], method="task_arithmetic")
+        plan = store.plan(MergeRequest(base="base", experts=["a", "b"], method="task_arithmetic"))
         store.merge(plan, name="m", virtual=True)
         store.merge(plan, name="real")
         yield store

@@ -15,7 +15,7 @@ import pytest
 from families import BLOCK
 from small_models import small_model
 
-from mstore import Store
+from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.merge.planning.costs import Costs
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
@@ -68,7 +68,9 @@ def store(family: Path, tmp_path: Path) -> Iterator[Store]:
 
 def merged(store: Store, name: str, *, virtual: bool, **request: Any) -> Any:
     """Merge all experts, under a ref."""
-    plan = store.plan(base="base", experts=[("e0", 1.0), ("e1", 0.5), ("e2", 0.75)], **request)
+    plan = store.plan(
+        MergeRequest(base="base", experts=[("e0", 1.0), ("e1", 0.5), ("e2", 0.75)], **request)
+    )
     return store.merge(plan, name=name, virtual=virtual)
 
 
@@ -278,7 +280,7 @@ def test_an_input_that_is_damaged(store: Store, tmp_path: Path) -> None:
 
 def test_reads_beyond_the_plan_stop(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more is read than what the plan costs here, the reads stop at that figure."""
-    plan = store.plan(base="base", experts=["e0"], method="linear")
+    plan = store.plan(MergeRequest(base="base", experts=["e0"], method="linear"))
     assert plan.planned_expert_bytes > BLOCK
     store.merge(plan, name="m", virtual=True)
     monkeypatch.setattr(blocks, "costs_of", lambda catalog, plan: Costs(BLOCK, BLOCK))
@@ -304,7 +306,7 @@ def test_adding_the_bytes_of_a_virtual_merge_stores_them(tmp_path: Path) -> None
             base = None if name == "base" else "base"
             store.add(source, name=name, base=base, threads=1)
         asked = {"base": "base", "experts": ["expert"], "method": "task_arithmetic"}
-        plan = store.plan(**asked, allow_noop=True, threads=1)
+        plan = store.plan(MergeRequest(**asked), allow_noop=True, threads=1)
         virtual = store.merge(plan, name="merged", virtual=True, threads=1)
         assert virtual.virtual
         added = store.add(source, name="merged", threads=1)

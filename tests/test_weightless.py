@@ -11,6 +11,8 @@ import pytest
 from families import Family
 from test_budget import METHODS, Place, make
 
+from mstore import MergeRequest
+
 METHOD_NAMES = list(METHODS)
 
 
@@ -34,8 +36,8 @@ def test_weight_0_is_free(method: str, place: Place) -> None:
     """
     parameters: dict[str, Any] = dict(METHODS[method][0])
     asked = {"base": "base", "method": method, "parameters": parameters}
-    alone = place.store.plan(**asked, experts=["e0"])
-    both = place.store.plan(**asked, experts=["e0", ("e1", 0.0)])
+    alone = place.store.plan(MergeRequest(**asked, experts=["e0"]))
+    both = place.store.plan(MergeRequest(**asked, experts=["e0", ("e1", 0.0)]))
     assert both.analyze_bytes_read == 0
     assert both.full_expert_bytes == both.planned_expert_bytes == alone.full_expert_bytes
     assert both.error_share_estimate == 0.0
@@ -48,7 +50,7 @@ def test_lambda_0_is_free(method: str, place: Place) -> None:
     """Nothing is read, and in another dtype the result is the base's, converted."""
     parameters = dict(METHODS[method][0]) | {"lambda": 0.0}
     asked = {"base": "base", "method": method, "parameters": parameters}
-    plan = place.store.plan(**asked, experts=["e0", "e1"], dtype="F32")
+    plan = place.store.plan(MergeRequest(**asked, experts=["e0", "e1"], dtype="F32"))
     assert (plan.full_expert_bytes, plan.analyze_bytes_read) == (0, 0)
     merged = place.merge(plan)[1]["w"]
     assert np.array_equal(merged, place.family.base["w"].astype(np.float32))

@@ -60,6 +60,8 @@ def _sections() -> Iterator[str]:
     )
     yield f"## mstore.Snapshot\n\n{_text(mstore.Snapshot)}"
     yield from _members(mstore.Snapshot, "Snapshot", "snapshot")
+    yield f"## mstore.MergeRequest\n\n{_text(mstore.MergeRequest)}\n{_fields(mstore.MergeRequest)}"
+    yield from _members(mstore.MergeRequest, "MergeRequest", "request")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"
     yield from _members(mstore.Budget, "Budget", "budget")
     yield f"## Ids\n\n{_text(ids.Id)}"

@@ -10,9 +10,8 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -25,9 +24,8 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 
 if TYPE_CHECKING:
-    from mstore import Store
-    from mstore.reports import MergeReport, MergeWarning, PlanReport, Progress, SweepReport
-    from mstore.sizes import Budget as Limit
+    from mstore import MergeRequest
+    from mstore.reports import MergeReport, MergeWarning, PlanReport, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
@@ -171,99 +169,23 @@ AllowNoop = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to merge, as words were given."""
+@contextmanager
+def directories_told(request: MergeRequest) -> Iterator[None]:
+    """A model that is no ref, but is a directory: the hint is the line that adds it."""
+    from mstore.errors import NotFound
 
-    base: str
-    experts: tuple[tuple[str, float], ...]
-    method: str
-    parameters: dict[str, object] = field(default_factory=dict)
-    budget: int | float | None = None
-    max_error: float | None = None
-    dtype: str | None = None
-    analyze: bool = True
-    score: str | None = None
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    expert_budget: int | float | None = None
-    top_p: float | None = None
-    allow_noop: bool = False
-
-    def plan(
-        self,
-        store: Store,
-        *,
-        threads: int | None,
-        progress: Callable[[Progress], None] | None,
-        keep: bool = False,
-    ) -> PlanReport:
-        """Let the store make the plan; keep: as in `Store.plan`."""
-        with self._directories_told():
-            return store.plan(
-                base=self.base,
-                experts=self.experts,
-                method=self.method,
-                parameters=self.parameters,
-                budget=_budget(self.budget),
-                max_error=self.max_error,
-                dtype=self.dtype,
-                analyze=self.analyze,
-                score=self.score,
-                only=self.only,
-                skip=self.skip,
-                expert_budget=_budget(self.expert_budget),
-                top_p=self.top_p,
-                allow_noop=self.allow_noop,
-                keep=keep,
-                threads=threads,
-                progress=progress,
-            )
-
-    @contextmanager
-    def _directories_told(self) -> Iterator[None]:
-        """A model that is no ref, but is a directory: the hint is the line that adds it."""
-        from mstore.errors import NotFound
-
-        try:
-            yield
-        except NotFound as error:
-            named = (self.base, *(name for name, _ in self.experts))
-            where = error.where
-            if where is None or where not in named or not Path(where).is_dir():
-                raise
-            raise NotFound(
-                f"{error.what}; it is a directory",
-                where=where,
-                hint=f"mstore add {shlex.quote(where)} --name {shlex.quote(_ref_for(Path(where)))}",
-            ) from error
-
-    def sweep(
-        self,
-        store: Store,
-        *,
-        measure: bool,
-        threads: int | None,
-        progress: Callable[[Progress], None] | None,
-    ) -> SweepReport:
-        """Let the store work out what many budgets would cost."""
-        with self._directories_told():
-            return store.sweep(
-                base=self.base,
-                experts=self.experts,
-                method=self.method,
-                parameters=self.parameters,
-                measure=measure,
-                dtype=self.dtype,
-                analyze=self.analyze,
-                score=self.score,
-                only=self.only,
-                skip=self.skip,
-                expert_budget=_budget(self.expert_budget),
-                top_p=self.top_p,
-                threads=threads,
-                progress=progress,
-            )
+    try:
+        yield
+    except NotFound as error:
+        named = (request.base, *(name for name, _ in request.weighted()))
+        where = error.where
+        if where is None or where not in named or not Path(where).is_dir():
+            raise
+        raise NotFound(
+            f"{error.what}; it is a directory",
+            where=where,
+            hint=f"mstore add {shlex.quote(where)} --name {shlex.quote(_ref_for(Path(where)))}",
+        ) from error
 
 
 def _ref_for(directory: Path) -> str:
@@ -277,12 +199,6 @@ def _ref_for(directory: Path) -> str:
     except BadName:
         return "REF"
     return name
-
-
-def _budget(amount: int | float | None) -> Limit | None:
-    from mstore.sizes import Budget as Limit
-
-    return None if amount is None else Limit(amount)
 
 
 def parse_expert(text: str) -> tuple[str, float]:
@@ -348,15 +264,16 @@ def make_request(
     skip: list[str] | None = None,
     per_expert_budget: str | None = None,
     top_p: str | None = None,
-    allow_noop: bool = False,
-) -> Request:
+) -> MergeRequest:
     """The request behind the options of `plan` and `merge`.  Raises BadRequest."""
-    return Request(
+    from mstore import Budget, MergeRequest
+
+    return MergeRequest(
         base=base,
         experts=tuple(parse_expert(text) for text in experts),
         method=method,
         parameters=parse_parameters(parameters),
-        budget=None if budget is None else parse_budget(budget),
+        budget=None if budget is None else Budget(parse_budget(budget)),
         max_error=max_error,
         dtype=dtype,
         analyze=not no_analyze,
@@ -365,9 +282,8 @@ def make_request(
         skip=tuple(skip or ()),
         expert_budget=None
         if per_expert_budget is None
-        else parse_budget(per_expert_budget, option="--per-expert-budget"),
+        else Budget(parse_budget(per_expert_budget, option="--per-expert-budget")),
         top_p=None if top_p is None else parse_share(top_p),
-        allow_noop=allow_noop,
     )
 
 

@@ -15,13 +15,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Final, TypeVar
 
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
 from mstore.reports import PlanReport
+from mstore.requests import MergeRequest
 
 _Class = TypeVar("_Class", bound=type)
 _ITEM: Final = ("__getitem__",)
@@ -94,6 +95,7 @@ _SIGNERS = Kind(
     _mapping(_is(bytes), _is(str)),
     "names by public key, as mstore.signing.read_signers gives them",
 )
+_PARAMETERS = Kind(_mapping(_is(str), _anything), "values by the names of parameters")
 _CHECKED_BY_THE_CALL = Kind(_anything, "")
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -116,9 +118,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "Sequence[str]": Kind(_list(_is(str)), "a list of texts"),
     "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
     "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
-    "Mapping[str, object] | None": Kind(
-        _mapping(_is(str), _anything), "values by the names of parameters"
-    ).optional(),
     "Mapping[bytes, str]": _SIGNERS,
     "Mapping[bytes, str] | None": _SIGNERS.optional(),
     "Report | None": Kind(callable, "something to call with a Progress").optional(),
@@ -134,6 +133,13 @@ KINDS: Final[Mapping[str, Kind]] = {
     "ConversionLimits | None": Kind(
         _named("mstore.convert.conversion", "ConversionLimits"), "ConversionLimits"
     ).optional(),
+    "MergeRequest": Kind(
+        _is(MergeRequest),
+        "a MergeRequest",
+        'MergeRequest(base="llama", experts=["code"], method="ties")',
+    ),
+    "Revision": _REVISION,
+    "Mapping[str, object]": _PARAMETERS,
     "Experts": _CHECKED_BY_THE_CALL,
     "Budget | str | float | None": _CHECKED_BY_THE_CALL,
 }
@@ -185,6 +191,14 @@ def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*given, **named)
 
     return call
+
+
+def check_fields(where: str, value: Any) -> None:
+    """Raise BadRequest unless each field of a dataclass is of the type that it is declared as."""
+    for field in fields(value):
+        kind, given = KINDS[str(field.type)], getattr(value, field.name)
+        if not kind.fits(given):
+            raise _refused(where, field.name, kind, given)
 
 
 def _refused(where: str, name: str, kind: Kind, value: object) -> BadRequest:

@@ -6,14 +6,13 @@ Part of `mstore.api.Store`, which is all of them in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from numbers import Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from mstore.api.arguments import checked
+from mstore.api.arguments import check_fields, checked
 from mstore.api.opened import OpenStore, Report, thread_count
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
@@ -27,6 +26,7 @@ from mstore.reports import (
     ReplayReport,
     SweepReport,
 )
+from mstore.requests import MergeRequest
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -35,14 +35,7 @@ if TYPE_CHECKING:
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.virtual.deferred import Deferred
     from mstore.objects.plan import Plan
-    from mstore.sizes import Budget
     from mstore.store.plans import Sources
-
-
-Experts = (
-    Sequence[str | SnapshotId | tuple[str | SnapshotId, float]] | Mapping[str | SnapshotId, float]
-)
-"""Revisions, with a weight or without."""
 
 
 @checked("Store")
@@ -51,20 +44,8 @@ class Merging(OpenStore):
 
     def plan(
         self,
+        request: MergeRequest,
         *,
-        base: str | SnapshotId,
-        experts: Experts,
-        method: str,
-        parameters: Mapping[str, object] | None = None,
-        budget: Budget | str | float | None = None,
-        max_error: float | None = None,
-        dtype: str | None = None,
-        analyze: bool = True,
-        score: str | None = None,
-        only: Sequence[str] = (),
-        skip: Sequence[str] = (),
-        expert_budget: Budget | str | float | None = None,
-        top_p: float | None = None,
         allow_noop: bool = False,
         keep: bool = False,
         threads: int | None = None,
@@ -72,20 +53,6 @@ class Merging(OpenStore):
     ) -> PlanReport:
         """Plan a merge and keep the plan.  The same request gives the same plan.
 
-        base: the revision that is merged into.
-        experts: revisions, pairs of a revision and its weight, or weights by revision.
-        method: linear, task_arithmetic, ties, dare_linear or dare_ties (docs/merge-methods.md).
-        parameters: of the method, by name; the rest have their defaults.
-        budget: the most bytes to read from experts: a `Budget`, text as the command line takes it
-        ("2GiB", "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1
-        is refused.
-        max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
-        dtype: of the output, as safetensors spells it or as torch does; None takes the base's.
-        analyze: take statistics that are missing; else choose whole tensors.
-        score: norm, trimmed, conflict or random; None takes the method's own.
-        only, skip: patterns of tensor names; what they leave out is the base's own.
-        expert_budget: as budget, for any one expert.
-        top_p: the share of the output's blocks that may differ from the base's.
         allow_noop: also keep a plan that reads nothing of what experts changed, or whose result is
         the base.
         keep: the plan must be kept: where this user may only read the store, raise before anything
@@ -99,21 +66,7 @@ class Merging(OpenStore):
         began = time.monotonic()
         if keep:
             self._catalog.index.env.require_writable()
-        asked = self._asked(
-            base,
-            experts,
-            method=method,
-            parameters=parameters or {},
-            budget=budget,
-            max_error=max_error,
-            dtype=dtype,
-            analyze=analyze,
-            score=score,
-            only=only,
-            skip=skip,
-            expert_budget=expert_budget,
-            top_p=top_p,
-        )
+        asked = self._asked(request)
         planned, sources, analyzed = self._made(
             asked, thread_count(threads), progress, allow_noop=allow_noop
         )
@@ -182,30 +135,21 @@ class Merging(OpenStore):
 
     def sweep(
         self,
+        request: MergeRequest,
         *,
-        base: str | SnapshotId,
-        experts: Experts,
-        method: str,
-        parameters: Mapping[str, object] | None = None,
         shares: Sequence[float] | None = None,
         measure: bool = False,
-        dtype: str | None = None,
-        analyze: bool = True,
-        score: str | None = None,
-        only: Sequence[str] = (),
-        skip: Sequence[str] = (),
-        expert_budget: Budget | str | float | None = None,
-        top_p: float | None = None,
         threads: int | None = None,
         progress: Report | None = None,
     ) -> SweepReport:
         """What merges cost and leave as error at many budgets; nothing is stored but statistics.
 
+        request: without a budget and without max_error, over which the sweep goes itself.
         shares: budgets as shares of the full cost, above 0 and up to 1; None takes 5 % to 100 %.
         measure: also make the merges in memory and compare them with the full one, which reads all
         experts once.
 
-        The rest is as in `plan`.  A point is the plan that `plan` makes with that budget.
+        A point is the plan that `plan` makes with that budget.
 
         Raises BadRequest, NotFound, Incompatible.
         """
@@ -213,21 +157,9 @@ class Merging(OpenStore):
         from mstore.merge.planning.planning import Planning
 
         wanted = check_shares(SHARES if shares is None else shares)
-        asked = self._asked(
-            base,
-            experts,
-            method=method,
-            parameters=parameters or {},
-            budget=None,
-            max_error=None,
-            dtype=dtype,
-            analyze=analyze,
-            score=score,
-            only=only,
-            skip=skip,
-            expert_budget=expert_budget,
-            top_p=top_p,
-        )
+        asked = self._asked(request)
+        if request.budget is not None or request.max_error is not None:
+            raise BadRequest("a sweep goes over budgets itself: leave out budget and max_error")
         number = thread_count(threads)
         return sweep(
             Planning(self._catalog, self._statistics, asked, threads=number, progress=progress),
@@ -254,14 +186,15 @@ class Merging(OpenStore):
                 found.append(plan_report(plan, id, sources, told_costs(self._catalog, plan)))
         return sorted(found, key=lambda p: (p.base, p.method, p.planned_expert_bytes, p.plan))
 
-    def _asked(self, base: str | SnapshotId, experts: Experts, **options: Any) -> Request:
-        from mstore.merge.planning.request import request
+    def _asked(self, request: MergeRequest) -> Request:
+        from mstore.merge.planning.request import resolve
 
-        given = _weighted(experts)
-        return request(
-            base=self._input(base),
-            experts=[(self._input(revision), weight) for revision, weight in given],
-            **options,
+        check_fields("MergeRequest", request)
+        experts = request.weighted()
+        return resolve(
+            request,
+            base=self._input(request.base),
+            experts=[self._input(revision) for revision, _ in experts],
         )
 
     def _of_licences(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
@@ -525,29 +458,6 @@ class Merging(OpenStore):
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
-
-
-def _weighted(experts: Any) -> list[tuple[str | SnapshotId, float]]:
-    """Each with its weight, 1 where none is given.  Raises BadRequest for anything else."""
-    if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
-        raise BadRequest(
-            f"experts are a list of revisions, not {type(experts).__name__}",
-            hint='experts=["code", ("math", 0.5)]',
-        )
-    found: list[tuple[str | SnapshotId, float]] = []
-    for one in experts.items() if isinstance(experts, Mapping) else experts:
-        revision, weight = one if _is_pair(one) else (one, 1.0)
-        if isinstance(revision, tuple | list) or not isinstance(weight, Real):
-            raise BadRequest(
-                f"an expert is a revision, or a pair of a revision and its weight, not {one!r}",
-                hint='experts=["code", ("math", 0.5)]',
-            )
-        found.append((revision, cast(float, weight)))
-    return found
-
-
-def _is_pair(one: object) -> bool:
-    return isinstance(one, tuple | list) and len(one) == 2
 
 
 def deferred_report(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from small_models import BLOCK, files_of, small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import MstoreError
 from mstore.ids import SnapshotId
@@ -98,9 +99,11 @@ class Life:
         """Merge experts into a base, in equal parts."""
         with Store.open(self.root) as store:
             plan = store.plan(
-                base=base,
-                experts=[(expert, weight) for expert in experts],
-                method="task_arithmetic",
+                MergeRequest(
+                    base=base,
+                    experts=[(expert, weight) for expert in experts],
+                    method="task_arithmetic",
+                ),
                 threads=1,
             )
             id = store.merge(plan, name=name, threads=1).snapshot

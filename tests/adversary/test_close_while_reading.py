@@ -8,6 +8,7 @@ import pytest
 from apart import program
 from small_models import BLOCK, small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.lmdb_env import Environment
 from mstore.errors import Unavailable
@@ -30,7 +31,9 @@ def store(tmp_path: Path) -> Path:
         for name in ("one", "two"):
             store.add(tmp_path / name, name=name, base="base", threads=1)
         plan = store.plan(
-            base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
+            MergeRequest(
+                base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
+            )
         )
         store.merge(plan, name="merged", threads=1)
     return tmp_path / "store"

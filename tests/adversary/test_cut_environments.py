@@ -12,6 +12,7 @@ import pytest
 from apart import commands, damaged, program
 from small_models import BLOCK, small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks import lmdb_check
 from mstore.blocks.lmdb_env import Environment
@@ -31,7 +32,9 @@ def make(root: Path) -> Path:
         for name in ("one", "two"):
             store.add(root / name, name=name, base="base", threads=1)
         plan = store.plan(
-            base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
+            MergeRequest(
+                base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4}
+            )
         )
         store.merge(plan, name="merged", threads=1)
     return root / "store"

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lives import Life, attempt, packs
 from small_models import small_model
 
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.blocks.index import DATABASES, UNCHECKED
 from mstore.check import reindex as reindexing
@@ -282,7 +283,7 @@ def flips(row: bytes) -> Iterator[bytes]:
 def test_a_bit_in_a_row(life: Life, database: str, part: str, extra: Path) -> None:
     """fsck names a flipped row, nothing is deleted or overwritten by it, and reindex mends it."""
     with Store.open(life.root) as store:
-        plan = store.plan(base="base", experts=["one"], method="linear", threads=1)
+        plan = store.plan(MergeRequest(base="base", experts=["one"], method="linear"), threads=1)
         store.merge(plan, name="merged", threads=1)
         store.sign("v1", KEY)
         store.prune(["merged", "one"], keep_last=1, unnamed_inputs=True)

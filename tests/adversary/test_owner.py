@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from small_models import BLOCK, small_model
 
-from mstore import Store, fs
+from mstore import MergeRequest, Store, fs
 from mstore.check.reindex import reindex
 from mstore.errors import StorageFailed
 
@@ -37,7 +37,9 @@ def work(root: Path, models: Path, prefix: str) -> None:
             name = f"{prefix}/expert{number}"
             store.add(models / number, name=name, base=f"{prefix}/base", threads=1)
         experts = [f"{prefix}/expert{number}" for number in ("1", "2")]
-        plan = store.plan(base=f"{prefix}/base", experts=experts, method="ties", threads=1)
+        plan = store.plan(
+            MergeRequest(base=f"{prefix}/base", experts=experts, method="ties"), threads=1
+        )
         store.merge(plan, name=f"{prefix}/merged", threads=1)
         store.merge(plan, name=f"{prefix}/virtual", virtual=True)
         store.configure("codec", "dense")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from small_models import BLOCK, small_model
 
-from mstore import Store, fs
+from mstore import MergeRequest, Store, fs
 from mstore.errors import Conflict
 from mstore.reports import Progress
 from mstore.store import refs
@@ -129,7 +129,7 @@ def test_a_merge_goes_on_from_what_surfaced(
 ) -> None:
     """A merge into a ref of which a commit surfaces is made, on top of that."""
     expert = store.add(models[1], name="expert", base="base")
-    plan = store.plan(base="base", experts=["expert"], method="linear")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"))
     killed_unseen(store, "llama", "reset", "expert")
     merged = store.merge(plan, name="llama", virtual=virtual)
     assert store["llama"].id == merged.snapshot
@@ -140,7 +140,7 @@ def test_a_merge_goes_on_from_what_surfaced(
 def test_materializing_reads_what_surfaced(store: Store, models: list[Path]) -> None:
     """A branch that surfaces as something real needs no materializing; a virtual merge gets it."""
     expert = store.add(models[1], name="expert", base="base")
-    plan = store.plan(base="base", experts=["expert"], method="linear")
+    plan = store.plan(MergeRequest(base="base", experts=["expert"], method="linear"))
     virtual = store.merge(plan, name="virtual", virtual=True).snapshot
     store.reset("llama", "virtual")
     killed_unseen(store, "llama", "reset", "expert")

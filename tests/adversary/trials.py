@@ -34,6 +34,7 @@ import damage  # noqa: E402
 from lives import Life, Promises  # noqa: E402
 from small_models import small_model  # noqa: E402
 
+from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
 from mstore.errors import MstoreError  # noqa: E402
 from mstore.store import generation, lost_found, mirror  # noqa: E402
@@ -151,7 +152,8 @@ def _do(root: Path, step: str, extra: Path, draw: random.Random) -> None:
                 store.add(extra, name=f"extra/{draw.randrange(1000)}", threads=1)
             case "merge":
                 plan = store.plan(
-                    base="base", experts=["team/3", "team/1"], method="linear", threads=1
+                    MergeRequest(base="base", experts=["team/3", "team/1"], method="linear"),
+                    threads=1,
                 )
                 store.merge(plan, name=f"m/{draw.randrange(1000)}", threads=1)
             case "fsck":

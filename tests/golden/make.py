@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT.parent))
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: E402
 from proof_models import BLOCK, model_files, write_files  # noqa: E402
 
+from mstore import MergeRequest  # noqa: E402
 from mstore.api import Store  # noqa: E402
 from mstore.signing import SigningKey  # noqa: E402
 
@@ -48,14 +49,18 @@ def make(target: Path) -> None:
             store.add(sources / "tuned1", name="team/tuned", base="base", threads=1)
             store.add(sources / "tuned2", name="team/other", base="team/tuned@{1}", threads=1)
             plan = store.plan(
-                base="base",
-                experts=["team/tuned", ("team/other", 0.5)],
-                method="ties",
-                parameters={"density": 0.5},
+                MergeRequest(
+                    base="base",
+                    experts=["team/tuned", ("team/other", 0.5)],
+                    method="ties",
+                    parameters={"density": 0.5},
+                ),
                 threads=1,
             )
             store.merge(plan, name="merged", message="both", threads=1)
-            later = store.plan(base="base", experts=["team/other"], method="linear", threads=1)
+            later = store.plan(
+                MergeRequest(base="base", experts=["team/other"], method="linear"), threads=1
+            )
             store.merge(later, name="virtual", virtual=True, threads=1)
             store.tag("v1", "merged")
             key = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))

@@ -24,10 +24,10 @@ from mstore_cli.merging import (
     Only,
     Parameters,
     PerExpertBudget,
-    Request,
     Score,
     Skip,
     TopP,
+    directories_told,
     draw_notes,
     error_fields,
     format_bound,
@@ -39,7 +39,7 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 
 if TYPE_CHECKING:
-    from mstore import Store
+    from mstore import MergeRequest, Store
 
 HELP = "mstore merge --help"
 PLAN_HINT = "mstore plan --help"
@@ -109,7 +109,7 @@ def merge(
     Takes either --plan, or the options of `mstore plan`. Never reads more from experts than the
     plan says.
     """
-    request: Request | None = None
+    request: MergeRequest | None = None
     if plan is None:
         if base is None or not expert or method is None:
             given = {"--base": base, "--expert": expert, "--method": method}
@@ -131,7 +131,6 @@ def merge(
             skip=skip,
             per_expert_budget=per_expert_budget,
             top_p=top_p,
-            allow_noop=allow_noop,
         )
     elif any(
         # By identity: a 0 that was given is given.
@@ -144,11 +143,12 @@ def merge(
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store, session.progress() as tick:
-        planned = (
-            None
-            if request is None
-            else request.plan(store, threads=threads, progress=tick, keep=True)
-        )
+        planned = None
+        if request is not None:
+            with directories_told(request):
+                planned = store.plan(
+                    request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
+                )
         try:
             report = store.merge(
                 planned or _known_plan(store, plan or ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +24,10 @@ from mstore_cli.merging import (
     Only,
     Parameters,
     PerExpertBudget,
-    Request,
     Score,
     Skip,
     TopP,
+    directories_told,
     draw_plan,
     draw_sweep,
     make_request,
@@ -36,6 +36,9 @@ from mstore_cli.merging import (
 from mstore_cli.options import Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore import MergeRequest
 
 HELP = "mstore plan --help"
 
@@ -113,14 +116,13 @@ def plan(
         skip=skip,
         per_expert_budget=per_expert_budget,
         top_p=top_p,
-        allow_noop=allow_noop,
     )
     if sweep:
         _sweep(session, request, measure=measure, svg=svg, threads=threads)
         return
     with session.open() as store:
-        with session.progress() as tick:
-            report = request.plan(store, threads=threads, progress=tick)
+        with session.progress() as tick, directories_told(request):
+            report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
             from mstore.fs import replace_text
 
@@ -140,10 +142,10 @@ def plan(
 
 
 def _sweep(
-    session: Session, request: Request, *, measure: bool, svg: Path | None, threads: int | None
+    session: Session, request: MergeRequest, *, measure: bool, svg: Path | None, threads: int | None
 ) -> None:
-    with session.open() as store, session.progress() as tick:
-        report = request.sweep(store, measure=measure, threads=threads, progress=tick)
+    with session.open() as store, session.progress() as tick, directories_told(request):
+        report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
         points = [
             plots.SweepPoint(

@@ -97,6 +97,8 @@ class Planner:
         self._is_uneven = self._normalizes and len(heavy) > 1
         self._scale = self._coefficients() * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
+        # Of a trimmed delta the norm is only estimated: the whole one is never less.
+        self._certain = _scaled(self._scale, self._whole()) if self._trims else self._roots
         dropped = self._outside_top_p()
         self._free_states[:, dropped] = np.where(
             self._free_states[:, dropped] == READ, DROPPED, self._free_states[:, dropped]
@@ -392,8 +394,8 @@ class Planner:
         if not base or (left_out & ~known).any():
             return None, None
         with np.errstate(over="ignore"):
-            left = np.where(left_out, self._roots, 0.0)
-            worst = math.fsum((added(left) ** 2).tolist())
+            certain = np.where(left_out, self._certain, 0.0)
+            worst = math.fsum((added(certain) ** 2).tolist())
             likely = self._likely(left_out, (states == READ) | (states == SHARED))
             typical = math.fsum([*likely.tolist(), *surplus.ravel().tolist()])
             everything = float(added(np.where(known, self._roots, 0.0) ** 2).sum())
@@ -404,7 +406,8 @@ class Planner:
         estimate = math.sqrt(typical) / norm
         # Of what is read without statistics it is not known what rounding does to it.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
-        if not self._operation.is_additive or in_dark.any() or not math.isfinite(self._rounding):
+        is_sure = self._operation.is_additive and not in_dark.any() and not surplus.any()
+        if not is_sure or not math.isfinite(self._rounding):
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
         return math.nextafter(bound, math.inf), estimate
@@ -457,7 +460,7 @@ class Planner:
         if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:
             return math.inf
         with np.errstate(over="ignore", invalid="ignore"):
-            roots = np.where(grid.known, self._roots, 0.0)[:, computed]
+            roots = np.where(grid.known, self._certain, 0.0)[:, computed]
             copies = grid.copies[computed]
             one = (
                 error.of_deltas * added(roots)

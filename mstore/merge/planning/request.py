@@ -1,9 +1,9 @@
-"""The request: what a person asked a merge to do, checked and resolved, before any planning."""
+"""The request as planning takes it: what was asked for, checked and resolved for one store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mstore.errors import BadRequest
@@ -13,6 +13,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
 from mstore.objects.shapes import require_patterns
+from mstore.requests import MergeRequest
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
@@ -29,7 +30,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One merge to plan.
+    """One merge to plan; `mstore.requests.MergeRequest` is what it was asked as.
 
     operation: the method with its parameters and the experts' weights.  budget: bytes (int), share
     of the full cost in (0, 1] (float), or None.  max_error: bound on the relative error, or None.
@@ -53,43 +54,31 @@ class Request:
     top_p: float | None = None
 
 
-def request(
-    *,
-    base: Input,
-    experts: Sequence[tuple[Input, float]],
-    method: str,
-    parameters: Mapping[str, object],
-    budget: BudgetGiven,
-    max_error: float | None,
-    dtype: str | None,
-    analyze: bool,
-    score: str | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    expert_budget: BudgetGiven = None,
-    top_p: float | None = None,
-) -> Request:
-    """Check everything that can be checked without looking at a tensor.  Raises BadRequest."""
-    operation = registry.operation(method, parameters, [weight for _, weight in experts])
-    within = _limit(budget, "--budget")
-    expert_within = _limit(expert_budget, "--per-expert-budget")
-    if top_p is not None:
-        _check_top_p(top_p, operation)
-    if max_error is not None and not (math.isfinite(max_error) and max_error >= 0):
-        raise BadRequest(f"--max-error must be a number of 0 or more, not {max_error!r}")
+def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Request:
+    """Check everything that can be checked without looking at a tensor.
+
+    base, experts: what the revisions of `asked` stand for, in its order.  Raises BadRequest.
+    """
+    weights = [weight for _, weight in asked.weighted()]
+    operation = registry.operation(asked.method, asked.parameters, weights)
+    error, share = asked.max_error, asked.top_p
+    if share is not None:
+        _check_top_p(share, operation)
+    if error is not None and not (math.isfinite(error) and error >= 0):
+        raise BadRequest(f"--max-error must be a number of 0 or more, not {error!r}")
     return Request(
         base=base,
-        experts=tuple(expert for expert, _ in experts),
+        experts=tuple(experts),
         operation=operation,
-        budget=within,
-        max_error=max_error,
-        dtype=None if dtype is None else _output_dtype(dtype),
-        analyze=analyze,
-        score=score_of(operation, score),
-        only=_patterns(only, "--only"),
-        skip=_patterns(skip, "--skip"),
-        expert_budget=expert_within,
-        top_p=None if top_p is None else float(top_p),
+        budget=_limit(asked.budget, "--budget"),
+        max_error=error,
+        dtype=None if asked.dtype is None else _output_dtype(asked.dtype),
+        analyze=asked.analyze,
+        score=score_of(operation, asked.score),
+        only=_patterns(asked.only, "--only"),
+        skip=_patterns(asked.skip, "--skip"),
+        expert_budget=_limit(asked.expert_budget, "--per-expert-budget"),
+        top_p=None if share is None else float(share),
     )
 
 

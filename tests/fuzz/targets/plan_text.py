@@ -8,6 +8,7 @@ from contextlib import suppress
 import msgspec
 from mutation import Form
 
+from mstore import MergeRequest
 from mstore.errors import MstoreError
 from mstore.merge.insight import exchange
 from targets.samples import store
@@ -37,5 +38,7 @@ def _with_its_id(text: str) -> str:
 
 def seeds() -> Iterable[bytes]:
     for method, options in (("linear", {}), ("ties", {"density": 0.5})):
-        plan = store().plan(base="base", experts=["e0", "e1"], method=method, parameters=options)
+        plan = store().plan(
+            MergeRequest(base="base", experts=["e0", "e1"], method=method, parameters=options)
+        )
         yield store().export_plan(str(plan.plan)).encode()

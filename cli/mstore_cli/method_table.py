@@ -1,0 +1,53 @@
+"""The table of merge methods in docs/merge-methods.md, made from the methods themselves.
+
+`python -m mstore_cli.method_table docs/merge-methods.md` renews what stands between the marker and
+the end of its table.  A test compares the page with `renewed()`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from mstore.merge.methods.method import Method
+from mstore.merge.methods.registry import METHODS
+from mstore_cli import page
+
+_TABLE = re.compile(r"\A(\n|\|.*\n)*")
+MARKER = page.marker("python -m mstore_cli.method_table docs/merge-methods.md")
+
+
+def table() -> str:
+    """A row a method."""
+    head = "| method | result | parameters (default) | bound on the error | source |\n"
+    return f"{head}|---|---|---|---|---|\n{''.join(map(_row, METHODS.values()))}"
+
+
+def renewed(text: str) -> str:
+    """The page with a new table below the marker.  Raises ValueError for a page without one."""
+    head, found, rest = text.partition(MARKER)
+    if not found:
+        raise ValueError(f"no line {MARKER.strip()}")
+    below = _TABLE.sub("", rest, count=1)
+    return f"{head}{MARKER}\n{table()}\n{below}"
+
+
+def _row(method: Method) -> str:
+    parameters = ", ".join(f"`{p.name}` ({_word(p.default)})" for p in method.parameters)
+    bound = "certified" if method.is_additive else "estimate"
+    return f"| `{method.name}` | {method.formula} | {parameters} | {bound} | {method.source} |\n"
+
+
+def _word(value: float) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+def main() -> None:
+    """Renew the page named on the command line."""
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

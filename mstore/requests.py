@@ -1,0 +1,78 @@
+"""Requests: what a person asks a merge to do, as one value.
+
+The command line, Python and sweeps all ask with it.  Owns what can be asked for and how experts are
+written.  Does not own what the words mean for one store (`merge.planning.request` resolves them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, cast
+
+from mstore.errors import BadRequest
+from mstore.ids import SnapshotId
+from mstore.sizes import Budget
+
+Revision = str | SnapshotId
+Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
+"""Revisions, with a weight or without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRequest:
+    """A merge to plan.  Nothing is checked before a store is asked to plan it.
+
+    base: the revision that is merged into.
+    experts: revisions, pairs of a revision and its weight, or weights by revision.
+    method: one of those in docs/merge-methods.md.
+    parameters: of the method, by name; the rest have their defaults.
+    budget: the most bytes to read from experts: a `Budget`, text as the command line takes it
+    ("2GiB", "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1 is
+    refused.
+    max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
+    dtype: of the output, as safetensors spells it or as torch does; None takes the base's.
+    analyze: take statistics that are missing; else choose whole tensors.
+    score: norm, trimmed, conflict or random; None takes the method's own.
+    only, skip: patterns of tensor names; what they leave out is the base's own.
+    expert_budget: as budget, for any one expert.
+    top_p: the share of the output's blocks that may differ from the base's.
+    """
+
+    base: Revision
+    experts: Experts
+    method: str
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    budget: Budget | str | float | None = None
+    max_error: float | None = None
+    dtype: str | None = None
+    analyze: bool = True
+    score: str | None = None
+    only: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    expert_budget: Budget | str | float | None = None
+    top_p: float | None = None
+
+    def weighted(self) -> list[tuple[Revision, float]]:
+        """Each expert with its weight, 1 where none is given.  Raises BadRequest."""
+        experts: Any = self.experts
+        if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
+            raise BadRequest(
+                f"experts are a list of revisions, not {type(experts).__name__}",
+                hint='experts=["code", ("math", 0.5)]',
+            )
+        found: list[tuple[Revision, float]] = []
+        for one in experts.items() if isinstance(experts, Mapping) else experts:
+            revision, weight = one if _is_pair(one) else (one, 1.0)
+            if isinstance(revision, tuple | list) or not isinstance(weight, Real):
+                raise BadRequest(
+                    f"an expert is a revision, or a pair of a revision and its weight, not {one!r}",
+                    hint='experts=["code", ("math", 0.5)]',
+                )
+            found.append((revision, cast(float, weight)))
+        return found
+
+
+def _is_pair(one: object) -> bool:
+    return isinstance(one, tuple | list) and len(one) == 2
