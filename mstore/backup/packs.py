@@ -17,14 +17,13 @@ from pathlib import Path
 from mstore import fs
 from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Tick
-from mstore.blocks import codecs
 from mstore.blocks.index import Index, Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_table, store_of
+from mstore.blocks.reader import BlockReader
 from mstore.check import rows
 from mstore.check.findings import Findings, typed
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId
-from mstore.store.catalog import RECORD_LIMIT
 
 PART = ".part"
 _READ_BYTES = 8 << 20
@@ -122,8 +121,8 @@ class Proof:
     ) -> None:
         self._index = index
         self._files = files
+        self._reader = BlockReader(files, block_size)
         self._store = store
-        self._block_size = block_size
         self._findings = findings
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
@@ -195,31 +194,24 @@ class Proof:
         failures = []
         for kind, id, location, row in group:
             try:
-                if typed(kind, id).of(self._plain(kind, location)) != id:
-                    raise Corrupt("the stored bytes do not match the id", where=id.hex())
+                self._check(kind, id, location)
             except MstoreError as error:
                 failures.append((kind, id, row, error))
         return failures
 
-    def _plain(self, kind: Kind, location: Location) -> Buffer:
-        limit = self._block_size if kind == Kind.BLOCK else RECORD_LIMIT
-        if max(location.raw_length, location.stored_length) > limit:
-            raise Corrupt("longer than it may be")
-        payload = self._files.read(location.pack, location.offset, location.stored_length)
+    def _check(self, kind: Kind, id: bytes, location: Location) -> None:
         if kind != Kind.BLOCK:
-            return payload
+            self._reader.record(typed(kind, id), location)
+            return
         base = None if location.base == NO_BASE else self._base(BlockId(location.base))
-        return codecs.decode(location.codec, payload, location.width, location.raw_length, base)
+        self._reader.block(BlockId(id), location, base)
 
     def _base(self, block: BlockId) -> Buffer:
         with self._index.env.read() as transaction:
             location = self._index.block(transaction, block)
         if location is None or location.base != NO_BASE:
             raise Corrupt(f"its base {block.short} is missing")
-        data = self._plain(Kind.BLOCK, location)
-        if BlockId.of(data) != block:
-            raise Corrupt(f"the stored bytes of its base {block.short} do not match the id")
-        return data
+        return self._reader.block(block, location)
 
 
 def _told(place: Entry | Location) -> tuple[object, ...]:

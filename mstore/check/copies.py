@@ -17,7 +17,9 @@ from typing import NamedTuple, Protocol
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
+from mstore.blocks.index import Location
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, read_table
+from mstore.blocks.reader import BlockReader, located
 from mstore.check.findings import Key, typed
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
@@ -28,7 +30,6 @@ from mstore.ids import BlockId, Buffer, PackId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store import layout as layouts
-from mstore.store.catalog import RECORD_LIMIT
 
 Tick = Callable[[int], None]
 """Told how many more bytes were read."""
@@ -87,15 +88,14 @@ class PackCopies:
         }
         bases = self._candidates(deltas) if deltas else {}
         files = PackFiles(self._packs)
+        reader = BlockReader(files, self._block_size)
         try:
             # In the order of the disk.
             for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
                 for pack, entry in found:
                     # Whatever is wrong with this one, there may be another.
                     with suppress(MstoreError):
-                        data = self._plain(files, pack, entry, bases)
-                        if typed(*key).of(data) != key[1]:
-                            continue
+                        data = self._checked(reader, key, located(pack, entry), bases)
                         tick(entry.stored_length)
                         base = BlockId(entry.base) if entry.base != NO_BASE else None
                         form = Form(entry.width, Codec(entry.codec), base)
@@ -116,38 +116,30 @@ class PackCopies:
             for entry in entries:
                 with suppress(ValueError):
                     key = (Kind(entry.kind), entry.id)
-                    if key in wanted and self._is_sane(entry):
+                    if key in wanted:
                         found[key].append((pack, entry))
         return found
 
-    def _is_sane(self, entry: Entry) -> bool:
-        limit = self._block_size if entry.kind == Kind.BLOCK else RECORD_LIMIT
-        return max(entry.raw_length, entry.stored_length) <= limit
-
-    def _plain(
+    def _checked(
         self,
-        files: PackFiles,
-        pack: PackId,
-        entry: Entry,
+        reader: BlockReader,
+        key: Key,
+        at: Location,
         bases: dict[Key, list[tuple[PackId, Entry]]],
     ) -> Buffer:
-        payload = files.read(pack, entry.offset, entry.stored_length)
-        if entry.kind != Kind.BLOCK:
-            return payload
-        base = None
-        if entry.base != NO_BASE:
-            base = self._base(files, BlockId(entry.base), bases)
-        return codecs.decode(entry.codec, payload, entry.width, entry.raw_length, base)
+        kind, id = key
+        if kind != Kind.BLOCK:
+            return reader.record(typed(kind, id), at)
+        base = None if at.base == NO_BASE else self._base(reader, BlockId(at.base), bases)
+        return reader.block(BlockId(id), at, base)
 
     def _base(
-        self, files: PackFiles, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
+        self, reader: BlockReader, block: BlockId, bases: dict[Key, list[tuple[PackId, Entry]]]
     ) -> Buffer | None:
         for pack, entry in bases.get((Kind.BLOCK, bytes(block)), ()):
             if entry.base == NO_BASE:
                 with suppress(MstoreError):
-                    data = self._plain(files, pack, entry, {})
-                    if BlockId.of(data) == block:
-                        return data
+                    return reader.block(block, located(pack, entry))
         return None
 
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mstore.blocks import codecs
-from mstore.blocks.index import Index, Location
+from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
+from mstore.blocks.reader import BlockReader
 from mstore.check import rows
 from mstore.check.findings import Key, typed
 from mstore.errors import Corrupt, MstoreError
@@ -25,7 +25,6 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.reports import Progress
 from mstore.store import generation
-from mstore.store.catalog import RECORD_LIMIT
 from mstore.store.layout import Layout
 
 Report = Callable[[Progress], None]
@@ -46,6 +45,7 @@ class PackRows:
         self._condemned = condemned
         self._progress = progress
         self._files = PackFiles(layout.packs)
+        self._reader = BlockReader(self._files, layout.block_size)
         self._doubles: dict[Key, list[bytes]] = {}
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
@@ -160,22 +160,15 @@ class PackRows:
             location = self._index.location(transaction, row)
             base = rows.base_of(row)
             under = None if base is None else _row(self._index, transaction, (Kind.BLOCK, base))
-        limit = self._layout.block_size if kind == Kind.BLOCK else RECORD_LIMIT
-        if max(location.raw_length, location.stored_length) > limit:
-            raise Corrupt("longer than it may be", where=id.hex())
+        if kind != Kind.BLOCK:
+            return self._reader.record(typed(kind, id), location)
         plain = None
         if base is not None:
             if under is None or rows.base_of(under) is not None:
                 raise Corrupt("its base is missing", where=id.hex())
+            self._reader.check_lengths(BlockId(id), location)
             plain = self._payload((Kind.BLOCK, base), under)
-        data = self._decoded(location, plain)
-        if typed(kind, id).of(data) != id:
-            raise Corrupt("the stored bytes do not match the id", where=id.hex())
-        return data
-
-    def _decoded(self, location: Location, base: Buffer | None) -> Buffer:
-        payload = self._files.read(location.pack, location.offset, location.stored_length)
-        return codecs.decode(location.codec, payload, location.width, location.raw_length, base)
+        return self._reader.block(BlockId(id), location, plain)
 
     def _leave_out_orphans(self) -> None:
         """Deltas whose base is not there, or cannot be one."""

@@ -11,10 +11,10 @@ import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.blocks.reader import BlockReader, decoded, verify
+from mstore.errors import MstoreError, StorageFailed
 from mstore.gc.survey import Place
 from mstore.ids import (
     BlockId,
@@ -58,6 +58,7 @@ class Copies:
         max_pack: int = MAX_PACK_BYTES,
     ) -> None:
         self._catalog = catalog
+        self._reader = BlockReader(catalog.packs, catalog.block_size)
         self._inventory = inventory
         self._directory = directory
         self._max_pack = max_pack
@@ -130,15 +131,12 @@ class Copies:
         location = self._inventory.location(table, place.row)
         if place.kind != Kind.BLOCK:
             return self._catalog.record_bytes(_ID_TYPES[place.kind](id), location)
-        if max(location.raw_length, location.stored_length) > self._catalog.block_size:
-            raise Corrupt("longer than the block size", where=f"block {id.hex()}")
-        payload = self._catalog.packs.read(location.pack, location.offset, location.stored_length)
+        block = BlockId(id)
+        payload = self._reader.payload(block, location)
         base = None
         if location.base != NO_BASE:
             base = self._catalog.read_block(BlockId(location.base))
-        data = codecs.decode(location.codec, payload, location.width, location.raw_length, base)
-        if BlockId.of(data) != id:
-            raise Corrupt("the stored bytes do not match the id", where=f"block {id.hex()}")
+        verify(block, location, decoded(block, location, payload, base), base)
         return payload
 
     def _pack(self) -> PackWriter:

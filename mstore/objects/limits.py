@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mstore.blocks.packs import Kind
+from mstore.blocks.reader import RECORD_LIMIT
 
 MIB = 1 << 20
 MAX_COUNT = (1 << 63) - 1
@@ -24,7 +25,7 @@ class RecordLimits:
     tensors, methods, parameters and patterns; `text_bytes` for messages, notes and reasons.
     """
 
-    tensor_record_bytes: int = 512 * MIB
+    tensor_record_bytes: int = RECORD_LIMIT
     record_bytes: int = 256 * MIB
     small_record_bytes: int = 4 * MIB
     files: int = 100_000

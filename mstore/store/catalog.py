@@ -18,12 +18,12 @@ from threading import local
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
-from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index, Location, stored_lengths
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone, PackWriter
-from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
+from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import (
     ID_BYTES,
     BlockId,
@@ -36,7 +36,7 @@ from mstore.ids import (
     VirtualId,
 )
 from mstore.objects.canonical import Record, decode
-from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT
+from mstore.objects.limits import MAX_COUNT
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
-RECORD_LIMIT = DEFAULT_LIMITS.tensor_record_bytes
-FSCK = "mstore fsck --read-data"
 
 
 class Catalog:
@@ -77,6 +75,7 @@ class Catalog:
         self.config = config
         self.index = index
         self.packs = packs
+        self._reader = BlockReader(packs, layout.block_size)
         self._records = RecordCache()
         self._own = local()
 
@@ -268,20 +267,8 @@ class Catalog:
             return read(fresh)
 
     def _checked(self, block: BlockId, location: Location) -> Buffer:
-        self._check_length(block, location)
-        data, base = self._plain(block, location)
-        self._verify(block, data, location, base)
-        return data
-
-    def _plain(self, block: BlockId, location: Location) -> tuple[Buffer, Buffer | None]:
-        """What a block decodes to, and the base that it took: neither is checked against an id."""
-        base = self._base(block, location)
-        payload = self.packs.read(location.pack, location.offset, location.stored_length)
-        with _naming(block):
-            found = codecs.decode(
-                location.codec, payload, location.width, location.raw_length, base
-            )
-        return found, base
+        self._reader.check_lengths(block, location)
+        return self._reader.block(block, location, self._base(block, location))
 
     def _base(self, block: BlockId, location: Location) -> Buffer | None:
         """The bytes that a delta is a difference to, not checked: the block itself is."""
@@ -294,16 +281,16 @@ class Catalog:
             raise Corrupt(f"its base {base} is not stored", where=f"block {block}", hint=FSCK)
         if _is_delta(place) or place.raw_length != location.raw_length:
             raise Corrupt(f"block {base} cannot be its base", where=f"block {block}", hint=FSCK)
-        self._check_length(base, place)
+        self._reader.check_lengths(base, place)
         return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
 
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
         # Looked up again, it may be anything.
         if _is_delta(location):
             raise Corrupt("a delta cannot be a base", where=f"block {block}", hint=FSCK)
-        self._check_length(block, location)
+        self._reader.check_lengths(block, location)
         found = self._room(location.raw_length)
-        self._load(block, location, found, None)
+        self._reader.unchecked_into(block, location, found)
         return found
 
     def _room(self, length: int) -> memoryview:
@@ -322,50 +309,8 @@ class Catalog:
         self._relocating(block, location, lambda place: self._fill(block, place, target))
 
     def _fill(self, block: BlockId, location: Location, target: memoryview) -> None:
-        self._check_length(block, location)
-        if len(target) != location.raw_length:
-            raise Corrupt(
-                f"a block of {location.raw_length} bytes where {len(target)} were expected",
-                where=f"block {block}",
-            )
-        base = self._base(block, location)
-        self._load(block, location, target, base)
-        self._verify(block, target, location, base)
-
-    def _load(
-        self, block: BlockId, location: Location, target: memoryview, base: Buffer | None
-    ) -> None:
-        if location.codec == Codec.RAW:
-            # A raw payload is as long as its block, or the entry is not one.
-            if location.stored_length != location.raw_length:
-                raise Corrupt("a raw block of two lengths", where=f"block {block}", hint=FSCK)
-            self.packs.read_into(location.pack, location.offset, target)
-            return
-        payload = self.packs.read(location.pack, location.offset, location.stored_length)
-        with _naming(block):
-            codecs.decode_into(location.codec, payload, location.width, target, base)
-
-    def _check_length(self, block: BlockId, location: Location) -> None:
-        # Before anything is allocated: an index row is not proof that a length is sane.
-        if max(location.raw_length, location.stored_length) > self.block_size:
-            raise Corrupt("longer than the block size", where=f"block {block}", hint=FSCK)
-
-    def _verify(
-        self, block: BlockId, data: Buffer, location: Location, base: Buffer | None
-    ) -> None:
-        if BlockId.of(data) != block:
-            if base is not None and BlockId.of(base) != location.base:
-                raise Corrupt(
-                    f"its base {BlockId(location.base)} is not what its id says",
-                    where=f"block {block}",
-                    hint=FSCK,
-                )
-            raise Corrupt(
-                f"the stored bytes do not match the id (pack {location.pack.short}, "
-                f"offset {location.offset})",
-                where=f"block {block}",
-                hint=FSCK,
-            )
+        self._reader.check_lengths(block, location)
+        self._reader.block_into(block, location, target, self._base(block, location))
 
     # -- records -----------------------------------------------------------------------------
 
@@ -399,13 +344,7 @@ class Catalog:
 
     def record_bytes(self, id: Id, location: Location) -> bytes:
         """The canonical bytes of a record, checked against its id."""
-        where = f"{type(id).__name__} {id}"
-        if location.codec != Codec.RAW or location.stored_length > RECORD_LIMIT:
-            raise Corrupt("not stored as a record", where=where, hint=FSCK)
-        data = self.packs.read(location.pack, location.offset, location.stored_length)
-        if type(id).of(data) != id:
-            raise Corrupt("the stored record does not match its id", where=where, hint=FSCK)
-        return data
+        return self._reader.record(id, location)
 
     def tensor(self, id: TensorId) -> Tensor:
         """A tensor record that fits this store's block size.
@@ -589,17 +528,6 @@ class Catalog:
 def _is_delta(location: Location) -> bool:
     # A code of a newer version is the decoder's to refuse.
     return location.codec in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
-
-
-@contextmanager
-def _naming(block: BlockId) -> Iterator[None]:
-    """What a codec finds wrong, said of this block."""
-    try:
-        yield
-    except Corrupt as error:
-        raise Corrupt(error.what, where=f"block {block}", hint=FSCK) from error
-    except Incompatible as error:
-        raise Incompatible(error.what, where=f"block {block}", hint=error.hint) from error
 
 
 def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[bytes]:

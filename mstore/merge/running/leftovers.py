@@ -25,10 +25,10 @@ import msgspec
 from blake3 import blake3
 
 from mstore import fs
-from mstore.blocks import codecs
-from mstore.blocks.packs import NO_BASE, PAGE, Entry, Kind, SealedPack, open_pack, read_table
+from mstore.blocks.packs import NO_BASE, PAGE, Kind, SealedPack, open_pack, read_table
+from mstore.blocks.reader import decoded, located, verify
 from mstore.errors import MstoreError
-from mstore.ids import BlockId, Buffer
+from mstore.ids import BlockId
 from mstore.merge.running.memo_keys import Remembered
 from mstore.merge.running.slices import Result
 from mstore.store.catalog import Catalog
@@ -121,14 +121,10 @@ def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
             if entry.kind != Kind.BLOCK or longest > catalog.block_size:
                 return None
             base = None if entry.base == NO_BASE else catalog.read_block(BlockId(entry.base))
-            if not _matches(entry, file.read(entry.stored_length), base):
+            payload = file.read(entry.stored_length)
+            if len(payload) != entry.stored_length:
                 return None
+            block, at = BlockId(entry.id), located(id, entry)
+            verify(block, at, decoded(block, at, payload, base), base)
         size = file.seek(0, 2)
     return SealedPack(id, path, size, entries) if size % PAGE == 0 else None
-
-
-def _matches(entry: Entry, payload: bytes, base: Buffer | None) -> bool:
-    if len(payload) != entry.stored_length:
-        return False
-    data = codecs.decode(entry.codec, payload, entry.width, entry.raw_length, base)
-    return BlockId.of(data) == entry.id

@@ -26,11 +26,11 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
+from mstore.blocks.reader import FSCK
 from mstore.errors import Corrupt, Incompatible
 from mstore.ids import BlockId
 from mstore.merge.running.task import ChunkTask, Row, Source
 from mstore.numeric.codes import ITEMSIZES
-from mstore.store.catalog import FSCK
 
 SPARE_SIDES: Final = 3
 """Sides that loading may need beyond the chunk's own: what the base's deltas are differences to,

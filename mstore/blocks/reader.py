@@ -1,0 +1,168 @@
+"""Reading blocks: the one place that reads a payload, undoes its codec and checks what comes out.
+
+Owns the order (is the length sane, then read, decode, compare with the id) and the errors, which
+name the block.  Does not own where payloads come from (`PackSource`), where a block lies (the
+index, or a pack's table), which base a delta has, nor what is counted against a budget.
+
+A record is stored as it is: `BlockReader.record` checks it against its id as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec
+from mstore.blocks.index import Location
+from mstore.blocks.packs import Entry
+from mstore.errors import Corrupt, Incompatible
+from mstore.ids import BlockId, Buffer, Id, PackId
+
+RECORD_LIMIT: Final = 512 << 20
+"""Bytes of the longest record of any kind."""
+
+FSCK: Final = "mstore fsck --read-data"
+
+
+class PackSource(Protocol):
+    """Where the bytes of packs come from: this disk, another one, elsewhere.
+
+    Packs never change, so that any part may be read at any time, by any number of threads.  A read
+    gives exactly the bytes that were asked for, or raises; it never gives fewer, or others'.  What
+    it gives is not trusted: whoever reads checks it.
+
+    Raises PackGone for a pack that the source does not have, Corrupt where the pack is too short
+    for what was asked, StorageFailed where the system refuses to read.
+    """
+
+    def read(self, pack: PackId, offset: int, length: int) -> Buffer:
+        """`length` bytes of the pack at `offset`."""
+
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill the targets, one after the other, with the bytes from `offset` on."""
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+        """These bytes will be read soon.  Advice only: never an error."""
+
+
+def located(pack: PackId, entry: Entry) -> Location:
+    """Where an entry of a pack's own table says that its payload lies."""
+    return Location(
+        pack,
+        entry.offset,
+        entry.stored_length,
+        entry.raw_length,
+        entry.codec,
+        entry.width,
+        entry.base,
+    )
+
+
+class BlockReader:
+    """Reads blocks and records of one store.  For any number of threads.
+
+    Raises Corrupt, which names the block, wherever bytes are not what the id says, Incompatible for
+    a codec of a newer version, and what the source raises.
+    """
+
+    def __init__(self, source: PackSource, block_size: int) -> None:
+        self._source = source
+        self._block_size = block_size
+
+    def block(self, id: BlockId, at: Location, base: Buffer | None = None) -> Buffer:
+        """The plain bytes of a block, checked.  base: of what it is a difference to."""
+        data = decoded(id, at, self.payload(id, at), base)
+        verify(id, at, data, base)
+        return data
+
+    def block_into(
+        self, id: BlockId, at: Location, target: memoryview, base: Buffer | None = None
+    ) -> None:
+        """Fill `target`, which is as long as the block, with its checked bytes."""
+        self.unchecked_into(id, at, target, base)
+        verify(id, at, target, base)
+
+    def unchecked_into(
+        self, id: BlockId, at: Location, target: memoryview, base: Buffer | None = None
+    ) -> None:
+        """The same without comparing with the id: for a base, where what is made with it is."""
+        self.check_lengths(id, at)
+        if len(target) != at.raw_length:
+            raise Corrupt(
+                f"a block of {at.raw_length} bytes where {len(target)} were expected",
+                where=f"block {id}",
+            )
+        if at.codec == Codec.RAW:
+            # A raw payload is as long as its block, or the entry is not one.
+            if at.stored_length != at.raw_length:
+                raise Corrupt("a raw block of two lengths", where=f"block {id}", hint=FSCK)
+            self._source.read_scattered(at.pack, at.offset, [target])
+            return
+        payload = self._source.read(at.pack, at.offset, at.stored_length)
+        decode_into(id, at, payload, target, base)
+
+    def payload(self, id: BlockId, at: Location) -> Buffer:
+        """The bytes at rest, of a sane length; not checked."""
+        self.check_lengths(id, at)
+        return self._source.read(at.pack, at.offset, at.stored_length)
+
+    def record(self, id: Id, at: Location) -> bytes:
+        """The canonical bytes of a record, checked."""
+        where = f"{type(id).__name__} {id}"
+        if at.codec != Codec.RAW or max(at.stored_length, at.raw_length) > RECORD_LIMIT:
+            raise Corrupt("not stored as a record", where=where, hint=FSCK)
+        data = bytes(self._source.read(at.pack, at.offset, at.stored_length))
+        if type(id).of(data) != id:
+            raise Corrupt("the stored record does not match its id", where=where, hint=FSCK)
+        return data
+
+    def check_lengths(self, id: BlockId, at: Location) -> None:
+        """Raise Corrupt where a block is longer than it may be."""
+        # Before anything is allocated: neither a row nor a pack's table proves that a length is
+        # sane.
+        if max(at.raw_length, at.stored_length) > self._block_size:
+            raise Corrupt("longer than the block size", where=f"block {id}", hint=FSCK)
+
+
+def decoded(id: BlockId, at: Location, payload: Buffer, base: Buffer | None = None) -> Buffer:
+    """What a payload, of a sane length, decodes to; not checked against the id."""
+    with _naming(id):
+        return codecs.decode(at.codec, payload, at.width, at.raw_length, base)
+
+
+def decode_into(
+    id: BlockId, at: Location, payload: Buffer, target: memoryview, base: Buffer | None = None
+) -> None:
+    """Fill `target`, which is as long as the block, from its payload; not checked."""
+    with _naming(id):
+        codecs.decode_into(at.codec, payload, at.width, target, base)
+
+
+def verify(id: BlockId, at: Location, data: Buffer, base: Buffer | None = None) -> None:
+    """Raise Corrupt unless these are the plain bytes of the block.
+
+    base: what it was decoded with, which is blamed where it is not what its own id says.
+    """
+    if BlockId.of(data) == id:
+        return
+    if base is not None and BlockId.of(base) != at.base:
+        raise Corrupt(
+            f"its base {BlockId(at.base)} is not what its id says", where=f"block {id}", hint=FSCK
+        )
+    raise Corrupt(
+        f"the stored bytes do not match the id (pack {at.pack.short}, offset {at.offset})",
+        where=f"block {id}",
+        hint=FSCK,
+    )
+
+
+@contextmanager
+def _naming(block: BlockId) -> Iterator[None]:
+    """What a codec finds wrong is wrong with this block."""
+    try:
+        yield
+    except (Corrupt, Incompatible) as error:
+        where = f"block {block}"
+        raise type(error)(error.what, where=where, hint=error.hint or FSCK) from error

@@ -1,0 +1,187 @@
+"""Reading blocks: what comes out of a pack is what the id says, or an error that names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pack_sources import PackSourceContract
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Codec, Policy
+from mstore.blocks.index import Location
+from mstore.blocks.packs import NO_BASE, Kind, PackFiles, PackGone, PackWriter, pack_path
+from mstore.blocks.reader import BlockReader, PackSource, located
+from mstore.errors import Corrupt, Incompatible, MstoreError
+from mstore.ids import BlockId, PackId, SnapshotId
+
+BLOCK = 1 << 16
+FLOATS = codecs.elements_of("BF16")
+
+
+class Memory:
+    """A source that has its packs in memory."""
+
+    def __init__(self, packs: dict[PackId, bytes]) -> None:
+        self.packs = packs
+
+    def read(self, pack: PackId, offset: int, length: int) -> bytes:
+        if pack not in self.packs:
+            raise PackGone("not here", where=str(pack))
+        data = self.packs[pack][offset : offset + length]
+        if len(data) != length or offset > len(self.packs[pack]):
+            raise Corrupt("the pack ends too early", where=str(pack))
+        return data
+
+    def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
+        for target in targets:
+            target[:] = self.read(pack, offset, len(target))
+            offset += len(target)
+
+    def will_need(self, pack: PackId, offset: int, length: int) -> None:
+        """Nothing to do."""
+
+
+class TestPackFiles(PackSourceContract):
+    """Packs on this disk."""
+
+    @pytest.fixture
+    def stored(self, tmp_path: Path) -> Iterator[tuple[PackSource, PackId, bytes]]:
+        pack, data = PackId.of(b"pack"), os.urandom(20_000)
+        path = pack_path(tmp_path, pack)
+        path.parent.mkdir()
+        path.write_bytes(data)
+        files = PackFiles(tmp_path)
+        yield files, pack, data
+        files.close()
+
+
+class TestMemory(PackSourceContract):
+    """A source of another kind can be tested with the same suite."""
+
+    @pytest.fixture
+    def stored(self) -> tuple[PackSource, PackId, bytes]:
+        pack, data = PackId.of(b"pack"), os.urandom(20_000)
+        return Memory({pack: data}), pack, data
+
+
+PACK = PackId.of(b"some pack")
+
+
+def at_rest(plain: bytes, base: bytes | None = None) -> tuple[BlockId, Location, bytes]:
+    """A block as a pack would hold it at offset 5."""
+    under = None if base is None else (BlockId.of(base), base)
+    encoded = codecs.encode(plain, FLOATS, Policy.DENSE, under)
+    data = bytes(encoded.payload)
+    on = NO_BASE if encoded.base is None else bytes(encoded.base)
+    at = Location(PACK, 5, len(data), len(plain), encoded.codec, encoded.width, on)
+    return BlockId.of(plain), at, b"12345" + data
+
+
+def weights(seed: int, moved: float = 0.0) -> bytes:
+    rng = np.random.default_rng(seed)
+    own = rng.normal(0, 0.02, 8192) + moved * np.random.default_rng(99).normal(0, 1, 8192)
+    return (own.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+
+
+CASES = {
+    "raw": (os.urandom(5001), None),
+    "constant": (bytes(4096), None),
+    "planes": (weights(1), None),
+    "delta": (weights(1, 1e-4), weights(1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_codec_is_undone(case: str) -> None:
+    """A block comes out whole, as a value and into a target, whatever codec it is stored with."""
+    plain, base = CASES[case]
+    id, at, pack = at_rest(plain, base)
+    reader = BlockReader(Memory({PACK: pack}), BLOCK)
+    assert bytes(reader.block(id, at, base)) == plain
+    target = memoryview(bytearray(len(plain)))
+    reader.block_into(id, at, target, base)
+    assert bytes(target) == plain
+
+
+@given(case=st.sampled_from(sorted(CASES)), data=st.data())
+def test_wrong_bytes_never_come_out(case: str, data: st.DataObject) -> None:
+    """Whatever one bit is flipped to, in the payload or in what the index says of it, the block is
+    right or the error names it."""
+    plain, base = CASES[case]
+    id, at, pack = at_rest(plain, base)
+    broken = bytearray(pack)
+    bit = data.draw(st.integers(40, 8 * len(pack) - 1))
+    broken[bit // 8] ^= 1 << bit % 8
+    fields = st.fixed_dictionaries(
+        {},
+        optional={
+            "stored_length": st.integers(0, 2 * BLOCK),
+            "raw_length": st.integers(0, 2 * BLOCK),
+            "codec": st.integers(0, 6),
+            "width": st.integers(0, 9),
+        },
+    )
+    lies = data.draw(fields)
+    said = Location(**{name: getattr(at, name) for name in Location.__slots__} | lies)
+    reader = BlockReader(Memory({PACK: bytes(broken)}), BLOCK)
+    target = memoryview(bytearray(said.raw_length))
+    for read in (
+        lambda: bytes(reader.block(id, said, base)),
+        lambda: reader.block_into(id, said, target, base) or bytes(target),
+    ):
+        refused: MstoreError | None = None
+        try:
+            found = read()
+        except (Corrupt, Incompatible) as error:
+            refused = error
+        if refused is None:
+            assert found == plain
+        else:
+            assert str(id) in str(refused.where) or "pack" in refused.what
+
+
+def test_a_wrong_base_is_blamed() -> None:
+    """Where a delta does not fit because its base is damaged, the error names the base."""
+    plain, base = CASES["delta"]
+    assert base is not None
+    id, at, pack = at_rest(plain, base)
+    assert Codec(at.codec).is_delta
+    wrong = bytes([base[0] ^ 1]) + base[1:]
+    with pytest.raises(Corrupt, match=str(BlockId.of(base))) as caught:
+        BlockReader(Memory({PACK: pack}), BLOCK).block(id, at, wrong)
+    assert caught.value.where == f"block {id}"
+
+
+def test_lengths_are_checked_before_anything_is_read() -> None:
+    """A block longer than the block size, or a target of another length, is refused unread."""
+    id, at, _ = at_rest(*CASES["planes"])
+    nowhere = Memory({})
+    with pytest.raises(Corrupt, match="block size"):
+        BlockReader(nowhere, 1024).block(id, at)
+    with pytest.raises(Corrupt, match="were expected"):
+        BlockReader(nowhere, BLOCK).block_into(id, at, memoryview(bytearray(1)))
+
+
+def test_records_are_checked(tmp_path: Path) -> None:
+    """A record is given where it hashes to its id; a flipped bit, or a codec, is refused."""
+    store = UUID(int=7)
+    data = b"some record"
+    id = SnapshotId.of(data)
+    writer = PackWriter(tmp_path / "one.pack", store.bytes, 1)
+    writer.append_small(id, Kind.SNAPSHOT, Codec.RAW, 1, data, len(data))
+    sealed = writer.seal()
+    whole = sealed.path.read_bytes()
+    at = located(sealed.id, sealed.entries[0])
+    assert BlockReader(Memory({sealed.id: whole}), BLOCK).record(id, at) == data
+    broken = whole.replace(b"some", b"same")
+    for pack, place in ((broken, at), (whole, Location(at.pack, at.offset, 11, 11, 2, 1))):
+        with pytest.raises(MstoreError) as caught:
+            BlockReader(Memory({sealed.id: pack}), BLOCK).record(id, place)
+        assert str(id) in str(caught.value.where)
