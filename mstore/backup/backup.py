@@ -31,7 +31,7 @@ from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Report, Ticks
 from mstore.blocks.index import Condemned, Index
-from mstore.blocks.packs import SealedPack, pack_path, publish
+from mstore.blocks.packs import SealedPack, pack_path
 from mstore.check.findings import Findings
 from mstore.check.hurt import Wounds
 from mstore.errors import Conflict, StorageFailed, Unavailable
@@ -40,6 +40,7 @@ from mstore.reports import BackupReport, Hurt
 from mstore.sharing import Sharing
 from mstore.store import condemned, generation, leases, lost_found, mirror, refs
 from mstore.store.catalog import Catalog
+from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
 
@@ -264,7 +265,7 @@ class _Backup:
         layout, into = self._layout, self._into
         with into.publishing():
             sealed = [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())]
-            publish(layout.packs, sealed, [])
+            give_names(layout.packs, sealed, [])
             into.replace_index(fresh)
             with closing(Index(layout.index)) as index:
                 mirror.write(layout, index)

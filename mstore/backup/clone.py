@@ -25,7 +25,7 @@ from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Report, Ticks
 from mstore.blocks.index import Index
-from mstore.blocks.packs import SealedPack, publish, read_table
+from mstore.blocks.packs import SealedPack, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import PackId
@@ -34,6 +34,7 @@ from mstore.store import layout as layouts
 from mstore.store import mirror
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
+from mstore.store.publishing import give_names
 
 _ATTEMPTS = 20
 
@@ -96,7 +97,7 @@ class _Clone:
             with index.env.write() as transaction:
                 rows.name(index, transaction, own)
             self._prove(index, own, staged)
-            publish(
+            give_names(
                 layout.packs,
                 [SealedPack(pack, path, 0, ()) for pack, path in sorted(staged.items())],
                 [],

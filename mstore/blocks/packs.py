@@ -132,24 +132,6 @@ def pack_path(packs: Path, pack: PackId) -> Path:
     return packs / name[:2] / f"{name}.pack"
 
 
-def publish(root: Path, packs: Sequence[SealedPack], published: list[Path]) -> None:
-    """Give sealed packs their final names below `root`, durably: the step before an index commit.
-
-    `published` grows by each name before it is given, so that whoever fails later knows what to
-    take back.  Raises StorageFailed.
-    """
-    # Also where no directory is new: another writer may have made it and not synced it yet.
-    touched = {root} if packs else set()
-    for pack in packs:
-        target = pack_path(root, pack.id)
-        fs.make_directory(target.parent, exist_ok=True)
-        touched.add(target.parent)
-        published.append(target)
-        fs.rename(pack.path, target)
-    for directory in sorted(touched, reverse=True):
-        fs.sync_directory(directory)
-
-
 class PackWriter:
     """Writes one pack under a temporary name.
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index, Location
-from mstore.blocks.packs import Kind, PackWriter, SealedPack, publish
+from mstore.blocks.packs import Kind
 from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, Key, typed
@@ -38,7 +37,7 @@ from mstore.reports import Progress, RepairReport
 from mstore.store import leases
 from mstore.store.catalog import Catalog, insert_snapshot, unlist_snapshot
 from mstore.store.layout import Layout
-from mstore.store.transaction import MAX_PACK_BYTES
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
 Report = Callable[[Progress], None]
 _DROPS = 3
@@ -294,14 +293,14 @@ class _Shelf:
 
     def __init__(self, catalog: Catalog, lease: leases.Lease, max_pack: int) -> None:
         self._catalog = catalog
-        self._lease = lease
-        self._max_pack = max_pack
-        self._writer: PackWriter | None = None
-        self._sealed: list[SealedPack] = []
-        self._published: list[Path] = []
+        self._packs = NewPacks(catalog, lease.directory, prefix="r", max_pack=max_pack)
         self._snapshots: list[SnapshotRecord] = []
         self.keys: set[Key] = set()
-        self.bytes_written = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """Of packs that were sealed."""
+        return sum(pack.size for pack in self._packs.sealed)
 
     def put(self, copy: Copy, row: bytes | None) -> None:
         """A copy from elsewhere, stored as its row says, or else as it was there.
@@ -315,7 +314,7 @@ class _Shelf:
             self._put_record(copy.key, bytes(copy.data))
             return
         encoded = self._encoded(copy, _form(row, len(copy.data)) or copy.form)
-        self._pack().append_encoded(id, encoded, copy.file, copy.offset)
+        self._packs.writer.append_encoded(id, encoded, copy.file, copy.offset)
         self.keys.add(copy.key)
 
     def _encoded(self, copy: Copy, form: Form) -> Encoded:
@@ -339,7 +338,7 @@ class _Shelf:
         kind, id = key
         if kind == Kind.SNAPSHOT:
             self._snapshots.append(decode(SnapshotRecord, data, id.hex()))
-        self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
+        self._packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
         self.keys.add(key)
 
     def put_as_it_is(self, key: Key, location: Location, payload: bytes) -> None:
@@ -356,30 +355,14 @@ class _Shelf:
             BlockId(location.base) if Codec(location.codec).is_delta else None,
         )
         # Pages of a file are pages of the pack, here as there.
-        self._pack().append_encoded(id, encoded, location.pack.hex(), location.offset)
+        self._packs.writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
         self.keys.add(key)
-
-    def _pack(self) -> PackWriter:
-        if self._writer is not None and self._writer.size >= self._max_pack:
-            self._seal()
-        if self._writer is None:
-            path = self._lease.directory / f"r{len(self._sealed)}.pack"
-            self._writer = self._catalog.new_pack(path)
-        return self._writer
-
-    def _seal(self) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            pack = writer.seal()
-            self._sealed.append(pack)
-            self.bytes_written += pack.size
 
     def publish(self, damage: Damage) -> set[Key]:
         """Put everything in place of the rows that were found broken; returns what was put."""
         if not self.keys:
             return set()
-        self._seal()
-        publish(self._catalog.layout.packs, self._sealed, self._published)
+        self._packs.publish()
         index = self._catalog.index
         with self._catalog.committing() as transaction:
             for key in self.keys:
@@ -387,21 +370,18 @@ class _Shelf:
                 row = damage.rows.get(key)
                 if row is not None and transaction.get(name, db=index.db(database)) == row:
                     transaction.delete(name, db=index.db(database))
-            for pack in self._sealed:
+            for pack in self._packs.sealed:
                 # What somebody else put right meanwhile keeps its row.
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
                 insert_snapshot(index, transaction, snapshot)
-            # A commit that fails half way may still be on disk: from here on the packs stay.
-            self._published.clear()
+            self._packs.keep()
         return set(self.keys)
 
     def abandon(self) -> None:
         """Remove what is not published."""
-        if self._writer is not None:
-            self._writer.abandon()
-        for path in self._published:
-            fs.unlink(path, missing_ok=True)
+        self._packs.abandon()
+        self._packs.take_back()
 
 
 def _form(row: bytes | None, length: int) -> Form | None:

@@ -31,10 +31,10 @@ import numpy as np
 
 from mstore import fs
 from mstore.blocks.index import Condemned
-from mstore.blocks.packs import Kind, SealedPack, pack_path, publish
+from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import StorageFailed
 from mstore.gc import proof, tidy
-from mstore.gc.repack import MAX_PACK_BYTES, Copies
+from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.reach import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
@@ -44,6 +44,7 @@ from mstore.store import condemned, generation, leases, lost_found, plans
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
+from mstore.store.publishing import MAX_PACK_BYTES
 
 RESERVE_BYTES = 8 << 20
 """Free space that copies leave to others."""
@@ -252,8 +253,12 @@ class Collector:
         lease = leases.Lease(catalog.layout, catalog.index, "gc")
         try:
             copies = self._copy(reach, choice, lease.directory)
-            with self._published(copies.packs) as committing:
-                self._commit(reach, choice, copies, lease, committing)
+            try:
+                copies.packs.publish()
+                self._commit(reach, choice, copies, lease)
+            except BaseException:
+                copies.packs.take_back()
+                raise
             unlinked = self._sweep()
         finally:
             lease.release()
@@ -278,29 +283,12 @@ class Collector:
         copies.copy(places(inventory, reach.live, choice.rewrite), tick)
         return copies
 
-    @contextmanager
-    def _published(self, packs: list[SealedPack]) -> Iterator[list[bool]]:
-        """Packs under their final names, durably; taken back unless the commit may stand."""
-        committing: list[bool] = []
-        published: list[Path] = []
-        try:
-            publish(self._catalog.layout.packs, packs, published)
-            yield committing
-        except BaseException:
-            # An index commit that failed half way may still be on disk: then the packs stay.
-            if not committing:
-                for target in published:
-                    with suppress(StorageFailed):
-                        fs.unlink(target, missing_ok=True)
-            raise
-
     def _commit(
         self,
         reach: Reach,
         choice: Choice,
         copies: Copies,
         lease: leases.Lease,
-        committing: list[bool],
     ) -> None:
         catalog, tally = self._catalog, self._tally
         unnamed: list[PackId] = []
@@ -310,7 +298,7 @@ class Collector:
             reach.grow(self._roots_now(reach, transaction), transaction)
             dead = Dead.of(reach)
             gone: Counter[int] = Counter()
-            for pack in copies.packs:
+            for pack in copies.packs.sealed:
                 replaced = catalog.index.move_into(transaction, pack, copies.rows)
                 gone.update(int.from_bytes(row[:4], "big") for row in replaced)
                 if not replaced:
@@ -320,7 +308,7 @@ class Collector:
             _drop_sources(catalog, transaction, reach)
             proof.require_rows(catalog, reach)
             empty = {}
-            footers = proof.Footers(catalog, copies.packs)
+            footers = proof.Footers(catalog, copies.packs.sealed)
             for use in (*choice.remove, *choice.rewrite):
                 if gone[use.number] != use.rows:
                     continue
@@ -330,7 +318,7 @@ class Collector:
                     catalog.index.condemn(transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
-            committing.append(True)
+            copies.packs.keep()
         for useless in unnamed:
             with suppress(StorageFailed):
                 fs.unlink(pack_path(catalog.layout.packs, useless), missing_ok=True)

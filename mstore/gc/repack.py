@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
+from mstore.blocks.packs import NO_BASE, Kind, SealedPack
 from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.errors import MstoreError, StorageFailed
 from mstore.gc.survey import Place
@@ -30,8 +30,8 @@ from mstore.ids import (
 )
 from mstore.reach import Inventory
 from mstore.store.catalog import Catalog
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
-MAX_PACK_BYTES = 512 << 20
 _ID_TYPES: dict[Kind, type[Id]] = {
     Kind.TENSOR: TensorId,
     Kind.MANIFEST: ManifestId,
@@ -60,10 +60,9 @@ class Copies:
         self._catalog = catalog
         self._reader = BlockReader(catalog.packs, catalog.block_size)
         self._inventory = inventory
-        self._directory = directory
-        self._max_pack = max_pack
-        self._writer: PackWriter | None = None
-        self.packs: list[SealedPack] = []
+        self.packs = NewPacks(
+            catalog, directory, prefix="c", max_pack=max_pack, sealing=self._sealed
+        )
         self.rows: dict[tuple[str, bytes], bytes] = {}
         self.left: list[str] = []
         self.copied_bytes = 0
@@ -75,7 +74,7 @@ class Copies:
         try:
             for place in places:
                 tick(self._copy(place))
-            self._seal()
+            self.packs.seal()
         except StorageFailed as error:
             self.abandon()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -88,9 +87,7 @@ class Copies:
 
     def abandon(self) -> None:
         """Remove the pack that is not sealed."""
-        if self._writer is not None:
-            self._writer.abandon()
-            self._writer = None
+        self.packs.abandon()
         self._unsealed.clear()
 
     def _copy(self, place: Place) -> int:
@@ -108,7 +105,7 @@ class Copies:
                 raise
             self.left.append(f"{place.kind.name.lower()} {id.hex()}: {error.what}")
             return length
-        writer = self._pack()
+        writer = self.packs.writer
         if place.kind == Kind.BLOCK:
             base = None if location.base == NO_BASE else BlockId(location.base)
             encoded = Encoded(
@@ -139,19 +136,8 @@ class Copies:
         verify(block, location, decoded(block, location, payload, base), base)
         return payload
 
-    def _pack(self) -> PackWriter:
-        if self._writer is not None and self._writer.size >= self._max_pack:
-            self._seal()
-        if self._writer is None:
-            path = self._directory / f"c{len(self.packs)}.pack"
-            self._writer = self._catalog.new_pack(path)
-        return self._writer
-
-    def _seal(self) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            self.packs.append(writer.seal())
-            for name, row, length in self._unsealed:
-                self.rows[name] = row
-                self.copied_bytes += length
-            self._unsealed.clear()
+    def _sealed(self, pack: SealedPack) -> None:
+        for name, row, length in self._unsealed:
+            self.rows[name] = row
+            self.copied_bytes += length
+        self._unsealed.clear()

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
-from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack, publish
+from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
@@ -33,8 +33,7 @@ from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.store import condemned, contents, leases, refs
 from mstore.store.catalog import Catalog, insert_snapshot, now_ns
-
-MAX_PACK_BYTES = 512 << 20
+from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +64,10 @@ class Transaction:
         resumes: bool = False,
     ) -> None:
         self._catalog = catalog
-        self._max_pack = max_pack
-        self._writer: PackWriter | None = None
-        self._sealed: list[SealedPack] = []
-        self._published: list[Path] = []
         self._own: set[bytes] = set()
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
         self._relied_records: set[tuple[Kind, Id]] = set()
-        self._committing = False
         self.bytes_written = 0
         self.blocks_new = 0
         # Before anything is written: what a killed writer left may be the space that is missing.
@@ -81,6 +75,9 @@ class Transaction:
             leases.sweep(catalog.layout, catalog.index)
             condemned.sweep(catalog.layout, catalog.index)
         self._lease = leases.Lease(catalog.layout, catalog.index, purpose)
+        self._packs = NewPacks(
+            catalog, self._lease.directory, prefix="r", max_pack=max_pack, sealing=self._count
+        )
         self._resumes = resumes
         if resumes:
             leases.claim(catalog.layout, self._lease)
@@ -95,13 +92,8 @@ class Transaction:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._writer is not None:
-                self._writer.abandon()
-                self._writer = None
-            if not self._committing:
-                # An index commit that failed half way may still be on disk: then the packs stay.
-                for path in self._published:
-                    fs.unlink(path, missing_ok=True)
+            self._packs.abandon()
+            self._packs.take_back()
         finally:
             if self._resumes and kind is not None and not issubclass(kind, Exception):
                 # Interrupted: what is whole and has a receipt waits for the next attempt.
@@ -142,7 +134,7 @@ class Transaction:
             if encoded is None:
                 relied.add(block)
                 continue
-            self._pack().append_encoded(block, encoded, file, offset)
+            self._packs.writer.append_encoded(block, encoded, file, offset)
             own.add(block)
             self.blocks_new += 1
         return self.blocks_new - before
@@ -185,15 +177,14 @@ class Transaction:
             fs.unlink(pack.path)
             return 0
         self._own.update(ids)
-        self._sealed.append(pack)
-        self.bytes_written += pack.size
+        self._packs.adopt(pack)
+        self._count(pack)
         self.blocks_new += known.count(False)
         return known.count(False)
 
     def go_on_with(self, writer: PackWriter, blocks: Iterable[BlockId]) -> None:
         """Take over an unfinished pack in `directory` that holds these blocks, and write on it."""
-        self._seal()
-        self._writer = writer
+        self._packs.go_on_with(writer)
         before = len(self._own)
         self._own.update(blocks)
         self.blocks_new += len(self._own) - before
@@ -257,7 +248,7 @@ class Transaction:
             problem = record.problem(DEFAULT_LIMITS)
             if problem is not None:
                 raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
-            self._pack().append_small(id, kind, Codec.RAW, 1, data, len(data))
+            self._packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
             self._own.add(key)
             if isinstance(record, Tensor):
                 self._pending[TensorId(id)] = record
@@ -271,20 +262,8 @@ class Transaction:
         with index.env.read() as transaction:
             return index.record_rows(transaction, list(keys)).keys()
 
-    def _pack(self) -> PackWriter:
-        if self._writer is not None and self._writer.size >= self._max_pack:
-            self._seal()
-        if self._writer is None:
-            path = self._lease.directory / f"r{len(self._sealed)}.pack"
-            self._writer = self._catalog.new_pack(path)
-        return self._writer
-
-    def _seal(self) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            pack = writer.seal()
-            self._sealed.append(pack)
-            self.bytes_written += pack.size
+    def _count(self, pack: SealedPack) -> None:
+        self.bytes_written += pack.size
 
     # -- publishing --------------------------------------------------------------------------
 
@@ -301,13 +280,12 @@ class Transaction:
         """
         for snapshot in snapshots:
             self.put_record(snapshot)
-        self._seal()
-        self._publish_packs()
+        self._packs.publish()
         catalog = self._catalog
         with catalog.committing() as transaction:
             self._check_relied(transaction)
             self._check_parents(transaction, snapshots)
-            for pack in self._sealed:
+            for pack in self._packs.sealed:
                 catalog.index.insert_pack(transaction, pack)
             self._check_bases(transaction)
             for snapshot in snapshots:
@@ -316,10 +294,7 @@ class Transaction:
             if also is not None:
                 also(transaction)
             self._lease.drop_row(transaction)
-            self._committing = True
-
-    def _publish_packs(self) -> None:
-        publish(self._catalog.layout.packs, self._sealed, self._published)
+            self._packs.keep()
 
     def _check_relied(self, transaction: Any) -> None:
         index = self._catalog.index
@@ -347,7 +322,7 @@ class Transaction:
         """
         bases = {
             BlockId(entry.base)
-            for pack in self._sealed
+            for pack in self._packs.sealed
             for entry in pack.entries
             if entry.base != NO_BASE
         }
