@@ -18,12 +18,14 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mstore import fs
+from mstore.ahead import in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.index import Location
 from mstore.checkpoint.directory import Checkpoint, SourceFile
@@ -204,20 +206,13 @@ class _FileReader:
 
     def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_Group]:
         """All groups in order, with at most `ahead` of them in memory."""
-        waiting: deque[Future[_Group]] = deque()
-        try:
-            for spans in self._groups():
-                waiting.append(pool.submit(self._load, spans))
-                if len(waiting) >= ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-            for future in waiting:
-                if not future.cancelled():
-                    future.exception()
+        loading = in_order(
+            lambda spans: pool.submit(self._load, spans), self._groups(), ahead=ahead - 1
+        )
+        # Closed here, not when it is collected: the caller gives up what the threads write into.
+        with closing(loading):
+            for _, group in loading:
+                yield group
 
 
 class _Comparison:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock, local
 
 from mstore import fs
+from mstore.ahead import in_order
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import BlockId, SnapshotId
@@ -152,7 +152,7 @@ class _Checkout:
         done = 0
         pool = ThreadPoolExecutor(threads, "checkout")
         try:
-            for written in _in_turn(pool, self._jobs(), ahead=2 * threads):
+            for _, written in in_order(pool.submit, self._jobs(), ahead=2 * threads - 1):
                 done += written
                 if progress is not None:
                     progress(Progress("checkout", done, total))
@@ -219,16 +219,3 @@ class _Checkout:
             return file.size
         finally:
             file.close()
-
-
-def _in_turn(
-    pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], int]], *, ahead: int
-) -> Iterator[int]:
-    """What each job returns, in their order; at most `ahead` are waiting or under way."""
-    waiting: deque[Future[int]] = deque()
-    for job in jobs:
-        waiting.append(pool.submit(job))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mstore import fs
+from mstore.ahead import in_order
 from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Tick
 from mstore.blocks.index import Index, Location
@@ -127,20 +127,19 @@ class Proof:
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
         """Prove these packs; what is wrong goes to the findings.  Raises StorageFailed."""
-        waiting: deque[Future[list[_Failure]]] = deque()
-        with ThreadPoolExecutor(threads, "proof") as pool:
-            for pack in packs:
-                for group in self._groups(pack):
-                    waiting.append(pool.submit(self._failures, group))
-                    if len(waiting) > 2 * threads:
-                        self._take(waiting.popleft())
-                tick(pack.size)
-            while waiting:
-                self._take(waiting.popleft())
 
-    def _take(self, future: Future[list[_Failure]]) -> None:
-        for kind, id, row, error in future.result():
-            self._findings.tell_row(kind, id, row, error.what)
+        def groups() -> Iterator[list[_Payload]]:
+            for pack in packs:
+                yield from self._groups(pack)
+                tick(pack.size)
+
+        with ThreadPoolExecutor(threads, "proof") as pool:
+            proving = in_order(
+                lambda group: pool.submit(self._failures, group), groups(), ahead=2 * threads
+            )
+            for _, failures in proving:
+                for kind, id, row, error in failures:
+                    self._findings.tell_row(kind, id, row, error.what)
 
     def _groups(self, pack: NamedPack) -> Iterator[list[_Payload]]:
         group: list[_Payload] = []

@@ -7,10 +7,10 @@ that the same store and seed read the same blocks.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
+from mstore.ahead import in_order
 from mstore.blocks.index import Location
 from mstore.blocks.packs import Kind, pack_path, read_table
 from mstore.check.findings import Findings
@@ -46,23 +46,19 @@ class Payloads:
 
     def run(self, packs: list[PackId]) -> None:
         """Read every block (or those of the sample) that the index has in these packs."""
-        waiting: deque[tuple[int, Future[list[_Failure]]]] = deque()
         with ThreadPoolExecutor(self._threads, "fsck") as pool:
-            for group in self._groups(packs):
-                size = sum(location.stored_length for _, location, _ in group)
-                waiting.append((size, pool.submit(self._read, group)))
-                if len(waiting) > 2 * self._threads:
-                    self._take(*waiting.popleft())
-            while waiting:
-                self._take(*waiting.popleft())
-
-    def _take(self, size: int, future: Future[list[_Failure]]) -> None:
-        for block, row, error in future.result():
-            self._findings.tell_row(Kind.BLOCK, block, row, error.what)
-            if isinstance(error, StorageFailed):
-                self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
-        self.bytes_read += size
-        self._tick(self.bytes_read)
+            reading = in_order(
+                lambda group: pool.submit(self._read, group),
+                self._groups(packs),
+                ahead=2 * self._threads,
+            )
+            for group, failures in reading:
+                for block, row, error in failures:
+                    self._findings.tell_row(Kind.BLOCK, block, row, error.what)
+                    if isinstance(error, StorageFailed):
+                        self._findings.unreadable.add((Kind.BLOCK, bytes(block)))
+                self.bytes_read += sum(location.stored_length for _, location, _ in group)
+                self._tick(self.bytes_read)
 
     def _groups(self, packs: list[PackId]) -> Iterator[list[_Block]]:
         for pack in packs:

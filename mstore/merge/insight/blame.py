@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
+from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
 from mstore.errors import NotFound, did_you_mean
 from mstore.ids import SnapshotId
@@ -210,19 +212,15 @@ class _Run:
         """Each chunk's sums, in order; the pool works a few ahead of the one yielded."""
         # A chunk that is left out has no expert in it, so no ties.
         ledger = TieLedger(tensor.quotas.tolist(), numbers)
-        waiting: deque[Future[Attribution]] = deque()
-        try:
-            for task in self._made(tensor, numbers):
-                waiting.append(pool.submit(self._part, task, ledger))
-                if len(waiting) > 2 * self._threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            ledger.fail(-1)
-            for future in waiting:
-                if not future.cancel():
-                    future.exception()
+        measuring = in_order(
+            lambda task: pool.submit(self._part, task, ledger),
+            self._made(tensor, numbers),
+            ahead=2 * self._threads,
+            stopping=lambda _: ledger.fail(-1),
+        )
+        with closing(measuring):
+            for _, part in measuring:
+                yield part
 
     def _made(self, tensor: TensorTask, numbers: list[int]) -> Iterator[ChunkTask]:
         for start in range(0, len(numbers), _BATCH):
