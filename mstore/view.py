@@ -51,6 +51,21 @@ class Extent:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class PhysicalExtent:
+    """Where a piece of a file lies at rest: `length` bytes from `offset` of the file are those from
+    `start` of a block that lies at `location` (pack, offset there, lengths, codec, base).
+
+    Of a block with codec RAW they are the bytes at `location.offset + start` of the pack.  No
+    location: the block is virtual.
+    """
+
+    offset: int
+    length: int
+    start: int
+    location: Location | None
+
+
 class Computing(Protocol):
     """Computes blocks of virtual tensors.  Thread-safe.
 
@@ -336,6 +351,25 @@ class SnapshotView:
                 offset = stop
             number += 1
 
+    def physical_extents(
+        self, path: str, offset: int = 0, size: int | None = None
+    ) -> list[PhysicalExtent]:
+        """Where the pieces of `extents` lie, all of the file's unless `size` is given.
+
+        True as long as the packs are not collected: whoever reads them there holds a lease, or a
+        pin.  Raises NotFound, Corrupt for a block that is not stored.
+        """
+        length = self._opened(path).file.size if size is None else size
+        found = list(self.extents(path, offset, length))
+        stored = [e.block for e in found if not isinstance(e.block, VirtualBlock)]
+        places = iter(self._catalog.locate(stored))
+        extents = []
+        for extent in found:
+            place = None if isinstance(extent.block, VirtualBlock) else next(places)
+            extents.append(PhysicalExtent(offset, extent.length, extent.start, place))
+            offset += extent.length
+        return extents
+
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Up to `size` bytes from `offset`; fewer at the end of the file, b'' beyond it.
 
@@ -364,15 +398,14 @@ class SnapshotView:
         """
         if path not in self._files:
             return
-        stored: list[tuple[BlockId, Extent]] = []
-        for extent in self.extents(path, offset, size):
-            if not isinstance(extent.block, VirtualBlock):
-                stored.append((extent.block, extent))
-            else:
-                self._cache.begin(extent.block)
-        locations = self._catalog.locate(block for block, _ in stored)
+        for logical in self.extents(path, offset, size):
+            if isinstance(logical.block, VirtualBlock):
+                self._cache.begin(logical.block)
         bases = []
-        for (_, extent), location in zip(stored, locations, strict=True):
+        for extent in self.physical_extents(path, offset, size):
+            location = extent.location
+            if location is None:
+                continue
             if location.codec == Codec.RAW:
                 start = location.offset + extent.start
                 self._catalog.packs.will_need(location.pack, start, extent.length)

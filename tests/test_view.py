@@ -392,3 +392,25 @@ def test_prefetch_begins_to_compute(virtual: Store) -> None:
         view.read(path, end, 10)
     watched.failure = None
     assert view.read(path, end, 10) == wanted[end:]
+
+
+def test_physical_extents_are_where_the_bytes_lie(place: Place) -> None:
+    """The pieces of every file follow each other and cover it, and the pack has a raw block's
+    bytes where they say."""
+    view, packs, raw = place.small, place.small._catalog.packs, 0
+    for path, size in view.files.items():
+        end = 0
+        for extent in view.physical_extents(path):
+            assert extent.offset == end
+            end += extent.length
+            at = extent.location
+            assert at is not None
+            if at.codec == Codec.RAW:
+                raw += 1
+                found = packs.read(at.pack, at.offset + extent.start, extent.length)
+                assert found == place.files[path][extent.offset : end]
+        assert end == size
+        part = view.physical_extents(path, size // 3, size // 4)
+        assert sum(extent.length for extent in part) == size // 4
+        assert not part or part[0].offset == size // 3
+    assert raw
