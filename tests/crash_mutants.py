@@ -69,13 +69,14 @@ def store_directory_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 def index_before_packs(patch: pytest.MonkeyPatch) -> None:
     """The index tells of packs that get their names only then."""
-    publish, commit = Transaction._publish_packs, Transaction.commit
+    commit = Transaction.commit
 
     def reversed_commit(self: Transaction, **what: Any) -> None:
+        packs = self._packs
+        publish, packs.publish = packs.publish, packs.seal  # type: ignore[method-assign]
         commit(self, **what)
-        publish(self)
+        publish()
 
-    patch.setattr(Transaction, "_publish_packs", lambda self: None)
     patch.setattr(Transaction, "commit", reversed_commit)
 
 

@@ -19,6 +19,7 @@ from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, encode
 from mstore.blocks.index import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackFiles, PackGone, read_table
+from mstore.blocks.reader import BlockReader
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import BlockId
 from mstore.store.catalog import Catalog
@@ -154,6 +155,7 @@ def test_a_block_that_moved_is_found_again(catalog: Catalog) -> None:
     path = catalog.packs.path(location.pack)
     catalog.packs.close()
     catalog.packs = PackFiles(catalog.layout.packs)
+    catalog._reader = BlockReader(catalog.packs, catalog.block_size)
     path.rename(path.with_suffix(".away"))
     with pytest.raises(PackGone) as refusal:
         catalog.read_block(second)
