@@ -238,7 +238,7 @@ def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
             store.add(tmp_path / name, name=name)
     program = """
 import sys
-from mstore import Store
+from mstore import MergeRequest, Store
 
 def peak():
     with open("/proc/self/status") as file:
@@ -246,8 +246,8 @@ def peak():
     return int(lines["VmHWM"].split()[0]) << 10
 
 def merge(base, *experts):
-    ask = {"method": "ties", "parameters": {"density": 0.2}, "threads": 2}
-    plan = store.plan(base=base, experts=experts, **ask)
+    ask = {"method": "ties", "parameters": {"density": 0.2}}
+    plan = store.plan(MergeRequest(base=base, experts=experts, **ask), threads=2)
     return store.merge(plan, name="merged", threads=2)
 
 with Store.open(sys.argv[1]) as store:
@@ -701,7 +701,6 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
         ({"experts": []}, "at least one expert"),
         ({"experts": [("e0", math.inf)]}, "weight"),
         ({"method": "linear", "parameters": {}, "experts": [("e0", 1), ("e1", -1)]}, "zero"),
-        ({"threads": 0}, "threads"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -712,6 +711,12 @@ def test_senseless_requests(options: dict[str, Any], says: str, place: Place) ->
     with pytest.raises(BadRequest, match=says):
         place.store.plan(MergeRequest(**given | options))
     assert place.store.stats() == before
+
+
+def test_a_merge_needs_a_thread(place: Place) -> None:
+    """No threads at all: refused by name."""
+    with pytest.raises(BadRequest, match="threads"):
+        place.store.plan(MergeRequest(base="base", experts=["e0"], method="ties"), threads=0)
 
 
 @pytest.mark.parametrize("options", [{"base": "nobody"}, {"experts": ["e0", "nobody"]}])

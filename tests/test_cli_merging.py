@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mstore import Budget
 from mstore.errors import BadRequest
 from mstore_cli.merging import make_request, parse_expert, parse_parameters
 
@@ -59,5 +60,5 @@ def test_request() -> None:
     )
     assert request.experts == (("a", 1.0), ("b", 2.0))
     assert request.parameters == {"density": 0.2}
-    assert request.budget == 0.3
+    assert request.budget == Budget(0.3)
     assert not request.analyze

@@ -910,7 +910,7 @@ def test_memory_is_a_few_blocks(tmp_path: Path) -> None:
         assert kinds_at_rest(store, "e1")[Codec.DELTA_FLOATS] > 40
     program = """
 import sys
-from mstore import Store
+from mstore import MergeRequest, Store
 
 def peak():
     with open("/proc/self/status") as file:
@@ -918,8 +918,8 @@ def peak():
     return int(lines["VmHWM"].split()[0]) << 10
 
 def merge(base, *experts):
-    ask = {"method": "ties", "parameters": {"density": 0.2}, "threads": 2}
-    plan = store.plan(base=base, experts=experts, **ask)
+    ask = {"method": "ties", "parameters": {"density": 0.2}}
+    plan = store.plan(MergeRequest(base=base, experts=experts, **ask), threads=2)
     return store.merge(plan, name="merged", threads=2)
 
 with Store.open(sys.argv[1]) as store:

@@ -404,10 +404,11 @@ def watch():
         peak = max(peak, anonymous())
 
 with Store.open(sys.argv[1]) as store:
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     experts = [f"e{k}" for k in range(24)]
-    plan = store.plan(base="base", experts=experts, method="linear", threads=1)
+    asked = MergeRequest(base="base", experts=experts, method="linear")
+    plan = store.plan(asked, threads=1)
     store.merge(plan, name="m", threads=64, memory=int(sys.argv[2]))
     done.set()
     watcher.join()

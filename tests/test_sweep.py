@@ -59,9 +59,9 @@ def test_points_are_plans(method: str, place: Place) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_measuring_does_not_depend_on_threads(threads: int, place: Place) -> None:
     """Measured errors are the same bits for any number of threads."""
-    request = asked(place, "ties") | {"shares": (0.3, 0.7), "measure": True}
-    found = place.store.sweep(MergeRequest(**request), threads=threads).points
-    assert found == place.store.sweep(MergeRequest(**request), threads=2).points
+    request, points = MergeRequest(**asked(place, "ties")), {"shares": (0.3, 0.7), "measure": True}
+    found = place.store.sweep(request, **points, threads=threads).points
+    assert found == place.store.sweep(request, **points, threads=2).points
 
 
 def test_what_is_to_read_now(place: Place) -> None:

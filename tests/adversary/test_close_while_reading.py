@@ -16,6 +16,7 @@ from mstore.errors import Unavailable
 AT_WORK = """
 import os, sys, threading, time
 from pathlib import Path
+from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import MstoreError, Unavailable
 path = Path(sys.argv[1])
@@ -50,7 +51,8 @@ def log(store): assert store.log("merged")
 def read(store): assert b"".join(store.read_file("merged", "config.json")) == config
 def view(store): assert b"".join(store.view("merged").stream("model.safetensors")) == model
 def plan(store):
-    store.plan(base="base", experts=["one", "two"], method="ties", parameters={"density": 0.4})
+    asked = {"method": "ties", "parameters": {"density": 0.4}}
+    store.plan(MergeRequest(base="base", experts=["one", "two"], **asked))
 def scan(store):
     with store._catalog.index.env.read() as rows:
         for _ in range(50):
