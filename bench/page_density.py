@@ -8,11 +8,12 @@ DENSITY = """\
 {machine} `python bench/density.py WORK`. Two families, each a base and {experts} experts in bf16:
 one trained (`examples/family.py`, {trained:.0f} MB in all), one generated ({generated:.0f} MB in
 all; noise of 1e-2, 3e-3 and 1e-3 of the weights' deviation, two experts with frozen layers). Base
-and experts are stored one after the other, each with the base named where a program can use that,
-then each is taken out again and compared byte for byte. Page cache warm, {cores} threads, stores
-synced. mstore's bytes are of the whole store: packs, index, and the statistics that `add` takes
-for merging. restic always encrypts. BitX is XOR with the base, byte planes and zstd, written in
-`bench/bitx.py` after its paper; hf-xet is the Hub's own client against a directory.
+and experts are stored one after the other, with the base named for programs that can use it.
+Then each is read back and compared byte for byte. Page cache warm, {cores} threads, stores
+synced. mstore's bytes are those of the whole store: packs, index, and the statistics that `add`
+takes for merging. restic always encrypts. BitX is XOR with the base, byte planes and zstd,
+implemented in `bench/bitx.py` from its paper; hf-xet is the Hub's own client with a local
+directory.
 
 ![Stored bytes of a family](plots/density.svg)
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tables import Told, aim, machine, percent, span, table
 
 GROWTH = """\
-{machine} `python bench/growth.py WORK`. Simulated stores, real in shape: index rows, records,
-refs and pack footers are written as commits write them, payloads of blocks are holes in sparse
-packs. {snapshots} snapshots in ten families; each changed 3 of 300 tensors against its base, and
-the blocks of these are deltas. Each task in a process of its own, imports not counted, page cache
-warm; memory is anonymous memory beyond what the process had.
+{machine} `python bench/growth.py WORK`. Simulated stores with a real structure: index rows,
+records, refs and pack footers are written as commits write them; block payloads are holes in
+sparse packs. {snapshots} snapshots in ten families; each changed 3 of 300 tensors against its
+base, and the blocks of these are deltas. Each task runs in its own process, imports not counted,
+page cache warm; memory is the anonymous memory that the task adds to its process.
 
 ![Seconds and memory against blocks](plots/growth.svg)
 """

@@ -6,18 +6,18 @@ from tables import Told, aim, machine, span, table, wall
 
 INCREMENTAL = """\
 {machine} `python bench/incremental.py WORK`. {millions:.0f} M parameters ({layers} layers), bf16;
-every expert moved everything. A store holds a TIES merge of {experts} experts; then, with and
-without the memo table, in turn, page cache warm: the merge with a ninth expert that moved the
-attention of two layers, with one expert trained on in two layers, and again with another message.
-*Process* is the whole command, the start of Python included; *merge* is what it says of itself,
-planning included.
+every expert moved every weight. A store holds a TIES merge of {experts} experts. Three more merges
+are measured with and without the memo table, in turn, page cache warm: with a ninth expert that
+moved the attention of two layers, with one expert trained further in two layers, and the same
+merge with another message. *Process* is the whole command, the start of Python included; *merge*
+is the time that the command reports, planning included.
 
 ![Seconds with and without the memo table](plots/incremental.svg)
 """
 VIRTUAL = """\
-The plan is made. `merge --virtual` of it takes {commit} s by its own account, and the first
-checkout computes what it reads. Against a materialised merge and its checkout, both steps together:
-{speed} times the speed, in {runs} rounds.
+The plan already exists. `merge --virtual` of it reports {commit} s, and the first checkout
+computes what it reads. Both steps together run at {speed} times the speed of a materialised merge
+and its checkout, in {runs} rounds.
 """
 CASES = {"ninth": "a ninth expert", "changed": "one expert changed", "repeated": "again"}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tables import MIB, Told, aim, machine, table, wall
 
 MERGEKIT = """\
-Both are whole processes, started anew, that read the same checkpoints from the page cache
-(mergekit the plain files, mstore its packs) and write a whole model; they run in turn. mstore
-plans, checks every block against its hash and syncs what it wrote; mergekit {mergekit} (torch
-{torch}, transformers {transformers}, its command line with its defaults) does none of these.
+Both are fresh processes that read the same checkpoints from the page cache (mergekit the plain
+files, mstore its packs) and write a whole model; they run in turn. mstore plans, checks every
+block against its hash and syncs its output; mergekit {mergekit} (torch {torch}, transformers
+{transformers}, its command line with its defaults) does none of these.
 {about}
 
 ![Seconds and memory of both](plots/mergekit.svg)
@@ -44,7 +44,7 @@ def section(told: Told) -> str:
     size = f"{told['millions']:.0f} M parameters, bf16, {told['experts']} experts"
     return "\n".join(
         [
-            f"## Beside mergekit: {size}, full read\n",
+            f"## Compared with mergekit: {size}, full read\n",
             f"{machine(told)} `python bench/mergekit.py WORK --mergekit ...`.\n",
             MERGEKIT.format(**told["versions"], about=about),
             table(head, rows),

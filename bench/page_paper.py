@@ -6,22 +6,23 @@ from tables import MIB, Told, aim, machine, percent, span, table
 
 PAPER = """\
 {machine} `python bench/paper.py WORK`. {millions:.0f} M parameters in bf16, {plain:.2f} GB a
-model; every run is a process of its own and begins with nothing of the store or the plain files in
+model. Every run is its own process and starts with nothing of the store or the plain files in
 the page cache. The experts are of five kinds, in turn: all layers moved, the upper third,
-attention only, the MLPs of the upper half, and one that went on from the first kind in the upper
-third; within one, layers moved by deviations from 1e-4 to 1e-3. On average an expert differs from
-the base in {share} of its blocks.
+attention only, the MLPs of the upper half, and one that continues from the first kind in the upper
+third. Within one expert, layers moved by deviations from 1e-4 to 1e-3. On average an expert differs
+from the base in {share} of its blocks.
 
 `naive` reads all bytes of all experts from plain files with the same kernels on the same threads,
 checks nothing and skips nothing (bench/naive.py). `100%` is this engine at full read: it writes
-the same bytes (the script compares them), reads no block that equals the base, and shared ones
-once. The others read at most that share of what `100%` reads. Figures are of {runs} rounds.
+the same bytes (the script compares them), reads no block that equals the base, and reads shared
+blocks once. The others read at most that share of what `100%` reads. Figures are from {runs}
+rounds.
 """
 
 
 PLANNING = """\
-Seconds of planning, with a cold catalogue and the statistics that were taken when the experts were
-added, and their share of the whole process.
+Seconds of planning, with a cold catalogue and the statistics taken when the experts were added,
+and planning's share of the whole process.
 """
 
 
@@ -59,7 +60,7 @@ def section(told: Told) -> str:
         f"### Cost against the budget, K={most} (Figure 6)\n",
         "![Bytes and seconds against budget](plots/paper-budgets.svg)\n",
         f"### Operators, K={told['operators']['experts']} (Table 4)\n",
-        "To the naive TIES the thresholds are given, which it would need a pass for.\n",
+        "The naive TIES is given its thresholds, which would otherwise take a pass.\n",
         _paper_table(
             [(k, variants) for k, variants in told["operators"].items() if k != "experts"]
         ),
@@ -169,5 +170,5 @@ def _spread(told: Told) -> str:
     return (
         f"{told['runs']} runs of K={told['experts']} at 30 %: {span(told['wall'])} s, standard "
         f"deviation {percent(told['deviation'])} of the mean. Bytes read and written, the plan "
-        "and the content were the same in every run (the script stops where they are not).\n"
+        "and the content were the same in every run (the script stops otherwise).\n"
     )

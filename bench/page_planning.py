@@ -6,7 +6,7 @@ from tables import MIB, Told, aim, machine, table
 
 ABOUT = """\
 {machine} `python bench/planning.py WORK`. {experts} experts of a model of 8 B parameters, in a
-catalogue whose rows and statistics are real and whose blocks are not there (planning reads none).
+catalogue with real rows and statistics but without blocks (planning reads none).
 One thread; *planning* is survey, ranking, selection and the record, without starting Python.
 """
 

@@ -8,11 +8,11 @@ QUALITY = """\
 {machine} `python bench/quality.py WORK`. The family of `examples/family.py` with eight experts
 ({millions:.1f} M parameters, trained in {seconds:.0f} s), in a store with blocks of 64 KiB. Every
 merge is compared with the one at full budget. *Error* is ||merged - full|| / ||full - base||: 1 is
-what merging nothing would give. `random` draws blocks by lot.
+the error of merging nothing. `random` draws blocks at random.
 
 Groups: `alike` ({alike}) were trained with one step size, two of them with frozen lower layers;
-`differ` ({differ}) changed attention only, the top only, or all layers with steps that fall
-from the top down or from the bottom up; `all` are the eight.
+`differ` ({differ}) changed attention only, the top only, or all layers with steps that decrease
+from the top down or from the bottom up; `all` is all eight.
 
 ![Error against budget](plots/quality-error.svg)
 """
@@ -20,15 +20,15 @@ from the top down or from the bottom up; `all` are the eight.
 OF_PLAIN = """\
 ### Of all bytes
 
-The same, with budgets as a share of all bytes of all experts, as somebody who reads flat files
-counts them. Blocks that equal the base cost nothing here; a blind draw pays for them too, and so
+The same, with budgets as a share of all bytes of all experts, as a reader of flat files counts
+them. Blocks that equal the base cost nothing here. A blind draw also pays for them, so it
 reads that share of the changed ones: its column is `random` at that share.
 """
 
 LOSSES = """\
 ### Losses
 
-The largest rise of the held-out loss over that of the full merge, over all eight domains.
+The largest increase of the held-out loss over the full merge's, over all eight domains.
 
 ![Largest rise of a loss against budget](plots/quality-loss.svg)
 """
@@ -68,7 +68,7 @@ def section(told: Told) -> str:
         OF_PLAIN,
         _of_plain(told, methods),
         aim(
-            "where experts differ in where they changed, at 30 % of what a full merge reads at "
+            "where experts changed different places, at 30 % of what a full merge reads at "
             f"most a tenth of random's error (here {_list(ratios)} of it)",
             met=max(ratios) <= 0.1,
         ),

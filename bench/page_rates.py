@@ -8,18 +8,18 @@ RATES = """\
 {machine} `python bench/rates.py WORK`. A checkpoint is {plain:.0f} MB in three shards (300 M
 parameters, bf16, `generate.near`); page cache warm, {threads} threads in every program, medians
 of {rounds} rounds, peers in the same round. `cp` copies and syncs, `b3sum` hashes the copy. `raw`
-and `dense` are the store's policy; a base has no other block to be a difference to, an expert is
-added with `--base`, so that its blocks are compared, its statistics taken, and, if dense, its
-deltas coded.
+and `dense` are the store's policy. A base has no block to be stored as a difference to. An expert
+is added with `--base`: its blocks are compared, its statistics taken, and, if dense, its deltas
+coded.
 """
 OUT = """\
-`mstore checkout` of a snapshot against `cp -r` of the same files, both followed by `sync -d`. Of
-a dense expert, two blocks are read and decoded for each that is written.
+`mstore checkout` of a snapshot against `cp -r` of the same files, both followed by `sync -d`. For
+a dense expert, two blocks are read and decoded for each block written.
 """
 USE = """\
 The same family ({raw:.0f} MB of packs if raw, {dense:.0f} MB if dense) merged (TIES, density 0.2,
-{experts} experts, full budget, synced) and mounted (one shard of an expert, by a reader that does
-nothing else, packs in the page cache; *again* is from the kernel's cache).
+{experts} experts, full budget, synced) and mounted (one shard of an expert, read by a process that
+does nothing else, packs in the page cache; *again* is from the kernel's cache).
 """
 
 
@@ -31,7 +31,7 @@ def section(told: Told) -> str:
     slowest = min(1 / out[n]["ratio"]["median"] for n in out if n != "cp -r")
     return "\n".join(
         [
-            "## In and out: add, checkout, and a dense family in use\n",
+            "## Add, checkout, and a dense family in use\n",
             RATES.format(
                 machine=machine(told),
                 plain=plain / 1e6,

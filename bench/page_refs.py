@@ -6,10 +6,10 @@ from tables import Told, aim, machine, span, table
 
 REFS = """\
 {machine} `python bench/refs.py WORK --before CHECKOUT`. Simulated stores as in "Growth": two
-families, each ref an expert of its own in which 3 of 300 tensors changed. Seconds of one call in
-a process of its own, imports not counted, page cache warm, medians of {rounds} rounds; *before* is
-the version in which each move of a ref read all refs, in the same rounds. The machine did other
-work beside, which wall seconds show: ratios and aims are of CPU seconds.
+families, each ref a separate expert in which 3 of 300 tensors changed. Seconds of one call in
+its own process, imports not counted, page cache warm, medians of {rounds} rounds; *before* is
+the version in which each move of a ref read all refs, in the same rounds. The machine had other
+load, which shows in wall seconds: ratios and aims use CPU seconds.
 """
 LINEAR = 1.5
 """Something is linear if its seconds grow by no more than this much faster than refs do."""

@@ -7,13 +7,13 @@ from tables import Told, aim, machine, span, table
 SMALL = """\
 {machine} `python bench/small.py WORK --before CHECKOUT`. Families of tensors of {kilobytes} KB in
 bfloat16, a base and {experts} experts that moved every tensor; whole commands, page cache warm,
-each merge on a copy of the store. *ms a tensor* is processor time less that of the same command on
-10 tensors, divided by the tensors: start-up is not in it. *before* is the version in which each
-tensor was looked up, planned, computed and recorded by itself; *raw* is a store of `--codec raw`,
-and all else `auto`, where blocks are compressed, with an attempt at each way to do so. Before and
-now are of the same rounds (how many: {rounds}), but those of 4,000 tensors, which were taken apart.
-The machine did other work beside (a load of about 4 on 2 cores): wall seconds say little, and
-processor seconds are longer than on an idle one, so that ratios say more than aims.
+each merge on a copy of the store. *ms a tensor* is processor time minus that of the same command
+on 10 tensors, divided by the tensors, so it excludes start-up. *before* is the version that
+looked up, planned, computed and recorded each tensor separately. *raw* is a store of
+`--codec raw`; the others are `auto`, which compresses blocks and tries each codec. Before and now
+come from the same rounds (how many: {rounds}), except those of 4,000 tensors, measured separately.
+The machine had other load (about 4 on 2 cores): wall seconds say little, and processor seconds
+are longer than on an idle machine, so ratios say more than aims.
 """
 FEW = "10"
 GOAL = 0.2

@@ -10,23 +10,23 @@ ADD = """\
 ### Add
 
 `cp -r`, `sync -d` and `b3sum` of the copy, against `mstore add` of the base, and of an expert with
-`--base` (blocks compared, statistics taken). Whole processes, synced.
+`--base` (compares blocks, takes statistics). Whole processes, synced.
 """
 
 MERGE = """\
 ### Merge
 
 `mstore merge` of {experts} experts at full budget: planning, reading and checking {read:.0f} MB,
-writing {written:.0f} MB, synced; the whole process, imports included. TIES with density 0.2.
+and writing {written:.0f} MB, synced; the whole process, imports included. TIES with density 0.2.
 """
 
 MOUNT = """\
 ### Mount
 
 One shard, read from end to end by a process that does nothing else (reads of 1 MiB; or every page
-of a mapping touched in order). Cold: the plain file, or the packs, evicted from the page cache, and
-the mount made anew; every block is checked against its hash on the way. Warm: the same again.
-The reader's start, about 0.02 s, is in it.
+of a mapping touched in order). Cold: the plain file or the packs are evicted from the page cache,
+and the mount is fresh; every block is checked against its hash. Warm: the same read again.
+The reader's start, about 0.02 s, is included.
 """
 
 
@@ -36,7 +36,7 @@ def section(told: Told) -> str:
     about = (
         f"{machine(told)} A checkpoint is "
         f"{plain / 1e6:.0f} MB in three shards; experts differ from the base in every tensor "
-        "(the worst case: nothing is free). Page cache warm unless said. "
+        "(the worst case: nothing is free). Page cache warm unless noted. "
         f"`python bench/spine.py WORK --rounds {told['rounds']}`.\n"
     )
     parts = [

@@ -6,8 +6,8 @@ from tables import MIB, Told, aim, machine, table, wall
 
 ABOUT = """\
 {machine} `python bench/taking.py WORK`. {millions:.0f} M parameters in bf16, {experts} experts that
-differ from the base everywhere; the same expert is added to a store that holds the base, without
-and with `--base`, in turn.
+differ from the base everywhere. The same expert is added to a store that holds the base, in turn
+without and with `--base`.
 """
 
 
