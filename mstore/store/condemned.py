@@ -1,12 +1,12 @@
-"""Condemned packs: files that no row names any more, and when they may go.
+"""Condemned packs: files that no row names any more, and when they may be removed.
 
-Garbage collection and repair condemn packs in the transaction that takes the last rows from them
-(`Index.condemn`).  Who held a lease at that moment may have looked a block up before and read it
-now, so the file stays until all of these leases have ended; readers without a lease look again
-when a pack is gone.  Leases that came later can only have seen the new rows.
+Garbage collection and repair condemn packs in the transaction that removes their last rows
+(`Index.condemn`). A holder of a lease at that moment may have looked up a block before and read it
+now. So the file stays until all those leases have ended; later leases see only the new rows.
+Readers without a lease look the block up again when a pack is gone.
 
-The file goes first and its row after it: a crash in between leaves a row without a file, which the
-next sweep takes away.
+The file is removed before its row. A crash in between leaves a row without a file, which the next
+sweep removes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from mstore.store.layout import Layout
 
 
 def listed(index: Index) -> list[Condemned]:
-    """Every condemned pack.  Its file is garbage, whether it is still there or not."""
+    """Return every condemned pack. Its file is garbage, whether it still exists or not."""
     with index.env.read() as transaction:
         return index.condemned(transaction)
 
 
 def holders(layout: Layout, packs: list[Condemned]) -> set[str]:
-    """The leases that keep files of these packs in place."""
+    """Return the leases that still protect files of these packs."""
     names = {name for pack in packs for name in pack.leases}
     return {name for name in names if leases.is_live(layout, name)}
 
 
 def sweep(layout: Layout, index: Index) -> list[Condemned]:
-    """Remove the files that nobody can be reading; returns those packs.
+    """Remove the files that no lease protects any more; return those packs.
 
-    Call with the writer lock held.  What cannot be removed (another user's, say) stays.
+    Call with the writer lock held. Skips files that cannot be removed (another user's, for
+    example).
     """
     packs = listed(index)
     if not packs:

@@ -4,9 +4,9 @@
     reflog_days = 30     for how many days the reflog keeps what refs pointed at
     shared = "umask"     who besides its maker may use what is made: umask, group, all
 
-Owns the keys, what they may be, and the file.  What is not in the file has its default; without a
-file, everything.  A key or value that this version does not know is an error: what somebody set is
-never silently left out.  Settings say how the store is written, never how it is read.
+Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
+if there is no file. A key or value that this version does not know is an error: no setting is
+ignored silently. Settings say how the store is written, never how it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = str | int
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What a store is set to."""
+    """The settings of a store."""
 
     codec: Policy = Policy.AUTO
     reflog_days: int = 30
@@ -40,7 +40,7 @@ class Config:
 
     @classmethod
     def load(cls, layout: Layout) -> Self:
-        """What the store's file says.  Raises Corrupt naming the file, StorageFailed."""
+        """Read the store's config file. Raises Corrupt naming the file, StorageFailed."""
         path = layout.config
         try:
             with fs.translated(path), path.open("rb") as file:
@@ -65,12 +65,12 @@ class Config:
             raise Corrupt(error.what, where=str(path), hint=error.hint) from error
 
     def changed(self, values: Mapping[str, object]) -> Self:
-        """The same with other values of some keys.  Raises BadRequest."""
+        """Return a copy with some values replaced. Raises BadRequest."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**known | {key: _parsed(key, value) for key, value in values.items()})
 
     def values(self) -> dict[str, Value]:
-        """Every key, in order, and what it is."""
+        """Return every key with its value, in order."""
         return {
             "codec": self.codec.value,
             "reflog_days": self.reflog_days,
@@ -78,11 +78,12 @@ class Config:
         }
 
     def save(self, layout: Layout) -> None:
-        """Replace the file: at any time it is the old one or the new one, whole."""
+        """Replace the file atomically."""
         lines = [
             f'{key} = "{value}"\n' if isinstance(value, str) else f"{key} = {value}\n"
             for key, value in self.values().items()
-            # Stores that nobody shares stay readable for versions that do not know how.
+            # Omit the default, so that versions without this key can read stores that are not
+            # shared.
             if (key, value) != ("shared", Sharing.UMASK)
         ]
         fs.replace_text(layout.config, "".join(lines), staging=layout.tmp)
@@ -115,7 +116,7 @@ def _refused(key: str, value: object, allowed: str) -> BadRequest:
 
 
 def typed(key: str, text: str) -> Value:
-    """A value as a person types it.  Raises BadRequest."""
+    """Parse a value that a person typed. Raises BadRequest."""
     if key == "reflog_days":
         if not text.isascii() or not text.isdigit():
             raise _refused(key, text, f"0 to {MAX_REFLOG_DAYS}")

@@ -1,10 +1,10 @@
-"""Whether a snapshot's contents are stored, or were let go.
+"""Whether a snapshot's contents are stored, or were pruned.
 
     pruned    SnapshotId -> time_ns u64
 
-A snapshot that was pruned stays in the lineage: its record, manifest, plan and coverage.  Its
-contents may go with the next garbage collection, and until then they can be read and kept.  A
-tensor record that is stored has all its blocks, so the records tell whether contents are there.
+A pruned snapshot stays in the lineage, with its record, manifest, plan and coverage. The next
+garbage collection may drop its contents; until then they can be read and kept. A stored tensor
+record has all its blocks, so the tensor records tell whether contents are stored.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from mstore.store.catalog import Catalog
 
 
 class Pruned(NotFound):
-    """A snapshot's contents were let go."""
+    """Raised where a snapshot's contents were pruned."""
 
 
 def pruned(index: Index, transaction: Any) -> set[SnapshotId]:
-    """The snapshots that were pruned."""
+    """Return the snapshots that were pruned."""
     return {SnapshotId(key) for key, _ in index.walk(transaction, "pruned")}
 
 
 def prune(index: Index, transaction: Any, snapshots: Iterable[SnapshotId], time_ns: int) -> None:
-    """Let the contents of these snapshots go."""
+    """Mark these snapshots as pruned."""
     for id in snapshots:
         index.put(transaction, "pruned", id, time_ns.to_bytes(8, "big"), overwrite=False)
 
 
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
-    """Raise NotFound if a snapshot's contents were pruned and are gone."""
+    """Raise Pruned (a NotFound) if a snapshot's contents were pruned and are gone."""
     with catalog.index.env.read() as transaction:
         if not _is_pruned(catalog.index, transaction, id):
             return
@@ -49,10 +49,10 @@ def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
 
 
 def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
-    """A ref is about to name this snapshot: it is not pruned any more.
+    """Unmark a snapshot as pruned, because a ref is about to name it.
 
-    Within an open index transaction.  Raises Conflict if it was collected meanwhile, NotFound if
-    its contents were.
+    Call it within an open index transaction. Raises Conflict if the snapshot was collected
+    meanwhile, NotFound if its contents were.
     """
     index = catalog.index
     if index.get(transaction, "snapshots", id) is None:
@@ -68,8 +68,8 @@ def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
 def held(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
     """Pin these snapshots while the block runs.
 
-    A pin that is made while gc publishes may come too late: what the reader then misses is told as
-    `or_collected` does.
+    A pin that is created while gc publishes may be too late; missing data is then reported as by
+    `or_collected`.
     """
     wanted = list(snapshots)
     with leases.pinned(catalog.layout, wanted), or_collected(catalog, wanted):
@@ -78,9 +78,10 @@ def held(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
 
 @contextmanager
 def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
-    """Raise Conflict for what is missing because one of these snapshots was collected meanwhile.
+    """Raise Conflict instead, where data is missing because a snapshot was collected meanwhile.
 
-    What is missing of a snapshot that is there is damage, and told as it is.
+    Data that is missing from a snapshot which was not collected is damage, and its error passes
+    through unchanged.
     """
     try:
         yield
@@ -94,13 +95,13 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
 
 
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
-    """Whether garbage collection took a snapshot, or its contents."""
+    """Return whether garbage collection removed a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
         if catalog.index.get(transaction, "snapshots", id) is None:
             return True
         if not _is_pruned(catalog.index, transaction, id):
             return False
-    # The tensor records of a snapshot go in the transaction in which its blocks do.
+    # A snapshot's tensor records are removed in the same transaction as its blocks.
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
     with catalog.index.env.read() as transaction:
         return not _is_whole(catalog.index, transaction, manifest)

@@ -1,17 +1,17 @@
-"""Leases: who is at work in a store, and what must not be taken from under them.
+"""Leases: marks of running operations, and the files that belong to them.
 
 An operation that writes takes a lease first: a directory tmp/<lease>/ with a lock file that the
-process holds, and a row in the index.  The kernel drops the lock when the process ends in any
-way, so a lease is live exactly as long as its owner: no clock decides.  What lies in the
-directory of a dead lease is garbage and may be removed by anyone.
+process holds, and a row in the index. The kernel drops the lock however the process ends, so a
+lease is live exactly as long as its owner; no clock is involved. The directory of a dead lease is
+garbage that anyone may remove.
 
-An operation that reads a snapshot *pins* it: tmp/<random>.<SnapshotId>.pin, locked in the same
-way.  A pin keeps the snapshot's contents from garbage collection and needs no row and no
-transaction; where it cannot be made (a store that may only be read), reading goes on without.
-One that is made while gc publishes may come too late: its reader then finds blocks missing, and is
-told that the snapshot was collected (`mstore.store.contents.held`).
+An operation that reads a snapshot *pins* it: tmp/<random>.<SnapshotId>.pin, locked in the same way.
+A pin protects the snapshot's contents from garbage collection and needs no row and no transaction.
+Where no pin can be created (a read-only store), reading continues without one. A pin that is
+created while gc publishes may be too late: its reader then finds blocks missing, and gets the error
+that the snapshot was collected (`mstore.store.contents.held`).
 
-`collecting` is the lock of garbage collection: flock(2) on the directory of packs.  Repair and
+`collecting` is the lock of garbage collection: flock(2) on the directory of packs. Repair and
 reindex hold it as well.
 """
 
@@ -42,16 +42,16 @@ RECEIPT = ".receipt"
 
 
 class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
-    """What the index says of a lease: process id and purpose, for people; the lock decides."""
+    """The index's row of a lease: process id and purpose, for people; only the lock counts."""
 
     pid: int
     purpose: str
 
 
 class Lease:
-    """A live lease.  `directory` is the owner's own; it goes with the lease.
+    """A live lease. Its owner alone uses `directory`, which is removed with the lease.
 
-    The lock is held before the directory exists and removed after it, so a directory without a
+    The lock is taken before the directory exists and removed after it, so a directory without a
     held lock is dead for good.
     """
 
@@ -64,7 +64,7 @@ class Lease:
             self._lock.acquire()
             if self._lock.is_current():
                 break
-            # A sweeper saw the file in the instant before it was locked, and removed it.
+            # A sweeper saw the file just before it was locked, and removed it.
             self._lock.release()
         self.directory = layout.tmp / self.name
         try:
@@ -77,16 +77,16 @@ class Lease:
             raise
 
     def drop_row(self, transaction: Any) -> None:
-        """Remove the row, in the transaction that publishes the work."""
+        """Delete the lease's row, in the transaction that publishes the work."""
         transaction.delete(self.name.encode(), db=self._index.db("leases"))
 
     def leave(self) -> None:
-        """Let go of the directory and leave it lying there, for another lease to `claim`."""
+        """Release the lock but keep the directory, for another lease to `claim`."""
         with suppress(StorageFailed):
             self._lock.remove()
 
     def release(self) -> None:
-        """Remove directory and lock.  What is still there after an error is swept like a row."""
+        """Remove directory and lock. `sweep` removes the row, and what remains after an error."""
         with suppress(StorageFailed):
             fs.remove_tree(self.directory)
         with suppress(StorageFailed):
@@ -95,9 +95,9 @@ class Lease:
 
 @contextmanager
 def collecting(layout: Layout) -> Iterator[None]:
-    """Hold the lock of garbage collection: one at a time, over all processes; a second waits.
+    """Hold the lock of garbage collection: one holder across all processes; others wait.
 
-    Whoever holds it may remove rows and packs.  Nobody takes it who holds the writer lock.
+    The holder may remove rows and packs. Never take it while holding the writer lock.
     """
     layouts.require_writable(layout)
     lock = fs.LockFile(layout.packs, create=False)
@@ -109,7 +109,7 @@ def collecting(layout: Layout) -> Iterator[None]:
 
 
 class Pin:
-    """A snapshot whose contents nobody collects until `release`."""
+    """Protects the contents of a snapshot from garbage collection until `release`."""
 
     def __init__(self, layout: Layout, snapshot: SnapshotId) -> None:
         self._lock: fs.LockFile | None = None
@@ -120,12 +120,12 @@ class Pin:
                 lock.acquire()
                 if lock.is_current():
                     break
-                # A sweeper saw the file in the instant before it was locked, and removed it.
+                # A sweeper saw the file just before it was locked, and removed it.
                 lock.release()
             self._lock = lock
 
     def release(self) -> None:
-        """Let go; idempotent."""
+        """Remove the pin; idempotent."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             with suppress(StorageFailed):
@@ -134,7 +134,7 @@ class Pin:
 
 @contextmanager
 def pinned(layout: Layout, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
-    """Keep the contents of these snapshots while the block runs."""
+    """Pin these snapshots while the block runs."""
     with ExitStack() as pins:
         for snapshot in sorted(set(snapshots)):
             pins.callback(Pin(layout, snapshot).release)
@@ -142,7 +142,7 @@ def pinned(layout: Layout, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
 
 
 def pins(layout: Layout) -> set[SnapshotId]:
-    """The snapshots that live processes have pinned."""
+    """Return the snapshots that live processes have pinned."""
     found = set()
     for path in _listed(layout):
         if path.name.endswith(PIN) and _is_live(layout, path):
@@ -152,7 +152,7 @@ def pins(layout: Layout) -> set[SnapshotId]:
 
 
 def live(layout: Layout) -> set[str]:
-    """The names of the leases whose owners live.  Pins are none."""
+    """Return the names of live leases, without pins."""
     return {
         path.name.removesuffix(LOCK)
         for path in _listed(layout)
@@ -161,12 +161,12 @@ def live(layout: Layout) -> set[str]:
 
 
 def is_live(layout: Layout, name: str) -> bool:
-    """Whether the owner of the lease of this name lives."""
+    """Return whether the owner of this lease is alive."""
     return _is_live(layout, _lock_path(layout, name))
 
 
 def told(index: Index, transaction: Any, name: str) -> LeaseRow | None:
-    """What the index says of a lease; None where it has no row, or none that can be read."""
+    """Return the index's row of a lease; None if there is none or it is unreadable."""
     row = transaction.get(name.encode(), db=index.db("leases"))
     with suppress(msgspec.MsgspecError):
         return None if row is None else msgspec.msgpack.decode(row, type=LeaseRow)
@@ -178,15 +178,15 @@ def _lock_path(layout: Layout, name: str) -> Path:
 
 
 def garbage(layout: Layout) -> list[Path]:
-    """Everything in tmp/ that belongs to no live lease, for reports.  Changes nothing."""
+    """List everything in tmp/ that belongs to no live lease, for reports. Changes nothing."""
     return [path for path in _listed(layout) if not _is_live(layout, path)]
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a dead lease left in tmp/: files and their bytes.
+    """Files that a dead lease left in tmp/, and their bytes.
 
-    resumable: an interrupted merge's, which the next merge goes on from or removes.
+    resumable: left by an interrupted merge; the next merge resumes from it or removes it.
     """
 
     files: int
@@ -195,10 +195,10 @@ class Leftover:
 
 
 def leftovers(layout: Layout) -> list[Leftover]:
-    """What is in tmp/ that belongs to no live lease.  Changes nothing."""
+    """List what dead leases left in tmp/. Changes nothing."""
     found = []
     for path in garbage(layout):
-        # Its owner's successor may take it at any moment.
+        # Another lease may claim it at any moment.
         with suppress(OSError, StorageFailed):
             resumable = _has_receipts(path)
             sizes = [
@@ -206,7 +206,7 @@ def leftovers(layout: Layout) -> list[Leftover]:
                 for one in ([path, *path.rglob("*")] if not path.is_symlink() else [path])
                 if one.is_symlink() or not one.is_dir()
             ]
-            # An empty lock is no news.
+            # An empty lock is not worth reporting.
             if sum(sizes):
                 found.append(Leftover(len(sizes), sum(sizes), resumable))
     return found
@@ -214,14 +214,14 @@ def leftovers(layout: Layout) -> list[Leftover]:
 
 def _listed(layout: Layout) -> list[Path]:
     if not layout.tmp.exists() or not _may_look(layout):
-        # A copy of a store need not have it.
+        # A copy of a store may lack tmp/.
         return []
     with fs.translated(layout.tmp):
         return sorted(layout.tmp.iterdir())
 
 
 def _may_look(layout: Layout) -> bool:
-    """False for a reader to whom tmp/ is closed; whoever may write it has to see what is in it."""
+    """Return False if tmp/ is closed to this reader; writers must be able to list it."""
     return os.access(layout.tmp, os.R_OK | os.X_OK) or os.access(layout.tmp, os.W_OK)
 
 
@@ -234,7 +234,7 @@ def _is_live(layout: Layout, path: Path) -> bool:
     try:
         lock = fs.LockFile(_owner_lock(layout, path), create=False)
     except StorageFailed as error:
-        # One that may not be asked counts as living: it is not for this user to say.
+        # If the lock may not be tested (another user's), assume that its owner is alive.
         return error.errno in (errno.EACCES, errno.EPERM)
     try:
         return not lock.acquire(blocking=False)
@@ -243,7 +243,7 @@ def _is_live(layout: Layout, path: Path) -> bool:
 
 
 def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
-    """The lock of the lease that owned `path`, taken; None while its owner lives."""
+    """Acquire the lock of the lease that owned `path`; None while its owner is alive."""
     lock = fs.LockFile(_owner_lock(layout, path))
     if lock.acquire(blocking=False):
         return lock
@@ -252,12 +252,12 @@ def _seize(layout: Layout, path: Path) -> fs.LockFile | None:
 
 
 def claim(layout: Layout, lease: Lease) -> None:
-    """Move the leftovers of dead leases into the directory of `lease`; what is no use is removed.
+    """Move the leftovers of dead leases into the directory of `lease`, and remove useless ones.
 
-    A pack is moved before its receipt, so that a receipt never stands without its pack.
+    Moves a pack before its receipt, so that a receipt never exists without its pack.
     """
     for path in _listed(layout):
-        # A live lease's directory may go at any moment.
+        # The directory of a live lease may vanish at any moment.
         with suppress(StorageFailed):
             if path != lease.directory and _has_receipts(path):
                 _claim_one(layout, path, lease)
@@ -283,7 +283,7 @@ def _claim_one(layout: Layout, path: Path, lease: Lease) -> None:
 
 
 def _new_name(path: Path, stem: str, suffix: str) -> str:
-    # Claimed again and again, a name does not grow: the lease that wrote it stands in it once.
+    # A leftover that is claimed repeatedly keeps a short name: it contains its writer's lease once.
     return f"{stem}{suffix}" if "-" in stem else f"{path.name}-{stem}{suffix}"
 
 
@@ -295,16 +295,16 @@ def _has_receipts(path: Path) -> bool:
 
 
 def sweep(layout: Layout, index: Index) -> None:
-    """Remove what dead leases left behind, but for leftovers.  Call with the writer lock held.
+    """Remove what dead leases left behind, except leftovers. Call with the writer lock held.
 
-    What cannot be removed (another user's, say) stays, and stops nobody.
+    Skips what cannot be removed (another user's files, for example), without an error.
     """
     for path in _listed(layout):
         with suppress(StorageFailed):
             _sweep_one(layout, path)
     with index.env.read() as transaction, transaction.cursor(db=index.db("leases")) as cursor:
         names = [bytes(key) for key, _ in cursor]
-    # A damaged key is the name of no lease.
+    # A damaged key names no lease.
     locks = [_lock_path(layout, name.decode(errors="replace")) for name in names]
     gone = [name for name, lock in zip(names, locks, strict=True) if not lock.exists()]
     if gone:

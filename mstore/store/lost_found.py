@@ -1,11 +1,11 @@
-"""lost+found: what the index does not know and nobody may delete on its word.
+"""lost+found: packs and indexes that the store does not know and does not dare to delete.
 
     lost+found/<UTC time>/<PackId>.pack    a pack that no row names
     lost+found/<UTC time>/index/           an index that was replaced although it told other things
 
-A pack that the index does not name is a killed writer's garbage, or the last thing that an index
-which has lost its memory should know.  So garbage collection puts it here, and only `empty`
-removes it.  `reindex` takes packs back.  The time is for people.
+A pack that the index does not name is either garbage of a killed writer, or data that an outdated
+index has lost track of. So garbage collection moves it here, and only `empty` removes it. `reindex`
+takes packs back. The time is for people.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mstore.store.layout import Layout
 
 
 def put_aside(layout: Layout, packs: Sequence[Path]) -> list[Path]:
-    """Move packs out of packs/, durably; those that were moved, by their new paths.
+    """Move packs out of packs/, durably; return the new paths of those that were moved.
 
-    Call with the lock of garbage collection held.  What cannot be moved stays.
+    Call with the lock of garbage collection held. Packs that cannot be moved stay.
     """
     if not packs:
         return []
@@ -35,14 +35,14 @@ def put_aside(layout: Layout, packs: Sequence[Path]) -> list[Path]:
         with suppress(StorageFailed):
             fs.rename(path, directory / path.name)
             moved.append(directory / path.name)
-    # The new name first: a crash may leave two, and never none.
+    # Sync the new name first: a crash may leave two names, never none.
     for changed in (directory, layout.lost_found, *{path.parent for path in packs}):
         fs.sync_directory(changed)
     return moved
 
 
 def keep_index(layout: Layout, index: Path) -> Path:
-    """Keep an index that was replaced; where it lies now."""
+    """Keep an index that was replaced; return its new path."""
     directory = _directory(layout)
     fs.rename(index, directory / "index")
     fs.sync_directory(directory)
@@ -64,12 +64,12 @@ def _directory(layout: Layout) -> Path:
 
 
 def packs(layout: Layout) -> Iterator[Path]:
-    """Every pack that lies here."""
+    """Yield every pack in lost+found."""
     yield from sorted(layout.lost_found.glob("*/*.pack"))
 
 
 def bring_back(layout: Layout) -> list[PackId]:
-    """Put every pack of this store that can be read back into packs/, durably; their ids.
+    """Move every readable pack of this store back into packs/, durably; return their ids.
 
     Call with the lock of garbage collection held.
     """
@@ -93,7 +93,7 @@ def bring_back(layout: Layout) -> list[PackId]:
 
 
 def size(layout: Layout) -> int:
-    """Bytes of all files here."""
+    """Return the bytes of all files in lost+found."""
     total = 0
     for path in layout.lost_found.rglob("*"):
         with suppress(OSError):
@@ -103,7 +103,7 @@ def size(layout: Layout) -> int:
 
 
 def empty(layout: Layout) -> int:
-    """Remove everything here; the bytes that it took."""
+    """Remove everything in lost+found; return the bytes that are freed."""
     freed = size(layout)
     fs.remove_tree(layout.lost_found)
     return freed

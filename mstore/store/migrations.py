@@ -1,12 +1,12 @@
-"""Migrations: how a store of an older format becomes one of this version.
+"""Migrations: upgrade a store of an older format to this version's.
 
-A table of steps, each from one format version to the next.  A step changes the store's directory
-under the writer lock, with nobody at work, and is *idempotent*: done half and done again, it ends
-in the same place, so that a crash costs nothing but another `mstore migrate`.  The version in the
-`format` file is raised after each step, in one rename, when what the step made is durable: until
-then the store is one of the older version, and programs of that version still read it.
+A table of steps, each from one format version to the next. A step changes the store's directory
+under the writer lock, while no operation runs. It is *idempotent*: a step that stops half way and
+runs again ends in the same state, so a crash only costs another `mstore migrate`. After each step,
+once its result is durable, one rename raises the version in the `format` file. Until then the store
+has the older version, and programs of that version still read it.
 
-What is added to the table stays for ever.
+A step in the table is never removed.
 
     1 -> 2    rows of the index end with a check, the index has a generation, and so has the mirror;
               packs stay as they are
@@ -30,7 +30,7 @@ from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, ver
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From format version `source` to `source + 1`.
+    """A migration from format version `source` to `source + 1`.
 
     apply: changes the directory through `mstore.fs`; every name and byte that it makes is durable
     when it returns.
@@ -42,9 +42,9 @@ class Step:
 
 
 def _check_rows(root: Path) -> None:
-    """Give each row its check, in one transaction with the generation, which says that it is done.
+    """Add a check to each row, and set the generation in the same transaction to mark it done.
 
-    Where there is no index, `reindex` makes one that has them.
+    If there is no index, `reindex` makes one with checks.
     """
     layout = read(root)
     fs.share(root, Config.load(layout).shared)
@@ -83,10 +83,10 @@ def migrate(
     steps: Sequence[Step] = STEPS,
     target: int = FORMAT_VERSION,
 ) -> MigrateReport:
-    """Bring the store at `root` to format version `target`; says what was, or would be, done.
+    """Upgrade the store at `root` to format version `target`; report what was, or would be, done.
 
     Raises NotFound, Corrupt (no format file), Incompatible (a newer format, or one that no step
-    leads from), Conflict while somebody uses the store, StorageFailed.
+    upgrades), Conflict while anyone uses the store, StorageFailed.
     """
     found = version_of(root)
     way = _way(root, found, steps, target)
@@ -101,7 +101,7 @@ def migrate(
                     where=str(root),
                     hint="run the command again when it has ended",
                 )
-            # Whoever held the lock before may have migrated.
+            # The previous holder of the lock may have migrated the store.
             way = _way(root, version_of(root), steps, target)
             _require_idle(root)
             for step in way:
@@ -133,7 +133,7 @@ def _way(root: Path, found: int, steps: Sequence[Step], target: int) -> list[Ste
 
 
 def _require_idle(root: Path) -> None:
-    """Whatever the layout, whoever is at work or reads holds a lock file in tmp/."""
+    """Raise Conflict while any operation or reader holds a lock file in tmp/, in any layout."""
     with fs.translated(root / "tmp"):
         found = sorted((root / "tmp").iterdir()) if (root / "tmp").is_dir() else []
         locks = [path for path in found if path.suffix in (".lock", ".pin")]
@@ -151,7 +151,7 @@ def _require_idle(root: Path) -> None:
 
 
 def _set_version(root: Path, version: int) -> None:
-    """Raise the version in the format file; the rest of its line stays."""
+    """Set the version in the format file, and keep the rest of its line."""
     with fs.translated(root / "format"), (root / "format").open("rb") as file:
         line = file.read(FORMAT_LIMIT).decode("ascii")
     name, _, rest = line.split(" ", 2)

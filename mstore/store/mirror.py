@@ -1,14 +1,14 @@
-"""The text mirror of the refs: for people, and for the day on which the index lies.
+"""The text mirror of the refs: for people, and for recovery when the index is wrong.
 
     mstore refs 2
     generation <decimal>
     <kind> <SnapshotId> <name>       a line a ref, sorted by name
     blake3 <64 hex digits>           of all bytes before this line
 
-`refs/mirror` is written after each commit, so it is the index's word of that commit or, after a
-crash, of one before it: never of a later one.  Up to KEPT earlier mirrors with other refs stay as
-`refs/mirror.<generation>`, and one that was damaged as `refs/mirror.damaged`.  Version 1 has no
-generation and no last line.
+`refs/mirror` is written after each commit. So it states the refs of that commit or, after a crash,
+of an earlier one; never of a later one. Up to KEPT earlier mirrors with other refs stay as
+`refs/mirror.<generation>`, and a damaged one as `refs/mirror.damaged`. Version 1 has no generation
+and no last line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mstore.store.refs import BRANCH, TAG, Ref
 
 KEPT: Final = 8
 MAX_BYTES: Final = 1 << 28
-"""Bytes of a mirror that is read: about a million refs with the longest names."""
+"""Longest mirror that is read, in bytes: about a million refs with the longest names."""
 _HEAD: Final = "mstore refs 2\n"
 _OLD_HEAD: Final = "mstore refs 1\n"
 _GENERATION: Final = re.compile(r"generation (0|[1-9][0-9]{0,18})")
@@ -44,18 +44,18 @@ _CHECK_BYTES: Final = len(_CHECK) + 64 + 1
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """What one mirror says: the refs as they were when `generation` was published."""
+    """The content of one mirror: the refs as they were when `generation` was published."""
 
     generation: int
     refs: Mapping[str, Ref]
 
 
 def write(layout: Layout, index: Index) -> None:
-    """Write the mirror from all refs of the index, if it says other things.
+    """Write the mirror from all refs of the index, if its content changes.
 
-    Call with the writer lock held.  Never takes back a later generation.  Raises Corrupt where the
-    index's refs cannot be read: the mirror may have what a damaged row said, and stays.  Raises
-    StorageFailed.
+    Call with the writer lock held. Never overwrites a later generation. Raises Corrupt if refs of
+    the index are unreadable, and leaves the mirror alone: it may have what a damaged row said.
+    Raises StorageFailed.
     """
     with index.env.read() as transaction:
         generation = index.generation(transaction)
@@ -64,11 +64,11 @@ def write(layout: Layout, index: Index) -> None:
 
 
 def follow(layout: Layout, index: Index, moved: Collection[str]) -> None:
-    """Bring the mirror up to date after a commit that moved these refs and no others.
+    """Update the mirror after a commit that moved these refs and no others.
 
-    In a mirror of the commit before, their lines alone are changed: no other ref is read, and
-    none that a damaged row misstates gets in.  Any other mirror is written whole.  Call as `write`;
-    raises as it does.
+    If the mirror is of the preceding commit, changes only the lines of these refs: reads no other
+    ref, so a damaged row cannot enter the mirror. Otherwise writes the whole mirror. Call it like
+    `write`; raises like `write`.
     """
     before = _bytes(layout.mirror)
     with index.env.read() as transaction:
@@ -96,7 +96,7 @@ def _name_in(line: bytes) -> bytes:
 
 
 def _lines_of(path: Path, data: bytes, generation: int) -> list[bytes]:
-    """The lines of the refs in a mirror of this generation; none in any other."""
+    """Return the ref lines of a mirror of this generation; none if it is of another."""
     with suppress(Corrupt):
         if data.startswith(_HEAD.encode()) and _generation(path, data) == generation:
             return data[:-_CHECK_BYTES].splitlines(keepends=True)[2:]
@@ -104,7 +104,7 @@ def _lines_of(path: Path, data: bytes, generation: int) -> list[bytes]:
 
 
 def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[bytes]) -> None:
-    """Put a mirror of these lines, sorted by name, where the mirror is."""
+    """Replace the mirror by one with these lines, which are sorted by name."""
     listed = b"".join(lines)
     body = f"{_HEAD}generation {generation}\n".encode() + listed
     data = body + _CHECK + blake3(body).hexdigest().encode() + b"\n"
@@ -121,7 +121,7 @@ def _replace(layout: Layout, before: bytes | None, generation: int, lines: list[
 
 
 def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None:
-    """Give the mirror that goes a name of its own, where it says other things."""
+    """Keep the old mirror under another name, if its refs differ."""
     try:
         old = _generation(layout.mirror, before)
     except Corrupt:
@@ -141,18 +141,18 @@ def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None
         ):
             return
         target = layout.mirror.with_name(f"mirror.{old}")
-    # Where the filesystem has no second names, there is one mirror less.
+    # If the filesystem has no hard links, keep one mirror less.
     with suppress(StorageFailed):
         fs.link(layout.mirror, target)
 
 
 def read(layout: Layout) -> Mirror:
-    """What the mirror says.  Raises Corrupt, StorageFailed."""
+    """Read the mirror. Raises Corrupt, StorageFailed."""
     return read_file(layout.mirror)
 
 
 def read_file(path: Path) -> Mirror:
-    """What a mirror of this path says.  Raises Corrupt, StorageFailed."""
+    """Read the mirror at this path. Raises Corrupt, StorageFailed."""
     data = _bytes(path)
     if data is None:
         raise StorageFailed("no such file or directory", where=str(path), errno=errno.ENOENT)
@@ -160,7 +160,7 @@ def read_file(path: Path) -> Mirror:
 
 
 def generation(layout: Layout) -> int | None:
-    """The generation of the mirror; None where there is none, or one that is damaged."""
+    """Return the mirror's generation; None if it is missing or damaged."""
     with suppress(Corrupt):
         data = _bytes(layout.mirror)
         return None if data is None else _generation(layout.mirror, data)
@@ -168,12 +168,12 @@ def generation(layout: Layout) -> int | None:
 
 
 def earlier_generation(layout: Layout) -> int:
-    """The latest generation of a mirror that was replaced; 0 for none.  Looks at names only."""
+    """Return the latest generation of a replaced mirror, 0 for none. Reads file names only."""
     return max((number for number, _ in _versions(layout)), default=0)
 
 
 def earlier(layout: Layout) -> list[tuple[Path, Mirror]]:
-    """The mirrors that were replaced and can be read, newest first."""
+    """Return the replaced mirrors that are readable, newest first."""
     found = []
     for _, path in _versions(layout):
         with suppress(MstoreError):
@@ -192,7 +192,7 @@ def _versions(layout: Layout) -> list[tuple[int, Path]]:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """All of a mirror; None where there is none.  Raises Corrupt, StorageFailed."""
+    """Return the bytes of a mirror; None if it is missing. Raises Corrupt, StorageFailed."""
     try:
         with fs.translated(path), path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -236,10 +236,10 @@ def _refs(path: Path, data: bytes) -> dict[str, Ref]:
 
 
 def differences(mirror: Mirror, index: Index, transaction: Any) -> list[str]:
-    """Names of which mirror and index say different things, and nothing in the index tells why.
+    """Return the names that differ between mirror and index without an explanation.
 
-    The mirror may be some commits behind: then the index's reflog has what happened since.
-    Raises Corrupt where rows of the index cannot be read.
+    The mirror may be some commits behind: then the index's reflog has the moves since. Raises
+    Corrupt if rows of the index are unreadable.
     """
     named = dict(refs.walk(index, transaction))
     behind = mirror.generation < index.generation(transaction)

@@ -1,8 +1,9 @@
-"""Writers that lose their ref to somebody who is gone by now: they run again by themselves.
+"""Retries for writers that lose their ref to a writer which is dead by now.
 
-A writer that is killed as it commits may leave a commit that shows only when the next writer
-begins.  So one that is alone in a store can find its ref moved under it.  Running again is then
-all that its user could do.  While others are at work it is for people to say who comes last.
+A writer that is killed while it commits may leave a commit that becomes visible only when the next
+writer begins. So a writer that is alone in a store can find that its ref has moved. The user could
+only run the command again, so the library does. While other writers are alive, people decide who
+comes last.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ ATTEMPTS = 3
 
 
 def unless_overtaken(catalog: Catalog, name: str, attempt: Callable[[], T]) -> T:
-    """Run `attempt`, which moves the ref `name`, and again where it lost that to no live writer.
+    """Run `attempt`, which moves the ref `name`; retry if it lost the ref to no live writer.
 
-    `attempt` reads what the ref is itself, and leaves nothing behind where it fails.  Raises
-    Conflict if others are at work, or after ATTEMPTS tries; and what `attempt` raises.
+    `attempt` reads the ref itself, and leaves nothing behind if it fails. Raises Conflict if others
+    are at work, or after ATTEMPTS tries, and whatever `attempt` raises.
     """
     for _ in range(ATTEMPTS - 1):
         before = _moves(catalog, name)
@@ -35,6 +36,6 @@ def unless_overtaken(catalog: Catalog, name: str, attempt: Callable[[], T]) -> T
 
 
 def _moves(catalog: Catalog, name: str) -> int:
-    """How often the ref was moved so far."""
+    """Return how often the ref has moved so far."""
     with catalog.index.env.read() as transaction:
         return refs.next_position(catalog.index, transaction, name)

@@ -1,12 +1,12 @@
-"""New packs: filled one after the other, sealed, and given their final names.
+"""New packs: filled one after another, sealed, and renamed to their final names.
 
-Owns when a pack is full, where it lies until it is published, and taking it back where the commit
-that was to publish it did not come about.  Does not own what goes into a pack, nor the index
-transaction that makes it visible (`transaction`, `gc`, `check.repair`).
+Owns when a pack is full, where it lies before it is published, and its removal if the commit fails.
+Does not own what goes into a pack, nor the index transaction that makes it visible (`transaction`,
+`gc`, `check.repair`).
 
     tmp/ -> footer, fsync -> rename into packs/ -> fsync of the directories -> index commit
 
-Before the index commit a crash leaves garbage and nothing else.  Belongs to one thread.
+A crash before the index commit leaves only garbage. Belongs to one thread.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mstore.errors import StorageFailed
 from mstore.store.catalog import Catalog
 
 MAX_PACK_BYTES: Final = 512 << 20
-"""A pack that has grown to this is sealed, and another begun."""
+"""A pack of this size is sealed, and the next one started."""
 
 
 def give_names(root: Path, packs: Sequence[SealedPack], given: list[Path]) -> None:
     """Rename sealed packs to their final names below `root`, durably.
 
-    `given` grows by each name before it is given, so that whoever fails later knows what to take
-    back.  Raises StorageFailed.
+    Appends each name to `given` before the rename, so that a caller that fails later knows what to
+    remove. Raises StorageFailed.
     """
-    # Also where no directory is new: another writer may have made it and not synced it yet.
+    # Sync even if no directory is new: another writer may have made it and not synced it yet.
     touched = {root} if packs else set()
     for pack in packs:
         target = pack_path(root, pack.id)
@@ -44,10 +44,10 @@ def give_names(root: Path, packs: Sequence[SealedPack], given: list[Path]) -> No
 
 
 class NewPacks:
-    """Packs on their way into a store.
+    """Packs being written to a store.
 
-    directory: where they lie until then, a lease's.  prefix: of their names there.  sealing: is
-    called with each pack that was sealed here.
+    directory: where they lie until they are published, a lease's directory. prefix: of their file
+    names there. sealing: called with each pack that this object seals.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NewPacks:
 
     @property
     def writer(self) -> PackWriter:
-        """The pack to append to: a new one where the last is full.  Raises StorageFailed."""
+        """The pack to append to: a new one if the last is full. Raises StorageFailed."""
         if self._writer is not None and self._writer.size >= self._max_pack:
             self.seal()
         if self._writer is None:
@@ -79,16 +79,16 @@ class NewPacks:
         return self._writer
 
     def go_on_with(self, writer: PackWriter) -> None:
-        """Seal the pack that was begun, and go on with this one."""
+        """Seal the current pack, and continue with this one."""
         self.seal()
         self._writer = writer
 
     def adopt(self, pack: SealedPack) -> None:
-        """Publish this one, which somebody else sealed in the same directory, as well."""
+        """Also publish this pack, which was sealed elsewhere in the same directory."""
         self.sealed.append(pack)
 
     def seal(self) -> None:
-        """Sync the pack that was begun, if there is one, and end it.  Raises StorageFailed."""
+        """Sync and seal the current pack, if any. Raises StorageFailed."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             pack = writer.seal()
@@ -97,23 +97,25 @@ class NewPacks:
                 self._sealing(pack)
 
     def abandon(self) -> None:
-        """Remove the pack that was begun, if there is one."""
+        """Discard the current pack, if any."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
 
     def publish(self) -> None:
-        """Seal, and give every sealed pack its final name: the step before an index commit."""
+        """Seal, and rename all packs to their final names: the step before an index commit."""
         self.seal()
         give_names(self._catalog.layout.packs, self.sealed, self._named)
 
     def keep(self) -> None:
-        """The index commit began: where it fails half way it may still be on disk, so the packs
-        stay whatever comes."""
+        """Keep the packs from now on, because the index commit has begun.
+
+        A commit that fails half way may still be on disk.
+        """
         self._named.clear()
 
     def take_back(self) -> None:
-        """Remove what was published and is not kept.  What cannot be removed is garbage."""
+        """Remove packs that were renamed but not kept. Those that cannot be removed are garbage."""
         for path in self._named:
             with suppress(StorageFailed):
                 fs.unlink(path, missing_ok=True)

@@ -1,10 +1,9 @@
 """The record cache: decoded records of an open store, bounded by the memory that they take.
 
-Owns which records are kept and for how long: the ones that were asked for last.  Does not read
-them.  By bytes and not by count, because a checkpoint may be a few hundred records or tens of
-thousands of small ones, and one that does not fit is read anew by every pass over it.
-
-Safe for any number of threads.  What is in it is nobody's word but a copy of what the packs say.
+Owns which records are kept: the most recently used. Does not read records. The bound is in bytes,
+not in records, because a checkpoint may have a few hundred records or tens of thousands of small
+ones, and every pass decodes one that does not fit again. Safe for any number of threads. An entry
+is only a copy of what the packs say.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ CACHE_BYTES: Final = 64 << 20
 """About five checkpoints of 20,000 small tensors, or five of 500 GB."""
 
 _OF_RECORD: Final = 512
-"""What a record takes in memory beside its bytes: objects, a key, a place in the table."""
+"""Memory that a record takes beside its bytes: objects, a key, a table entry."""
 
 _OF_LIST: Final = 6
 """Memory for a byte of a record that is a list of objects, and of what it looks them up by."""
 
 Key = bytes
-"""The kind, one byte, and the id."""
+"""The kind (one byte), then the id."""
 
 
 class RecordCache:
-    """Records by kind and id, at most about `limit` bytes of them, but for one that is larger."""
+    """Records by kind and id, at most about `limit` bytes; a single larger record is kept alone."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
@@ -43,11 +42,11 @@ class RecordCache:
         return len(self._kept)
 
     def get(self, key: Key) -> Record | None:
-        """A record that is kept."""
+        """Return a cached record, or None."""
         return self.get_many([key]).get(key)
 
     def get_many(self, keys: Iterable[Key]) -> dict[Key, Record]:
-        """Those of these that are kept."""
+        """Return those of these records that are cached."""
         found = {}
         with self._lock:
             for key in keys:
@@ -58,7 +57,7 @@ class RecordCache:
         return found
 
     def put(self, records: Iterable[tuple[Key, Record, int]]) -> None:
-        """Keep records; with each the bytes that it was decoded from."""
+        """Cache records, each with the length in bytes that it was decoded from."""
         with self._lock:
             for key, record, length in records:
                 size = _OF_RECORD + length * (1 if record.kind == Kind.TENSOR else _OF_LIST)

@@ -1,11 +1,11 @@
-"""Refs: names that point at snapshots, moved by compare-and-swap, every move in the reflog.
+"""Refs: names that point at snapshots, moved by compare-and-swap, with every move in the reflog.
 
     refs     name (UTF-8)                      -> [kind, snapshot]
     reflog   name + 0x00 + position u64        -> [old, new, action, time_ns, generation, kind]
 
-A branch moves when something is added or merged under its name; a tag does not move.  Functions
-take an open index transaction; the caller decides what else belongs to the same step.  The text
-mirror is written after the commit (`mstore.store.mirror`).
+An add or merge under its name moves a branch; a tag does not move. Functions take an open index
+transaction, and the caller decides what else belongs to it. The text mirror is written after the
+commit (`mstore.store.mirror`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BRANCH = "branch"
 TAG = "tag"
 MAX_NAME_BYTES = 200
 _FORBIDDEN = frozenset("~^:@{}\\*?[]=\"'<>|$`")
-# Controls, invisible marks (they also turn text round), and all kinds of space.
+# Control characters, invisible marks (some reverse the text direction), and every kind of space.
 _UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 _HEX_NAME = re.compile(r"[0-9a-f]{16,64}")
-# As much of an id as may stand for it.
+# Short enough to be an abbreviated id.
 _HEX_PREFIX = re.compile(r"[0-9a-f]{4,15}")
 _POSITION = struct.Struct(">Q")
 _UNREADABLE = (msgspec.MsgspecError, ValueError)
@@ -44,15 +44,16 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
     snapshot: bytes
 
     def snapshot_id(self) -> SnapshotId:
-        """The snapshot."""
+        """-"""
         return SnapshotId(self.snapshot)
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """One line of a reflog.  `old` is None for a creation, `new` for a removal.
+    """One line of a reflog. `old` is None for a creation, `new` for a removal.
 
-    generation: of the commit that moved the ref; 0 where it is from before there were any.
-    kind: what the ref is since then, BRANCH or TAG; empty for a removal, and where nobody wrote it.
+    generation: of the commit that moved the ref; 0 for moves from before generations existed. kind:
+    what the ref is after the move, BRANCH or TAG; empty for a removal, and where it was not
+    recorded.
     """
 
     old: bytes | None
@@ -68,7 +69,8 @@ _refs = msgspec.msgpack.Decoder(Ref)
 _moves = msgspec.msgpack.Decoder(Move)
 
 
-# Plain try blocks: a context manager a row would be half the time of the mirror, of all refs.
+# Plain try blocks: a context manager per row would double the time that the mirror of all refs
+# takes.
 
 
 def _decode_ref(name: str, value: bytes) -> Ref:
@@ -100,14 +102,14 @@ def _name_of(key: bytes) -> str:
 
 
 def _unreadable(name: str, what: str) -> Corrupt:
-    """A row that says nothing is damage of the index; the mirror may still have what it said."""
+    """Build the error for an undecodable row; the mirror may still have what the row said."""
     return Corrupt(
         f"the index's row of this {what} cannot be read", where=name, hint="mstore reindex"
     )
 
 
 def check_name(name: str) -> None:
-    """Raise BadName unless `name` can be a ref, a directory of a mount and a word in a shell."""
+    """Raise BadName unless `name` can be a ref, a directory in a mount and a word in a shell."""
 
     def refuse(why: str) -> BadName:
         return BadName(
@@ -140,12 +142,12 @@ def check_name(name: str) -> None:
 
 
 def is_like_id(text: str) -> bool:
-    """Whether this is an id, or so much of one that it cannot be the name of a ref."""
+    """Return whether a text is an id, or too long a prefix of one to be the name of a ref."""
     return _HEX_NAME.fullmatch(text) is not None
 
 
 def get(index: Index, transaction: Any, name: str) -> Ref | None:
-    """The ref of this name, or None.  Raises Corrupt where its row cannot be read."""
+    """Return the ref of this name, or None. Raises Corrupt if its row is unreadable."""
     key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
         return None
@@ -154,33 +156,33 @@ def get(index: Index, transaction: Any, name: str) -> Ref | None:
 
 
 def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
-    """All refs by name.  Raises Corrupt where a row cannot be read."""
+    """Yield all refs by name. Raises Corrupt if a row is unreadable."""
     for key, value in index.walk(transaction, "refs"):
         name = _name_of(key)
         yield name, _decode_ref(name, value)
 
 
 def names(index: Index, transaction: Any) -> list[str]:
-    """The names of all refs, for hints: rows are not read, and unreadable names are left out."""
+    """Return the names of all refs, for hints: does not read rows, skips unreadable names."""
     with transaction.cursor(db=index.db("refs")) as cursor:
         return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
 
 
 def missing(name: str, known: Iterable[str]) -> NotFound:
-    """The error for a ref that is not there, with the known name that was probably meant."""
+    """Build the error for a missing ref, with the most similar known name."""
     return NotFound("no such ref", where=name, hint=did_you_mean(name, known, "mstore refs"))
 
 
 def is_pattern(text: str) -> bool:
-    """Whether it is a pattern (`*`, `?`, `[abc]`) and not a name, which has none of these."""
+    """Return whether a text is a pattern (`*`, `?`, `[abc]`); names contain none of these."""
     return any(character in text for character in "*?[")
 
 
 def chosen(known: Iterable[str], asked: Sequence[str]) -> list[str]:
-    """The names that are asked for, patterns replaced by what they match; each once, in order.
+    """Return the requested names with patterns expanded, each once, in order.
 
-    A pattern is matched against the whole name, `*` also over `/`.  A name is taken as it is,
-    known or not.  Raises NotFound for a pattern that matches nothing.
+    A pattern must match the whole name; `*` also matches `/`. A plain name is returned whether it
+    is known or not. Raises NotFound for a pattern that matches nothing.
     """
     known = sorted(known)
     found: dict[str, None] = {}
@@ -202,12 +204,12 @@ def move(
     action: str,
     time_ns: int,
 ) -> None:
-    """Compare-and-swap of one ref, with its line in the reflog.
+    """Compare-and-swap one ref, and append the move to the reflog.
 
-    `new` None removes the ref (its reflog stays).  The line has the generation that the index has
-    now: whoever publishes has set it in this transaction (`mstore.store.generation`).  Raises
-    Conflict if the ref is not what was expected any more, or if one of two names would be a
-    directory of the other.
+    `new` None removes the ref and keeps its reflog. The reflog line records the index's current
+    generation, which the publisher has set in this transaction (`mstore.store.generation`). Raises
+    Conflict if the ref is not `expect` any more, or if one of two names would be a directory of the
+    other.
     """
     if get(index, transaction, name) != expect:
         raise Conflict(
@@ -237,7 +239,7 @@ def append(
     action: str,
     time_ns: int,
 ) -> None:
-    """Add a line to the reflog of a name."""
+    """Append a line to the reflog of a name."""
     line = Move(
         old,
         None if new is None else new.snapshot,
@@ -251,7 +253,7 @@ def append(
 
 
 def put(index: Index, transaction: Any, name: str, ref: Ref) -> None:
-    """Write the row of a ref, without a look at what was there and without a line in the reflog."""
+    """Write the row of a ref, without comparing it first and without a reflog line."""
     index.put(transaction, "refs", name.encode(), _encode(ref))
 
 
@@ -269,7 +271,7 @@ def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
 
 
 def refuse_shadow(index: Index, transaction: Any, name: str) -> None:
-    """Raise BadName for a new name that begins the id of a stored snapshot: it would hide that."""
+    """Raise BadName if a new name would hide a stored snapshot whose id starts with it."""
     if not _HEX_PREFIX.fullmatch(name):
         return
     with transaction.cursor(db=index.db("snapshots")) as cursor:
@@ -288,20 +290,20 @@ def _log_key(name: str, position: int) -> bytes:
 
 
 def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
-    """All moves of a name, oldest first; also of one that was removed."""
+    """Return all moves of a name, oldest first, even if the ref was removed."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
     return [_decode_move(name, value) for _, value in index.walk(transaction, "reflog", prefix)]
 
 
 def walk_reflogs(index: Index, transaction: Any) -> Iterator[tuple[str, Move]]:
-    """All moves of all names, removed ones too: by name, oldest first."""
+    """Yield all moves of all names, removed ones too: by name, oldest first."""
     for key, value in index.walk(transaction, "reflog"):
         name = _name_of(key[: -_POSITION.size - 1])
         yield name, _decode_move(name, value)
 
 
 def next_position(index: Index, transaction: Any, name: str) -> int:
-    """How many moves the reflog of `name` has: the position of its next line."""
+    """Return how many moves the reflog of `name` has: the position of its next line."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
     with transaction.cursor(db=index.db("reflog")) as cursor:
         beyond = cursor.set_range(prefix + b"\xff" * (_POSITION.size + 1))
@@ -312,7 +314,7 @@ def next_position(index: Index, transaction: Any, name: str) -> int:
 
 
 def require(index: Index, transaction: Any, name: str) -> Ref:
-    """The ref of this name.  Raises NotFound with the nearest names."""
+    """Return the ref of this name. Raises NotFound with the most similar names."""
     ref = get(index, transaction, name)
     if ref is None:
         raise missing(name, names(index, transaction))

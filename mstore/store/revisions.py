@@ -36,7 +36,7 @@ class Revision:
 
 
 def parse(text: str) -> Revision:
-    """Split a revision into its parts.  Raises BadName, and BadRequest for what is no text."""
+    """Split a revision into its parts. Raises BadName, and BadRequest if it is not text."""
     if not isinstance(text, str):
         raise BadRequest(
             f"a snapshot is named by text or a SnapshotId, not {type(text).__name__}",
@@ -103,7 +103,7 @@ def _from_reflog(index: Index, transaction: Any, revision: Revision) -> Snapshot
 
 
 def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]:
-    """Snapshots whose id begins with these hex digits."""
+    """Return the snapshots whose id starts with these hex digits."""
     low = bytes.fromhex(prefix.ljust(64, "0"))
     found = []
     with transaction.cursor(db=index.db("snapshots")) as cursor:
@@ -115,7 +115,7 @@ def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]
 
 
 def _begins_plan(index: Index, transaction: Any, prefix: str) -> bool:
-    """Whether these hex digits begin the id of a stored plan."""
+    """Return whether the id of a stored plan starts with these hex digits."""
     low = bytes.fromhex(prefix.ljust(64, "0"))
     with transaction.cursor(db=index.db("plans")) as cursor:
         return bool(cursor.set_range(low)) and cursor.key().hex().startswith(prefix)
@@ -124,7 +124,7 @@ def _begins_plan(index: Index, transaction: Any, prefix: str) -> bool:
 def walk_back(
     snapshot: SnapshotId, steps: int, load: Callable[[SnapshotId], SnapshotRecord], text: str
 ) -> SnapshotId:
-    """`steps` along the first parent.  Raises NotFound where the lineage ends before that."""
+    """Return the `steps`-th ancestor along first parents. Raises NotFound if there are fewer."""
     for _ in range(steps):
         parents = load(snapshot).parents
         if not parents:

@@ -1,14 +1,14 @@
-"""Transactions: the one way in which anything is published.
+"""Transactions: the only way to publish anything.
 
-The commit order is the promise (docs/format.md, "Commit order"):
+The commit order is a promise (docs/format.md, "Commit order"):
 
     lease -> payloads into tmp/ -> footer, fsync -> rename into packs/ -> fsync directories
     -> writer lock -> ONE index transaction: check again that every block counted as present
        still is, insert rows, compare-and-swap the refs, append the reflog
     -> acknowledge -> refresh the text mirror
 
-Before the index commit a crash leaves garbage and nothing else; after it, everything is there.
-A transaction belongs to one thread.
+A crash before the index commit leaves only garbage. After it, everything is stored. A transaction
+belongs to one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
 @dataclass(frozen=True, slots=True)
 class RefMove:
-    """A ref to be moved: what it must be now, what it shall be, and the reflog's word for it."""
+    """A ref to move: its expected value, its new value, and the action for the reflog."""
 
     name: str
     expect: refs.Ref | None
@@ -47,12 +47,13 @@ class RefMove:
 
 
 class Transaction:
-    """Blocks and records on their way into the store.
+    """Blocks and records to be published together.
 
-    Invariants: nothing is visible before `commit` returns; after an exception, or without
-    `commit`, leaving the block removes all that was written.  With `resumes`, it begins with the
-    leftovers of others that were interrupted in its `directory`, and leaves its own there when it
-    is interrupted itself (by what is no Exception: KeyboardInterrupt, SystemExit).
+    Invariants: nothing is visible before `commit` returns. Leaving the block after an exception, or
+    without `commit`, removes all that was written. With `resumes`, the transaction starts from
+    leftovers of interrupted transactions in its `directory`. If it is itself interrupted (by
+    KeyboardInterrupt, SystemExit or anything else that is not an Exception), it leaves its own
+    there.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Transaction:
         self._relied_records: set[tuple[Kind, Id]] = set()
         self.bytes_written = 0
         self.blocks_new = 0
-        # Before anything is written: what a killed writer left may be the space that is missing.
+        # Before any write: garbage of a killed writer may occupy the space that is needed.
         with catalog.publishing(packs=True):
             leases.sweep(catalog.layout, catalog.index)
             condemned.sweep(catalog.layout, catalog.index)
@@ -96,7 +97,7 @@ class Transaction:
             self._packs.take_back()
         finally:
             if self._resumes and kind is not None and not issubclass(kind, Exception):
-                # Interrupted: what is whole and has a receipt waits for the next attempt.
+                # Interrupted: sealed packs with a receipt wait for the next attempt.
                 self._lease.leave()
             else:
                 self._lease.release()
@@ -104,19 +105,20 @@ class Transaction:
     # -- filling -----------------------------------------------------------------------------
 
     def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
-        """Store a block unless it is there; True if it is new.
+        """Store a block unless it is stored already; return True if it is new.
 
-        `encoded` must decode to what hashes to `block` (`codecs.encode` has seen to the one, the
-        caller to the other).  `file` and `file_offset` say where it lies in the file that is
-        written or copied, so that neighbours stay neighbours.
+        `encoded` must decode to bytes that hash to `block`: `codecs.encode` checks the former, the
+        caller the latter. `file` and `file_offset` say where the block lies in its file, so that
+        neighbours there stay neighbours in the pack.
         """
         return self.put_blocks([(block, encoded, file_offset)], file) == 1
 
     def put_blocks(self, blocks: Sequence[tuple[BlockId, Encoded | None, int]], file: str) -> int:
-        """Store blocks of one file unless they are there; how many are new.
+        """Store those blocks of one file that are not stored yet; return how many are new.
 
-        Each with its offset there, as for `put_block`; None in place of its bytes for one that was
-        found stored, or was put here.  The index is asked once for all of them.
+        Each block comes with its offset in the file, as for `put_block`. Pass None instead of its
+        bytes for a block that was found stored or was put here before. Asks the index once for all
+        of them.
         """
         own, relied = self._own, self._relied_blocks
         asked = [
@@ -140,36 +142,36 @@ class Transaction:
         return self.blocks_new - before
 
     def rely_on_block(self, block: BlockId) -> None:
-        """A block that was found stored, or was put here, must be there when this is published."""
+        """Require at commit that a block is still stored; it was found stored, or was put here."""
         if block not in self._own:
             self._relied_blocks.add(block)
 
     @property
     def relied_blocks(self) -> AbstractSet[BlockId]:
-        """The blocks that this publishes and did not store: they were there."""
+        """Blocks that this transaction refers to but did not store: they were stored already."""
         return self._relied_blocks
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was put here that the store did not have."""
+        """Whether this transaction stored anything that the store did not have."""
         return bool(self._own)
 
     @property
     def directory(self) -> Path:
-        """Where packs may be written that `adopt` takes."""
+        """The directory in which to write packs for `adopt`."""
         return self._lease.directory
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
-        """Which blocks are stored, or on their way in this transaction."""
+        """Return, for each block, whether it is stored or part of this transaction."""
         stored = self._catalog.has_blocks(blocks)
         return [
             is_stored or block in self._own for block, is_stored in zip(blocks, stored, strict=True)
         ]
 
     def adopt(self, pack: SealedPack) -> int:
-        """Publish this pack, which lies in `directory`, as well; returns how many blocks are new.
+        """Publish a pack from `directory` as well; return how many of its blocks are new.
 
-        Where all of it is stored already, the pack is removed instead.
+        If all its blocks are stored already, the pack is removed instead.
         """
         ids = [BlockId(entry.id) for entry in pack.entries if entry.kind == Kind.BLOCK]
         known = self.has_blocks(ids)
@@ -183,16 +185,16 @@ class Transaction:
         return known.count(False)
 
     def go_on_with(self, writer: PackWriter, blocks: Iterable[BlockId]) -> None:
-        """Take over an unfinished pack in `directory` that holds these blocks, and write on it."""
+        """Take over an unfinished pack in `directory` that holds these blocks, and append to it."""
         self._packs.go_on_with(writer)
         before = len(self._own)
         self._own.update(blocks)
         self.blocks_new += len(self._own) - before
 
     def rely_on_manifest(self, manifest: Manifest) -> None:
-        """All blocks and tensor records of a manifest must be stored, or be this transaction's.
+        """Require all blocks and tensor records of a manifest to be stored, or to be part of this.
 
-        Of a virtual tensor, the record; `rely_on_inputs` names what it is computed from.
+        For a virtual tensor that is its record; `rely_on_inputs` covers what it is computed from.
         """
         for file in manifest.files:
             for part in file.parts:
@@ -208,7 +210,7 @@ class Transaction:
                     self._rely_on_blocks(content)
 
     def rely_on_inputs(self, plan: Plan) -> None:
-        """All that a plan may read must be stored: whoever publishes a virtual merge needs it."""
+        """Require all that a plan may read to be stored, for publishing a virtual merge."""
         for id in (plan.base_id(), *(expert.manifest_id() for expert in plan.experts)):
             self._relied_records.add((Kind.MANIFEST, id))
             self.rely_on_manifest(self._catalog.manifest(id))
@@ -217,16 +219,16 @@ class Transaction:
         self._relied_blocks.update(id for id in tensor.block_ids() if id not in self._own)
 
     def put_record(self, record: Record) -> Id:
-        """Store a record unless it is there; returns its id.
+        """Store a record unless it is stored already; return its id.
 
-        Raises BadRequest for one that no reader would take (`objects.limits`).
+        Raises BadRequest for a record that readers would reject (`objects.limits`).
         """
         return self.put_records([record])[0]
 
     def put_records(self, records: Sequence[Record]) -> list[Id]:
-        """Store many records, asking the index once; their ids.  Raises as `put_record`.
+        """Store many records with one index lookup; return their ids. Raises like `put_record`.
 
-        What came before one that is refused is stored, and goes as the transaction goes.
+        If a record is refused, those before it stay part of the transaction.
         """
         encoded = [record.encode() for record in records]
         ids = [record.id_type.of(data) for record, data in zip(records, encoded, strict=True)]
@@ -255,7 +257,7 @@ class Transaction:
         return ids
 
     def _present(self, keys: AbstractSet[bytes]) -> AbstractSet[bytes]:
-        """Those of these records, by kind and id, that are stored."""
+        """The subset of these record keys (kind and id) that is stored."""
         if not keys:
             return keys
         index = self._catalog.index
@@ -274,7 +276,7 @@ class Transaction:
         moves: Sequence[RefMove] = (),
         also: Callable[[Any], None] | None = None,
     ) -> None:
-        """Publish all of it, or raise and publish nothing.  Raises Conflict, StorageFailed.
+        """Publish everything, or raise and publish nothing. Raises Conflict, StorageFailed.
 
         `also` adds rows of its own to the index transaction.
         """
@@ -307,7 +309,7 @@ class Transaction:
         _require_unmoved(gone)
 
     def _check_parents(self, transaction: Any, snapshots: Sequence[SnapshotRecord]) -> None:
-        """A snapshot is published with its parents, or with none of them collected."""
+        """Raise Conflict if a parent of a snapshot was collected meanwhile."""
         index = self._catalog.index
         own = {snapshot.id() for snapshot in snapshots}
         parents = {p.snapshot_id() for snapshot in snapshots for p in snapshot.parents} - own
@@ -316,9 +318,10 @@ class Transaction:
         )
 
     def _check_bases(self, transaction: Any) -> None:
-        """What a delta is a difference to is stored, and is no delta itself.
+        """Raise Conflict unless the base of every delta is stored and is not itself a delta.
 
-        After the rows are in: of a block that another writer stored meanwhile, his row counts.
+        Runs after the rows are inserted: if another writer stored the same block first, its row
+        counts.
         """
         bases = {
             BlockId(entry.base)
@@ -344,10 +347,10 @@ def _require_unmoved(gone: Sequence[Id]) -> None:
 
 
 def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
-    """What the branch `name` is now, None if it is new.  Raises BadName, Conflict for a tag.
+    """Return what the branch `name` points at, None if it is new.
 
-    Who is going to move it asks with the transaction open: before that, the commit of a writer
-    that was killed may not show yet.
+    Raises BadName, Conflict for a tag. Call it with the transaction open: before that, the commit
+    of a killed writer may not be visible yet.
     """
     refs.check_name(name)
     with catalog.index.env.read() as transaction:
@@ -362,10 +365,10 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
 def tip_of(
     catalog: Catalog, current: refs.Ref | None
 ) -> tuple[SnapshotRecord | None, tuple[Parent, ...]]:
-    """What a branch points at, and the parent of what comes next on it.
+    """Return the snapshot that a branch points at, and the parents of the next one on it.
 
-    Neither is there for a new branch, nor where the snapshot is missing: then the branch begins
-    anew.  One that is stored and cannot be read is a parent that may yet be healed.
+    Both are empty for a new branch, and where the snapshot is missing: the branch then starts over.
+    A snapshot that is stored but unreadable is still a parent, because it may be repaired.
     """
     if current is None:
         return None, ()
@@ -381,7 +384,8 @@ def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) ->
     for move in moves:
         if move.new is not None:
             contents.keep(catalog, transaction, move.new.snapshot_id(), move.name)
-            # Here and not below: reindex gives back a name that was there before the snapshot.
+            # Only here, not in `refs.move`: reindex restores names that were there before the
+            # snapshot.
             if move.expect is None:
                 refs.refuse_shadow(catalog.index, transaction, move.name)
         refs.move(
@@ -401,10 +405,11 @@ def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
 
 
 def choose_moves(catalog: Catalog, choose: Callable[[Any], Sequence[RefMove]]) -> Sequence[RefMove]:
-    """Publish the ref moves that are right for what the refs are now (tag, reset, remove).
+    """Publish ref moves that depend on the current refs (tag, reset, remove).
 
-    `choose` is asked in the transaction that moves them, and once before: what it refuses takes no
-    lock.  Returns what was moved.  Raises what `choose` raises, BadName, StorageFailed.
+    Calls `choose` once before taking the lock, so that a refusal takes none, and again inside the
+    transaction that moves the refs. Returns the moves. Raises what `choose` raises, BadName,
+    StorageFailed.
     """
     with catalog.index.env.read() as transaction:
         if not choose(transaction):

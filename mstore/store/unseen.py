@@ -1,8 +1,8 @@
-"""Commits that nobody sees yet: their writers were killed before they could say that they are done.
+"""Commits that are durable but not visible yet, because their writers were killed.
 
-LMDB writes a commit whole, and then moves the number by which readers go.  A kill in between
-leaves a commit that is durable and not seen as long as another process has the index open.  The
-next writer inherits the dead one's lock, and LMDB puts the number right.
+LMDB writes a commit completely, and then updates the number from which readers find it. A kill in
+between leaves a commit that is durable but invisible while another process has the index open. The
+next writer inherits the dead writer's lock, and LMDB corrects the number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class _NothingToWrite(Exception):
 
 
 def show(index: Index) -> None:
-    """Have every commit seen by what is read from now on.  Raises StorageFailed."""
+    """Make every commit visible to reads from now on. Raises StorageFailed."""
     with suppress(_NothingToWrite), index.env.write():
-        # That it began is all that is needed.
+        # Beginning a write transaction is enough.
         raise _NothingToWrite
