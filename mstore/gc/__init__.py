@@ -1,10 +1,11 @@
 """Garbage collection and pruning.
 
     survey    what is dead, and which packs to rewrite: pure, over an inventory
-    repack    copying what is needed out of a pack
-    collect   the whole of it, in the one safe order
-    tidy      rows of the memo table and of statistics whose subject is gone
-    prune     letting the contents of old snapshots go
+    repack    copies what is needed out of a pack
+    collect   a whole collection, in the one safe order
+    proof     checks before anything is removed
+    tidy      drops rows of the memo table and of statistics whose subject is gone
+    prune     marks the contents of old snapshots as no longer needed
 
 Why nothing is ever lost: docs/design/008-garbage-collection.md.
 """

@@ -1,18 +1,18 @@
-"""Garbage collection: everything that nothing reaches goes, and its space comes back.
+"""Garbage collection: drop everything that nothing reaches, and free its space.
 
-    lock of garbage collection -> index, mirror and generations agree
-    -> packs that the index does not know go to lost+found/
-    -> lease -> inventory and marks, of one moment; what is needed has its rows
-    -> payloads that are needed are copied out of packs that are mostly dead: tmp/, fsync, rename
-       into packs/, fsync of directories
-    -> writer lock -> ONE index transaction: mark anew what was published since; point rows at the
+    lock of garbage collection -> check that index, mirror and generations agree
+    -> move packs that the index does not know to lost+found/
+    -> lease -> take inventory and mark, at one moment; require rows for what is needed
+    -> copy needed payloads out of packs that are mostly dead: tmp/, fsync, rename into packs/,
+       fsync of directories
+    -> writer lock -> ONE index transaction: mark what was published since; point rows at the
        copies; delete the rows of the dead; condemn packs that no row names, once their footers
        have proved it (`mstore.gc.proof`)
     -> unlink condemned packs, once the leases of that moment have ended
 
-Before the index commit a crash leaves garbage and nothing else; after it, files that the next
-writer removes.  Whoever counted a dead block as present finds it missing in his own commit, and
-runs again; whoever published it first, keeps it.  Reasons: docs/design/008-garbage-collection.md.
+A crash before the index commit leaves only garbage; after it, files that the next writer removes. A
+writer that counted a dead block as present finds it missing in its own commit, and retries; one
+that published it first keeps it. Reasons: docs/design/008-garbage-collection.md.
 """
 
 from __future__ import annotations
@@ -47,16 +47,20 @@ from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
 
 RESERVE_BYTES = 8 << 20
-"""Free space that copies leave to others."""
+"""Free space, in bytes, that copies leave to others."""
 NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may take: room for copies (None: what the disk has, less a reserve), bytes a pack,
-    seconds to wait for others before their packs are left to the next writer, the share of dead
-    bytes from which a pack is rewritten (0: with any), and whether lost+found/ is emptied."""
+    """Limits of one run.
+
+    room: bytes for copies; None means the free space of the disk, less a reserve. max_pack: bytes
+    per pack. wait: seconds to wait for others before their packs are left to the next writer.
+    dead_share: the share of dead bytes from which a pack is rewritten; 0 means any.
+    empty_lost_found: whether to empty lost+found/.
+    """
 
     room: int | None = None
     max_pack: int = MAX_PACK_BYTES
@@ -125,7 +129,7 @@ class _Tally:
 
 
 class Collector:
-    """One run over one store."""
+    """One collection of one store."""
 
     def __init__(
         self,
@@ -138,7 +142,7 @@ class Collector:
         self._catalog = catalog
         self._limits = limits
         self._progress = progress
-        # No days at all keeps nothing, whatever the clock says.
+        # Zero days keep nothing, whatever the clock says.
         self._since = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         self._tally = _Tally()
 
@@ -163,7 +167,7 @@ class Collector:
         return max(0, room.f_bavail * room.f_frsize - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
-        """What `run` would do now.  Changes nothing."""
+        """Report what `run` would do now. Changes nothing."""
         began = time.monotonic()
         proof.require_sound_names(self._catalog)
         _, dead, choice = self._survey()
@@ -217,19 +221,20 @@ class Collector:
     # -- doing -------------------------------------------------------------------------------
 
     def run(self, memo: Memo, statistics: StatsStore) -> GcReport:
-        """Collect.  Raises Corrupt where a needed record is damaged; then nothing was changed."""
+        """Collect. Raises Corrupt if a needed record is damaged, before anything is changed."""
         began = time.monotonic()
         catalog, tally = self._catalog, self._tally
         with _for_a_full_disk(), leases.collecting(catalog.layout):
             proof.require_sound_names(catalog)
-            # Space first: what is left of others may be what copies need.
+            # Free space first: copies may need what interrupted commands left behind.
             with catalog.publishing(packs=True):
                 leftovers = leases.leftovers(catalog.layout)
                 leases.sweep(catalog.layout, catalog.index)
                 self._count_leftovers(leftovers, leases.leftovers(catalog.layout))
                 self._count_condemned(condemned.sweep(catalog.layout, catalog.index))
             if self._limits.empty_lost_found:
-                # Before anything is put there: what is told to come back must be there then.
+                # Empty it before anything is added: packs that this run moves there must stay
+                # recoverable.
                 tally.emptied_bytes = lost_found.empty(catalog.layout)
                 tally.freed_bytes += tally.emptied_bytes
             self._put_unknown_aside()
@@ -243,7 +248,7 @@ class Collector:
         return tally.report(dry_run=False, seconds=time.monotonic() - began)
 
     def _round(self) -> bool:
-        """Mark, copy, publish, unlink; whether more could be done with more room."""
+        """Mark, copy, publish, unlink; return whether more room would allow more."""
         catalog, tally = self._catalog, self._tally
         reach, dead, choice = self._survey()
         if not (dead.snapshots or dead.count(*Kind) or choice.remove or choice.rewrite):
@@ -263,7 +268,7 @@ class Collector:
         finally:
             lease.release()
         if (choice.short_of_room or copies.ran_out) and unlinked:
-            # Now there is more room; what is still left after the next round is told then.
+            # There is more room now; the next round reports what it still leaves.
             return True
         tally.left += [*choice.left, *copies.left]
         return False
@@ -293,7 +298,7 @@ class Collector:
         catalog, tally = self._catalog, self._tally
         unnamed: list[PackId] = []
         with catalog.committing() as transaction:
-            # The lease's own row would keep what is condemned below.
+            # Else the lease's own row would protect the packs that are condemned below.
             lease.drop_row(transaction)
             reach.grow(self._roots_now(reach, transaction), transaction)
             dead = Dead.of(reach)
@@ -331,7 +336,7 @@ class Collector:
         )
 
     def _roots_now(self, reach: Reach, transaction: Any) -> Roots:
-        """Also every snapshot that is new, named or not: what it counted on stays for this time."""
+        """Read the roots, plus all new snapshots, named or not: what they rely on stays."""
         roots = Roots.read(self._catalog, transaction, self._since)
         new = snapshot_ids(self._catalog, transaction) - reach.inventory.snapshots
         return replace(roots, loose=roots.loose | (new - roots.refs))
@@ -349,24 +354,25 @@ class Collector:
         self._tally.freed_bytes += sum(pack.size for pack in packs)
 
     def _unknown(self) -> list[Path]:
-        """Packs that the index does not name, if nobody is at work who may be publishing them."""
+        """List packs that the index does not name, unless a live writer may be publishing them."""
         layout, index = self._catalog.layout, self._catalog.index
-        # Files, then leases, then the index: whoever has published one of these files still has the
-        # lease that it was written under, or has dropped it, and then it is in the index by now.
+        # List files first, then leases, then the index. The publisher of a listed file either still
+        # holds the lease under which it was written, or has dropped it; then the index has the
+        # pack.
         listed = list(generation.listed_packs(layout))
         if leases.live(layout):
             return []
         return generation.unknown_among(listed, index)
 
     def _put_unknown_aside(self) -> None:
-        """Nobody deletes a pack for the sole reason that the index has never heard of it."""
-        # Nobody begins to write meanwhile, and what a killed writer left in doubt is settled.
+        """Move packs that the index does not name to lost+found, instead of deleting them."""
+        # While publishing is locked no writer starts, and commits of killed writers are settled.
         with self._catalog.publishing(packs=True):
             moved = lost_found.put_aside(self._catalog.layout, self._unknown())
         self._tally.put_aside += [path.stem for path in moved]
 
     def _wait_for_others(self) -> None:
-        """Unlink what is condemned as soon as nobody can be reading it, within the wait."""
+        """Unlink condemned packs as soon as no one can be reading them, within the wait."""
         catalog = self._catalog
         end = time.monotonic() + self._limits.wait
         while True:
@@ -394,7 +400,7 @@ class Collector:
 
 @contextmanager
 def _for_a_full_disk() -> Iterator[None]:
-    """Say how little it takes: who collects garbage does so because there is no room."""
+    """Add a hint on how little space gc needs: people collect garbage because the disk is full."""
     try:
         yield
     except StorageFailed as error:
@@ -406,7 +412,7 @@ def _for_a_full_disk() -> Iterator[None]:
 def _drop_rows(
     catalog: Catalog, transaction: Any, inventory: Inventory, dead: Dead
 ) -> Iterator[int]:
-    """Delete the rows of the dead, where they are as they were; the pack number of each."""
+    """Delete the rows of the dead if they are unchanged; yield the pack number of each."""
     index = catalog.index
     for kind, flags in dead.rows.items():
         table = inventory.tables[kind]
@@ -415,14 +421,14 @@ def _drop_rows(
         for number in np.flatnonzero(flags).tolist():
             key, row = prefix + table.id(number), table.row(number)
             found = index.row(transaction, database, key)
-            # A delta whose base is gone cannot be told apart any closer.
+            # The row of a delta whose base is gone cannot be compared in full.
             if found is not None and (found == row or row is None):
                 transaction.delete(key, db=index.db(database))
                 yield int.from_bytes(found[:4], "big")
 
 
 def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
-    """All that the index says of snapshots that are gone, but for their reflogs."""
+    """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
         row = index.get(transaction, "snapshots", id)
@@ -436,7 +442,7 @@ def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
         more = bool(gone) and cursor.set_range(PARENT_EDGE)
         while more and cursor.key().startswith(PARENT_EDGE):
             child = SnapshotId(cursor.key()[33:65])
-            # Deleting moves on to the next key; there is none where it is empty.
+            # Deleting moves the cursor to the next key; the key is empty at the end.
             more = bool(cursor.delete() and cursor.key()) if child in gone else cursor.next()
 
 
@@ -447,7 +453,10 @@ def _drop_prefix(transaction: Any, database: Any, prefix: bytes) -> None:
 
 
 def _drop_sources(catalog: Catalog, transaction: Any, reach: Reach) -> None:
-    """Names of plans' inputs, where the plan is gone or a snapshot is: others can stand in."""
+    """Delete the names of a plan's inputs if the plan or one of these snapshots is gone.
+
+    Other snapshots can then stand in for the inputs.
+    """
     index = catalog.index
     for id, sources in plans.all_sources(catalog, transaction):
         named = {source.snapshot for source in (sources.base, *sources.experts)}
@@ -459,7 +468,7 @@ def _drop_sources(catalog: Catalog, transaction: Any, reach: Reach) -> None:
 
 
 def _purposes(catalog: Catalog, names: set[str]) -> list[str]:
-    """What live leases say that they are for."""
+    """Return the purposes that live leases state."""
     found = []
     with catalog.index.env.read() as transaction:
         for name in names:

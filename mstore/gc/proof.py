@@ -1,9 +1,9 @@
-"""Proof, before anything goes: the index is never believed alone.
+"""Proof, before anything is removed: garbage collection never trusts the index alone.
 
-What garbage collection takes away for good is the files of packs.  Three things have to agree
-before that: the mirror with the index's refs, so that no root was lost; the needed blocks with
-their rows, so that a bit in a key cannot make a live block look dead; and, pack by pack, the footer
-with what the index says became of each of its entries.  Functions change nothing.
+Garbage collection removes pack files for good. Before that, three things must agree: the mirror
+with the index's refs, so that no root was lost; the needed blocks with their rows, so that a
+flipped bit in a key cannot make a live block look dead; and, for each pack, the footer with what
+the index says became of each entry. Functions here change nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mstore.store.generation import listed_packs
 
 _REINDEX = "mstore reindex"
 _REPAIR = "mstore fsck --read-data --repair --from PLACE    (a store or checkpoint with copies)"
-"""A repair drops rows of what is damaged; a new index would only bring these back."""
+"""A repair drops rows of damaged data; a new index would only restore them."""
 _SHOWN = 3
 
 
 def require_sound_names(catalog: Catalog) -> None:
-    """The index is the newest one, whole by page and row, and its refs are those of the mirror.
+    """Require the newest index, sound in every page and row, with the same refs as the mirror.
 
-    Raises Corrupt where that is not so: then nobody can say what is needed.  Raises Unavailable
-    where the index was replaced.
+    Raises Corrupt otherwise: then it is unknown what is needed. Raises Unavailable if the index was
+    replaced.
     """
     catalog.index.env.require_in_place()
     generation.require_current(catalog.layout, catalog.index, packs=True)
@@ -61,9 +61,9 @@ def require_sound_names(catalog: Catalog) -> None:
 
 
 def require_rows(catalog: Catalog, reach: Reach) -> None:
-    """What is needed and has no row is in no pack either: then it was lost before.
+    """Require that no pack has a needed block without a row: such blocks were lost before.
 
-    Raises Corrupt where a pack has it, or cannot be read.
+    Raises Corrupt if a pack has one, or is unreadable.
     """
     if reach.lost_bases:
         block = min(reach.lost_bases)
@@ -96,9 +96,9 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
 
 
 def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
-    """Whether a new index may have this block: its row was lost, and not dropped for damage."""
+    """Return whether a new index may take this block: its row was lost, not dropped for damage."""
     if path != pack_path(catalog.layout.packs, pack):
-        # Put aside, and not because it was damaged.
+        # In lost+found, so it was not put aside for damage.
         return True
     place = Location(
         pack,
@@ -117,17 +117,17 @@ def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
 
 
 class Footers:
-    """What packs hold, as they say themselves; each is read once."""
+    """The footers of packs, each read once."""
 
     def __init__(self, catalog: Catalog, copies: Iterable[SealedPack]) -> None:
         self._catalog = catalog
         self._held = {pack.id: _places(pack.entries) for pack in copies}
 
     def why_not(self, transaction: Any, reach: Reach, pack: PackId) -> str | None:
-        """Why a pack may not go, in the transaction that would condemn it; None where it may.
+        """Return why a pack must stay, in the transaction that would condemn it; None if it may go.
 
-        Each entry of its footer is dead, or its row names another pack whose footer has it there.
-        Raises Corrupt where the index is wrong about a needed entry.
+        It may go if each entry of its footer is dead, or has a row that names another pack whose
+        footer has it at that place. Raises Corrupt if the index is wrong about a needed entry.
         """
         index = self._catalog.index
         try:
@@ -165,7 +165,7 @@ class Footers:
 def _places(entries: Iterable[Entry]) -> dict[Key, tuple[int, int, int, int]]:
     found: dict[Key, tuple[int, int, int, int]] = {}
     for entry in entries:
-        # What this version does not know has no row that it could be asked for.
+        # No reader asks for entries of a kind that this version does not know.
         with suppress(ValueError):
             place = (entry.offset, entry.stored_length, entry.raw_length, entry.codec)
             found[Kind(entry.kind), entry.id] = place

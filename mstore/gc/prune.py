@@ -1,8 +1,8 @@
-"""Pruning: letting the contents of old snapshots go while their place in the lineage stays.
+"""Pruning: give up the contents of old snapshots and keep their place in the lineage.
 
-Nothing is removed here but tags that are in the way: what is pruned is written down, and the next
-garbage collection drops the contents that nothing else keeps.  Until then they can be read, and
-naming a snapshot again takes it back.
+Removes nothing here except tags that are in the way: it marks snapshots as pruned, and the next
+garbage collection drops the contents that nothing else keeps. Until then they can be read, and
+naming a snapshot again unmarks it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NS_A_SECOND = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to prune: of each branch (all for no names), what none of these keeps.
+    """What to prune: of each branch (all for no names), every snapshot that no rule keeps.
 
-    keep_last: the newest so many; at least the tip stays.  keep_daily, keep_weekly, keep_monthly,
-    keep_yearly: of each of the newest so many days (weeks, ...) in which there is a snapshot, the
-    newest, as restic counts them: days of this machine's zone, weeks as ISO 8601 has them.
-    keep_tagged: but for those that a tag names; else these tags are removed.  unnamed_inputs: also
-    what branches were merged from, where no ref names it.
+    keep_last: the newest so many; the tip always stays. keep_daily, keep_weekly, keep_monthly,
+    keep_yearly: the newest snapshot of each of the newest so many days (weeks, ...) that have one,
+    counted as restic does: days in this machine's time zone, weeks as in ISO 8601. keep_tagged:
+    keep snapshots that a tag names; else remove these tags. unnamed_inputs: also prune inputs of
+    merges that no ref names.
     """
 
     keep_last: int = 0
@@ -47,7 +47,7 @@ class Wish:
 
 
 def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> PruneReport:
-    """Prune, or only say what would be.  Raises BadRequest, NotFound, StorageFailed."""
+    """Prune, or with `dry_run` only report. Raises BadRequest, NotFound, StorageFailed."""
     began = time.monotonic()
     counts = (wish.keep_last, *(count for count, _ in _periods(wish)))
     if min(counts) < 0 or not any(counts):
@@ -57,7 +57,7 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
     if dry_run:
         chosen, tags = _choose(catalog, wish)
     else:
-        # Nobody publishes between the choice and its commit.
+        # Hold the lock, so that no one publishes between the choice and its commit.
         with catalog.publishing():
             chosen, tags = _choose(catalog, wish)
             if chosen:
@@ -82,7 +82,7 @@ def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.
 
 
 def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, refs.Ref]]:
-    """The snapshots to prune, newest first, and the tags that go with them."""
+    """Return the snapshots to prune, newest first, and the tags to remove with them."""
     named = catalog.refs()
     branches = {name: ref for name, ref in named.items() if ref.kind == refs.BRANCH}
     for name in wish.branches:
@@ -96,7 +96,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     for name, ref in branches.items():
         chain = _chain(catalog, ref.snapshot_id())
         chains.update(chain)
-        # Of a branch that was not asked for, everything is somebody's.
+        # Keep everything on branches that were not requested.
         stays = _kept(catalog, chain, wish) if name in asked else set(chain)
         kept.update(stays)
         older.update(set(chain) - stays)
@@ -107,7 +107,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     if wish.keep_tagged:
         kept.update(ref.snapshot_id() for ref in tagged.values())
     else:
-        # A tag beside all branches is no old state of one of them.
+        # A tag outside all branches is not an old state of one of them.
         kept.update({ref.snapshot_id() for ref in tagged.values()} - chains)
     chosen = set(_unpruned(catalog, older - kept, tagged))
     tags = {name: ref for name, ref in tagged.items() if ref.snapshot_id() in chosen}
@@ -116,7 +116,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
 
 
 def _periods(wish: Wish) -> list[tuple[int, str]]:
-    """How many of each kind of period are kept; the period of a date in words."""
+    """Return, for each kind of period, how many to keep and its strftime form."""
     return [
         (wish.keep_daily, "%Y-%m-%d"),
         (wish.keep_weekly, "%G-%V"),
@@ -126,13 +126,13 @@ def _periods(wish: Wish) -> list[tuple[int, str]]:
 
 
 def _kept(catalog: Catalog, chain: Sequence[SnapshotId], wish: Wish) -> set[SnapshotId]:
-    """What of a branch, newest first, stays.  One whose time is unknown counts for no period."""
+    """Return what to keep of a branch, listed newest first. Unknown times count for no period."""
     kept = {*chain[:1], *chain[: wish.keep_last]}
     periods = [(count, form) for count, form in _periods(wish) if count]
     if not periods:
         return kept
     dates = {
-        id: datetime.fromtimestamp(record.time_ns // NS_A_SECOND)  # noqa: DTZ006 -- the local day
+        id: datetime.fromtimestamp(record.time_ns // NS_A_SECOND)  # noqa: DTZ006 -- days are local
         for id in chain
         if (record := catalog.snapshot_if_there(id)) is not None
     }
@@ -145,7 +145,7 @@ def _kept(catalog: Catalog, chain: Sequence[SnapshotId], wish: Wish) -> set[Snap
 
 
 def _chain(catalog: Catalog, tip: SnapshotId) -> list[SnapshotId]:
-    """A snapshot and what its branch held before it, newest first."""
+    """Return a snapshot and its predecessors on the branch, newest first."""
     chain = [tip]
     while True:
         record = catalog.snapshot_if_there(chain[-1])
@@ -163,5 +163,5 @@ def _unpruned(
         known = contents.pruned(catalog.index, transaction)
     named = {ref.snapshot_id() for ref in tagged.values()}
     found = [id for id in snapshots if id not in known or id in named]
-    # One that is missing has nothing to let go of.
+    # A missing snapshot has no contents to prune.
     return [id for id in found if catalog.snapshot_if_there(id) is not None]

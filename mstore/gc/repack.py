@@ -1,8 +1,8 @@
-"""Copying payloads out of packs, as they are stored, after each has been checked.
+"""Copying payloads out of packs, in their stored form, after checking each.
 
-Neighbours stay neighbours, and raw runs keep their place within a page.  A payload that is not
-what its id says is not copied: its row stays, and so does its pack.  The copies lie in the
-directory of a lease until they are published.
+Neighbours stay neighbours, and raw runs keep their alignment within a page. A payload that does not
+match its id is not copied: its row and its pack stay. The copies lie in the directory of a lease
+until they are published.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ID_TYPES: dict[Kind, type[Id]] = {
 
 
 class Copies:
-    """Packs of copies.  Belongs to one thread; `packs` and `rows` are what was sealed.
+    """Packs of copies. Belongs to one thread; `packs` and `rows` describe what was sealed.
 
     rows: by database and key, each row as it was when its payload was copied.
     """
@@ -70,7 +70,10 @@ class Copies:
         self._unsealed: list[tuple[tuple[str, bytes], bytes, int]] = []
 
     def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
-        """Copy the payloads at these places, and seal.  A full disk ends it early, in order."""
+        """Copy the payloads at these places, and seal.
+
+        A full disk ends this early, without an error: `ran_out` is then True.
+        """
         try:
             for place in places:
                 tick(self._copy(place))
@@ -86,7 +89,7 @@ class Copies:
             raise
 
     def abandon(self) -> None:
-        """Remove the pack that is not sealed."""
+        """Discard the unsealed pack."""
         self.packs.abandon()
         self._unsealed.clear()
 
@@ -111,7 +114,7 @@ class Copies:
             encoded = Encoded(
                 Codec(location.codec), location.width, payload, location.raw_length, base
             )
-            # The old pack stands for the file: what touched there touches here.
+            # Pass the old pack as the file, so that adjacent payloads stay adjacent.
             writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
             name = ("blocks", id)
         else:
@@ -123,7 +126,7 @@ class Copies:
         return length
 
     def _payload(self, place: Place, id: bytes) -> Buffer:
-        """The bytes at rest, once they have been found to be what the id says."""
+        """Return the stored bytes, after checking them against the id."""
         table = self._inventory.tables[place.kind]
         location = self._inventory.location(table, place.row)
         if place.kind != Kind.BLOCK:

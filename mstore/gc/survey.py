@@ -1,8 +1,8 @@
-"""What of an inventory is dead, and what is to be done about each pack.
+"""Which rows of an inventory are dead, and what to do with each pack.
 
 A pack's use is counted over its footer: of the payload bytes that it was sealed with, those that
-live rows point at are used, all others are dead (rows that are gone or going, copies of blocks that
-another pack has).  Nothing here changes anything.
+live rows point at are used. All others are dead: rows that are gone or about to go, and copies of
+blocks that another pack has. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from mstore.ids import PackId, SnapshotId
 from mstore.reach import Flags, Inventory, Numbers, Reach, Table
 
 DEAD_SHARE = 0.3
-"""A pack is rewritten from this share of dead payload bytes on, unless another is asked for."""
+"""Default share of dead payload bytes from which a pack is rewritten."""
 SMALL_BYTES = 8 << 20
 SMALL_PACKS = 8
-"""Packs below SMALL_BYTES are put together where there are so many."""
+"""Packs below SMALL_BYTES are joined if there are at least so many."""
 _STEP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A pack and its rows; `rows` counts dead ones too, `dead_bytes` is None if the pack is
-    damaged."""
+    """A pack and its rows; `rows` includes dead ones.
+
+    dead_bytes: None if the pack is damaged.
+    """
 
     number: int
     pack: PackId
@@ -47,9 +49,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is to be done: packs without a live row go, others are rewritten.
+    """What to do: remove packs without a live row, rewrite some others.
 
-    joined: numbers of those that are rewritten only because there are many small ones.  stays: dead
+    joined: numbers of packs that are rewritten only because there are many small ones. stays: dead
     bytes of packs that are left as they are.
     """
 
@@ -63,7 +65,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The rows that go, by kind."""
+    """The rows to delete, by kind."""
 
     rows: dict[Kind, Flags]
     snapshots: tuple[SnapshotId, ...]
@@ -71,7 +73,7 @@ class Dead:
 
     @classmethod
     def of(cls, reach: Reach) -> Dead:
-        """All that was not reached."""
+        """Collect everything that is not reached."""
         rows = {kind: ~live for kind, live in reach.live.items()}
         stored = sum(
             int(table.heads["stored"][rows[kind]].astype(np.int64).sum())
@@ -81,12 +83,15 @@ class Dead:
         return cls(rows, tuple(sorted(gone)), stored)
 
     def count(self, *kinds: Kind) -> int:
-        """How many rows of these kinds go."""
+        """Return how many rows of these kinds are dead."""
         return sum(int(self.rows[kind].sum()) for kind in kinds)
 
 
 def uses(reach: Reach, packs: Path) -> list[Use]:
-    """How each pack is used, by pack number.  Footers are read only where they list more rows."""
+    """Return how each pack is used, by pack number.
+
+    Reads the table of a footer only if it lists more rows than are live.
+    """
     inventory = reach.inventory
     tops = [int(table.heads["pack"].max()) for table in inventory.tables.values() if len(table)]
     length = 1 + max([*inventory.packs, *tops], default=-1)
@@ -125,7 +130,7 @@ def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int |
 
 
 def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> Choice:
-    """Which packs go and which are rewritten, with `room` bytes for copies."""
+    """Choose packs to remove and to rewrite, with `room` bytes for copies."""
     remove, wanted, small, left = [], [], [], []
     for use in found:
         if use.live_rows == 0:
@@ -136,7 +141,7 @@ def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> C
             wanted.append(use)
         elif use.size < SMALL_BYTES:
             small.append(use)
-    # What is copied may be small too, and would be put together with these the next time.
+    # Copies may be small too, and would be joined with these the next time.
     joined = small if len(small) + bool(wanted) >= SMALL_PACKS else []
     wanted += joined
     rewrite = []
@@ -161,7 +166,7 @@ def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> C
 
 
 def places(inventory: Inventory, live: dict[Kind, Flags], packs: Iterable[Use]) -> list[Place]:
-    """The live rows of some packs, in the order in which their payloads lie."""
+    """Return the live rows of some packs, in the order in which their payloads lie."""
     numbers = np.array([use.number for use in packs], np.int64)
     found = []
     for kind, table in inventory.tables.items():

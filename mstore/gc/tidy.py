@@ -1,7 +1,7 @@
-"""Rows beside the index whose subject was collected: of the memo table and of statistics.
+"""Drop rows of the memo table and of statistics whose subject was collected.
 
-Nothing but space depends on it.  Not while others are at work: what they have just measured or
-made is for tensors and blocks that they have yet to publish.
+This only saves space. Do not run it while others are at work: their new rows may describe tensors
+and blocks that they have not published yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mstore.store.memo import Memo
 
 
 def memo(catalog: Catalog, table: Memo) -> None:
-    """Drop outputs whose blocks are gone, and requests if plans are."""
+    """Drop outputs whose blocks are gone, and requests whose plan is gone."""
     index = catalog.index
     with index.env.read() as transaction:
 
