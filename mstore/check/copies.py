@@ -1,8 +1,8 @@
-"""Where good copies may come from: packs, of this store or another, and checkpoints on disk.
+"""Sources of good copies: packs of this store or another, and checkpoints on disk.
 
-A *place* is asked for what is wanted, and answers with copies whose bytes it has just hashed to
-the id that was asked for.  Nothing else of a place is believed: of another store only the footers
-and payloads of its packs are read, never its index.
+A *place* is asked for what is wanted, and returns copies whose bytes it has just hashed to the
+requested id. Nothing else of a place is trusted: of another store, only the footers and payloads of
+its packs are read, never its index.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mstore.objects.tensor import BYTES, Tensor
 from mstore.store import layout as layouts
 
 Tick = Callable[[int], None]
-"""Told how many more bytes were read."""
+"""Called with the number of bytes just read."""
 
 
 class Form(NamedTuple):
-    """How a block is stored: element width, codec (None: not known), base of a delta."""
+    """How a block is stored: element width, codec (None if unknown), base of a delta."""
 
     width: int
     codec: Codec | None = None
@@ -48,9 +48,9 @@ AS_RECORD = Form(1)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The plain bytes of a wanted block or record, checked, and how to store it.
+    """The checked plain bytes of a wanted block or record, and how to store them.
 
-    file, offset: where it lies in the file that it comes from, so that neighbours stay neighbours.
+    file, offset: where they lie in their source file, so that neighbours stay neighbours.
     """
 
     key: Key
@@ -61,12 +61,12 @@ class Copy:
 
 
 class Place(Protocol):
-    """Something that may have copies.  `total` is what reading all of it takes, in bytes."""
+    """Something that may have copies."""
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
-        """One copy, at most, of each that is wanted and is here.
+        """Yield at most one copy of each wanted key that is here.
 
-        The data is valid until the next copy is asked for.
+        The data is valid until the next copy is requested.
         """
 
 
@@ -78,7 +78,7 @@ class PackCopies:
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
-        """See `Place`.  A delta is decoded through a base in the same packs."""
+        """See `Place`. Decodes a delta with a base from the same packs."""
         candidates = self._candidates(wanted)
         deltas = {
             (Kind.BLOCK, entry.base)
@@ -90,10 +90,10 @@ class PackCopies:
         files = PackFiles(self._packs)
         reader = BlockReader(files, self._block_size)
         try:
-            # In the order of the disk.
+            # In disk order.
             for key, found in sorted(candidates.items(), key=lambda item: _place(item[1][0])):
                 for pack, entry in found:
-                    # Whatever is wrong with this one, there may be another.
+                    # If this copy is bad, another one may be good.
                     with suppress(MstoreError):
                         data = self._checked(reader, key, located(pack, entry), bases)
                         tick(entry.stored_length)
@@ -148,22 +148,22 @@ def _place(found: tuple[PackId, Entry]) -> tuple[PackId, int]:
 
 
 class CheckpointCopies:
-    """A checkpoint as it lies on disk, cut exactly as `add` cuts it.
+    """A checkpoint on disk, cut exactly as `add` cuts it.
 
-    Besides blocks it knows the tensor records and the manifest that adding it would make.
+    It provides blocks, and the tensor records and manifest that adding it would create.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
         self._checkpoint: Checkpoint = scan(path)
         self._added: set[str] = set()
-        # Whatever speaks against adding it speaks against no block that it has.
+        # A checkpoint that `add` would refuse still has usable blocks.
         with suppress(BadCheckpoint):
             checkpoint = scan(path, exclusion=Exclusion.chosen())
             self._added = {file.path for file in checkpoint.files}
         self._block_size = block_size
 
     def copies(self, wanted: set[Key], tick: Tick) -> Iterator[Copy]:
-        """See `Place`.  Reads every byte of the checkpoint."""
+        """See `Place`. Reads every byte of the checkpoint."""
         missing = set(wanted)
         files = []
         for source in self._checkpoint.files:
@@ -174,7 +174,7 @@ class CheckpointCopies:
             form = OPAQUE if source.header is None else SAFETENSORS
             files.append(File(source.path, form, source.size, tuple(parts)))
         files.sort(key=lambda file: file.path)
-        # It may have been added with all its files, or with those that `add` takes.
+        # It may have been added with all its files, or only with those that `add` takes by default.
         for taken in (files, [file for file in files if file.path in self._added]):
             manifest = Manifest(tuple(taken))
             key = (Kind.MANIFEST, bytes(manifest.id()))
@@ -210,7 +210,7 @@ class CheckpointCopies:
 
 
 def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int, int]]:
-    """Name, dtype, shape, begin and length of a file's parts, in data order."""
+    """Return name, dtype, shape, begin and length of a file's parts, in data order."""
     if source.header is None:
         return [(None, BYTES, (source.size,), 0, source.size)]
     start = source.header.data_start
@@ -221,9 +221,9 @@ def _cut(source: SourceFile) -> list[tuple[str | None, str, tuple[int, ...], int
 
 
 def place(path: Path, block_size: int) -> Place:
-    """What lies at `path`: a store (its packs), or a checkpoint.
+    """Open what lies at `path`: a store (its packs), or a checkpoint.
 
-    Raises Incompatible, NotFound, BadCheckpoint, StorageFailed where it is neither.
+    Raises Incompatible, NotFound, BadCheckpoint, StorageFailed if it is neither.
     """
     with fs.translated(path):
         is_store = (path / "format").is_file() and (path / "packs").is_dir()

@@ -1,7 +1,7 @@
-"""Findings: what a check has seen, for people and for repair.
+"""Findings: what a check found, for people and for repair.
 
-A *problem* is a line for a person.  Beside it stands what repair needs: which blocks and records
-are broken and the index row that was seen (None where there is none), and which packs are damaged.
+A *problem* is a line for people. For repair there are also the broken blocks and records, each with
+the index row that was seen (None if there is none), and the damaged packs.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ Key = tuple[Kind, bytes]
 class Findings:
     """What one check has found so far.
 
-    broken: rows that cannot be used as they are; the value is the row that was seen.
-    unreadable: those of them for which the disk, not the bytes, said no.
-    packs: damaged packs and what is wrong with each; their rows are not in `broken`.
-    incomplete: snapshots whose own rows in the index do not say what their record says.
-    stale_mirror: the mirror is missing or damaged.  is_index_wrong: rows of the index do not match
-    their checks, the mirror or the generations, so that only a new index helps.
+    broken: rows that cannot be used as they are; the value is the row that was seen. unreadable:
+    those of them where the disk failed, not the bytes. packs: damaged packs and what is wrong with
+    each; their rows are not in `broken`. incomplete: snapshots whose own index rows disagree with
+    their record. stale_mirror: the mirror is missing or damaged. is_index_wrong: rows of the index
+    disagree with their checks, the mirror or the generations, so that only a new index helps.
     """
 
     def __init__(self) -> None:
@@ -62,26 +61,26 @@ class Findings:
         return tuple(self._problems.values())
 
     def tell(self, kind: str, where: str, what: str) -> None:
-        """A problem for people."""
+        """Add a problem for people."""
         self._problems.setdefault((kind, where, what), Problem(kind, where, what))
 
     def tell_row(self, kind: Kind, id: bytes, row: bytes | None, what: str) -> None:
-        """A block or record that is missing or whose row or payload is wrong."""
+        """Add a block or record that is missing, or whose row or payload is wrong."""
         self.broken.setdefault((kind, bytes(id)), row)
         self.tell(kind.name.lower(), id.hex(), what)
 
     def tell_pack(self, pack: PackId, what: str) -> None:
-        """A damaged pack."""
+        """Add a damaged pack."""
         self.packs.setdefault(pack, what)
         self.tell("pack", pack.hex(), what)
 
     def forget_row(self, kind: Kind, id: bytes) -> None:
-        """It was another's change while the check was running, and no damage."""
+        """Remove a row: another process changed it during the check, so it is not damaged."""
         self.broken.pop((kind, id), None)
         self._forget(kind.name.lower(), id.hex())
 
     def forget_pack(self, pack: PackId) -> None:
-        """It was collected while the check was running."""
+        """Remove a pack: it was collected during the check."""
         self.packs.pop(pack, None)
         self._forget("pack", pack.hex())
 
@@ -91,7 +90,7 @@ class Findings:
             del self._problems[key]
 
     def confirm(self, earlier: Findings) -> None:
-        """Keep what an earlier look has found as well: damage is there each time."""
+        """Keep only what an earlier pass found as well: real damage shows in every pass."""
         seen = {key[:2] for key in earlier._problems}
         self._problems = {key: told for key, told in self._problems.items() if key[:2] in seen}
         self.broken = {key: row for key, row in self.broken.items() if key in earlier.broken}
@@ -100,7 +99,7 @@ class Findings:
         self.is_index_wrong &= earlier.is_index_wrong
 
     def take(self, other: Findings) -> None:
-        """Add what another look at the same store has found."""
+        """Add the findings of another pass over the same store."""
         for key, told in other._problems.items():
             self._problems.setdefault(key, told)
         for broken, row in other.broken.items():
@@ -112,7 +111,7 @@ class Findings:
 
     @contextmanager
     def catching(self, kind: str, where: str) -> Iterator[None]:
-        """What the library refuses inside becomes a problem."""
+        """Turn a library error inside the block into a problem."""
         try:
             yield
         except MstoreError as error:
@@ -120,7 +119,7 @@ class Findings:
 
     @contextmanager
     def catching_row(self, kind: Kind, id: bytes, row: bytes | None) -> Iterator[None]:
-        """The same for a block or record."""
+        """Turn a library error inside the block into a broken block or record."""
         try:
             yield
         except MstoreError as error:
@@ -130,5 +129,5 @@ class Findings:
 
 
 def typed(kind: Kind, id: bytes) -> Id:
-    """The id in its own type."""
+    """Return the id in its own type."""
     return BlockId(id) if kind == Kind.BLOCK else RECORDS[kind].id_type(id)

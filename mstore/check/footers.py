@@ -1,8 +1,8 @@
-"""Packs against the index: every footer read once, every row held against its entry.
+"""Packs against the index: read every footer once, compare every row with its entry.
 
-One pack at a time, so that memory does not grow with the store.  Which rows have no entry shows
-in numbers first (rows that name a pack, rows that its footer agreed with), and only the packs
-where these differ are gone through row by row.
+Handles one pack at a time, so that memory does not grow with the store. Counts show first whether
+rows lack an entry (rows that name a pack, rows that match its footer); only packs whose counts
+differ are then compared row by row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mstore.store.catalog import Catalog
 
 @dataclass(slots=True)
 class Totals:
-    """How much was looked at.  sound: the packs whose footers can be trusted, by id."""
+    """How much was checked. sound: the ids of packs whose footers can be trusted."""
 
     packs: int = 0
     blocks: int = 0
@@ -48,7 +48,7 @@ class Footers:
         self._matched: Counter[bytes] = Counter()
 
     def run(self) -> Totals:
-        """Check packs and rows; condemned packs, and those that no row names, are garbage."""
+        """Check packs and rows; report condemned packs and packs that no row names as garbage."""
         packs = self._numbered()
         self._garbage(packs)
         named = self._count_rows(set(packs))
@@ -72,7 +72,7 @@ class Footers:
                 found[number] = (PackId(value[:32]), int.from_bytes(value[32:40], "big"))
         with index.env.read() as transaction:
             for number, (pack, _) in found.items():
-                # One that was collected since has no number any more.
+                # A pack that was collected meanwhile has no number any more.
                 is_here = index.get(transaction, "packs", number) is not None
                 if is_here and index.get(transaction, "pack_ids", pack) != number:
                     self._findings.tell("index", pack.hex(), "the pack has two numbers, or none")
@@ -107,14 +107,14 @@ class Footers:
         self, database: str, batch: list[tuple[bytes, bytes]], numbers: set[bytes]
     ) -> None:
         with self._index.env.read() as transaction:
-            # A pack that was published since the numbers were read.
+            # Include packs that were published after the numbers were read.
             numbers = numbers | {
                 value[:4]
                 for _, value in batch
                 if transaction.get(value[:4], db=self._index.db("packs")) is not None
             }
         for key, value in batch:
-            # One that was added since is nobody's fault.
+            # A pack that was added meanwhile is not a problem.
             if value[:4] not in numbers and not self._is_numbered(value[:4]):
                 number = int.from_bytes(value[:4], "big")
                 what = f"the index names an unknown pack {number}"
@@ -179,7 +179,7 @@ class Footers:
             self._findings.tell_pack(pack, f"not {size} bytes long")
             return None
         if store != self._catalog.layout.uuid.bytes:
-            # The pack is sound: it is the store's own name that is in doubt.
+            # The pack is sound; the id in the store's `format` file may be wrong.
             self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
         return entries
 
@@ -196,13 +196,13 @@ class Footers:
             what = "index and pack footer do not agree"
             self._findings.tell_row(kind, entry.id, row, what)
             return
-        # How long a record may be is for its decoder to say.
+        # The decoder of records limits their length.
         longest = max(entry.raw_length, entry.stored_length)
         if kind == Kind.BLOCK and longest > self._catalog.block_size:
             self._findings.tell_row(kind, entry.id, row, "longer than the block size")
 
     def _deltas(self, transaction: Any, deltas: list[tuple[Entry, bytes]]) -> None:
-        """A delta's base is there, as long as the block, and no delta itself."""
+        """Check that each delta's base is stored, as long as the block, and not a delta itself."""
         bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
         for (entry, row), base in zip(deltas, bases, strict=True):
             name = entry.base.hex()[:12]
@@ -227,10 +227,10 @@ class Footers:
             check_record(self._catalog, kind, entry.id, location)
 
     def _strays(self, suspects: dict[bytes, PackId]) -> None:
-        """Rows that name a sound pack whose footer does not have them."""
+        """Report rows that name a sound pack whose footer lacks them."""
         footers = {}
         for number, pack in suspects.items():
-            # A pack may have been collected since it was found sound.
+            # The pack may have been collected since it was found sound.
             with suppress(StorageFailed):
                 _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
                 footers[number] = {(entry.kind, entry.id) for entry in entries}
@@ -247,7 +247,7 @@ class Footers:
 
 
 def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) -> None:
-    """Read, decode and check one record.  Raises Corrupt, StorageFailed."""
+    """Read, decode and check one record. Raises Corrupt, StorageFailed."""
     type_ = RECORDS.get(kind)
     if type_ is None:
         raise Corrupt(f"not a kind of record: {kind}")

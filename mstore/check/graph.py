@@ -1,8 +1,8 @@
-"""Names and snapshots down to their blocks: is everything there that a reader would ask for?
+"""Refs and snapshots down to their blocks: check that everything readers need is stored.
 
-Each tensor is looked at once, whoever shares it.  Of a snapshot that was pruned, the record,
-manifest, plan and coverage must be there and its tensors need not.  What others publish and collect
-during a pass may look like damage in it; a second pass tells the two apart.
+Checks each tensor once, however many share it. A pruned snapshot must have its record, manifest,
+plan and coverage, but not its tensors. Concurrent publishing and collecting may look like damage in
+one pass; a second pass tells the two apart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Graph:
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
-        """Check all of it; a copy that is being made has no mirror yet."""
+        """Check everything; a copy that is being made has no mirror yet."""
         self.names = self._refs()
         known = set(self._catalog.snapshot_ids())
         self.snapshots = len(known)
@@ -93,12 +93,12 @@ class Graph:
                     self.findings.tell("reflog", shown, "a move cannot be read")
 
     def _pruned(self) -> set[bytes]:
-        """Snapshots that need no contents; one that a name stands for directly needs them."""
+        """Return the snapshots that need no contents; one that a ref names directly needs them."""
         marked = {key for batch in rows.batches(self._index, "pruned") for key, _ in batch}
         return marked - {ref.snapshot for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:
-        """Snapshot records that the list of snapshots does not have."""
+        """Report snapshot records that are missing from the list of snapshots."""
         prefix = bytes([Kind.SNAPSHOT])
         for batch in rows.batches(self._index, "records"):
             for key, _ in batch:
@@ -158,7 +158,7 @@ class Graph:
         return row is not None
 
     def _lost(self, kind: Kind, id: Id, error: MstoreError, where: str) -> None:
-        # A row whose record cannot be read was reported with its pack; what is new is no row.
+        # A row with an unreadable record was reported with its pack; only a missing row is new.
         if isinstance(error, NotFound):
             what = f"{where}: missing" if where else "missing"
             self.findings.tell_row(kind, id, None, what)
@@ -252,7 +252,7 @@ class Graph:
             self.findings.stale_mirror = True
             self.findings.tell("mirror", str(path), error.what)
             return
-        # That the index cannot say is a finding of its own.
+        # Unreadable rows of the index are reported elsewhere.
         with suppress(MstoreError), self._index.env.read() as transaction:
             for name in mirror.differences(mirrored, self._index, transaction):
                 self.findings.is_index_wrong = True

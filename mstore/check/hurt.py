@@ -1,4 +1,4 @@
-"""Who is hurt: every snapshot, file and tensor that needs something which cannot be had."""
+"""What damage affects: every snapshot, file and tensor that needs something that is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mstore.store.catalog import Catalog
 
 
 class Wounds:
-    """Answers which tensors are hurt, each asked once; reads again what lies in damaged packs."""
+    """Finds the tensors that damage affects, each once; re-reads blocks in damaged packs."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
@@ -35,7 +35,7 @@ class Wounds:
             }
 
     def all(self, names: dict[str, refs.Ref], pruned: set[bytes]) -> tuple[Hurt, ...]:
-        """Everything that is hurt, by snapshot; empty where nothing is."""
+        """Return everything that is affected, by snapshot; empty if nothing is."""
         if not self._findings.broken and not self._findings.packs:
             return ()
         called = defaultdict(list)
@@ -61,7 +61,7 @@ class Wounds:
         return found
 
     def _tensor(self, id: TensorId) -> int | None:
-        """How many of its blocks are lost; 0 where its record is, None where it is whole."""
+        """Return how many of its blocks are lost; 0 if its record is, None if it is whole."""
         if id not in self._tensors:
             self._tensors[id] = self._looked_at(id)
         lost = self._tensors[id]

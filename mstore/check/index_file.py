@@ -1,7 +1,7 @@
-"""The index as a file: is it one that LMDB can be trusted with?
+"""The index as a file: whether it is safe to open with LMDB.
 
-Looks at every page and at the form of every row without LMDB (`blocks.lmdb_pages`), because LMDB
-itself ends the process on some damage.  What the rows say is compared with the packs elsewhere.
+Checks every page and the form of every row without LMDB (`blocks.lmdb_pages`), because some damage
+makes LMDB end the process. Other modules compare the rows with the packs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mstore.store.layout import Layout
 
 _LOCATION = 22
 _LOCATIONS = frozenset({_LOCATION, _LOCATION + ID_BYTES})
-# database -> lengths of its keys, lengths of its values; what is not here is checked by its reader.
+# database -> lengths of its keys, lengths of its values; the readers check the databases not
+# listed.
 _FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
     b"blocks": (frozenset({ID_BYTES}), _LOCATIONS),
     b"records": (frozenset({1 + ID_BYTES}), frozenset({_LOCATION})),
@@ -34,10 +35,10 @@ _PAUSE = 0.01
 
 
 def faults(layout: Layout, data: Path | None = None) -> list[str]:
-    """What is wrong with the index file, at most twenty things; nothing changes.
+    """Return what is wrong with the index file, at most twenty faults; changes nothing.
 
-    Call inside a read transaction of the index: LMDB leaves the pages alone that it may see.
-    data: the file that this transaction reads, where it is a copy.
+    Call it inside a read transaction of the index: LMDB does not reuse the pages that this may see.
+    data: the file that this transaction reads, if it is a copy.
     """
     try:
         with LmdbFile(data or layout.index / "data.mdb") as file:
@@ -51,7 +52,7 @@ def faults(layout: Layout, data: Path | None = None) -> list[str]:
 
 
 def _faults_from_outside(layout: Layout) -> list[str]:
-    """The same before the index is opened; nothing where others commit all the time."""
+    """Return the faults before the index is opened; none if others commit continuously."""
     for _ in range(_ATTEMPTS):
         found = faults(layout)
         if not found:
@@ -60,7 +61,7 @@ def _faults_from_outside(layout: Layout) -> list[str]:
             time.sleep(_PAUSE)
             if file.moved():
                 continue
-            # Nobody commits just now: what is still wrong is wrong.
+            # No commit is running: what is still wrong is damage.
             found = _faults(file)
             if file.moved():
                 continue
@@ -85,12 +86,12 @@ def _faults(file: LmdbFile) -> list[str]:
 
 
 def require_sound(layout: Layout) -> None:
-    """Raise Corrupt where the index cannot be trusted, before LMDB opens it."""
+    """Raise Corrupt if the index cannot be trusted, before LMDB opens it."""
     refuse(layout, _faults_from_outside(layout))
 
 
 def refuse(layout: Layout, found: list[str]) -> None:
-    """Raise Corrupt where there are faults."""
+    """Raise Corrupt if there are faults."""
     if found:
         raise Corrupt(
             f"the index is damaged: {found[0].removeprefix('damaged index: ')}",

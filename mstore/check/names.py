@@ -1,10 +1,10 @@
-"""What the refs are, where several witnesses tell of them: mirrors, the old index, its reflog.
+"""Which refs to restore, where several witnesses state them: mirrors, the old index, its reflog.
 
-Each witness says of a name what it was when a generation was published, and the latest one is
-believed, name by name: a mirror knows all names of its generation, those that were gone too; an
-index those that can be read, and which are gone only where none of its refs is lost; a move of the
-reflog its own name.  Of two that differ about one generation a mirror goes first, as it is checked
-as a whole.
+Each witness states what a name was when a generation was published. For each name, the latest
+statement wins. A mirror knows all names of its generation, also that a name was removed. An index
+knows the names that are readable; a missing name counts as removed only if none of its refs is
+lost. A move of the reflog knows its own name. Of two witnesses that differ about one generation, a
+mirror wins, because it is checked as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REFLOG: Final = "its reflog"
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What a witness says: this ref, or none, as of a generation.  rank: who goes first."""
+    """A statement: this ref, or none, as of a generation. rank: breaks ties of generations."""
 
     generation: int
     rank: int
@@ -37,10 +37,10 @@ class _Word:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The refs that were settled on.
+    """The refs to restore.
 
-    removed: names that have a reflog and are gone.  generation: the latest that anybody tells of.
-    notes: where witnesses differ and who was believed.
+    removed: names that have a reflog and no ref. generation: the latest that any witness states.
+    notes: where witnesses differ, and which one won.
     """
 
     refs: dict[str, Ref]
@@ -50,7 +50,7 @@ class Names:
 
 
 def settle(layout: Layout, old: OldIndex) -> Names:
-    """Hear every witness."""
+    """Choose the refs from all witnesses."""
     notes = []
     mirrors: list[tuple[str, Mirror]] = []
     newest = -1
@@ -59,7 +59,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
         newest = mirrors[0][1].generation
     except MstoreError as error:
         notes.append(f"ref mirror: {error.what}")
-    # Where the mirror is lost, or an old one was put back, one that was replaced tells more.
+    # If the mirror is lost or outdated, a replaced mirror knows more.
     for path, found in mirror.earlier(layout)[:1]:
         if found.generation > newest:
             mirrors.append((path.name, found))
@@ -101,7 +101,7 @@ def settle(layout: Layout, old: OldIndex) -> Names:
 
 
 def _index_generation(old: OldIndex) -> int:
-    """The index's own word, else the latest of its reflog's."""
+    """Return the index's generation, else the latest in its reflog."""
     if old.generation is not None:
         return old.generation
     return max((move.generation for move in old.moves.values()), default=0)
@@ -122,7 +122,7 @@ def _words(
 
 
 def _is_explained(word: _Word, chosen: _Word, last: Move | None) -> bool:
-    """Whether the reflog tells how the ref came from the one state to the other."""
+    """Return whether the reflog explains the change from one state to the other."""
     if last is None or not word.generation < last.generation <= chosen.generation:
         return False
     return last.new == (None if chosen.ref is None else chosen.ref.snapshot)

@@ -1,8 +1,7 @@
-"""What an index that is to be replaced still tells: names, their history, plans, prunings.
+"""What can be read from an index that is to be replaced: refs, reflogs, plans, prunings.
 
-Reads the file without LMDB, so that no damage can end the process.  A database in which anything
-is out of place is taken for what can be read of it; rows that do not match their check, or do not
-decode, are left out.
+Reads the file without LMDB, so that no damage can end the process. Takes what is readable of a
+damaged database; skips rows that do not match their check or do not decode.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _decode_lease = msgspec.msgpack.Decoder(LeaseRow).decode
 
 @dataclass(slots=True)
 class OldIndex:
-    """The rows that cannot be had from packs.  notes: what could not be read.
+    """The rows that packs cannot provide. notes: what was unreadable.
 
-    generation: None where it cannot be read.  are_refs_whole: every ref is here, so that one which
-    is missing is one that was removed; is_reflog_whole: every move is.  snapshots,
-    pruned: None where not all of them can be read.  moves: the newest move of each name that can be
-    read.  packs: those that it named, condemned ones too.
+    generation: None if unreadable. are_refs_whole: every ref is here, so a missing ref was removed;
+    is_reflog_whole: every move is here. snapshots, pruned: None if some of them are unreadable.
+    moves: the newest readable move of each name. packs: those that the index named, including
+    condemned ones.
     """
 
     generation: int | None = None
@@ -53,7 +52,7 @@ class OldIndex:
 
     @classmethod
     def read(cls, layout: Layout) -> OldIndex:
-        """All that can be read; an empty one with a note where nothing can."""
+        """Read all that is readable; return an empty one with a note if nothing is."""
         if not (layout.index / "data.mdb").exists():
             return cls(notes=["there was none"])
         old = cls()
@@ -99,7 +98,7 @@ class OldIndex:
         name: bytes,
         take: Callable[[bytes, bytes], None],
     ) -> bool:
-        """Take the rows of one database; whether anything of it was lost."""
+        """Take the rows of one database; return whether any were lost."""
         if name not in databases:
             self.notes.append(f"{name.decode()}: missing")
             return True
@@ -141,7 +140,7 @@ class OldIndex:
             if id is not None:
                 SnapshotId(id)
         self.reflog[key] = value
-        # Rows come in the order of positions.
+        # Rows come in the order of positions, so the newest comes last.
         self.moves[name] = move
 
     def _take_plan(self, key: bytes, value: bytes) -> None:
@@ -159,7 +158,7 @@ class OldIndex:
 
 
 def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
-    """Lease, process id and purpose of those who are at work, as far as it can be read."""
+    """Yield lease, process id and purpose of running operations, as far as readable."""
     with LmdbFile(layout.index / "data.mdb") as file:
         databases = file.databases(lambda _: None)
         if b"leases" in databases:

@@ -1,7 +1,7 @@
-"""The rows of blocks and records that packs make: the first half of a new index.
+"""The rows of blocks and records, rebuilt from packs: the first half of a new index.
 
-Of a payload that several packs have, the first that reads right is taken, one that needs no base
-before one that does.  A delta whose base is nowhere is left out.
+Of several packs with the same payload, the first that reads correctly wins; one that needs no base
+goes before one that does. Deltas whose base is in no pack are left out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Report = Callable[[Progress], None]
 
 
 class PackRows:
-    """Fills the `blocks`, `records` and `packs` of a new index, and reads by them.
+    """Fills `blocks`, `records` and `packs` of a new index, and reads through these rows.
 
-    homes: which packs have a snapshot's record.  generation: the latest of a pack.  notes: what
-    was left out.
+    homes: which packs have a snapshot's record. generation: the latest of a pack. notes: what was
+    left out.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PackRows:
         self._files.close()
 
     def fill(self) -> int:
-        """Take every pack of this store; how many there are."""
+        """Take every pack of this store; return how many there are."""
         count = self._packs()
         self._settle_doubles()
         self._leave_out_orphans()
@@ -91,10 +91,10 @@ class PackRows:
         return count
 
     def _own_packs(self) -> list[Path]:
-        """The packs that were written for this store; all of them where none was.
+        """Return the packs that were written for this store; all of them if none was.
 
-        One of another store may have other block sizes, and snapshots that nobody here has added.
-        Where no pack is this store's, its own name is in doubt.
+        A pack of another store may have another block size, and snapshots that were never added
+        here. If no pack is this store's, the store's own id is in doubt.
         """
         paths = list(generation.listed_packs(self._layout))
         strangers = set()
@@ -114,13 +114,13 @@ class PackRows:
     def _pack(self, pack: SealedPack) -> None:
         keys: list[Key] = []
         for entry in pack.entries:
-            # A record of a kind that this version does not know gets its row all the same.
+            # Records of a kind that this version does not know get their rows as well.
             with suppress(ValueError):
                 keys.append((Kind(entry.kind), entry.id))
         index = self._index
         with index.env.write() as transaction:
             known = {key: row for key in keys if (row := _row(index, transaction, key)) is not None}
-            # The rows that this pack would have had, were it the first.
+            # Delete known rows, to see the rows that this pack would have on its own.
             for database, name in (rows.record_key(*key) for key in known):
                 transaction.delete(name, db=index.db(database))
             index.insert_pack(transaction, pack)
@@ -131,9 +131,9 @@ class PackRows:
                 _put(index, transaction, key, row)
 
     def _settle_doubles(self) -> None:
-        """Of each payload that several packs have, the first that reads right."""
+        """Choose, for each payload that several packs have, the first that reads correctly."""
         index = self._index
-        # Deltas last: what they are differences to must have been settled.
+        # Deltas last: their bases must be settled first.
         for is_delta in (False, True):
             settled = {
                 key: row
@@ -154,7 +154,7 @@ class PackRows:
         return None
 
     def _payload(self, key: Key, row: bytes) -> Buffer:
-        """The plain bytes that a row leads to, checked.  Raises Corrupt, StorageFailed."""
+        """Read and check the plain bytes that a row leads to. Raises Corrupt, StorageFailed."""
         kind, id = key
         with self._index.env.read() as transaction:
             location = self._index.location(transaction, row)
@@ -171,7 +171,7 @@ class PackRows:
         return self._reader.block(BlockId(id), location, plain)
 
     def _leave_out_orphans(self) -> None:
-        """Deltas whose base is not there, or cannot be one."""
+        """Drop deltas whose base is missing, or cannot be one."""
         index = self._index
         left_out = 0
         for batch in rows.batches(index, "blocks"):
@@ -198,7 +198,7 @@ class PackRows:
     # -- reading by the rows -----------------------------------------------------------------
 
     def record(self, kind: Kind, id: bytes) -> Buffer | None:
-        """The bytes of a record; None where it is missing or wrong."""
+        """Return the bytes of a record; None if it is missing or wrong."""
         with self._index.env.read() as transaction:
             row = _row(self._index, transaction, (kind, id))
         if row is None:
@@ -209,7 +209,7 @@ class PackRows:
             return None
 
     def is_complete(self, record: SnapshotRecord) -> bool:
-        """Whether all that a snapshot is made of has its rows."""
+        """Return whether everything that a snapshot consists of has its rows."""
         manifests = [record.manifest_id()]
         plan = record.plan_id()
         if plan is not None and record.is_virtual:

@@ -1,7 +1,7 @@
-"""Payloads: blocks read, decoded and hashed, pack after pack, on several threads.
+"""Payloads: blocks read, decoded and hashed, pack by pack, on several threads.
 
-All of them, or a *sample*: each block is in it with the same probability, drawn from a seed, so
-that the same store and seed read the same blocks.
+Reads all of them, or a *sample*: each block is in it with the same probability, drawn from a seed,
+so that the same store and seed read the same blocks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Payloads:
         self._tick = tick
         self._threads = threads
         self._share = share
-        self._random = random.Random(seed)  # noqa: S311 -- a sample, and no secret
+        self._random = random.Random(seed)  # noqa: S311 -- a sample, not a secret
         self.bytes_read = 0
 
     def run(self, packs: list[PackId]) -> None:
-        """Read every block (or those of the sample) that the index has in these packs."""
+        """Read every block (or the sampled ones) that the index has in these packs."""
         with ThreadPoolExecutor(self._threads, "fsck") as pool:
             reading = in_order(
                 lambda group: pool.submit(self._read, group),
@@ -74,7 +74,7 @@ class Payloads:
                 yield group
 
     def _blocks(self, pack: PackId) -> list[_Block]:
-        """The blocks of a pack that the index has there, in the order in which they lie."""
+        """Return the blocks of a pack that the index has there, in pack order."""
         try:
             _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
         except MstoreError as error:

@@ -1,16 +1,16 @@
-"""Reindex: the index rebuilt from packs and the ref mirror.
+"""Reindex: rebuild the index from packs and the ref mirror.
 
 The new LMDB environment is built in tmp/ and exchanged with the old one in one step: a crash leaves
-the old index or the new one.  Whoever has the old one open keeps it for reading, and can commit
-nothing to it.  What packs do not tell (refs, reflogs, what inputs of plans were called, what was
-pruned) comes from the mirror and the old index (`mstore.check.names`); where they differ, or
-something could not be read, the notes say so, and the old index stays in lost+found/.  Statistics
-and the memo table are functions of contents and stay; remembered requests go.
+the old index or the new one. A process that has the old one open can still read it, but can commit
+nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned) comes
+from the mirror and the old index (`mstore.check.names`). Where they differ, or something was
+unreadable, the notes say so, and the old index stays in lost+found/. Statistics and the memo table
+are functions of contents and stay; remembered requests are dropped.
 
-A snapshot that the packs have and no name leads to is one of three.  The old index named its packs
-and not the snapshot: it was collected, and is left out.  It is whole: nobody can say whether it was
-ever named, and it gets a branch `recovered/...`, so that the next garbage collection does not take
-it.  It is not whole: it counts as pruned.  Packs in lost+found/ come back first.
+A snapshot in the packs that no ref leads to is one of three cases. If the old index named its packs
+but not the snapshot, it was collected, and is left out. If it is complete, it is unknown whether a
+ref ever named it: it gets a branch `recovered/...`, which protects it from the next garbage
+collection. If it is incomplete, it counts as pruned. Packs in lost+found/ are taken back first.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def reindex(
 ) -> ReindexReport:
     """Rebuild the index of the store at `root`.
 
-    Raises Conflict while anybody has the store open, NotFound, Incompatible, StorageFailed.
+    Raises Conflict while anyone has the store open, NotFound, Incompatible, StorageFailed.
     """
     began = time.monotonic()
     layout = locate(root)
     require_writable(layout)
-    # One that cannot be read says nothing; whoever opens the store is told.
+    # Ignore an unreadable config here; opening the store reports it.
     with suppress(Corrupt):
         fs.share(root, Config.load(layout).shared)
     _make_directories(layout)
@@ -106,7 +106,7 @@ def reindex(
 
 
 def _make_directories(layout: Layout) -> None:
-    """Those that a copy of a store need not have: what lies in them is made anew."""
+    """Make the directories that a copy of a store may lack; their contents are rebuilt."""
     made = [
         fs.make_directory(directory, private=directory == layout.tmp, exist_ok=True)
         for directory in (layout.tmp, layout.index, layout.stats, layout.mirror.parent)
@@ -117,7 +117,7 @@ def _make_directories(layout: Layout) -> None:
 
 @contextmanager
 def _alone(layout: Layout) -> Iterator[None]:
-    """Hold the writer lock, with nobody else at work or looking.  Raises Conflict naming them."""
+    """Hold the writer lock while no other process uses the store. Raises Conflict naming users."""
     if lmdb_env.is_open(layout.index):
         raise Conflict("this process has the store open", where=str(layout.root))
     lock = fs.LockFile(layout.lock)
@@ -162,7 +162,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _holder(lock: Path) -> int | None:
-    """A process that has an LMDB environment open, by the byte that LMDB locks; None for nobody."""
+    """Return a process that has an LMDB environment open, from LMDB's byte lock; None for none."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -180,8 +180,8 @@ def _holder(lock: Path) -> int | None:
 def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None:
     """Exchange the new environment with the old one, both files at once.
 
-    keep: the old one goes to lost+found/; returns where it lies then.  Raises Conflict where
-    somebody began to write meanwhile: what he has done would be lost.
+    keep: move the old one to lost+found/, and return its path there. Raises Conflict if a writer
+    started meanwhile: its work would be lost.
     """
     fresh = workplace / "index"
     fs.sync_directory(fresh)
@@ -201,7 +201,7 @@ def _put_in_place(layout: Layout, workplace: Path, *, keep: bool) -> Path | None
 
 
 def _forget_requests(layout: Layout) -> None:
-    """Plans that a request led to may be gone; the table can be thrown away, so damage is too."""
+    """Drop remembered requests, whose plans may be gone; ignore damage of this disposable table."""
     if not (layout.memo / _DATA).exists():
         return
     with suppress(MstoreError):
@@ -227,7 +227,7 @@ class _Built:
 
 
 class _Building:
-    """One new index, from the first pack to the last ref."""
+    """Builds one new index, from the first pack to the last ref."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class _Building:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
 
     def run(self) -> _Built:
-        """Fill it."""
+        """Fill the index."""
         try:
             packs = self._packs.fill()
             self._notes += self._packs.notes
@@ -280,7 +280,7 @@ class _Building:
         )
 
     def _begin_generation(self, settled: Names) -> None:
-        """Later than all that anybody tells of, so that nothing looks newer than this index."""
+        """Set a generation later than any that a witness states, so that nothing looks newer."""
         with self._index.env.write() as transaction:
             latest = max(settled.generation, self._packs.generation)
             self._index.set_generation(transaction, latest + 1)
@@ -294,7 +294,7 @@ class _Building:
             )
 
     def _collected(self, settled: Names) -> set[bytes]:
-        """Snapshots that the old index, being the newest word, no longer had."""
+        """Return snapshots that the old index no longer had, if it is the latest witness."""
         old = self._old
         if old.snapshots is None or old.generation is None or old.generation < settled.generation:
             return set()
@@ -306,7 +306,7 @@ class _Building:
     # -- snapshots ---------------------------------------------------------------------------
 
     def _snapshots(self, collected: set[bytes]) -> dict[SnapshotId, SnapshotRecord]:
-        """Rows of snapshots, edges and signatures, but for what was collected."""
+        """Insert rows of snapshots, edges and signatures, except for collected snapshots."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
         signatures: list[bytes] = []
@@ -327,7 +327,8 @@ class _Building:
                         signatures.append(signature.snapshot + key[1:])
         with index.env.write() as transaction:
             for id in collected:
-                # Its blocks may have gone with it: a record that is listed would be missed.
+                # Its blocks may be gone as well: a listed record without them would be reported as
+                # damage.
                 transaction.delete(bytes([Kind.SNAPSHOT]) + id, db=index.db("records"))
             for snapshot in snapshots.values():
                 insert_snapshot(index, transaction, snapshot)
@@ -337,7 +338,7 @@ class _Building:
         return snapshots
 
     def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
-        """Refs as they were settled, and the old index's reflogs, which end there."""
+        """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
             for key, value in old.reflog.items():
@@ -371,10 +372,11 @@ class _Building:
     def _recover(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> dict[str, refs.Ref]:
-        """A branch for each snapshot that is whole and that nothing leads to.
+        """Add a branch for each complete snapshot that nothing leads to.
 
-        Nothing: no ref, no reflog, no snapshot that came from it, and no row of the old index.
-        Where names of the old index are lost, one of them may have led to what it lists.
+        "Nothing" means no ref, no reflog, no child snapshot and no row of the old index. Where
+        names of the old index are lost, a row of it does not count: a lost name may have led to the
+        snapshot.
         """
         old = self._old
         told: set[bytes | None] = set(old.snapshots or ()) if old.are_refs_whole else set()
@@ -413,8 +415,8 @@ class _Building:
     def _plans(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> None:
-        """What plans' inputs were called: as the old index says, else by their names of today."""
-        # Of several names a branch's: that is what people type.
+        """Insert the names of plans' inputs: from the old index, else their current names."""
+        # Prefer branch names: those are what people type.
         ordered = sorted(names.items(), key=lambda item: (item[1].kind == refs.BRANCH, item[0]))
         called = {ref.snapshot_id(): name for name, ref in ordered}
         derived: dict[PlanId, bytes] = {}
@@ -441,14 +443,15 @@ class _Building:
     def _pruned(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> int:
-        """Who needs no contents: as the old index says, and those that no longer have them."""
+        """Mark pruned snapshots: those of the old index, and those whose contents are gone."""
         named = {ref.snapshot_id() for ref in names.values()}
         now = now_ns().to_bytes(8, "big")
         old = self._old.pruned or {}
         listed = self._old.snapshots if self._old.pruned is not None else None
         pruned = {id: value for id, value in old.items() if id in snapshots}
         for id, record in snapshots.items():
-            # One that the old index listed and did not call pruned may be damaged.
+            # A snapshot that the old index listed and did not mark as pruned may be damaged
+            # instead.
             doubted = listed is None or id not in listed
             if doubted and id not in named and not self._packs.is_complete(record):
                 pruned.setdefault(id, now)

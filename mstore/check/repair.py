@@ -1,15 +1,15 @@
-"""Repair: good copies in the place of what is broken, and nothing in the place of the rest.
+"""Repair: replace what is broken by good copies, and drop the rest from the index.
 
-In rounds, because what heals a manifest shows which of its tensors are missing: check, look for
-copies, publish those that were found; until a round finds none.  Then the rows of what is left
-are dropped, so that adding good files writes them anew, and damaged packs are condemned.
+Works in rounds, because healing a manifest shows which of its tensors are missing: check, look for
+copies, publish those that were found, until a round finds none. Then it drops the rows of what is
+left, so that adding good files stores them again, and condemns damaged packs.
 
-Copies go the way of everything that is published: lease, pack, fsync, rename, and one index
-transaction that takes the old row out only if it is still the one that was found broken.  Killed
-anywhere, repair leaves the store as it was, or better.  A pack is condemned once every row that
-named it was moved or belongs to bytes that are wrong; a payload that the disk did not let us read
-keeps its row and its pack, because it may be the only copy.  Repair holds the lock of garbage
-collection: what it counts on is not collected, and what it moves is moved by nobody else.
+Copies are published like everything else: lease, pack, fsync, rename, and one index transaction
+that deletes the old row only if it is still the one that was found broken. A kill at any point
+leaves the store as it was, or better. A pack is condemned once every row that named it was moved or
+belongs to wrong bytes. A payload that the disk failed to read keeps its row and its pack, because
+it may be the only copy. Repair holds the lock of garbage collection: what it relies on is not
+collected, and no one else moves what it moves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Repair:
         self._threads = threads
         self._progress = progress
         self._max_pack = max_pack
-        # At once: a source that cannot be used stops the repair before anything changes.
+        # Open the sources first: an unusable one stops the repair before anything changes.
         self._sources = [place(path, layout.block_size) for path in sources]
         self._healed: list[Key] = []
         self._dropped: list[Key] = []
@@ -70,7 +70,7 @@ class Repair:
         self._read = 0
 
     def run(self) -> RepairReport:
-        """Check, heal, drop, check again.  Raises Corrupt where the index cannot be walked."""
+        """Check, heal, drop, check again. Raises Corrupt if the index cannot be walked."""
         with leases.collecting(self._layout):
             return self._run()
 
@@ -93,7 +93,7 @@ class Repair:
                     condemned += self._give_up(catalog, damage)
                     checker = self._checker(Scope())
                     after = checker.run()
-                    # A delta has gone with its base: what depends on that shows only now.
+                    # A delta is dropped with its base; only now does what depends on it show.
                     damage = Damage.of(catalog, checker.findings)
                     if not damage.can_be_dropped():
                         break
@@ -112,7 +112,7 @@ class Repair:
         return Checker(self._layout, scope, threads=self._threads, progress=self._progress)
 
     def _healing(self, catalog: Catalog, found: Findings) -> Damage:
-        """Rounds of healing; returns what could not be healed."""
+        """Heal in rounds; return what could not be healed."""
         with catalog.publishing():
             leases.sweep(catalog.layout, catalog.index)
         lease = leases.Lease(catalog.layout, catalog.index, "fsck --repair")
@@ -123,7 +123,7 @@ class Repair:
                 tried |= fresh
                 if not self._heal(catalog, lease, damage):
                     break
-                # What was healed may show what else is missing.
+                # Healed records may show what else is missing.
                 checker = self._checker(Scope())
                 checker.run()
                 damage.update(Damage.of(catalog, checker.findings))
@@ -134,9 +134,9 @@ class Repair:
     # -- healing -----------------------------------------------------------------------------
 
     def _heal(self, catalog: Catalog, lease: leases.Lease, damage: Damage) -> bool:
-        """Look everywhere for what is damaged and publish what was found; whether anything was.
+        """Publish copies of what is damaged from all sources; return whether anything was found.
 
-        Deltas last: what they are differences to may have to be healed first.
+        Deltas last: their bases may have to be healed first.
         """
         deltas = {key for key, row in damage.rows.items() if row and rows.base_of(row) is not None}
         first = self._heal_these(catalog, lease, damage, damage.rows.keys() - deltas)
@@ -166,7 +166,7 @@ class Repair:
         return bool(healed)
 
     def _salvage(self, catalog: Catalog, shelf: _Shelf, key: Key, damage: Damage) -> None:
-        """Take a payload out of a damaged pack, where it is whole."""
+        """Copy a payload out of a damaged pack, if the payload is whole."""
         kind, id = key
         row = damage.rows[key]
         assert row is not None
@@ -193,9 +193,9 @@ class Repair:
     # -- giving up ---------------------------------------------------------------------------
 
     def _give_up(self, catalog: Catalog, damage: Damage) -> list[PackId]:
-        """Drop rows whose bytes are wrong, list snapshots that are whole, condemn emptied packs.
+        """Drop rows with wrong bytes, list snapshots that are whole, condemn emptied packs.
 
-        One transaction; a row that is not the one that was found broken any more stays.
+        One transaction; a row that changed since it was found broken stays.
         """
         index = catalog.index
         snapshots = list(_readable(catalog, damage.incomplete))
@@ -224,8 +224,8 @@ class Repair:
 class Damage:
     """What is broken and not healed yet.
 
-    rows: the row that was seen, None where there is none.  in_packs: those of them that lie in
-    damaged packs, where the payload may be whole.  unreadable: those where the disk said no.
+    rows: the row that was seen, None if there is none. in_packs: those in damaged packs, where the
+    payload may be whole. unreadable: those where the disk failed.
     """
 
     rows: dict[Key, bytes | None]
@@ -237,7 +237,7 @@ class Damage:
 
     @classmethod
     def of(cls, catalog: Catalog, findings: Findings) -> Damage:
-        """Of what a check found, with the rows of damaged packs."""
+        """Collect the damage that a check found, with the rows of damaged packs."""
         index = catalog.index
         broken = dict(findings.broken)
         incomplete = {SnapshotId(id) for id in findings.incomplete}
@@ -248,7 +248,7 @@ class Damage:
                     broken.setdefault((Kind.SNAPSHOT, bytes(snapshot)), None)
         for kind, id in [key for key, row in broken.items() if row is None]:
             if kind == Kind.TENSOR:
-                # A part names either; nobody can tell while it is missing.
+                # The missing record may be of either kind; a manifest names both in the same way.
                 broken.setdefault((Kind.VIRTUAL, id), None)
         in_packs = list(_rows_in(catalog, numbers)) if findings.packs else []
         broken.update(in_packs)
@@ -262,20 +262,20 @@ class Damage:
         )
 
     def update(self, other: Damage) -> None:
-        """Take in what another check found."""
+        """Add the damage that another check found."""
         self.rows = {**other.rows, **self.rows}
         self.in_packs = [key for key in self.in_packs if key in self.rows]
         self.packs |= other.packs
         self.incomplete |= other.incomplete
 
     def remove(self, keys: set[Key]) -> None:
-        """These are healed."""
+        """Remove keys that are healed."""
         for key in keys:
             self.rows.pop(key, None)
         self.in_packs = [key for key in self.in_packs if key in self.rows]
 
     def can_be_dropped(self) -> dict[Key, bytes]:
-        """Rows whose bytes are known to be wrong or gone."""
+        """Return the rows whose bytes are known to be wrong or gone."""
         return {
             key: row
             for key, row in self.rows.items()
@@ -283,7 +283,7 @@ class Damage:
         }
 
     def kept_numbers(self) -> set[bytes]:
-        """Numbers of packs in which something lies that may be readable another day."""
+        """Return the numbers of packs with payloads that may become readable again."""
         kept = (self.rows.get(key) for key in self.unreadable)
         return {rows.pack_number(row) for row in kept if row is not None}
 
@@ -299,13 +299,13 @@ class _Shelf:
 
     @property
     def bytes_written(self) -> int:
-        """Of packs that were sealed."""
+        """Bytes of the sealed packs."""
         return sum(pack.size for pack in self._packs.sealed)
 
     def put(self, copy: Copy, row: bytes | None) -> None:
-        """A copy from elsewhere, stored as its row says, or else as it was there.
+        """Add a copy from elsewhere, encoded as its row says, or else as in its source.
 
-        A plan counts on the stored length of what it reads, and no repair may make it longer.
+        A plan relies on the stored length of what it reads, so a repair must not make it longer.
         """
         kind, id = copy.key
         if copy.key in self.keys:
@@ -327,7 +327,7 @@ class _Shelf:
         return codecs.encode(copy.data, elements, policy, base)
 
     def _base(self, block: BlockId) -> tuple[BlockId, Buffer] | None:
-        """A block that a delta may be a difference to; None where it cannot be had."""
+        """Return a block to use as the base of a delta; None if it cannot be read."""
         with suppress(MstoreError):
             (location,) = self._catalog.locate([block])
             if not Codec(location.codec).is_delta:
@@ -342,7 +342,7 @@ class _Shelf:
         self.keys.add(key)
 
     def put_as_it_is(self, key: Key, location: Location, payload: bytes) -> None:
-        """A payload of this store that was found whole in a damaged pack."""
+        """Add a payload of this store that was found whole in a damaged pack."""
         kind, id = key
         if kind != Kind.BLOCK:
             self._put_record(key, payload)
@@ -354,12 +354,12 @@ class _Shelf:
             location.raw_length,
             BlockId(location.base) if Codec(location.codec).is_delta else None,
         )
-        # Pages of a file are pages of the pack, here as there.
+        # Keep the page alignment of the old pack.
         self._packs.writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
         self.keys.add(key)
 
     def publish(self, damage: Damage) -> set[Key]:
-        """Put everything in place of the rows that were found broken; returns what was put."""
+        """Replace the rows that were found broken; return the keys of what was published."""
         if not self.keys:
             return set()
         self._packs.publish()
@@ -371,7 +371,7 @@ class _Shelf:
                 if row is not None and transaction.get(name, db=index.db(database)) == row:
                     transaction.delete(name, db=index.db(database))
             for pack in self._packs.sealed:
-                # What somebody else put right meanwhile keeps its row.
+                # A row that someone else healed meanwhile stays.
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
                 insert_snapshot(index, transaction, snapshot)
@@ -385,7 +385,7 @@ class _Shelf:
 
 
 def _form(row: bytes | None, length: int) -> Form | None:
-    """What a row says of how its block is stored; None where it cannot be right."""
+    """Parse how a row says that its block is stored; None if it cannot be right."""
     if row is None or rows.raw_length(row) != length:
         return None
     codec, width = row[rows.CODEC], row[rows.WIDTH]
@@ -397,12 +397,12 @@ def _form(row: bytes | None, length: int) -> Form | None:
 
 
 def _rows_in(catalog: Catalog, numbers: set[bytes | None]) -> Iterator[tuple[Key, bytes]]:
-    """Every row that names one of these packs."""
+    """Yield every row that names one of these packs."""
     for database in ("blocks", "records"):
         for batch in rows.batches(catalog.index, database):
             for key, row in batch:
                 if rows.pack_number(row) in numbers:
-                    # A record of a kind that this version does not know is left alone.
+                    # Skip records of a kind that this version does not know.
                     with suppress(ValueError):
                         yield rows.key_of(database, key), row
 
@@ -414,13 +414,13 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
 
 
 def _unlist_if_lost(index: Index, transaction: Any, id: SnapshotId) -> None:
-    """A snapshot whose record is gone is no longer one; a record that is healed lists it again."""
+    """Unlist a snapshot whose record is gone; healing the record lists it again."""
     if index.record(transaction, Kind.SNAPSHOT, id) is None:
         unlist_snapshot(index, transaction, id)
 
 
 def _condemn(catalog: Catalog, transaction: Any, pack: PackId, kept: set[bytes]) -> bool:
-    """Take a pack out of the index: gc removes its file once nobody can be reading it."""
+    """Condemn a pack: gc removes its file once no one can be reading it."""
     index = catalog.index
     number = index.get(transaction, "pack_ids", pack)
     if number is None or number in kept:

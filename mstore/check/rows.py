@@ -1,4 +1,4 @@
-"""Rows of the index in batches: one short read transaction each, whatever their number."""
+"""Rows of the index in batches: one short read transaction per batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCATION_BYTES = 22
 
 
 def batches(index: Index, database: str) -> Iterator[list[tuple[bytes, bytes]]]:
-    """All rows of a named database in key order; what is put in or out meanwhile may be missed."""
+    """Yield all rows of a named database in key order; may miss concurrent changes."""
     after: bytes | None = None
     while True:
         with (
@@ -34,7 +34,7 @@ def batches(index: Index, database: str) -> Iterator[list[tuple[bytes, bytes]]]:
 
 
 def damaged(index: Index) -> Iterator[tuple[str, bytes]]:
-    """Database and key of every row that does not match its check."""
+    """Yield database and key of every row that does not match its check."""
     for database in DATABASES:
         if database in UNCHECKED:
             continue
@@ -45,25 +45,25 @@ def damaged(index: Index) -> Iterator[tuple[str, bytes]]:
 
 
 def pack_number(row: bytes) -> bytes:
-    """The key of the pack that a location names."""
+    """Return the key of the pack that a location row names."""
     return row[:4]
 
 
 def raw_length(row: bytes) -> int:
-    """The plain length that a location tells."""
+    """Return the plain length in a location row."""
     return int.from_bytes(row[RAW_LENGTH], "big")
 
 
 def base_of(row: bytes) -> bytes | None:
-    """The base block of a delta; None for what stands alone."""
+    """Return the base block of a delta; None for a block that needs none."""
     return row[LOCATION_BYTES:] or None
 
 
 def key_of(database: str, key: bytes) -> tuple[Kind, bytes]:
-    """Kind and id of a row's key in `blocks` or `records`."""
+    """Return kind and id for a key of `blocks` or `records`."""
     return (Kind.BLOCK, key) if database == "blocks" else (Kind(key[0]), key[1:])
 
 
 def record_key(kind: Kind, id: bytes) -> tuple[str, bytes]:
-    """The database and the key of a block or record."""
+    """Return the database and the key of a block or record."""
     return ("blocks", id) if kind == Kind.BLOCK else ("records", bytes([kind]) + id)
