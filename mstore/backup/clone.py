@@ -1,12 +1,12 @@
-"""A new store with all that another one has.
+"""Clone: a new store with everything that another one has.
 
-It gets a UUID of its own, so that nobody takes the two for one: a backup of one is none of the
-other, and neither's packs are taken for the other's.  Packs carry the UUID in their headers, and a
-PackId covers it, so each pack is copied with another header and gets another id; payloads and
-footers are copied as they are.  Hard links are therefore out of the question, and unwanted: two
+The clone gets a UUID of its own, so that the two are never confused: a backup of one is not a
+backup of the other, and neither takes the other's packs for its own. Packs carry the UUID in their
+headers, and a PackId covers it. So each pack is copied with a new header and gets a new id;
+payloads and footers are copied unchanged. This rules out hard links, which are unwanted anyway: two
 names of one file share its damage.
 
-Unlike a backup a clone is whole or not there: damage in the source ends it.
+Unlike a backup, a clone is complete or absent: damage in the source aborts it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ATTEMPTS = 20
 def clone(
     origin: Path, target: Path, *, threads: int, progress: Report | None = None
 ) -> CloneReport:
-    """Make a store at `target` with all that the one at `origin` has; see `Store.clone`."""
+    """Make a store at `target` with everything that the one at `origin` has; see `Store.clone`."""
     began = time.monotonic()
     with closing(Catalog.open(origin)) as catalog:
         source.require_outside(catalog.layout, target)
@@ -83,7 +83,7 @@ class _Clone:
         self._ticks = Ticks(progress)
 
     def run(self) -> CloneReport:
-        """Copy, prove, put in place.  Raises Moved where the source changed under it."""
+        """Copy, prove, publish. Raises Moved if packs of the source were collected meanwhile."""
         layout = self._layout
         for directory in (layout.index, layout.incoming):
             fs.remove_tree(directory)
@@ -119,7 +119,7 @@ class _Clone:
     def _copy(
         self, pack: NamedPack, all_packs: list[NamedPack], staged: dict[PackId, Path]
     ) -> NamedPack:
-        """A pack of the new store with the payloads of one of the source's."""
+        """Copy one pack of the source into the new store, with the new store's header."""
         path = self._layout.incoming / f"{pack.id.hex()}.pack"
         origin = self._catalog.packs.path(pack.id)
         tick = self._ticks.of("clone", sum(one.size for one in all_packs))

@@ -1,8 +1,8 @@
 """What a copy lacks that its names need, and what an older copy still has of it.
 
 A store that lost payloads and dropped their rows (`fsck --repair` does that where no good copy is
-left) reads right in every pack, and so does a copy of it.  Whether all is there, only the way from
-the names down to the blocks tells.
+left) has no damaged pack, and neither has a copy of it. Only a walk from the names down to the
+blocks tells whether everything is there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT = "missing from the store; this backup keeps its copy"
 
 
 def found(catalog: Catalog) -> Findings:
-    """What is missing on the way from the names down, and bases without which no delta is read."""
+    """Find what is missing on the way down from the names, and missing bases of deltas."""
     findings = Findings()
     Graph(catalog, findings).run(with_mirror=False)
     index = catalog.index
@@ -38,10 +38,10 @@ def found(catalog: Catalog) -> Findings:
 
 
 def kept(catalog: Catalog, old: Index, findings: Findings) -> frozenset[Key]:
-    """Give the new index the rows that the old one has of what is missing; which these are.
+    """Copy missing rows from the old index to the new one; return their keys.
 
-    Adds to the findings what the store lacks, be it kept or not.  Who has a record back may ask
-    for more, so this goes on until nothing more comes back.
+    Adds everything that the store lacks to the findings, restored or not. A restored record may
+    need more, so this repeats until nothing more is restored.
     """
     back: set[Key] = set()
     while True:
@@ -60,7 +60,7 @@ def kept(catalog: Catalog, old: Index, findings: Findings) -> frozenset[Key]:
 
 
 def _restored(new: Index, old: Index, wanted: Iterable[Key]) -> Iterator[Key]:
-    """Those of them that lie in a pack which the new index names as well."""
+    """Restore the rows in packs that the new index names as well; yield their keys."""
     with old.env.read() as reading, new.env.write() as writing:
         numbers = {
             number: new.get(writing, "pack_ids", PackId(pack[:32]))

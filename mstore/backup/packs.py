@@ -1,8 +1,9 @@
-"""Packs copied, and what was copied proved: a footer by its name, each payload by its id.
+"""Copying packs, and proving the copies: a footer by its name, each payload by its id.
 
-What is read back is the copy, so the proof covers the way there too.  Proved is what rows lead to:
-a payload that no row names, and that may have been given up as damaged long ago, is copied as it
-is.  Crash promise: under `<name>.pack` a copy has all its bytes, synced; `<name>.part` is garbage.
+The proof reads back the copy, so it also covers errors on the way there. It covers the payloads
+that rows lead to; payloads that no row names, which may have been given up as damaged long ago, are
+copied unchecked. Crash promise: a copy named `<name>.pack` is complete and synced; `<name>.part` is
+garbage.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ _LOST = frozenset({errno.ENOENT, errno.EIO})
 
 
 class PackLost(Corrupt):
-    """The source does not give the bytes of a pack: the file is missing, or the disk fails."""
+    """Raised where the source cannot provide a pack: the file is missing, or the disk fails."""
 
 
 def copy(source: Path, target: Path, tick: Tick, *, store: bytes | None = None) -> None:
-    """Copy a pack, durably but for its name; `target` gets it when it is whole.
+    """Copy a pack durably, except for its name; rename it to `target` when complete.
 
-    store: the UUID to write into its header in the place of the one there.  Raises PackLost,
-    StorageFailed.
+    store: the UUID to write into the copy's header. Raises PackLost, StorageFailed.
     """
     descriptor = _opened(source)
     try:
@@ -88,7 +88,7 @@ def _read(descriptor: int, offset: int, path: Path) -> bytes:
 
 
 def is_whole(path: Path, pack: NamedPack) -> bool:
-    """Whether a pack of this name lies there, by its size, header and footer."""
+    """Return whether a complete pack of this name is there, by its size, header and footer."""
     try:
         with fs.translated(path):
             size = path.stat().st_size
@@ -98,14 +98,14 @@ def is_whole(path: Path, pack: NamedPack) -> bool:
 
 
 class PlacedPacks(PackFiles):
-    """Packs for reading, some of which lie elsewhere than below `directory`."""
+    """Packs to read, some of which lie outside `directory`."""
 
     def __init__(self, directory: Path, places: Mapping[PackId, Path]) -> None:
         super().__init__(directory)
         self._places = places
 
     def path(self, pack: PackId) -> Path:
-        """Where this pack lies."""
+        """Return where this pack lies."""
         return self._places.get(pack) or super().path(pack)
 
 
@@ -114,7 +114,7 @@ _Failure = tuple[Kind, bytes, bytes, MstoreError]
 
 
 class Proof:
-    """What the rows of an index lead to in some packs, read, decoded and hashed."""
+    """Reads, decodes and hashes the payloads in some packs that rows of an index lead to."""
 
     def __init__(
         self, index: Index, files: PackFiles, store: bytes, block_size: int, findings: Findings
@@ -126,7 +126,7 @@ class Proof:
         self._findings = findings
 
     def run(self, packs: Sequence[NamedPack], tick: Tick, *, threads: int) -> None:
-        """Prove these packs; what is wrong goes to the findings.  Raises StorageFailed."""
+        """Prove these packs; add faults to the findings. Raises StorageFailed."""
 
         def groups() -> Iterator[list[_Payload]]:
             for pack in packs:
@@ -154,7 +154,7 @@ class Proof:
             yield group
 
     def _payloads(self, pack: NamedPack) -> list[_Payload]:
-        """What rows have in this pack, in the order in which it lies there."""
+        """Return the payloads that rows have in this pack, in pack order."""
         path = self._files.path(pack.id)
         try:
             id, entries = read_table(path)

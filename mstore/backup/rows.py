@@ -1,8 +1,8 @@
 """An index with the rows of another, as of one commit.
 
-Rows are put into a new environment and not copied page by page: what LMDB has left of old pages
-does not come along, every row that carries a check is held against it, and the lock file is one
-of the copy's own.  Leases and condemned packs are the source's alone.
+Inserts rows into a new environment instead of copying pages: leftovers in old pages stay behind,
+every row that carries a check is checked, and the copy has a lock file of its own. Leases and
+condemned packs are not copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NamedPack:
 
 
 def copy(source: Index, target: Index) -> list[NamedPack]:
-    """Put all rows but those of packs into an empty index; returns the packs, by number.
+    """Put all rows except those of packs into an empty index; return the packs, by number.
 
     Raises Corrupt at a row that does not match its check, StorageFailed.
     """
@@ -50,7 +50,7 @@ def _checked(index: Index, transaction: Any, database: str) -> Iterator[tuple[by
 
 
 def packs(index: Index, transaction: Any) -> list[NamedPack]:
-    """Every pack that the index names."""
+    """Return every pack that the index names."""
     return [
         NamedPack(number, PackId(value[:32]), int.from_bytes(value[32:40], "big"))
         for number, value in index.walk(transaction, "packs")
@@ -58,7 +58,7 @@ def packs(index: Index, transaction: Any) -> list[NamedPack]:
 
 
 def name(index: Index, transaction: Any, packs: Iterable[NamedPack]) -> None:
-    """Rows for packs under the numbers that they have."""
+    """Insert rows for packs under the numbers that they have."""
     for pack in packs:
         index.put(transaction, "packs", pack.number, pack.id + pack.size.to_bytes(8, "big"))
         index.put(transaction, "pack_ids", pack.id, pack.number)

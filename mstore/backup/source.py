@@ -1,9 +1,9 @@
-"""The store that is copied: sound enough to be believed, and held while it is copied.
+"""The store to copy: checked to be sound first, and protected while it is copied.
 
-Whoever copies packs holds a lease, as a writer does: a pack that garbage collection condemns
-meanwhile keeps its file until the lease has ended.  Where no lease can be taken (a store of
-another user, a full disk), a pack may go while it is copied; then the copy begins anew with the
-rows of now.
+The copying process holds a lease, as a writer does: a pack that garbage collection condemns
+meanwhile keeps its file until the lease ends. Where no lease can be taken (another user's store, a
+full disk), a pack may be removed while it is copied; then the copy starts over with the current
+rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mstore.store.leases import Lease
 
 
 def require_sound(catalog: Catalog) -> None:
-    """Raise Corrupt where the index is not the newest word: a copy would make the loss last."""
+    """Raise Corrupt if the index is outdated: a copy would make the loss permanent."""
     why = generation.doubt(catalog.layout, catalog.index, packs=True)
     if why is not None:
-        # Once more, with the index as it is by now: others publish meanwhile.
+        # Check again with the current index: others may have published meanwhile.
         why = generation.doubt(catalog.layout, catalog.index, packs=True)
     if why is not None:
         raise Corrupt(why, where=str(catalog.layout.index), hint="mstore reindex")
 
 
 def require_outside(layout: Layout, target: Path) -> None:
-    """Raise BadRequest where `target` is the store, or lies in it."""
+    """Raise BadRequest if `target` is the store, or lies in it."""
     own, other = os.path.realpath(layout.root), os.path.realpath(target)
     if other == own or other.startswith(own + os.sep):
         raise BadRequest(
@@ -45,7 +45,7 @@ def require_outside(layout: Layout, target: Path) -> None:
 
 @contextmanager
 def held(catalog: Catalog, purpose: str) -> Iterator[None]:
-    """Keep the packs that the index names from now on in place, where this user can."""
+    """Protect the packs that the index names from now on, if this user can take a lease."""
     lease = None
     with suppress(StorageFailed):
         lease = Lease(catalog.layout, catalog.index, purpose)
@@ -57,7 +57,7 @@ def held(catalog: Catalog, purpose: str) -> Iterator[None]:
 
 
 def names(index: Index, pack: PackId) -> bool:
-    """Whether the index, as it is now, names this pack."""
+    """Return whether the index currently names this pack."""
     index.env.refresh()
     with index.env.read() as transaction:
         return index.get(transaction, "pack_ids", pack) is not None

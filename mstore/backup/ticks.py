@@ -9,18 +9,18 @@ from mstore.reports import Progress
 
 Report = Callable[[Progress], None]
 Tick = Callable[[int], None]
-"""Told how many more bytes are done."""
+"""Called with the number of bytes just done."""
 
 
 class Ticks:
-    """Adds up what is done, over several files of a phase, and reports it."""
+    """Adds up the bytes done, over several files of a phase, and reports them."""
 
     def __init__(self, report: Report | None) -> None:
         self._report = report
         self._done = Counter[str]()
 
     def of(self, phase: str, total: int) -> Tick:
-        """Who is told of more bytes of this phase; `total` bytes are expected in all of it."""
+        """Return the counter of a phase that expects `total` bytes in all."""
 
         def tick(more: int) -> None:
             self._done[phase] += more
