@@ -1,8 +1,8 @@
-"""How much address space an LMDB environment takes: all that it may ever need, or a share.
+"""How much address space an LMDB environment maps: all that it may ever need, or a share.
 
-A map costs nothing but addresses, so an environment maps more than its file will ever be.  Where
-`ulimit -v` (RLIMIT_AS) bounds the addresses of a process, it maps its file and room to grow, and
-more of it before a later transaction when that room gets narrow.
+A map costs only addresses, so an environment maps more than its file will ever need. If `ulimit -v`
+(RLIMIT_AS) limits the addresses of a process, it maps its file with room to grow, and remaps with
+more before a later transaction when that room gets narrow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _MOST_SHARE = 4
 
 
 def limit() -> int | None:
-    """Bytes of address space that this process may have; None where that is no concern."""
+    """Return the bytes of address space this process may use; None if practically unlimited."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if allowed == resource.RLIM_INFINITY or allowed >= 4 * MAP_SIZE else allowed
 
 
 def map_sizes(file_bytes: int) -> list[int]:
-    """Sizes to map a file of so many bytes with, the best one first."""
+    """Return sizes to try for mapping a file of so many bytes, best first."""
     room = _room(file_bytes)
     if room is None:
         return [max(MAP_SIZE, file_bytes)]
@@ -34,7 +34,7 @@ def map_sizes(file_bytes: int) -> list[int]:
 
 
 def is_narrow(mapped: int, file_bytes: int) -> bool:
-    """Whether less than half of the room is left that this file would get now."""
+    """Return whether less than half of the room that this file would now get is left."""
     room = _room(file_bytes)
     return room is not None and mapped - file_bytes < room // 2
 
@@ -43,7 +43,7 @@ def _room(file_bytes: int) -> int | None:
     allowed = limit()
     if allowed is None:
         return None
-    # A transaction that touches every page of the file writes each one anew.
+    # A transaction that touches every page of the file rewrites each one.
     return max(_UNIT, allowed // _LEAST_SHARE, min(file_bytes, allowed // _MOST_SHARE))
 
 

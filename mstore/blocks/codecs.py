@@ -1,19 +1,19 @@
 """Codecs: how the plain bytes of one block are stored.
 
-A codec is a property of the stored entry, never of the BlockId.  Codes are part of the format:
+A codec is a property of the stored entry, never of the BlockId. Codes are part of the format:
 
     0  raw                the plain bytes
     1  constant           one element of `width` bytes; the block is that element repeated
     2  planes             byte planes of the block, one zstd frame
     3  delta of floats    order-preserving difference to a base block, planes, one zstd frame
-    4  delta of integers  the same without the mapping that orders floats
+    4  delta of integers  the same, without the mapping that orders floats
 
-What planes and differences are is said in `planes`.  A base block has the same plain length and
-is never stored as a delta itself, so that a block costs two reads at most.
+`planes` defines planes and differences. A base block has the same plain length and is never stored
+as a delta itself, so that a block costs two reads at most.
 
-Pure functions; nothing here reads or writes files.  Any thread may call.  `encode` decodes what it
-made and compares it with the plain bytes before it returns it.  `decode` holds each frame
-to the length and the window that its entry allows before anything is allocated for it.
+Pure functions; nothing here reads or writes files. Any thread may call. `encode` decodes its result
+and compares it with the plain bytes before it returns. `decode` checks the length and the window of
+each frame against its entry before it allocates anything.
 """
 
 from __future__ import annotations
@@ -36,27 +36,30 @@ LEVEL: Final = 1
 MAX_WINDOW: Final = 1 << 20
 
 FLOATS_HASH_LOG: Final = 7
-"""Planes of weights are noise: what matches in them by chance costs more than it saves.  So many
-places are enough to find again what recurs as a whole, such as rows of an embedding."""
+"""log2 of the match table for floats.
+
+Planes of weights are noise: matches by chance cost more than they save. So few entries suffice to
+find larger repeats, such as rows of an embedding.
+"""
 
 FLOATS_MIN_MATCH: Final = 7
 
 PLANES_WINDOW_LOG: Final = 19
 DELTA_WINDOW_LOG: Final = 16
-"""A window bounds the stretch that one table of codes serves: classes are shorter than 128 KiB."""
+"""A window limits how far one code table applies: classes are shorter than 128 KiB."""
 
 DELTA_GAIN: Final = 0.85
-"""What a delta's payload is of the best without a base, at most, where the policy is auto."""
+"""With policy auto, a delta's payload is at most this share of the best one without a base."""
 
 PLANES_GAIN: Final = 0.95
-"""What a payload without a base is of the plain bytes, at most, where the policy is auto."""
+"""With policy auto, a payload without a base is at most this share of the plain bytes."""
 
 SAMPLE_STRIPS: Final = 4
 SAMPLE_BYTES: Final = 8 << 10
-"""Bytes a strip: of a block that is longer than two samples, strips say what codec will do."""
+"""Bytes per strip. Of a block longer than two samples, strips predict which codec will do."""
 
 SAMPLE_SLACK: Final = 1.1
-"""A sample knows fewer repeats than its block: what it says is a little too much."""
+"""A sample has fewer repeats than its block, so its estimate is a little too high."""
 
 _SHORTEST: Final = 64
 """Below so many bytes a frame and its checksum save nothing worth another read."""
@@ -73,14 +76,14 @@ class Codec(IntEnum):
 
     @property
     def is_delta(self) -> bool:
-        """Whether a block stored so needs its base block to be read."""
+        """Whether decoding needs the base block."""
         return self in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
 
 
 class Policy(StrEnum):
-    """Which codecs new blocks may be stored under.
+    """Which codecs new blocks may use.
 
-    auto: what saves much; dense: what is smallest; raw: none but raw and constant.
+    auto: the codec must save much; dense: the smallest result; raw: only raw and constant.
     """
 
     AUTO = "auto"
@@ -89,7 +92,7 @@ class Policy(StrEnum):
 
 
 class Elements(NamedTuple):
-    """How a block's bytes are seen: elements of 1, 2, 4 or 8 bytes, floats or not."""
+    """How to view a block's bytes: elements of 1, 2, 4 or 8 bytes, floats or not."""
 
     width: int
     floating: bool
@@ -99,7 +102,7 @@ PLAIN_BYTES: Final = Elements(1, False)
 
 
 class Encoded(NamedTuple):
-    """A block as it will be stored.  base: the block that it is the difference to."""
+    """A block as it will be stored. base: for a delta, the block that it is a difference to."""
 
     codec: Codec
     width: int
@@ -109,12 +112,12 @@ class Encoded(NamedTuple):
 
 
 def elements_of(dtype: str) -> Elements:
-    """How blocks of a tensor of this dtype are seen; bytes for what is no tensor or sub-byte."""
+    """Return how to view blocks of this dtype; as bytes for sub-byte dtypes and non-tensors."""
     found = DTYPES.get(dtype)
     if found is None or found.bits % 8:
         return PLAIN_BYTES
     if dtype == "C64":
-        return Elements(4, True)  # Two floats an element.
+        return Elements(4, True)  # Two floats per element.
     return Elements(found.bits // 8, found.floating)
 
 
@@ -122,10 +125,10 @@ _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def constant_element(data: Buffer, width: int) -> bytes | None:
-    """The element that fills `data` from end to end, or None.
+    """Return the element that fills all of `data`, or None.
 
-    `width` is the element's size in bytes (1, 2, 4 or 8).  Blocks of one element gain nothing
-    and count as not constant.
+    `width` is the element's size in bytes (1, 2, 4 or 8). Blocks of one element gain nothing and
+    count as not constant.
     """
     length = len(data)
     if width not in _UNSIGNED or length < 2 * width or length % width:
@@ -133,10 +136,10 @@ def constant_element(data: Buffer, width: int) -> bytes | None:
     view = memoryview(data)
     first = bytes(view[:width])
     middle = length // 2 // width * width
-    # Nearly every block differs within three probes; only then is a whole pass worth it.
+    # Nearly every block differs within three probes; only then is a full pass worthwhile.
     if first != view[length - width :] or first != view[middle : middle + width]:
         return None
-    import numpy as np  # late: reading a log needs no numpy
+    import numpy as np  # imported late: reading a log needs no numpy
 
     elements = np.frombuffer(data, dtype=_UNSIGNED[width])
     return first if bool((elements == elements[0]).all()) else None
@@ -151,10 +154,10 @@ def encode(
     policy: Policy,
     base: tuple[BlockId, Buffer] | None = None,
 ) -> Encoded:
-    """A block as it is stored under a policy; its payload may be `data` itself.
+    """Encode a block under a policy; the payload may be `data` itself.
 
-    base: a stored block of which the caller knows that it is no delta, and its plain bytes; one of
-    another length is not used.  The result depends on the arguments alone.
+    base: id and plain bytes of a stored block that the caller knows is no delta; ignored if its
+    length differs. The result depends only on the arguments.
     """
     width, length = elements.width, len(data)
     element = constant_element(data, width)
@@ -177,9 +180,10 @@ def encode(
 def _candidates(
     data: Buffer, elements: Elements, policy: Policy, base: tuple[BlockId, Buffer] | None
 ) -> tuple[list[tuple[Codec, int]], Codec | None]:
-    """Codecs to try in order, each with the most bytes that its payload may have.
+    """Return codecs to try in order, each with the maximum length of its payload.
 
-    And the one for which all of the block was split last, so that it need not be again.
+    Also return the codec for which the whole block was split last, so that it need not be split
+    again.
     """
     length = len(data)
     codec = Codec.PLANES
@@ -198,14 +202,14 @@ def _candidates(
 
 
 def _estimate(data: Buffer, elements: Elements, codec: Codec, base: Buffer | None) -> int:
-    """Bytes that a payload will have, from strips of the block."""
+    """Estimate a payload's length in bytes, from strips of the block."""
     width, length = elements.width, len(data)
     room = SAMPLE_STRIPS * SAMPLE_BYTES
     if length > 2 * room:
         data = _strips(data)
         base = None if base is None else _strips(base)
     planes = memoryview(_own.split(data, width, codec, base))
-    # Each plane by itself: in a sample they would share a table of codes, in a block they do not.
+    # Compress each plane alone: in a sample they would share a code table, in a block they do not.
     step = max(len(planes) // width, _SHORTEST)
     compress = _own.compressor(elements, codec).compress
     size = sum(len(compress(planes[at : at + step])) for at in range(0, len(planes), step))
@@ -214,7 +218,7 @@ def _estimate(data: Buffer, elements: Elements, codec: Codec, base: Buffer | Non
 
 def _strips(data: Buffer) -> bytes:
     view = memoryview(data)
-    # Whole elements of any width, evenly over the block.
+    # Whole elements of any width, spread evenly over the block.
     step = (len(view) - SAMPLE_BYTES) // (SAMPLE_STRIPS - 1) // 8 * 8
     return b"".join(view[at : at + SAMPLE_BYTES] for at in range(0, SAMPLE_STRIPS * step, step))
 
@@ -228,9 +232,9 @@ def _packed(
     *,
     is_split: bool = False,
 ) -> Encoded | None:
-    """The block under a codec; None where its payload would have more bytes than `limit`.
+    """Encode the block with a codec; None if its payload would be longer than `limit`.
 
-    is_split: this very block was the last one that this thread split, for this codec.
+    is_split: this very block was the last that this thread split, for this codec.
     """
     plain_base = base[1] if base is not None and codec.is_delta else None
     width = elements.width
@@ -252,13 +256,13 @@ def _packed(
 def _same(room: np.ndarray[Any, np.dtype[np.uint8]], data: Buffer) -> bool:
     import numpy as np
 
-    # An answer for eight bytes each, not for one: this looks at every block that is stored.
+    # Compare eight bytes at a time: this runs on every block that is stored.
     word = "u8" if room.size % 8 == 0 else "u1"
     return np.array_equal(room.view(word), np.frombuffer(data, dtype=word))
 
 
 class _Own(threading.local):
-    """What one thread compresses with, and works in: memory that is fresh each time costs time."""
+    """One thread's compressors and scratch memory, reused because fresh memory costs time."""
 
     def __init__(self) -> None:
         self._planes: Any = None
@@ -283,7 +287,7 @@ class _Own(threading.local):
         return self._decompressor
 
     def split(self, data: Buffer, width: int, codec: Codec, base: Buffer | None) -> Buffer:
-        """What of a block goes into its frame; valid until the next call."""
+        """Return what of a block goes into its frame; valid until the next call."""
         from mstore.blocks import planes
 
         if width == 1 and base is None:
@@ -294,21 +298,21 @@ class _Own(threading.local):
         return found
 
     def split_before(self, data: Buffer, width: int, base: Buffer | None) -> Buffer:
-        """What the last call of `split` gave, which had this block and this base."""
+        """Return the result of the last `split` again, which had this block and this base."""
         if width == 1 and base is None:
             return data
         found: memoryview = self._planes[: len(data)].data
         return found
 
     def room(self, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Memory for a block; valid until the next call."""
+        """Return memory for a block; valid until the next call."""
         self._room = room = _grown(self._room, length)
         found: np.ndarray[Any, np.dtype[np.uint8]] = room[:length]
         return found
 
 
 def _compressor(float_window: int | None) -> zstandard.ZstdCompressor:
-    """What makes frames of floats with a window of so many bits; of anything else, for None."""
+    """Return a compressor: for floats with a window of so many bits, for others if None."""
     import zstandard
 
     if float_window is None:
@@ -350,10 +354,10 @@ _own: Final = _Own()
 def decode(
     codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None = None
 ) -> Buffer:
-    """The plain bytes of a payload; `raw_length` was checked against the block size by the caller.
+    """Return the plain bytes of a payload; the caller has checked `raw_length`.
 
-    Raises Corrupt where the payload does not fit its entry, Incompatible for a codec of a newer
-    version.
+    The block size limits `raw_length`. Raises Corrupt if the payload does not fit its entry,
+    Incompatible for a codec of a newer version.
     """
     if codec == Codec.RAW:
         if len(payload) != raw_length:
@@ -374,7 +378,7 @@ def decode(
 def decode_into(
     codec: int, payload: Buffer, width: int, target: memoryview, base: Buffer | None = None
 ) -> None:
-    """The same into `target`, which is as long as the block."""
+    """Like `decode`, into `target`, which is as long as the block."""
     if codec in (Codec.RAW, Codec.CONSTANT):
         target[:] = decode(codec, payload, width, len(target))
         return
@@ -391,7 +395,7 @@ def _repeated(payload: Buffer, width: int, raw_length: int) -> bytes:
 def _checked(
     codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None
 ) -> Codec:
-    """The codec of a frame that may be decompressed.  Raises Corrupt, Incompatible."""
+    """Return the codec of a frame that is safe to decompress. Raises Corrupt, Incompatible."""
     if codec not in (Codec.PLANES, Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS):
         raise Incompatible(f"codec {codec} needs a newer mstore", hint="pip install -U mstore")
     known = Codec(codec)

@@ -1,11 +1,12 @@
-"""LMDB environments that can be thrown away: a damaged one is set aside and replaced.
+"""Disposable LMDB environments: a damaged one is moved away and replaced.
 
-The whole directory is renamed, with data and lock file: whoever has it open goes on with both, and
-no two processes ever have different data under one lock file.  The directory's own lock (flock)
-lets one process at a time do so, and a second one that saw the damage finds a new directory.
+The whole directory is renamed, with data and lock file: a process that has it open continues with
+both, and no two processes ever have different data under one lock file. The directory's own lock
+(flock) lets one process at a time do so, and a second one that saw the damage finds a new
+directory.
 
-Whoever may not write it does without: where it is missing, damaged, or too large to be copied into
-memory (`lmdb_copy`), there is none for that reader.
+A user without write access works without: if the environment is missing, damaged, or too large to
+copy into memory (`lmdb_copy`), that reader gets none.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from mstore.errors import Corrupt, StorageFailed
 Tell = Callable[[str], None]
 _ATTEMPTS = 10
 COPIED_BYTES = 1 << 28
-"""Of a larger one no copy is taken: what it tells is not worth so much memory."""
+"""A larger environment is not copied: its content is not worth so much memory."""
 
 
 def silent(note: str) -> None:
-    """Tell nobody."""
+    """Ignore a note."""
 
 
 def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment | None:
-    """The environment of this path, made if it is missing; a damaged one is set aside first.
+    """Open the environment at this path; create a missing one, replace a damaged one.
 
-    what: the name of its contents, for people; `tell` hears of what was set aside, and where.
-    None where there is none that this user, who may not write it, could read.  Raises Corrupt where
-    it cannot be set aside, StorageFailed.
+    what: the name of its contents, for people. `tell` is called if a damaged one was moved, with
+    its new path. Returns None if this user has no write access and there is none to read. Raises
+    Corrupt if a damaged one cannot be moved away, StorageFailed.
     """
     if not fs.may_write(path, path / "lock.mdb"):
         return _as_it_is(path, databases, what, tell)
     refused = ""
     for _ in range(_ATTEMPTS):
-        # Somebody may have deleted it, which costs nothing but time.
+        # The user may have deleted it: a rebuild only takes time.
         if fs.make_directory(path, exist_ok=True):
             fs.sync_directory(path.parent)
         found = _inode(path)
@@ -50,20 +51,21 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
             env = Environment.acquire(path, databases, hint=f"rm -r {path}")
             if _inode(path) == found:
                 return env
-            # Its two files may be of two directories: somebody set one aside just now.
+            # Another process moved one away just now: the two open files may be of different
+            # directories.
             env.release()
         except (StorageFailed, FileNotFoundError):
             if _inode(path) == found:
                 raise
         except Corrupt as error:
-            # LMDB may refuse what looks whole page by page: then its word counts, the second time.
+            # LMDB may reject a file that passes our page checks: believe it the second time.
             is_sure = refused == error.what
             refused = error.what
             try:
                 aside = _set_aside(path, is_sure=is_sure)
             except StorageFailed as refusal:
                 if refusal.errno == errno.ENOENT:
-                    # Another process is just setting it aside.
+                    # Another process is moving it away.
                     continue
                 break
             if aside is not None:
@@ -78,7 +80,7 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
 
 
 def _as_it_is(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> Environment | None:
-    """The environment for a reader who can make nothing."""
+    """Open the environment for a reader who cannot create one; None if that fails."""
     try:
         if (path / lmdb_check.DATA).stat().st_size > COPIED_BYTES:
             return None
@@ -104,9 +106,9 @@ def _inode(path: Path) -> int | None:
 
 
 def _set_aside(path: Path, *, is_sure: bool) -> Path | None:
-    """Rename the directory if it still is damaged; returns its new name.
+    """Rename the directory if it is still damaged; return its new name.
 
-    is_sure: it is, whatever its pages look like.
+    is_sure: it is damaged even if its pages look sound.
     """
     lock = fs.LockFile(path, create=False)
     try:

@@ -1,17 +1,16 @@
-"""Is an LMDB file one that LMDB can be trusted with?  Looked at before LMDB maps it.
+"""Checks whether an LMDB file is safe to map, before LMDB maps it.
 
-LMDB trusts its file: one that was cut short, or a page number that points nowhere, ends the
-process with a signal.  So a file is walked page by page (`lmdb_pages`) when it is opened; a large
-one only where that has not been done since it last changed.  Of a large file the *stamp* says so,
-a small file beside it:
+LMDB trusts its file: a truncated file, or a page number that points nowhere, ends the process with
+a signal. So a file is walked page by page (`lmdb_pages`) when it is opened; a large one only if it
+changed since the last walk. For a large file the *stamp* records that, a small file beside it:
 
     checked   magic "MSTORECK", u64 device, inode, size, mtime (ns), ctime (ns), transaction
 
-Whoever has walked the file writes the stamp; whoever commits writes it anew, if it was right
-before the commit.  A stamp that is missing, torn or of another state means a walk, so it is
-advice: it is not synced, and that it cannot be written is no error.
+A process that has walked the file writes the stamp; a process that commits renews it, if it was
+right before the commit. A stamp that is missing, torn or of another state causes a walk. So it is
+only a hint: it is not synced, and failing to write it is no error.
 
-A byte that turned on the disk leaves the stamp right.  Then `fsck` finds it, which always walks.
+A byte that flipped on the disk leaves the stamp valid. `fsck` finds that, because it always walks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, StorageFailed
 
 SMALL_BYTES = 1 << 20
-"""Up to this size a file is walked at each opening, which takes about 10 ms."""
+"""Up to this size, in bytes, a file is walked at each opening, which takes about 10 ms."""
 DATA = "data.mdb"
 STAMP = "checked"
 _MAGIC = b"MSTORECK"
@@ -41,9 +40,9 @@ _PAUSE = 0.01
 
 
 def require_sound(directory: Path, hint: str) -> bytes:
-    """Raise Corrupt with this hint where the environment's file cannot be trusted.
+    """Raise Corrupt with this hint if the environment's file is not safe to map.
 
-    Returns the state in which it was found sound, for `Trust`.  Raises StorageFailed.
+    Returns the state in which it was found sound, for `Trust`. Raises StorageFailed.
     """
     found, state = _looked_at(directory, always=False)
     if found:
@@ -53,7 +52,7 @@ def require_sound(directory: Path, hint: str) -> bytes:
 
 
 def require_sound_copy(directory: Path, copy: PrivateCopy, hint: str) -> None:
-    """The same of a copy of the environment's file, which stays as it is.  Writes nothing."""
+    """Like `require_sound`, for a private copy of the environment's file. Writes nothing."""
     if copy.status.st_size > SMALL_BYTES and _stamp(directory) == _state(
         copy.status, copy.transaction
     ):
@@ -69,10 +68,10 @@ def require_sound_copy(directory: Path, copy: PrivateCopy, hint: str) -> None:
 
 
 def faults(directory: Path) -> list[str]:
-    """What is wrong with an environment's file, at most twenty things; [] where there is none.
+    """Return what is wrong with an environment's file, at most twenty faults; [] if it is missing.
 
-    Reads every page.  One that LMDB never wrote a head to has none: whoever opens it makes it.
-    Raises StorageFailed.
+    Reads every page. A file without a header yet has no faults: opening it initialises it. Raises
+    StorageFailed.
     """
     if not is_born(directory / DATA):
         return []
@@ -85,7 +84,7 @@ def faults(directory: Path) -> list[str]:
 
 
 def is_born(data: Path) -> bool:
-    """Whether LMDB ever got as far as a header here; a crash may leave no byte, or only zeros."""
+    """Return whether LMDB has written a header; a crash may leave an empty or zeroed file."""
     try:
         with fs.translated(data), data.open("rb") as file:
             return any(file.read(4096))
@@ -96,7 +95,7 @@ def is_born(data: Path) -> bool:
 
 
 class Trust:
-    """What one open environment knows of its file, and tells those who open it later.
+    """What one open environment knows of its file, and records for later openings.
 
     `before` and `after` surround a commit, each under LMDB's own write lock or right after it.
     """
@@ -107,13 +106,13 @@ class Trust:
         self._is_right = False
 
     def before(self, transaction: int) -> None:
-        """A write transaction of this number has begun: is the file the one that was checked?"""
+        """Note at the start of a write transaction whether the file is still the one checked."""
         now = _state(os.stat(self._directory / DATA), transaction - 1)
         self._is_right = now in (self._state, _stamp(self._directory))
         self._state = now
 
     def after(self, transaction: int) -> None:
-        """It was committed."""
+        """Renew the stamp after the transaction was committed."""
         status = os.stat(self._directory / DATA)
         now = _state(status, transaction)
         # A transaction that changed nothing leaves no trace, not even its number.
@@ -124,7 +123,7 @@ class Trust:
 
 
 def _looked_at(directory: Path, *, always: bool) -> tuple[list[str], bytes]:
-    """The faults of a file, and its state.  What looks wrong while others commit is none."""
+    """Return a file's faults and its state. Ignores what looks wrong only because others commit."""
     found: list[str] = []
     state = b""
     for _ in range(_ATTEMPTS):
@@ -140,17 +139,17 @@ def _looked_at(directory: Path, *, always: bool) -> tuple[list[str], bytes]:
                     if not is_small and _state(file.status(), file.transaction) == state:
                         _put_stamp(directory, state)
                     return [], state
-                # Pages are only used again once two transactions were committed.
+                # Pages are only reused once two transactions were committed.
                 time.sleep(_PAUSE)
                 if not file.moved() and (found := _walked(file)) and not file.moved():
                     return found, state
         except Corrupt as error:
-            # The heads; somebody may have been writing one.
+            # A damaged header, unless a writer was just updating it.
             if found == [error.what]:
                 return found, state
             found = [error.what]
             time.sleep(_PAUSE)
-    # Others commit all the time: LMDB is at work in it.
+    # Others commit continuously: LMDB is using the file successfully.
     return [], state
 
 
@@ -161,7 +160,7 @@ def _walked(file: LmdbFile) -> list[str]:
 
 
 def at_most(found: list[str]) -> Callable[[str], None]:
-    """Adds what is told to a list, until that has twenty lines."""
+    """Return a function that appends faults to a list, up to twenty."""
 
     def tell(what: str) -> None:
         if len(found) < _TELL_AT_MOST:

@@ -1,16 +1,15 @@
-"""A private copy of an LMDB file, for readers that cannot hold a place among its readers.
+"""A private copy of an LMDB file, for readers that cannot register with LMDB.
 
-LMDB lets a writer use pages again once no reader's place in the lock file says that they are
-needed.  Whoever may not write the lock file (another user's store, a read-only filesystem) has no
-place there: LMDB would read pages under his feet while they are written, which gives wrong rows or
-ends the process.  So such a reader takes the file as of one commit into memory and gives LMDB that.
+LMDB lets a writer reuse pages once no reader registered in the lock file needs them. A user who may
+not write the lock file (another user's store, a read-only filesystem) cannot register. LMDB would
+then read pages while they are being overwritten, which gives wrong rows or ends the process. So
+such a reader copies the file as of one commit into memory and has LMDB open that.
 
-When a copy is whole: transaction N writes pages that transaction N - 2 or an earlier one freed, so
-no page of the state after T is written before T + 2 is committed and T + 3 at work.  The head of
-T + 2 takes the place of T's.  So the two heads are read first, twice alike, and go into the copy;
-then the pages; then the heads again.  If they tell of T + 2 the copy is thrown away and taken anew.
-
-Nothing is written, and nobody waits for such a reader.
+When a copy is consistent: transaction N writes pages that transaction N - 2 or an earlier one
+freed. So no page of the state after T is overwritten before T + 2 is committed and T + 3 is
+running. The meta page of T + 2 replaces T's. So the copy first takes the two meta pages, read twice
+with the same result; then the other pages; then it reads the meta pages again. If they are of T + 2
+or later, the copy is discarded and retaken. Nothing is written, and no one waits for such a reader.
 """
 
 from __future__ import annotations
@@ -26,17 +25,20 @@ from mstore.errors import Corrupt, Unavailable
 _HEADS = 2 * PAGE
 _PAUSE = 0.001
 PATIENCE = 10.0
-"""Seconds to try for, where others commit all the time."""
+"""Seconds to retry while others commit continuously."""
 
 
 class PrivateCopy:
-    """The data file of an environment as of one commit, in memory of this process.
+    """The data file of an environment as of one commit, in this process's memory.
 
-    `path` is where LMDB finds it; `seconds` is what taking it took.
+    `path` is where LMDB finds it; `seconds` is how long the copy took.
     """
 
     def __init__(self, data: Path, *, patience: float = PATIENCE) -> None:
-        """Raises Unavailable where no copy is whole in `patience` seconds, StorageFailed."""
+        """Take the copy.
+
+        Raises Unavailable if no consistent copy can be taken in `patience` seconds, StorageFailed.
+        """
         self.data = data
         began = time.monotonic()
         with fs.translated(data):
@@ -62,7 +64,7 @@ class PrivateCopy:
         with fs.translated(self.data):
             heads = self._heads()
             transaction = newest_transaction(heads)
-            # After: the file may have grown for this transaction.
+            # After the meta pages: the file may have grown for this transaction.
             status = os.fstat(self._source)
             copy = fs.in_memory(heads, self._source, max(status.st_size, _HEADS))
             if self._newest() <= transaction + 1:
@@ -71,7 +73,7 @@ class PrivateCopy:
         return None
 
     def _heads(self) -> bytes:
-        """The two first pages, none of them half written."""
+        """Return the first two pages (the meta pages), neither half written."""
         while True:
             heads = os.pread(self._source, _HEADS, 0)
             if len(heads) < _HEADS:
@@ -85,19 +87,19 @@ class PrivateCopy:
 
     @property
     def path(self) -> Path:
-        """A name of the copy, for as long as it is open."""
+        """A path of the copy, valid while it is open."""
         return Path(f"/proc/self/fd/{self._copy}")
 
     def age(self) -> float:
-        """Seconds since it was taken."""
+        """Return the seconds since it was taken."""
         return time.monotonic() - self.taken
 
     def is_old(self) -> bool:
-        """Whether something was committed since it was taken.  Raises StorageFailed, Corrupt."""
+        """Return whether something was committed since. Raises StorageFailed, Corrupt."""
         with fs.translated(self.data):
             return self._newest() != self.transaction
 
     def close(self) -> None:
-        """Give the memory back, once LMDB has closed it too; idempotent."""
+        """Free the memory, once LMDB has closed it too; idempotent."""
         while self._open:
             os.close(self._open.pop())

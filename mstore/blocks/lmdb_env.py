@@ -1,21 +1,20 @@
 """LMDB environments: one per path and process, guarded against fork, closed by the last user.
 
-Owns opening, map size and transactions; what the rows mean is for `index` and `stats`.
-Always full sync, never `writemap`: a full disk is then an error and not a SIGBUS.
+Owns opening, map size and transactions; `index` and `stats` own what the rows mean. Always full
+sync, never `writemap`: a full disk is then an error and not a SIGBUS.
 
-An environment that is there already is opened for reading first, and again for writing when a
-write transaction is asked for: LMDB opens named databases of a writable environment in a write
-transaction, and a reader would wait there for whoever is writing.
+An existing environment is opened for reading first, and again for writing when a write transaction
+is requested. LMDB opens named databases of a writable environment in a write transaction, and a
+reader would have to wait there for the current writer.
 
-LMDB trusts its file: some damage ends the process.  So `lmdb_check` looks at the file before LMDB
-maps it.  A commit that fails leaves what was committed before; the environment is then opened anew
-before the next one.
+LMDB trusts its file: some damage ends the process. So `lmdb_check` checks the file before LMDB maps
+it. A commit that fails leaves the previous state; the environment is then reopened before the next
+commit.
 
-Whoever may not write the lock file has no place among the readers.  He reads a private copy of the
-file (`lmdb_copy`), which is taken anew at the next read after something was committed.
+A user who may not write the lock file cannot register as a reader. Such a user reads a private copy
+of the file (`lmdb_copy`), which is renewed at the next read after a commit.
 
-The last user's `release` waits until no thread is inside a transaction.  Whoever asks for one later
-is refused.
+The last user's `release` waits until no thread is inside a transaction. Later requests are refused.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 
 MAX_READERS = 1024
 RENEWAL_PATIENCE = 0.1
-"""Seconds to try for a newer copy, where there is one already."""
+"""Seconds to try for a newer copy, if there is an older one."""
 _COPY_SHARE = 10
 _CHEAP_COPY = 0.02
 PID_PATIENCE = 5.0
-"""Seconds to wait for a process of the same number in another PID namespace."""
+"""Seconds to wait for a process with the same pid in another PID namespace."""
 _PID_PAUSE = 0.02
-# LMDB's lock file: a header and 64 bytes a reader.
+# LMDB's lock file: a header and 64 bytes per reader.
 _LOCK_BYTES = 4096 + 64 * MAX_READERS
 _environments: dict[str, Environment] = {}
 _environments_lock = Lock()
@@ -56,8 +55,8 @@ T = TypeVar("T")
 class Environment:
     """A shared LMDB environment with named databases.
 
-    Readers see the state at which they began and never wait for a writer; LMDB itself lets one
-    writer in at a time, over all processes.
+    Readers see the state at which they began and never wait for a writer. LMDB admits one writer at
+    a time, across all processes.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Environment:
         self._names = databases
         self._pid = os.getpid()
         self._users = 0
-        # Guards the change from reading to writing: who has a transaction open just now.
+        # Guards the change from reading to writing: which threads are inside a transaction.
         self._gate = Condition()
         self._readers: dict[int, int] = {}
         self._writers: set[int] = set()
@@ -77,8 +76,10 @@ class Environment:
         self._is_open = False
         self._file_id: _FileId = (None, None)
         self.epoch = 0
-        """Changes when what was read before may never have been: a write transaction was dropped,
-        or other files were opened."""
+        """Changes when data that was read before may be invalid.
+
+        That is after a write transaction was dropped, or other files were opened.
+        """
         self._is_closed = False
         self._mapped = 0
         self._trust: Trust | None = None
@@ -99,12 +100,12 @@ class Environment:
             self._create()
 
     def _open(self, *, writable: bool) -> None:
-        """Open the two files of one environment: `reindex` may exchange them in between."""
+        """Open data and lock file of one environment; `reindex` may exchange them in between."""
         while True:
             before = _file_id(self.path)
             self._open_once(writable=writable)
             now = _file_id(self.path)
-            # LMDB makes a lock file that is missing.
+            # LMDB creates a missing lock file.
             if now == before or (before[0] == now[0] and before[1] is None):
                 if now != self._file_id:
                     self.epoch += 1
@@ -121,7 +122,7 @@ class Environment:
                 self._drop_copy()
                 raise
             try:
-                # Not in a transaction of ours: the handles of a read transaction end with it.
+                # Outside any transaction of ours: handles opened in a read transaction end with it.
                 self.databases = {name: self._handle(name) for name in self._names}
             except BaseException:
                 self._close_files()
@@ -146,16 +147,16 @@ class Environment:
             copy.close()
 
     def require_writable(self) -> None:
-        """Raise StorageFailed where this user may not write it."""
+        """Raise StorageFailed if this user may not write it."""
         if not self.may_write():
             fs.require_writable(self.path, [self.path / "lock.mdb", self.path / "data.mdb"])
 
     def _is_foreign(self) -> bool:
-        """Whether this user cannot have a place among the readers in the lock file."""
+        """Return whether this user cannot register as a reader in the lock file."""
         return not fs.may_write(self.path / "lock.mdb")
 
     def _private_copy(self) -> PrivateCopy | None:
-        """What to read where the file itself cannot be read beside writers; None where it can."""
+        """Return a copy to read if this user cannot register as a reader; else None."""
         copy, self._newer = self._newer, None
         if copy is None and self._is_foreign():
             copy = PrivateCopy(self.path / "data.mdb")
@@ -167,10 +168,10 @@ class Environment:
         return copy
 
     def _renew(self, copy: PrivateCopy, patience: float) -> None:
-        """Take a newer copy, if something was committed since this one.  With no thread inside.
+        """Renew the copy if something was committed since. Call with no thread inside.
 
-        Where none can be had in so many seconds, what was read before is read again: an earlier
-        state.  So it is where the files are gone: it is all that there is.
+        If no new copy can be taken within `patience` seconds, or the files are gone, readers keep
+        the earlier state.
         """
         with suppress(MstoreError):
             if copy.is_old():
@@ -182,9 +183,9 @@ class Environment:
         return self._patiently(lambda: self._env.open_db(name.encode(), create=False))
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """What needs this process's own place among the readers, waiting for it for a while.
+        """Make a call that needs this process's reader registration, and retry for a while.
 
-        LMDB holds it by a lock on the byte whose offset is the process's number.
+        LMDB holds the registration by a lock on the byte whose offset is the pid.
         """
         until = time.monotonic() + PID_PATIENCE
         while True:
@@ -245,13 +246,13 @@ class Environment:
         )
 
     def _create(self) -> None:
-        """Make what is missing; the files' names are durable when this returns."""
+        """Create what is missing; the files' names are durable on return."""
         data = self.path / "data.mdb"
-        # A file of no bytes may be one that another process is about to fill; LMDB takes it.
+        # Keep an empty file: another process may be about to fill it, and LMDB accepts it.
         if data.exists() and data.stat().st_size > 0 and not lmdb_check.is_born(data):
             fs.unlink(data)
         try:
-            # LMDB would make a sparse file and map it: on a full disk that is a SIGBUS.
+            # LMDB would create a sparse file and map it: on a full disk that is a SIGBUS.
             fs.create_whole(self.path / "lock.mdb", bytes(_LOCK_BYTES))
         except StorageFailed as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
@@ -285,14 +286,14 @@ class Environment:
         create: bool = True,
         hint: str = "mstore reindex",
     ) -> Environment:
-        """The environment of this path, opened at most once in this process.
+        """Return the environment of this path, opened at most once in this process.
 
-        Raises Corrupt where it is damaged (`hint` says what to do then), or is missing and not to
-        be made; StorageFailed.
+        Raises Corrupt if it is damaged (`hint` says what to do then), or is missing and not
+        `create`; StorageFailed.
         """
         key = os.path.realpath(path)
         with _environments_lock:
-            # One that waits for its last readers to be closed is taken over.
+            # Reuse one that is waiting for its last readers before it closes.
             found = _environments.get(key)
             if found is None:
                 found = _environments[key] = cls(path, databases, create=create, hint=hint)
@@ -303,12 +304,12 @@ class Environment:
             return found
 
     def release(self) -> None:
-        """Give up one use; the last one closes the environment when no thread is inside it.
+        """Release one use; the last one closes the environment when no thread is inside it.
 
-        Raises Unavailable, and gives up nothing, in a transaction of this thread's own.
+        Raises Unavailable, and releases nothing, inside a transaction of this thread.
         """
         if self._pid != os.getpid():
-            # What a forked child has is the parent's, locks and all.
+            # Everything in a forked child belongs to the parent, including locks.
             return
         self.require_outside()
         with _environments_lock:
@@ -319,7 +320,7 @@ class Environment:
                     self._gate.wait()
 
     def require_outside(self) -> None:
-        """Raise Unavailable in a transaction of this thread's own: it would wait for itself."""
+        """Raise Unavailable inside a transaction of this thread: closing would deadlock."""
         if get_ident() in self._readers or get_ident() in self._writers:
             raise Unavailable(
                 "this store cannot be closed inside a call of its own",
@@ -328,7 +329,7 @@ class Environment:
             )
 
     def _is_settled(self) -> bool:
-        """Whether somebody uses the environment, or else it is closed: now, if nothing runs."""
+        """Return whether it is in use or closed; close it now if nothing uses it."""
         with _environments_lock, self._gate:
             if self._users or self._is_closed:
                 return True
@@ -354,10 +355,10 @@ class Environment:
             )
 
     def require_in_place(self) -> None:
-        """Raise Unavailable where the files that are open here are not those of this path any more.
+        """Raise Unavailable if the open files are no longer those of this path.
 
-        What is committed to them would be gone without a word, and what they say may be out of
-        date: `reindex` puts a new environment in the place of an old one.
+        Commits to them would be lost silently, and their content may be outdated: `reindex`
+        replaces an environment.
         """
         if _file_id(self.path) != self._file_id:
             raise Unavailable(
@@ -367,11 +368,10 @@ class Environment:
             )
 
     def follow(self) -> bool:
-        """Open the files that are in place now, if they were replaced; whether they were.
+        """Open the current files if they were replaced; return whether anything changed.
 
-        A private copy that is old is replaced as well.  For readers: what they look for may have
-        moved where only the new index tells.  Waits for transactions of other threads; not for one
-        that is inside a transaction itself.
+        Also renews an outdated private copy. For readers whose block may have moved to where only
+        the new index says. Waits for transactions of other threads; must not be called inside one.
         """
         self._guard()
         if _file_id(self.path) == self._file_id:
@@ -380,10 +380,10 @@ class Environment:
         return True
 
     def refresh(self) -> bool:
-        """Have a private copy be of the newest commit, whatever it costs; whether that changed it.
+        """Renew a private copy to the newest commit; return whether it changed.
 
-        For whoever compares the index with what others have written.  Does nothing in a transaction
-        of this thread's own; waits for those of others.
+        Waits as long as that takes. For comparing the index with what others have written. Does
+        nothing inside a transaction of this thread; waits for those of others.
         """
         self._guard()
         copy = self._copy
@@ -422,7 +422,7 @@ class Environment:
         """Count this thread among the readers."""
         thread = get_ident()
         with self._gate:
-            # New readers let a change to writing pass; one inside another is part of that.
+            # New readers wait for a change to writing; nested ones must not.
             inside = thread in self._readers or thread in self._writers
             while self._changing and not inside:
                 self._gate.wait()
@@ -463,7 +463,7 @@ class Environment:
                     self._enter()
 
     def _reopen(self) -> None:
-        """Map the file anew, with no thread inside."""
+        """Map the file again, with no thread inside."""
         with self._exclusively():
             writable = self._writable
             self._close_files()
@@ -471,7 +471,7 @@ class Environment:
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
-        """Holding the gate, with no thread inside; new ones wait.  Not for one that is inside."""
+        """Hold the gate with no thread inside; new ones wait. Call from outside a transaction."""
         with self._gate:
             while self._changing:
                 self._gate.wait()
@@ -487,17 +487,17 @@ class Environment:
 
     @contextmanager
     def write(self) -> Iterator[Any]:
-        """The one write transaction; committed and synced on leaving, dropped on an exception."""
+        """The only write transaction: committed and synced on leaving, dropped on an exception."""
         self._guard()
         self.require_writable()
         self._make_writable()
         try:
             with self._errors_translated():
-                # Killed readers would hold on to old pages for ever.
+                # Registrations of killed readers would keep old pages for ever.
                 self._env.reader_check()
                 transaction = self._env.begin(write=True)
                 try:
-                    # What goes into the file of an index that was made anew meanwhile is lost.
+                    # Writes to files that a rebuilt index has replaced would be lost.
                     self.require_in_place()
                     self._trusting.before(transaction.id())
                     yield transaction
@@ -506,7 +506,7 @@ class Environment:
                     self.epoch += 1
                     raise
                 finally:
-                    # Does nothing after a commit.
+                    # A no-op after a commit.
                     self._drop(transaction)
         finally:
             with self._gate:
@@ -516,7 +516,7 @@ class Environment:
     @property
     def _trusting(self) -> Trust:
         if self._trust is None:
-            # One that was just made; nobody has looked at it yet.
+            # Newly created; it has not been checked yet.
             self._trust = Trust(self.path, b"")
         return self._trust
 
@@ -527,18 +527,18 @@ class Environment:
                 transaction.commit()
             self._trusting.after(number)
         except lmdb.Error:
-            # LMDB gives up on an environment whose head it could not write: the next writer
-            # opens it anew.
+            # LMDB makes an environment unusable if it could not write its meta page: the next
+            # writer reopens it.
             self._writable = False
             raise
 
     def _drop(self, transaction: Any) -> None:
-        # Not in a child that was forked meanwhile: what it would give up is the parent's.
+        # Not in a forked child: the transaction belongs to the parent.
         if self._pid == os.getpid():
             transaction.abort()
 
     def _make_writable(self) -> None:
-        """Open for writing, if need be, with room to write, and count this thread as a writer."""
+        """Open for writing with enough room, if needed, and count this thread as a writer."""
         with self._gate:
             inside = get_ident() in self._readers
             if not inside:
@@ -554,7 +554,7 @@ class Environment:
                 try:
                     self._open(writable=True)
                 except BaseException:
-                    # What cannot be written may still be read, now or when all is well again.
+                    # A user who cannot write may still read, now or after the problem is solved.
                     with suppress(MstoreError):
                         self._open(writable=False)
                     raise
@@ -571,23 +571,23 @@ class Environment:
             raise _translated(error, self.path, self._hint) from error
 
     def may_write(self) -> bool:
-        """Whether this user may write here, by what he reads: a copy, or the file itself."""
+        """Return whether this user may write here, judged by what it reads: a copy, or the file."""
         return self._copy is None or not self._is_foreign()
 
     def file_bytes(self) -> int:
-        """Size of the data file on disk."""
+        """Return the size of the data file on disk, in bytes."""
         with fs.translated(self.path):
             return (self.path / "data.mdb").stat().st_size
 
 
 def is_open(path: Path) -> bool:
-    """Whether this process has the environment of this path open."""
+    """Return whether this process has the environment of this path open."""
     with _environments_lock:
         return os.path.realpath(path) in _environments
 
 
 def closed(path: Path) -> Unavailable:
-    """The error for a use of a store after `close`."""
+    """Build the error for using a store after `close`."""
     return Unavailable("this store was closed", where=str(path), hint="open it again")
 
 
@@ -595,9 +595,9 @@ _FileId = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
 def _file_id(path: Path) -> _FileId:
-    """Device and inode of data and of locks.
+    """Return device and inode of the data file and of the lock file.
 
-    Two lock files beside one file of data would be two writers that do not know of each other.
+    Two lock files for one data file would admit two writers that do not exclude each other.
     """
     found: list[tuple[int, int] | None] = []
     for name in ("data.mdb", "lock.mdb"):
@@ -630,7 +630,7 @@ def _translated(error: Any, path: Path, hint: str) -> StorageFailed | Corrupt:
     # Positive codes are the system's, negative ones LMDB's own.
     code = max(0, int(getattr(error, "code", 0)))
     if code == errno.EIO and _is_full(path):
-        # LMDB takes a short write for an I/O error.
+        # LMDB reports a short write as an I/O error.
         code = errno.ENOSPC
     if code == errno.ENOMEM:
         return StorageFailed(

@@ -1,4 +1,4 @@
-"""The meter: counts bytes where they are read, and refuses a read that was not planned."""
+"""The meter: counts bytes where they are read, and refuses reads beyond the plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mstore.errors import BudgetExceeded
 class Meter:
     """Bytes read from packs for one purpose, over all threads.
 
-    Invariant: `total` never exceeds `limit`.  The charge comes before the `pread`, so a read
-    beyond the limit does not happen.
+    Invariant: `total` never exceeds `limit`. The charge precedes the `pread`, so no read beyond the
+    limit happens.
     """
 
     def __init__(self, purpose: str, limit: int | None = None) -> None:
@@ -26,7 +26,7 @@ class Meter:
         return self._total
 
     def charge(self, length: int) -> None:
-        """Count a read of `length` bytes that is about to happen.  Raises BudgetExceeded."""
+        """Charge `length` bytes before they are read. Raises BudgetExceeded."""
         with self._lock:
             if self.limit is not None and self._total + length > self.limit:
                 raise BudgetExceeded(

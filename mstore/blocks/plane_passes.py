@@ -1,8 +1,8 @@
 """The compiled passes between the plain bytes of a block and its byte planes.
 
-Owns the arithmetic of `planes`, whose docstring says what it promises: two entries, which take
-addresses and lengths and check nothing.  Importing this module imports the compiler; `planes`
-does so only where no machine code lies at rest (`mstore.numeric.machine`).
+Owns the arithmetic of `planes`, whose docstring defines it: two entry points per element width,
+which take addresses and lengths and check nothing. Importing this module imports the compiler;
+`planes` imports it only if no compiled code is cached (`mstore.numeric.machine`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ TILE: Final = 2048
 PART: Final = TILE // 4
 TILES: Final = 16 * TILE
 SCRATCH: Final = TILES + TILE + 4 * 256 * 4
-"""Bytes that a pass works in: two tiles of the widest elements, a tile of classes, places."""
+"""Bytes of scratch for a pass: two tiles of the widest elements, a tile of classes, places."""
 
 PLAIN: Final = 0
 FLOATS: Final = 1
 INTEGERS: Final = 2
 
-# Each loop does few and simple things to a tile that stays in the L1 cache, from one array to
-# another: LLVM vectorises such loops whole.  numba widens integers on every operation; the
-# explicit casts bring them back, so that a vector holds as many as it can.
+# Each loop does a few simple operations on a tile in the L1 cache, from one array to another: LLVM
+# vectorises such loops completely. numba widens integers on every operation; the explicit casts
+# undo that, so that a vector holds as many as it can.
 
 _Steps = tuple[Callable[..., None], Callable[..., None]]
 
 
 def _steps(word: Any, bits: int) -> _Steps:
-    """(split, join) of elements of `bits` bits, as numba functions."""
+    """Return (split, join) for elements of `bits` bits, as numba functions."""
     top = word(bits - 1)
     sign = word(1 << (bits - 1))
     one = word(1)
@@ -43,14 +43,14 @@ def _steps(word: Any, bits: int) -> _Steps:
 
     @compiled
     def ordered(source: Any, target: Any) -> None:
-        """Bits of floats as integers in the same order: negative ones turned over."""
+        """Map bits of floats to integers in the same order: flip those of negative ones."""
         for j in range(target.size):
             x = source[j]
             target[j] = word(x ^ word(word(nothing - word(x >> top)) | sign))
 
     @compiled
     def subtract(tile: Any, base: Any) -> None:
-        """Differences, small ones of either sign small."""
+        """Subtract and zigzag, so that small differences of either sign are small numbers."""
         for j in range(tile.size):
             d = word(tile[j] - base[j])
             tile[j] = word(word(d << one) ^ word(nothing - word(d >> top)))
@@ -95,7 +95,7 @@ def _steps(word: Any, bits: int) -> _Steps:
 
     @inlined
     def take(places: Any, key: Any, lane: int) -> Any:
-        """The next place of a class."""
+        """Return and advance the next place of a class."""
         k = np.uint64(np.uint64(np.uint64(key) << np.uint64(2)) + np.uint64(lane))
         at = places[k]
         places[k] = np.uint32(at + np.uint32(1))
@@ -103,7 +103,7 @@ def _steps(word: Any, bits: int) -> _Steps:
 
     @compiled
     def count_classes(bases: Any, lane: int, places: Any) -> None:
-        """Where each class of each lane begins in the order of classes, then lanes."""
+        """Compute where each class of each lane begins, ordered by class, then lane."""
         for place in range(places.size):
             places[place] = np.uint32(0)
         a, b, c = bases[:lane], bases[lane : 2 * lane], bases[2 * lane : 3 * lane]
@@ -123,7 +123,7 @@ def _steps(word: Any, bits: int) -> _Steps:
 
     @compiled
     def scatter(tile: Any, keys: Any, lane: int, n: int, places: Any, planes: Any) -> None:
-        """Bytes of one element to where its class has come to."""
+        """Write the bytes of each element to the next place of its class."""
         for j in range(tile.size):
             z = tile[j]
             at = take(places, keys[j], lane)
@@ -132,7 +132,7 @@ def _steps(word: Any, bits: int) -> _Steps:
 
     @compiled
     def scatter_lanes(tiles: Any, keys: Any, count: int, n: int, places: Any, planes: Any) -> None:
-        # Elements of one class right after each other wait for each other; four lanes do not.
+        # Successive elements of one class would wait for each other; four lanes do not.
         for j in range(count):
             for lane in range(4):
                 z = tiles[lane * PART + j]
@@ -269,60 +269,60 @@ _split2, _join2 = _steps(np.uint16, 16)
 _split4, _join4 = _steps(np.uint32, 32)
 _split8, _join8 = _steps(np.uint64, 64)
 
-# An entry for each width: a process compiles those that it needs.
+# One entry per width: a process compiles only those that it needs.
 
 
 @entry("iipppp")
 def split1(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
-    """From n elements of one byte, and the base's, to planes."""
+    """Split n elements of one byte, with the base's, into planes."""
     size, room = n, _bytes(scratch, SCRATCH)
     _split1(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp")
 def join1(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
-    """From planes, and the base's elements, to n elements of one byte."""
+    """Join planes, with the base's elements, to n elements of one byte."""
     size, room = n, _bytes(scratch, SCRATCH)
     _join1(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp")
 def split2(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
-    """From n elements of 2 bytes, and the base's, to planes."""
+    """Split n elements of 2 bytes, with the base's, into planes."""
     size, room = 2 * n, _bytes(scratch, SCRATCH)
     _split2(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp")
 def join2(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
-    """From planes, and the base's elements, to n elements of 2 bytes."""
+    """Join planes, with the base's elements, to n elements of 2 bytes."""
     size, room = 2 * n, _bytes(scratch, SCRATCH)
     _join2(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp")
 def split4(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
-    """From n elements of 4 bytes, and the base's, to planes."""
+    """Split n elements of 4 bytes, with the base's, into planes."""
     size, room = 4 * n, _bytes(scratch, SCRATCH)
     _split4(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp")
 def join4(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
-    """From planes, and the base's elements, to n elements of 4 bytes."""
+    """Join planes, with the base's elements, to n elements of 4 bytes."""
     size, room = 4 * n, _bytes(scratch, SCRATCH)
     _join4(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
 @entry("iipppp")
 def split8(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
-    """From n elements of 8 bytes, and the base's, to planes."""
+    """Split n elements of 8 bytes, with the base's, into planes."""
     size, room = 8 * n, _bytes(scratch, SCRATCH)
     _split8(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
 @entry("iipppp")
 def join8(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
-    """From planes, and the base's elements, to n elements of 8 bytes."""
+    """Join planes, with the base's elements, to n elements of 8 bytes."""
     size, room = 8 * n, _bytes(scratch, SCRATCH)
     _join8(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)

@@ -1,20 +1,20 @@
 """Byte planes of a block's elements, or of their differences to a base block's.
 
-Owns the transform and nothing of how planes are compressed.  Plane p holds byte p (from the lowest)
-of every number in turn; planes follow each other from the lowest.  What the numbers are:
+Owns the transform, not the compression of planes. Plane p holds byte p (from the lowest) of each
+number in turn; planes follow each other from the lowest. The numbers are:
 
     PLAIN      the elements
     INTEGERS   z(x - base modulo 2^n)
     FLOATS     z(m(x) - m(base) modulo 2^n), ordered by the class of the base's element, and within
                a class as the elements are
 
-m turns over all bits of a negative float and the sign bit of any other, which keeps the order of
-floats.  z makes small differences of either sign small numbers: shifted left by one, and all bits
-turned over where the difference is negative (zigzag).  The class is the byte below the sign bit
-(below it and a zero bit, for elements of one byte): the exponent of a bf16 or an f32.  A training
-step of one size changes a small weight by many units of its last place and a large one by few:
-within a class differences look alike, and compress as such (docs/design/006-codecs.md).  Bijective
-for all bit patterns, of NaN too.
+m flips all bits of a negative float and the sign bit of any other, which keeps the order of floats.
+z turns small differences of either sign into small numbers: shifted left by one, with all bits
+flipped if the difference is negative (zigzag). The class is the byte below the sign bit (below it
+and a zero bit, for elements of one byte): the exponent of a bf16 or an f32. A training step of a
+given size changes a small weight by many units of its last place and a large one by few. So
+differences within a class are similar, and compress well (docs/design/006-codecs.md). The transform
+is bijective for all bit patterns, including NaN.
 
 Any thread may call; a call releases the GIL and keeps 38 KiB of scratch for its thread.
 """
@@ -44,7 +44,7 @@ _SCRATCH: Final = 17 * 2048 + 4 * 256 * 4
 
 
 class Mode(IntEnum):
-    """What is split into planes."""
+    """What to split into planes."""
 
     PLAIN = 0
     FLOATS = 1
@@ -89,7 +89,7 @@ def join(mode: Mode, width: int, planes: Buffer, base: Buffer | None, target: me
         int(mode),
         out.size // width,
         source.ctypes.data,
-        # Not looked at where there is none; then it must be aligned all the same.
+        # Not read if there is no base, but it must be aligned nevertheless.
         room.ctypes.data if base is None else other.ctypes.data,
         room.ctypes.data,
         _scratch.room_at,

@@ -1,10 +1,9 @@
-"""Reading blocks: the one place that reads a payload, undoes its codec and checks what comes out.
+"""Reading blocks: the only place that reads a payload, decodes it and checks the result.
 
-Owns the order (is the length sane, then read, decode, compare with the id) and the errors, which
-name the block.  Does not own where payloads come from (`PackSource`), where a block lies (the
-index, or a pack's table), which base a delta has, nor what is counted against a budget.
-
-A record is stored as it is: `BlockReader.record` checks it against its id as well.
+Owns the order (check the length, read, decode, compare with the id) and the errors, which name the
+block. Does not own where payloads come from (`PackSource`), where a block lies (the index, or a
+pack's table), which base a delta has, nor what is counted against a budget. Records are stored
+unencoded; `BlockReader.record` checks them against their ids as well.
 """
 
 from __future__ import annotations
@@ -21,34 +20,33 @@ from mstore.errors import Corrupt, Incompatible
 from mstore.ids import BlockId, Buffer, Id, PackId
 
 RECORD_LIMIT: Final = 512 << 20
-"""Bytes of the longest record of any kind."""
+"""Length of the longest record of any kind, in bytes."""
 
 FSCK: Final = "mstore fsck --read-data"
 
 
 class PackSource(Protocol):
-    """Where the bytes of packs come from: this disk, another one, elsewhere.
+    """A source of pack bytes: this disk, another one, a remote one.
 
-    Packs never change, so that any part may be read at any time, by any number of threads.  A read
-    gives exactly the bytes that were asked for, or raises; it never gives fewer, or others'.  What
-    it gives is not trusted: whoever reads checks it.
-
-    Raises PackGone for a pack that the source does not have, Corrupt where the pack is too short
-    for what was asked, StorageFailed where the system refuses to read.
+    Packs never change, so any part may be read at any time, by any number of threads. A read
+    returns exactly the requested bytes, or raises; it never returns fewer, or bytes of something
+    else. The result is not trusted: the reader checks it. Raises PackGone for a pack that the
+    source does not have, Corrupt if the pack is too short for the request, StorageFailed if the
+    system refuses to read.
     """
 
     def read(self, pack: PackId, offset: int, length: int) -> Buffer:
-        """`length` bytes of the pack at `offset`."""
+        """Return `length` bytes of the pack at `offset`."""
 
     def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill the targets, one after the other, with the bytes from `offset` on."""
+        """Fill the targets, one after another, with the bytes from `offset` on."""
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
-        """These bytes will be read soon.  Advice only: never an error."""
+        """Hint that these bytes will be read soon. Never raises."""
 
 
 def located(pack: PackId, entry: Entry) -> Location:
-    """Where an entry of a pack's own table says that its payload lies."""
+    """Return where an entry of a pack's own table says its payload lies."""
     return Location(
         pack,
         entry.offset,
@@ -61,10 +59,10 @@ def located(pack: PackId, entry: Entry) -> Location:
 
 
 class BlockReader:
-    """Reads blocks and records of one store.  For any number of threads.
+    """Reads blocks and records of one store. Safe for any number of threads.
 
-    Raises Corrupt, which names the block, wherever bytes are not what the id says, Incompatible for
-    a codec of a newer version, and what the source raises.
+    Raises Corrupt, which names the block, if bytes do not match the id; Incompatible for a codec of
+    a newer version; and what the source raises.
     """
 
     def __init__(self, source: PackSource, block_size: int) -> None:
@@ -72,7 +70,7 @@ class BlockReader:
         self._block_size = block_size
 
     def block(self, id: BlockId, at: Location, base: Buffer | None = None) -> Buffer:
-        """The plain bytes of a block, checked.  base: of what it is a difference to."""
+        """Return the checked plain bytes of a block. base: the plain base block of a delta."""
         data = decoded(id, at, self.payload(id, at), base)
         verify(id, at, data, base)
         return data
@@ -87,7 +85,7 @@ class BlockReader:
     def unchecked_into(
         self, id: BlockId, at: Location, target: memoryview, base: Buffer | None = None
     ) -> None:
-        """The same without comparing with the id: for a base, where what is made with it is."""
+        """Like `block_into`, without checking the id: for bases, where the result is checked."""
         self.check_lengths(id, at)
         if len(target) != at.raw_length:
             raise Corrupt(
@@ -95,7 +93,7 @@ class BlockReader:
                 where=f"block {id}",
             )
         if at.codec == Codec.RAW:
-            # A raw payload is as long as its block, or the entry is not one.
+            # A raw payload must be as long as its block.
             if at.stored_length != at.raw_length:
                 raise Corrupt("a raw block of two lengths", where=f"block {id}", hint=FSCK)
             self._source.read_scattered(at.pack, at.offset, [target])
@@ -104,12 +102,12 @@ class BlockReader:
         decode_into(id, at, payload, target, base)
 
     def payload(self, id: BlockId, at: Location) -> Buffer:
-        """The bytes at rest, of a sane length; not checked."""
+        """Return the stored bytes, after checking their length but not their content."""
         self.check_lengths(id, at)
         return self._source.read(at.pack, at.offset, at.stored_length)
 
     def record(self, id: Id, at: Location) -> bytes:
-        """The canonical bytes of a record, checked."""
+        """Return the checked canonical bytes of a record."""
         where = f"{type(id).__name__} {id}"
         if at.codec != Codec.RAW or max(at.stored_length, at.raw_length) > RECORD_LIMIT:
             raise Corrupt("not stored as a record", where=where, hint=FSCK)
@@ -119,7 +117,7 @@ class BlockReader:
         return data
 
     def check_lengths(self, id: BlockId, at: Location) -> None:
-        """Raise Corrupt where a block is longer than it may be."""
+        """Raise Corrupt if a block is longer than the block size."""
         # Before anything is allocated: neither a row nor a pack's table proves that a length is
         # sane.
         if max(at.raw_length, at.stored_length) > self._block_size:
@@ -127,7 +125,7 @@ class BlockReader:
 
 
 def decoded(id: BlockId, at: Location, payload: Buffer, base: Buffer | None = None) -> Buffer:
-    """What a payload, of a sane length, decodes to; not checked against the id."""
+    """Decode a payload of a sane length; does not check the id."""
     with _naming(id):
         return codecs.decode(at.codec, payload, at.width, at.raw_length, base)
 
@@ -135,7 +133,7 @@ def decoded(id: BlockId, at: Location, payload: Buffer, base: Buffer | None = No
 def decode_into(
     id: BlockId, at: Location, payload: Buffer, target: memoryview, base: Buffer | None = None
 ) -> None:
-    """Fill `target`, which is as long as the block, from its payload; not checked."""
+    """Decode a payload into `target`, which is as long as the block; does not check the id."""
     with _naming(id):
         codecs.decode_into(at.codec, payload, at.width, target, base)
 
@@ -143,7 +141,7 @@ def decode_into(
 def verify(id: BlockId, at: Location, data: Buffer, base: Buffer | None = None) -> None:
     """Raise Corrupt unless these are the plain bytes of the block.
 
-    base: what it was decoded with, which is blamed where it is not what its own id says.
+    base: what it was decoded with; the error blames the base if that does not match its own id.
     """
     if BlockId.of(data) == id:
         return
@@ -160,7 +158,7 @@ def verify(id: BlockId, at: Location, data: Buffer, base: Buffer | None = None) 
 
 @contextmanager
 def _naming(block: BlockId) -> Iterator[None]:
-    """What a codec finds wrong is wrong with this block."""
+    """Name this block in errors of the codec."""
     try:
         yield
     except (Corrupt, Incompatible) as error:
