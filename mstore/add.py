@@ -1,14 +1,14 @@
-"""Add: a checkpoint on disk becomes a snapshot.
+"""Add: store a checkpoint on disk as a snapshot.
 
-Each file is cut into its parts (header, tensors) and those into blocks.  Threads read and hash
+Each file is cut into its parts (header, tensors) and those into blocks. Threads read and hash
 groups of neighbouring blocks, ask the catalog which of them are new, and encode those; the calling
-thread takes the groups in file order and writes.  With a base, the same pass compares each block
-with the base's block at the same place: it takes the statistics of their difference, and may store
-the block as that difference.
+thread takes the groups in file order and writes them. With a base, the same pass compares each
+block with the base's block at the same place: it takes the statistics of their difference, and may
+store the block as that difference.
 
-Memory: a few groups a thread, whatever the model's size.  Nothing is visible before the
-transaction commits.  A file is opened once, by the stamp that it had when it was listed; one that
-is another by then, or changes while it is read, stops the add.
+Memory: a few groups per thread, whatever the model's size. Nothing is visible before the
+transaction commits. A file is opened once, and must still have the stamp that it had when it was
+listed; a file that is replaced or changes while it is read stops the add.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ GROUP_BYTES = 4 << 20
 
 
 class Base(NamedTuple):
-    """What a checkpoint is compared with, if anything, and why this.
+    """The base to compare a checkpoint with, if any, and why this one.
 
-    `given` where its user named it.  One that was only found never makes a second snapshot of
-    bytes that the branch holds already, nor stands as the base of its own copy.  only, skip:
-    patterns of the tensors that are compared; others may differ in name and shape, and are stored
-    for themselves.
+    given: the user named it. A base that was only found never causes a second snapshot of bytes
+    that the branch holds already, nor becomes the base of its own copy. only, skip: patterns of the
+    tensors to compare; the others may differ in name and shape, and are stored on their own.
     """
 
     snapshot: SnapshotId | None
@@ -71,7 +70,7 @@ NO_BASE = Base(None, None, given=True)
 
 @dataclass(frozen=True, slots=True)
 class _PartPlan:
-    """A part before its blocks are known: where it lies in the file, and its base if it has one."""
+    """A part before its blocks are known: its place in the file, and its base tensor if any."""
 
     name: str | None
     dtype: str
@@ -83,11 +82,11 @@ class _PartPlan:
 
     @property
     def elements(self) -> Elements:
-        """How its blocks are seen by codecs."""
+        """How codecs see the elements of its blocks."""
         return elements_of(self.dtype)
 
     def base_block(self, number: int) -> BlockId | None:
-        """The block of an equally shaped base tensor of the same dtype at this place, if any."""
+        """Return the base's block at this place, if dtype and shape are equal."""
         base = self.base
         if base is None or base.dtype != self.dtype or base.shape != self.shape:
             return None
@@ -96,7 +95,7 @@ class _PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One block to be read: of part number `part`, block `number`, at `offset` of the file."""
+    """One block to read: block `number` of part `part`, at `offset` of the file."""
 
     part: int
     number: int
@@ -108,7 +107,8 @@ class _Span:
 class _Group:
     """Neighbouring blocks read with one `pread` into `buffer`, and their ids.
 
-    encoded: as they are stored, perhaps in `buffer`; None for a block that is stored already.
+    encoded: the payloads to store, possibly views of `buffer`; None for a block that is stored
+    already.
     """
 
     spans: list[_Span]
@@ -140,14 +140,14 @@ class _FileReader:
         self._fd = open_stamped(source.absolute, source.stamp)
 
     def require_unchanged(self) -> None:
-        """Raise BadCheckpoint unless the file is what it was when it was listed."""
+        """Raise BadCheckpoint unless the file still has the stamp from when it was listed."""
         with fs.translated(self._source.absolute):
             require_stamp(self._fd, self._source.stamp, self._source.absolute)
 
     def require_header(self) -> None:
-        """Raise BadCheckpoint unless the file begins with the header that was parsed, if any.
+        """Raise BadCheckpoint unless the file still starts with the header that was parsed.
 
-        Two states within one tick of the kernel's clock may have one stamp.
+        Two states within one tick of the kernel's clock may have the same stamp.
         """
         header = self._source.header
         if header is None:
@@ -195,30 +195,30 @@ class _FileReader:
             base = None
             if self._comparison is not None:
                 base = self._comparison.take(span, block, id, at, is_known=is_known)
-            # One that occurs twice among the groups under way is encoded twice, and stored once.
+            # A block that occurs twice in concurrent groups is encoded twice, and stored once.
             elements = self._parts[span.part].elements
             encoded.append(None if is_known else encode(block, elements, self._policy, base))
         return _Group(spans, buffer, ids, encoded)
 
     def release(self, group: _Group) -> None:
-        """Use a group's memory again; the caller is done with it."""
+        """Recycle the memory of a group that the caller is done with."""
         self._spare.append(group.buffer)
 
     def run(self, pool: ThreadPoolExecutor, ahead: int) -> Iterator[_Group]:
-        """All groups in order, with at most `ahead` of them in memory."""
+        """Yield all groups in order, with at most `ahead` of them in memory."""
         loading = in_order(
             lambda spans: pool.submit(self._load, spans), self._groups(), ahead=ahead - 1
         )
-        # Closed here, not when it is collected: the caller gives up what the threads write into.
+        # Close it here, not at garbage collection: the caller frees what the threads write into.
         with closing(loading):
             for _, group in loading:
                 yield group
 
 
 class _Comparison:
-    """One file's tensors against the base's, block by block, in the threads that read.
+    """Compares one file's tensors with the base's, block by block, in the reading threads.
 
-    A block of the base that cannot be read serves nothing and stops nothing: `lost` has its id, and
+    An unreadable block of the base is skipped without stopping the add: its id goes to `lost`, and
     the measure of its tensor becomes None.
     """
 
@@ -244,7 +244,7 @@ class _Comparison:
         return self._parts[span.part].base_block(span.number)
 
     def locate(self, spans: list[_Span]) -> list[Location | None]:
-        """Where the base's blocks lie; None where they are of no use."""
+        """Return where the base's blocks lie; None where they are not needed or not stored."""
         wanted = [self._base(span) for span in spans]
         found = self._bases.locate_stored(wanted)
         for span, base, at in zip(spans, wanted, found, strict=True):
@@ -259,9 +259,9 @@ class _Comparison:
     def take(
         self, span: _Span, data: memoryview, id: BlockId, at: Location | None, *, is_known: bool
     ) -> tuple[BlockId, memoryview] | None:
-        """Measure one block that was read; gives what it may be stored as a difference to.
+        """Measure one block; return the base block to encode it against, if any.
 
-        That lasts until the thread's next call.
+        The result is valid until this thread's next call.
         """
         measure, base = self._measures[span.part], self._base(span)
         if base is None or at is None:
@@ -310,7 +310,7 @@ class _Adder:
         compared -= matching(tensors, skip)
         self.base = {name: id for name, id in tensors.items() if name in compared}
         self.has_base = base is not None
-        # Memory that groups were in before: the kernel need not clear it again.
+        # Buffers of earlier groups: reused, so that the kernel need not zero new pages.
         self.spare: deque[bytearray] = deque()
         self.blocks_total = 0
         self.blocks_equal_base = 0
@@ -318,7 +318,7 @@ class _Adder:
         self.lost_tensors = 0
 
     def parts(self, source: SourceFile) -> list[_PartPlan]:
-        """Header and tensors of a file in data order, or the file as one part."""
+        """Return header and tensors of a file in data order, or the whole file as one part."""
         if source.header is None:
             return [_PartPlan(None, BYTES, (source.size,), 0, source.size, None, None)]
         start = source.header.data_start
@@ -348,7 +348,7 @@ class _Adder:
         ahead: int,
         tick: Callable[[int], None],
     ) -> File:
-        """Store one file's new blocks and its tensor records."""
+        """Store a file's new blocks and its tensor records."""
         parts = self.parts(source)
         measures = self._measures(parts)
         comparison = None
@@ -390,7 +390,7 @@ class _Adder:
     def _measures(self, parts: list[_PartPlan]) -> list[PairMeasure | None]:
         if not self.has_base:
             return [None] * len(parts)
-        # Late: the compiled passes take longer to load than a small checkpoint to add.
+        # Imported late: loading the compiled passes takes longer than adding a small checkpoint.
         from mstore.stats.streaming import PairMeasure
 
         return [
@@ -417,7 +417,7 @@ class _Adder:
 
 
 def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[TensorId, Tensor | None]:
-    """Records of the base, read together unless one is damaged."""
+    """Return records of the base, read together unless one is damaged."""
     wanted = list(ids)
     try:
         return dict(zip(wanted, catalog.tensors(wanted), strict=True))
@@ -426,7 +426,7 @@ def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[Tenso
 
 
 def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
-    """A record of the base; None where damage took it, and the add is perhaps what heals it."""
+    """Return a record of the base; None if it is damaged: this add may be what heals it."""
     try:
         return catalog.tensor(id)
     except (NotFound, Corrupt, StorageFailed):
@@ -467,10 +467,10 @@ def add(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> AddReport:
-    """Store a checkpoint that was scanned under a ref, its new blocks coded by `policy`.
+    """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
 
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
-    tensors), StorageFailed.  On any error nothing is published.
+    tensors), StorageFailed. On any error nothing is published.
     """
     began = time.monotonic()
     base_manifest = None
@@ -497,7 +497,7 @@ def add(
             only=base.only,
             skip=base.skip,
         )
-        # Whoever looks on sees it begin, also where the first read never ends.
+        # Report progress before the first read, which may block for ever.
         tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:
             files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
@@ -505,7 +505,7 @@ def add(
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
-        # Before the commit: what fails after it would be an error of something that was done.
+        # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
         statistics.flush()
         transaction.put_record(manifest)
@@ -514,7 +514,7 @@ def add(
             action = f"add: {message}" if message else "add"
             transaction.commit(snapshots=[snapshot], moves=[RefMove(name, current, new, action)])
         elif transaction.has_news:
-            # A repair had to drop some of it: it is whole again.
+            # A repair had dropped some of its blocks or records: store them again.
             transaction.commit()
     notes = _notes(adder, base, told, message, is_new=is_new)
     is_told = told is not None and told.snapshot == base.snapshot
@@ -547,13 +547,13 @@ def _snapshot(
     base: Base,
     message: str,
 ) -> tuple[SnapshotRecord, bool]:
-    """The snapshot to publish; or the ref's own and False, where it says the same already."""
+    """Return the snapshot to publish; or the ref's own and False if it states the same already."""
     tip, previous = tip_of(catalog, current)
     parents = [*previous]
     if tip is not None:
         told = {parent.snapshot for parent in tip.parents if parent.role == BASE}
         as_told = not base.given or base.snapshot is None or base.snapshot in told
-        # A virtual merge that takes all from its base has the manifest of these bytes, and is none.
+        # A virtual merge that takes everything from its base has the same manifest, but is no add.
         if tip.manifest == manifest.id() and as_told and not tip.is_virtual:
             return tip, False
     if base.snapshot is not None:
@@ -574,9 +574,9 @@ def _snapshot(
 
 
 def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path) -> None:
-    """Raise Corrupt where blocks that count as stored lie in packs that are gone.
+    """Raise Corrupt if blocks that count as stored lie in packs that are gone.
 
-    Their bytes are not read: that costs as much as storing them.
+    Does not read their bytes: that would cost as much as storing them.
     """
     lost = catalog.out_of_place(blocks)
     if lost:
@@ -607,7 +607,7 @@ def _notes(
 
 
 def _told_base(catalog: Catalog, snapshot: SnapshotRecord) -> ParentReport | None:
-    """The base that a snapshot records, with the refs that point at it."""
+    """Return the base that a snapshot records, with the refs that point at it."""
     for parent in snapshot.parents:
         if parent.role == BASE:
             id = parent.snapshot_id()

@@ -1,13 +1,13 @@
 """Checkout: a byte-exact copy of a snapshot in a new directory.
 
-The copy is made beside its final name and renamed into place, so a directory of that name is
-always whole.  Paths come from a manifest, and a manifest may come from a stranger: they are
-checked, and then walked directory by directory without following a link (`fs.NewTree`).
+The copy is written beside its final name and then renamed, so a directory of that name is always
+complete. Paths come from a manifest, which may come from a stranger. So they are checked, and then
+opened directory by directory without following links (`fs.NewTree`).
 
-Files are cut into pieces of a few blocks.  The threads of a pool each read, decode, check and
-write one piece at a time, of one large file as well as of many small ones.  A few pieces are
-waiting and no more, so memory is bounded by the number of threads.  A file of a virtual snapshot
-is one piece: its blocks are computed, a few ahead of the thread that writes them.
+Files are cut into pieces of a few blocks. The threads of a pool each read, decode, check and write
+one piece at a time, of one large file as well as of many small ones. Only a few pieces wait at any
+time, so memory is bounded by the number of threads. A file of a virtual snapshot is one piece: its
+blocks are computed a few ahead of the thread that writes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, Extent, SnapshotView
 
 PIECE_BYTES = 2 << 20
-"""Enough to make handing it to a thread worth while, little enough for every thread to have one."""
+"""Large enough to be worth handing to a thread, small enough to give every thread one."""
 
 
 def checkout(
@@ -48,12 +48,11 @@ def checkout(
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
-    The snapshot is pinned until that is done.  `computing` gives what computes the blocks of a
-    virtual snapshot.  shared: the directory above may be one in which others can rename.  only:
-    files whose paths match one of these patterns (`*` also over `/`), or all for none.
-
-    Raises NotFound for a pattern that matches no file, BadRequest, BadCheckpoint, Conflict,
-    Corrupt, StorageFailed; then nothing is left behind.
+    Pins the snapshot meanwhile. `computing` returns what computes the blocks of a virtual snapshot.
+    shared: allow a parent directory in which others can rename. only: write the files whose paths
+    match one of these patterns (`*` also matches `/`); empty means all files. Raises NotFound for a
+    pattern that matches no file, BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; an
+    error leaves nothing behind.
     """
     began = time.monotonic()
     view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
@@ -80,7 +79,7 @@ def checkout(
 
 
 def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
-    """Sizes of the files that match, by path, in the snapshot's order."""
+    """Return the sizes of matching files by path, in the snapshot's order."""
     _require_texts(only)
     if not only:
         return dict(view.files)
@@ -99,9 +98,9 @@ def _require_texts(only: Sequence[object]) -> None:
 
 
 def _check_paths(view: SnapshotView) -> None:
-    """Raise BadCheckpoint unless every path stays below the directory and apart from the others.
+    """Raise BadCheckpoint for paths that leave the directory or differ only in case.
 
-    A manifest is checked when it is decoded, but for twins: those can be read and mounted.
+    Decoding checks a manifest's paths except for such twins, which can still be read and mounted.
     """
     where = f"snapshot {view.id.short}"
     for path in view.files:
@@ -110,7 +109,7 @@ def _check_paths(view: SnapshotView) -> None:
 
 
 class _File:
-    """A file that several threads write; synced and closed when the last of them is done."""
+    """A file that several threads write; the last one to finish syncs and closes it."""
 
     def __init__(self, file: fs.NewFile) -> None:
         self.file = file
@@ -118,12 +117,12 @@ class _File:
         self._users = 1
 
     def use(self) -> None:
-        """One more piece of it is on its way."""
+        """Count one more piece in progress."""
         with self._lock:
             self._users += 1
 
     def release(self) -> bool:
-        """A piece is written, or the last one was handed out; True if that ends the file."""
+        """Count a piece as written, or the last as handed out; sync and return True at zero."""
         with self._lock:
             self._users -= 1
             is_last = self._users == 0
@@ -148,7 +147,7 @@ class _Checkout:
         self._threads = local()
 
     def run(self, threads: int, total: int, progress: Callable[[Progress], None] | None) -> None:
-        """Write all files and sync each.  After an error none of them is open any more."""
+        """Write all files and sync each. Closes every file, also after an error."""
         done = 0
         pool = ThreadPoolExecutor(threads, "checkout")
         try:
@@ -175,7 +174,7 @@ class _Checkout:
             yield partial(self._release, file)
 
     def _pieces(self, path: str, size: int) -> Iterator[tuple[int, list[Extent]]]:
-        """(offset in the file, extents) of each piece."""
+        """Yield (offset in the file, extents) of each piece."""
         extents = self._view.extents(path, 0, size)
         offset = 0
         blocks = max(1, PIECE_BYTES // self._catalog.block_size)
@@ -198,7 +197,7 @@ class _Checkout:
         return offset - begin
 
     def _buffer(self) -> memoryview:
-        """A block's room for this thread: taken once, it stays in the processor's cache."""
+        """This thread's buffer of one block: reused, it stays in the processor's cache."""
         if not hasattr(self._threads, "buffer"):
             self._threads.buffer = memoryview(bytearray(self._catalog.block_size))
         buffer: memoryview = self._threads.buffer

@@ -1,4 +1,4 @@
-"""Lineage: snapshots and where they came from, as `log` and `show` tell it."""
+"""Lineage: snapshots and their ancestors, as `log` and `show` report them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mstore.store.plans import overflow_of
 
 
 def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
-    """The refs that point at each snapshot."""
+    """Return the refs that point at each snapshot."""
     found: dict[SnapshotId, list[str]] = defaultdict(list)
     for name, ref in catalog.refs().items():
         found[ref.snapshot_id()].append(name)
@@ -38,14 +38,14 @@ def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:
 def describe(
     catalog: Catalog, id: SnapshotId, names: dict[SnapshotId, list[str]]
 ) -> SnapshotReport:
-    """One snapshot."""
-    # Of one that was asked for, that it is missing is an error.
+    """Report one snapshot. Raises NotFound if it is missing."""
+    # A requested snapshot must be readable; only ancestors may be missing.
     catalog.manifest(catalog.snapshot(id).manifest_id())
     return _described(catalog, id, names, _pruned(catalog, names))
 
 
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
-    """The snapshots whose contents were let go; a ref keeps those of the one that it names."""
+    """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
     with catalog.index.env.read() as transaction:
         return contents.pruned(catalog.index, transaction) - names.keys()
 
@@ -83,7 +83,7 @@ def _described(
 def _missing(
     id: SnapshotId, record: SnapshotRecord | None, names: dict[SnapshotId, list[str]]
 ) -> SnapshotReport:
-    """All that is known of a snapshot whose record, or manifest, is lost."""
+    """Report what is known of a snapshot whose record, or manifest, is lost."""
     return SnapshotReport(
         snapshot=id,
         manifest=None if record is None else record.manifest_id(),
@@ -115,14 +115,14 @@ def _method(catalog: Catalog, plan: PlanId) -> str | None:
 
 
 def plain_bytes(catalog: Catalog, id: SnapshotId) -> int:
-    """Bytes of a snapshot's files; none where it is missing."""
+    """Return the bytes of a snapshot's files; 0 if it is missing."""
     record = catalog.snapshot_if_there(id)
     manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
     return 0 if manifest is None else manifest.plain_bytes()
 
 
 def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple[ParentReport, ...]:
-    """What a snapshot was made from, in the order of its record."""
+    """Report a snapshot's parents, in the order of its record."""
     return tuple(
         ParentReport(p.role, p.snapshot_id(), tuple(names.get(p.snapshot_id(), ())))
         for p in record.parents
@@ -132,10 +132,10 @@ def parents(record: SnapshotRecord, names: dict[SnapshotId, list[str]]) -> tuple
 def ancestry(
     catalog: Catalog, starts: Iterable[SnapshotId], limit: int | None = None
 ) -> list[SnapshotId]:
-    """The snapshots that are reached from `starts`: children before parents, newest first.
+    """Return the snapshots reached from `starts`: children before parents, newest first.
 
-    A parent never comes before its child, even where clocks disagree.  One that is missing is
-    among them, and nothing is known of where it came from.
+    A parent never comes before its child, even if clocks disagree. Missing snapshots are included,
+    and their own parents are unknown.
     """
     roots = sorted(set(starts))
     waiting = _children_count(catalog, roots)
@@ -163,7 +163,7 @@ def _parents(catalog: Catalog, id: SnapshotId) -> set[SnapshotId]:
 
 
 def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotId, int]:
-    """How many children, within what is reached, each snapshot has."""
+    """Return how many reached children each reached snapshot has."""
     counts: dict[SnapshotId, int] = dict.fromkeys(roots, 0)
     stack = list(roots)
     seen = set(roots)
@@ -179,7 +179,7 @@ def _children_count(catalog: Catalog, roots: list[SnapshotId]) -> dict[SnapshotI
 def log(
     catalog: Catalog, starts: Iterable[SnapshotId] | None, limit: int | None
 ) -> list[SnapshotReport]:
-    """The lineage of some snapshots, or of all refs."""
+    """Report the lineage of some snapshots, or of all refs."""
     names = names_of(catalog)
     reached = ancestry(catalog, names if starts is None else starts, limit)
     pruned = _pruned(catalog, names)
@@ -187,7 +187,7 @@ def log(
 
 
 def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
-    """How many snapshots no ref leads to once these are removed, of those that refs lead to now."""
+    """Count the snapshots that refs reach now and that none reaches once these are removed."""
     named = catalog.refs()
     kept = {ref.snapshot_id() for name, ref in named.items() if name not in removed}
     waiting = [ref.snapshot_id() for name, ref in named.items() if name in removed]
@@ -195,7 +195,7 @@ def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
     gone: set[SnapshotId] = set()
     while waiting:
         id = waiting.pop()
-        # What a ref leads to leads on to all that it came from.
+        # If a remaining ref reaches a snapshot, it reaches all its ancestors as well.
         if id not in gone and not _is_led_to(catalog, id, kept, led_to):
             gone.add(id)
             waiting += _parents(catalog, id)
@@ -205,9 +205,9 @@ def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
 def _is_led_to(
     catalog: Catalog, id: SnapshotId, tips: AbstractSet[SnapshotId], known: dict[SnapshotId, bool]
 ) -> bool:
-    """Whether one of these snapshots is this one or came from it, looking from parent to child.
+    """Return whether a tip is this snapshot or a descendant, searching from parent to child.
 
-    known: what was found out before, to be used again for the same tips.
+    known: results of earlier calls with the same tips, to be reused and extended.
     """
     passed: list[SnapshotId] = []
     waiting = [id]
@@ -215,7 +215,7 @@ def _is_led_to(
         one = waiting.pop()
         if one in known and not known[one]:
             continue
-        # Of one that is missing, nothing is known of where it came from.
+        # The parents of a missing snapshot are unknown.
         if one != id and catalog.snapshot_if_there(one) is None:
             continue
         if one in tips or one in known:
@@ -230,7 +230,7 @@ def _is_led_to(
 
 
 def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
-    """The moves of a name, or of all names that ever were, newest first.  Raises NotFound."""
+    """Return the moves of a name, or of all names ever used, newest first. Raises NotFound."""
     with catalog.index.env.read() as transaction:
         if name is None:
             every: dict[str, list[ref_rows.Move]] = defaultdict(list)
@@ -252,12 +252,12 @@ def reflog(catalog: Catalog, name: str | None) -> list[ReflogReport]:
         for one, moves in every.items()
         for position, move in enumerate(reversed(moves))
     ]
-    # Within a name the positions decide, whatever a clock said.
+    # Within one name the positions decide, whatever the clock said.
     return found if name is not None else sorted(found, key=lambda move: -move.time_ns)
 
 
 def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
-    """The files of a snapshot, by path."""
+    """Report the files of a snapshot, by path."""
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
     return [
         FileReport(file.path, file.size, sum(1 for _ in file.tensors())) for file in manifest.files
@@ -265,7 +265,7 @@ def files(catalog: Catalog, id: SnapshotId) -> list[FileReport]:
 
 
 def refs(catalog: Catalog) -> list[RefReport]:
-    """All refs by name; `time_ns` is when each last moved."""
+    """Report all refs by name; `time_ns` is when each last moved."""
     moved: dict[str, int] = {}
     with catalog.index.env.read() as transaction:
         named = dict(ref_rows.walk(catalog.index, transaction))
@@ -275,7 +275,7 @@ def refs(catalog: Catalog) -> list[RefReport]:
 
 
 def ref(catalog: Catalog, name: str) -> RefReport:
-    """One ref; looks at no other.  Raises NotFound."""
+    """Report one ref, without reading others. Raises NotFound."""
     with catalog.index.env.read() as transaction:
         found = ref_rows.require(catalog.index, transaction, name)
         moves = ref_rows.reflog(catalog.index, transaction, name)
@@ -290,7 +290,7 @@ def _named(catalog: Catalog, name: str, ref: ref_rows.Ref, time_ns: int) -> RefR
 
 
 def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:
-    """The tensors of a snapshot, in file and data order."""
+    """Report the tensors of a snapshot, in file and data order."""
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
     found = []
     for file in manifest.files:

@@ -9,9 +9,9 @@
     plan       lives as long as the contents of all its inputs do, and keeps nothing alive
     signature  lives with its snapshot
 
-An `Inventory` is all rows of an index at one moment, as arrays: about 67 bytes a block.  `Reach`
-marks what of it is reached, and only ever marks more; every record is read and decoded once, past
-the catalog's cache.  Takes time linear in what is reached.  Used by one thread.
+An `Inventory` holds all rows of an index at one moment, as arrays: about 67 bytes per block.
+`Reach` marks the rows that are reached; it only ever adds marks. It reads and decodes every record
+once, bypassing the catalog's cache. Takes time linear in what is reached. Used by one thread.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ HEAD = np.dtype(
     ]
 )
 NEVER_NS = 1 << 64
-"""The beginning of a window of no days: no move is so young."""
+"""The start of a window of zero days: no move is that recent."""
 _FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
-"""2025 and 2125: there was no store before, and a clock that is beyond is wrong."""
+"""2025 and 2125: no store existed before, and a clock beyond that is wrong."""
 _BATCH = 1 << 16
 _NO_BASE, _LOST_BASE = -1, -2
 
 
 def is_recent(time_ns: int, since_ns: int) -> bool:
-    """Whether a move is within the window that begins at `since_ns`.
+    """Return whether a move is within the window that starts at `since_ns`.
 
-    A move by a clock that was not set may be of any age, and by a clock that runs ahead nobody can
-    tell what is old: then it is recent.  In a window of no days nothing is.
+    A move with the time of an unset clock may be of any age, and with a clock that runs ahead no
+    move is known to be old: both count as recent. In a window of zero days no move is recent.
     """
     if since_ns >= NEVER_NS:
         return False
@@ -72,7 +72,7 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What keeps snapshots: `refs` must be there, `loose` (reflog, pins) may be gone already."""
+    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, pins) may be gone."""
 
     refs: frozenset[SnapshotId]
     loose: frozenset[SnapshotId]
@@ -80,10 +80,10 @@ class Roots:
 
     @classmethod
     def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> Roots:
-        """As they are now; of reflogs, the moves since `since_ns` (`is_recent`).
+        """Read the current roots; from reflogs, the moves since `since_ns` (`is_recent`).
 
-        `since_ns` is what people want of a history.  That nothing in use is taken follows from
-        locks alone.
+        `since_ns` only says how much history people want to keep. Locks alone guarantee that
+        nothing in use is removed.
         """
         index = catalog.index
         named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
@@ -99,7 +99,7 @@ class Roots:
 
 
 class Table:
-    """The rows of one kind in id order; a row's number is its place there."""
+    """The rows of one kind in id order; a row's number is its position."""
 
     def __init__(self, keys: bytearray, heads: bytearray) -> None:
         self.ids = np.frombuffer(keys, ">u8").reshape(-1, ID_BYTES // 8)
@@ -113,11 +113,11 @@ class Table:
         return len(self.heads)
 
     def id(self, number: int) -> bytes:
-        """The id of a row."""
+        """Return the id of a row."""
         return bytes(self._keys[number * ID_BYTES : (number + 1) * ID_BYTES])
 
     def row(self, number: int) -> bytes | None:
-        """The row as it is in the index; None for a delta whose base is not stored."""
+        """Return the row as stored in the index; None for a delta whose base is not stored."""
         head = bytes(self._heads[number * HEAD.itemsize : (number + 1) * HEAD.itemsize])
         base = int(self.base[number]) if len(self.base) else _NO_BASE
         if base == _LOST_BASE:
@@ -125,16 +125,16 @@ class Table:
         return head if base == _NO_BASE else head + self.id(base)
 
     def find(self, ids: bytes) -> Numbers:
-        """The numbers of rows by their ids, one after the other; -1 for one that is not there."""
+        """Return the row numbers of concatenated ids; -1 for an id without a row."""
         wanted = np.frombuffer(ids, ">u8").reshape(-1, ID_BYTES // 8)
         first = wanted[:, 0].astype(np.uint64)
-        # In order, each search finds in the processor's cache what the one before it looked at.
+        # In sorted order, each search finds the pages of the one before in the processor's cache.
         order = np.argsort(first)
         found = np.empty(len(first), np.int64)
         found[order] = np.searchsorted(self._first, first[order])
         result = np.full(len(wanted), -1, np.int64)
         open_ = np.flatnonzero(found < len(self))
-        # Ids that begin with the same eight bytes are neighbours: step on among them.
+        # Ids with the same first eight bytes are neighbours: step through them.
         while len(open_):
             open_ = open_[self._first[found[open_]] == first[open_]]
             same = (self.ids[found[open_]] == wanted[open_]).all(axis=1)
@@ -145,7 +145,7 @@ class Table:
         return result
 
     def resolve_bases(self, deltas: Iterable[tuple[list[int], bytes]]) -> None:
-        """Say what the bases of some rows are: their numbers, and the bases' ids in one string."""
+        """Set the bases of rows from (row numbers, concatenated ids of their bases)."""
         self.base = np.full(len(self), _NO_BASE, np.int32)
         for numbers, bases in deltas:
             found = self.find(bases)
@@ -167,17 +167,17 @@ class Inventory:
 
     @classmethod
     def read(cls, catalog: Catalog) -> Inventory:
-        """As the index is now."""
+        """Read all rows of the index as it is now."""
         with catalog.index.env.read() as transaction:
             return cls(catalog, transaction)
 
     @property
     def blocks(self) -> Table:
-        """The rows of blocks."""
+        """The table of blocks."""
         return self.tables[Kind.BLOCK]
 
     def location(self, table: Table, number: int) -> Location:
-        """Where a row says that its payload lies.  Raises Corrupt for an unknown pack."""
+        """Return where a row says its payload lies. Raises Corrupt for an unknown pack."""
         head = table.heads[number]
         pack = self.packs.get(int(head["pack"]))
         if pack is None:
@@ -195,7 +195,7 @@ class Inventory:
 
 
 def snapshot_ids(catalog: Catalog, transaction: Any) -> set[SnapshotId]:
-    """Every snapshot that the index lists."""
+    """Return every snapshot that the index lists."""
     return {SnapshotId(key) for key, _ in catalog.index.walk(transaction, "snapshots")}
 
 
@@ -206,13 +206,13 @@ def _block_table(catalog: Catalog, transaction: Any) -> Table:
         keys += b"".join([key for key, _ in batch])
         heads += b"".join([row[:size] for _, row in batch])
     table = Table(keys, heads)
-    # Looked at again: kept meanwhile, the bases would take as much as all ids.
+    # Read the rows again: kept from the first pass, the bases would take as much memory as all ids.
     table.resolve_bases(_deltas(_batches(catalog, transaction)))
     return table
 
 
 def _batches(catalog: Catalog, transaction: Any) -> Iterator[list[tuple[bytes, bytes]]]:
-    """All rows of blocks, some at a time."""
+    """Yield all rows of blocks in batches."""
     with transaction.cursor(db=catalog.index.db("blocks")) as cursor:
         rows = iter(cursor)
         while batch := list(islice(rows, _BATCH)):
@@ -220,7 +220,7 @@ def _batches(catalog: Catalog, transaction: Any) -> Iterator[list[tuple[bytes, b
 
 
 def _deltas(batches: Iterable[list[tuple[bytes, bytes]]]) -> Iterator[tuple[list[int], bytes]]:
-    """The numbers of rows that name a base, and those bases."""
+    """Yield the numbers of rows that name a base, with those bases."""
     start = 0
     for batch in batches:
         found = [
@@ -237,7 +237,7 @@ def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:
     heads = {kind: bytearray() for kind in Kind}
     with transaction.cursor(db=catalog.index.db("records")) as cursor:
         for key, row in cursor:
-            # A kind that this version does not know is left alone, and its pack with it.
+            # Ignore kinds that this version does not know; their packs stay.
             with suppress(ValueError):
                 kind = Kind(key[0])
                 keys[kind] += key[1:]
@@ -246,11 +246,10 @@ def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:
 
 
 class Reach:
-    """What is reached in an inventory.
+    """The rows of an inventory that are reached.
 
-    live: by kind, a flag for each row.  missing: blocks that are needed and have no row.
-    lost_bases: needed blocks that are differences to a block without a row.  snapshots: all that
-    were reached, pruned or not.
+    live: by kind, a flag per row. missing: needed blocks without a row. lost_bases: needed blocks
+    that are differences to a block without a row. snapshots: all that are reached, pruned or not.
     """
 
     def __init__(self, catalog: Catalog, inventory: Inventory) -> None:
@@ -267,11 +266,11 @@ class Reach:
         self._manifests: list[ManifestId] = []
         self._blocks: list[bytes] = []
         self._blocks_waiting = 0
-        # Rows that came after the inventory: nothing of them is for anyone to drop.
+        # Rows newer than the inventory: they may be read, and never dropped.
         self._later: Any = None
 
     def of(self, snapshots: Iterable[SnapshotId]) -> Flags:
-        """The blocks of just these snapshots' contents, with the bases of deltas: a flag a row."""
+        """Return a flag per block row: what just these snapshots contain, with bases of deltas."""
         alone = Reach(self._catalog, self.inventory)
         for id in snapshots:
             alone._keep_contents(alone._snapshot(id))
@@ -279,23 +278,24 @@ class Reach:
         return alone.live[Kind.BLOCK]
 
     def live_among(self, kind: Kind, ids: Sequence[bytes]) -> list[bytes]:
-        """Which of these have a row that is reached."""
+        """Return those of these ids that have a reached row."""
         found = self.inventory.tables[kind].find(b"".join(ids))
         there = np.flatnonzero(found >= 0)
         return [ids[at] for at in there[self.live[kind][found[there]]].tolist()]
 
     def grow(self, roots: Roots, later: Any = None) -> None:
-        """Mark all that these roots keep.
+        """Mark everything that these roots keep.
 
         later: an open index transaction, newer than the inventory, in which the roots were read.
-        Raises Corrupt where a record is missing or damaged: then nobody can say what is needed.
+        Raises Corrupt if a record is missing or damaged: then it is unknown what is needed.
         """
         self._later = later
         try:
             self._require(roots.refs)
             known = {id for id in roots.loose if self._has_snapshot(id)}
             for id in roots.refs | known:
-                # What a reflog names may have been collected when it was kept for fewer days.
+                # A snapshot that a reflog names may have been collected under a shorter reflog
+                # window.
                 named = id in roots.refs or id not in roots.pruned or self._has_contents(id)
                 self._keep_snapshot(id, named=named, pruned=roots.pruned)
             self._finish()
@@ -306,7 +306,7 @@ class Reach:
     # -- snapshots ---------------------------------------------------------------------------
 
     def _require(self, snapshots: Iterable[SnapshotId]) -> None:
-        """What refs name is there.  Raises Corrupt, naming one that lost its snapshot."""
+        """Raise Corrupt, naming a ref, if its snapshot is not stored."""
         lost = {id for id in snapshots if not self._has_snapshot(id)}
         if not lost:
             return
@@ -348,14 +348,14 @@ class Reach:
             if id not in self.snapshots:
                 self.snapshots.add(id)
                 parents = [parent.snapshot_id() for parent in record.parents]
-                # One that a repair had to drop ends the history there.
+                # History ends at a parent that a repair had to drop.
                 waiting += [(parent, False) for parent in parents if self._has_snapshot(parent)]
             if wanted:
                 self._whole.add(id)
                 self._keep_contents(record)
 
     def _snapshot(self, id: SnapshotId) -> SnapshotRecord:
-        """A snapshot's record; it, its manifest, plan, coverage and signatures are marked."""
+        """Return a snapshot's record; mark it, its manifest, plan, coverage and signatures."""
         record: SnapshotRecord = self._load(SnapshotRecord, id)
         self._mark(Kind.MANIFEST, record.manifest)
         if record.plan is not None:
@@ -386,13 +386,13 @@ class Reach:
             self._manifests.append(manifest)
 
     def _keep_plans(self) -> None:
-        """Plans that nobody names live on while they could be run."""
+        """Keep unnamed plans as long as they can be run."""
         table = self.inventory.tables[Kind.PLAN]
         for number in np.flatnonzero(~self.live[Kind.PLAN]).tolist():
             try:
                 plan = self._load(Plan, PlanId(table.id(number)), mark=False)
             except MstoreError:
-                # Nobody can say what it is; it is small.
+                # Unreadable, so its inputs are unknown; keep it, it is small.
                 self.live[Kind.PLAN][number] = True
                 continue
             inputs = (plan.base_id(), *(expert.manifest_id() for expert in plan.experts))
@@ -418,7 +418,7 @@ class Reach:
         new = new[~self.live[Kind.TENSOR][new]]
         table = self.inventory.tables[Kind.TENSOR]
         heads = table.heads[new]
-        # In the order in which they lie, so that a disk reads forward.
+        # In pack order, so that a disk reads forward.
         for number in new[np.lexsort((heads["offset"], heads["pack"]))].tolist():
             self._keep_tensor(TensorId(table.id(number)))
         for at in np.flatnonzero(found < 0).tolist():
@@ -433,7 +433,7 @@ class Reach:
             self._flush()
 
     def _keep_stranger(self, id: TensorId) -> None:
-        """What is no tensor of the inventory: a virtual one, one that came later, or missing."""
+        """Keep a tensor without a row in the inventory: virtual, newer, or missing."""
         virtual = self.inventory.tables[Kind.VIRTUAL].find(id)
         if virtual[0] < 0 and self._found_later(Kind.VIRTUAL, id) is None:
             self._keep_tensor(id)
@@ -445,7 +445,7 @@ class Reach:
         self._keep_inputs(record.plan_id())
 
     def _flush(self) -> None:
-        """Mark the blocks that have been gathered, and what they are differences to."""
+        """Mark the gathered blocks, and the bases of those that are deltas."""
         ids, self._blocks, self._blocks_waiting = b"".join(self._blocks), [], 0
         for start in range(0, len(ids), _BATCH * ID_BYTES):
             some = ids[start : start + _BATCH * ID_BYTES]
@@ -465,7 +465,7 @@ class Reach:
             numbers = numbers[~live[numbers]]
 
     def _mark_later(self, block: BlockId) -> None:
-        """A block that came after the inventory may be a difference to one that was there."""
+        """Mark the base of a block that is newer than the inventory: the base may be older."""
         location = None
         if self._later is not None:
             location = self._catalog.index.block(self._later, block)
@@ -489,7 +489,7 @@ class Reach:
         return None if row is None else self._catalog.index.location(self._later, row)
 
     def _load(self, kind: type[Any], id: bytes, *, mark: bool = True) -> Any:
-        """A record, checked and past the cache.  Raises Corrupt where it is not stored."""
+        """Read and check a record, bypassing the cache. Raises Corrupt if it is not stored."""
         record_type: type[Record] = kind
         table = self.inventory.tables[record_type.kind]
         number = int(table.find(id)[0])

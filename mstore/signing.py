@@ -1,11 +1,11 @@
-"""Signatures: who vouches for a snapshot, made with ed25519 keys and checked against trusted ones.
+"""Signatures: ed25519 signatures of snapshots, checked against trusted keys.
 
     signatures   SnapshotId + SignatureId   -> empty
 
-Owns reading of keys and of trusted signers, making and checking signatures, and their rows in the
-index.  Whom to trust is the caller's to say: nothing in a store makes a key trusted.  Signatures
-need the library `cryptography` (extra `sign`), which is imported when the first one is made or
-checked; a store without signatures never needs it.
+Owns reading keys and trusted signers, making and checking signatures, and their rows in the index.
+The caller says whom to trust: nothing in a store makes a key trusted. Signatures need the library
+`cryptography` (extra `sign`), which is imported when the first one is made or checked; a store
+without signatures never needs it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ MAX_KEY_BYTES = 1 << 16
 MAX_SIGNERS_BYTES = 1 << 20
 KEY_TYPE = "ssh-ed25519"
 Trusted = Mapping[bytes, str]
-"""Public key -> the name that it is trusted under."""
+"""Maps a public key to the name under which it is trusted."""
 
 
 def require_library() -> None:
-    """Raise Unavailable unless signatures can be checked here."""
+    """Raise Unavailable unless signatures can be checked on this machine."""
     try:
-        import cryptography.exceptions  # noqa: F401 -- only whether it is there
+        import cryptography.exceptions  # noqa: F401 -- tests that it is installed
     except ImportError as error:
         raise _library_is_missing(error) from error
 
@@ -77,7 +77,7 @@ def _library_is_missing(error: ImportError) -> Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """An ed25519 private key.  Its secret never appears in a repr."""
+    """An ed25519 private key. Its repr never shows the secret."""
 
     _key: Ed25519PrivateKey
 
@@ -86,19 +86,19 @@ class SigningKey:
 
     @property
     def public_key(self) -> bytes:
-        """32 bytes (RFC 8032)."""
+        """The public key: 32 bytes (RFC 8032)."""
         return self._key.public_key().public_bytes_raw()
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes; the same each time."""
+        """Return the signature: 64 bytes, deterministic."""
         return self._key.sign(message)
 
 
 def load_key(path: Path, passphrase: Callable[[], str] | None = None) -> SigningKey:
-    """The private key in a file that `ssh-keygen -t ed25519` or `openssl genpkey` wrote.
+    """Load the private key in a file that `ssh-keygen -t ed25519` or `openssl genpkey` wrote.
 
-    `passphrase` is called once, and only where the key is encrypted.  Raises BadRequest for what
-    is no such key, a passphrase that is wrong or missing; NotFound, StorageFailed, Unavailable.
+    Calls `passphrase` once, and only if the key is encrypted. Raises BadRequest for anything that
+    is not such a key and for a wrong or missing passphrase; NotFound, StorageFailed, Unavailable.
     """
     with open_regular(path) as (descriptor, status):
         if status.st_size > MAX_KEY_BYTES:
@@ -129,7 +129,7 @@ def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) ->
         try:
             key = load(data, None)
         except TypeError:
-            # That is how both say that the key is encrypted.
+            # Both loaders raise TypeError for an encrypted key.
             if passphrase is None:
                 raise BadRequest(
                     "the key is encrypted and there is no passphrase",
@@ -153,7 +153,7 @@ def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) ->
 
 
 def fingerprint(public_key: bytes) -> str:
-    """The key's fingerprint as `ssh-keygen -l` prints it."""
+    """Return the key's fingerprint as `ssh-keygen -l` prints it."""
     digest = sha256(_key_blob(public_key)).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
@@ -173,7 +173,7 @@ _KEY = re.compile(
 
 
 def read_signers(path: Path) -> Trusted:
-    """The trusted keys of a file in the form of OpenSSH's allowed_signers (ssh-keygen(1)).
+    """Read trusted keys from a file in OpenSSH's allowed_signers format (ssh-keygen(1)).
 
     Raises BadRequest, NotFound, StorageFailed.
     """
@@ -185,12 +185,12 @@ def read_signers(path: Path) -> Trusted:
 
 
 def parse_signers(data: bytes, where: str) -> Trusted:
-    """`principals [options] ssh-ed25519 BASE64 [comment]` a line; `#` begins a comment line.
+    """Parse lines `principals [options] ssh-ed25519 BASE64 [comment]`; `#` starts a comment line.
 
-    A key whose `namespaces` are neither `mstore` nor `*` is not trusted, nor is a certificate
-    authority or a key of another type: such lines are passed over.  What bounds a key in time is
-    refused, because no time in a signature can be believed.  A key keeps the name of its
-    first line.  Raises BadRequest naming the line.
+    Skips a key whose `namespaces` are neither `mstore` nor `*`, a certificate authority, and a key
+    of another type: none of these is trusted. Refuses options that limit a key in time, because no
+    time in a signature can be trusted. A key that occurs twice keeps the name of its first line.
+    Raises BadRequest naming the line.
     """
     try:
         text = data.decode()
@@ -215,7 +215,7 @@ def parse_signers(data: bytes, where: str) -> Trusted:
 
 
 def _signer(line: str) -> tuple[bytes, str] | None:
-    """(public key, name) of a line, None where it trusts no key of ours.  Raises ValueError."""
+    """Parse a line to (public key, name); None if it trusts no ed25519 key. Raises ValueError."""
     head = _LINE.fullmatch(line)
     found = head and _KEY.fullmatch(head["rest"])
     if head is None or found is None or CONTROL.search(line.replace("\t", " ")):
@@ -256,9 +256,9 @@ def _may_sign(options: str) -> bool:
 def sign(
     catalog: Catalog, snapshot: SnapshotId, key: SigningKey, *, signer: str | None = None
 ) -> SignatureReport:
-    """Sign a snapshot and publish the signature; what this key has signed already stays.
+    """Sign a snapshot and publish the signature; a signature by the same key is reused.
 
-    `signer` is a name for people, and proves nothing.  Raises BadRequest, Conflict, StorageFailed.
+    `signer` is a name for people, and proves nothing. Raises BadRequest, Conflict, StorageFailed.
     """
     record = Signature(
         snapshot=snapshot,
@@ -272,7 +272,7 @@ def sign(
     if problem is not None or (signer is not None and (not signer or CONTROL.search(signer))):
         raise BadRequest(f"cannot sign as {quoted(signer or '')}: {problem or 'not a name'}")
     for id, known in signatures_of(catalog, snapshot):
-        # A bad one says the same of itself: it does not stand in for the good one.
+        # Compare the signature too: a bad one with this key must not replace the good one.
         if (known.public_key, known.signature) == (record.public_key, record.signature):
             return _report(id, known, {})
     with Transaction(catalog, "sign") as transaction:
@@ -292,12 +292,12 @@ def sign(
 
 
 def insert_row(catalog: Catalog, transaction: Any, record: Signature) -> None:
-    """Have a stored signature found with its snapshot, in an open index transaction."""
+    """Link a stored signature to its snapshot, in an open index transaction."""
     catalog.index.put(transaction, "signatures", record.snapshot + record.id(), b"")
 
 
 def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
-    """The signatures of a snapshot, oldest first by their own account.  Checks none of them."""
+    """Return a snapshot's signatures, unchecked, oldest first by the time they claim."""
     with catalog.index.env.read() as transaction:
         found = [
             SignatureId(key[len(snapshot) :])
@@ -308,7 +308,7 @@ def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[Signatur
 
 
 def states(catalog: Catalog, snapshot: SnapshotId, trusted: Trusted) -> tuple[SignatureReport, ...]:
-    """Every signature of a snapshot, checked if the library for that is there.  Raises Corrupt."""
+    """Report every signature, checked if `cryptography` is installed. Raises Corrupt."""
     reports = []
     for id, record in signatures_of(catalog, snapshot):
         if record.snapshot_id() != snapshot:
@@ -342,7 +342,7 @@ def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureRe
 
 
 def is_good(record: Signature) -> bool:
-    """Whether the key in the record made the signature in it.  Raises Unavailable."""
+    """Return whether the key in the record made its signature. Raises Unavailable."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -362,11 +362,11 @@ def is_good(record: Signature) -> bool:
 def read_everything(
     catalog: Catalog, snapshot: SnapshotId, progress: Callable[[Progress], None] | None = None
 ) -> int:
-    """Read every byte that a SnapshotId names and check it; returns how many of blocks.
+    """Read and check every byte that a SnapshotId names; return how many bytes of blocks.
 
-    Records are checked against their ids and blocks against theirs, so that what was signed is
-    what is there.  Of a virtual snapshot that is what its bytes are computed from.  Ancestors
-    are named, not read.  Raises Corrupt, NotFound, StorageFailed.
+    Checks records and blocks against their ids, so that the stored content is what was signed. For
+    a virtual snapshot that is what its bytes are computed from. Ancestors are named, not read.
+    Raises Corrupt, NotFound, StorageFailed.
     """
     record = catalog.snapshot(snapshot)
     plan, coverage = record.plan_id(), record.coverage_id()

@@ -1,19 +1,19 @@
-"""Usage: what takes the space of a store, who shares it, and what would be freed.
+"""Usage: what takes the space of a store, who shares it, and what removal would free.
 
-Counts the stored bytes of blocks (records are less than a thousandth beside them).  A block has
-one row, however many snapshots have it.  Rows that the same refs need make a *sharing*, and every
-figure is a sum over sharings, so that figures add up exactly:
+Counts the stored bytes of blocks; records take less than a thousandth of that. A block has one row,
+however many snapshots contain it. Blocks that the same refs need form a *sharing*, and every figure
+is a sum over sharings, so figures add up exactly:
 
-    what a ref takes    the blocks of its snapshot, and the bases of those that are deltas
-    unique + shared     of it: what no other ref takes, and the rest
-    freed               what nothing keeps once refs and their reflogs are gone: not only their
-                        snapshots but all that these reach through the history, as gc sees it
-    held                what is kept at all, each block counted for the first reason there is:
-                        refs, inputs of virtual merges, lineage, reflogs, running operations
+    what a ref takes  the blocks of its snapshot, and the bases of those that are deltas
+    unique + shared   of that: what no other ref takes, and the rest
+    freed             what nothing keeps once refs and their reflogs are removed: not only their
+                      snapshots but everything reached through their history, as gc sees it
+    held              what is kept at all, each block counted for the first reason that applies:
+                      refs, inputs of virtual merges, lineage, reflogs, running operations
 
-Reads the index and records, never a block, and each record once.  Time is linear in these, and in
-what the sets of refs take as bits; with whom a ref shares is counted for who asks.  What is needed
-and not stored (a damaged store's) counts nothing.
+Reads the index and each record once, and never a block. Takes time linear in these and in the size
+of the sets of refs, as bits; computes with whom a ref shares only on request. Blocks that are
+needed but not stored (in a damaged store) count nothing.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from mstore.store.catalog import Catalog, now_ns
 Numbers = npt.NDArray[np.int64]
 Chosen = npt.NDArray[np.bool_]
 Owners = int
-"""A set of refs: bit k for ref number k.  Or of reasons."""
+"""A set of refs: bit k for ref number k. Or a set of reasons."""
 NAMED, INPUTS, LINEAGE, REFLOG, RUNNING = range(5)
-"""Reasons for which contents are kept, the strongest first."""
+"""Reasons for keeping contents, strongest first."""
 BLOCKS, _PLAIN, STORED = range(3)
 _CHUNK = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How the blocks of a store are stored; bytes of the packs that are of no use.
+    """How a store's blocks are stored, and the bytes of packs that are of no use.
 
     unreachable: of blocks that nothing keeps; dead: of payloads that no index row names; overhead:
-    headers, footers and padding; condemned: of packs that wait for their last readers; leftover: of
-    files in tmp/ that interrupted commands left; lost_found: what gc and reindex put aside.
+    of headers, footers and padding; condemned: of packs that wait for their last readers; leftover:
+    of files in tmp/ that interrupted commands left; lost_found: of what gc and reindex moved there.
     """
 
     codecs: tuple[CodecUsage, ...]
@@ -73,9 +73,9 @@ class StoreUsage:
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
-    """What refs take and share, and what would be freed without them; all refs for no names.
+    """Report what refs take and share, and what removing them would free; no names mean all refs.
 
-    Moves that are no older than `reflog_days` keep what they name.  Raises NotFound, Corrupt.
+    Reflog moves no older than `reflog_days` keep what they name. Raises NotFound, Corrupt.
     """
     began = time.monotonic()
     found = Usage.read(catalog, reflog_days)
@@ -84,7 +84,7 @@ def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageR
 
 
 def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
-    """How all blocks are stored, and what of the packs is of no use."""
+    """Report how all blocks are stored, and which bytes of packs are of no use."""
     found = Usage.read(catalog, reflog_days)
     with catalog.index.env.read() as transaction:
         condemned = sum(pack.size for pack in catalog.index.condemned(transaction))
@@ -105,7 +105,7 @@ def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
 
 
 def dead_bytes(inventory: Inventory, packs: Path) -> int:
-    """Payload bytes of packs that no row names.  A pack that cannot be read counts nothing."""
+    """Return the payload bytes in packs that no row names. Unreadable packs count nothing."""
     rows, stored = Counter[int](), Counter[int]()
     for table in inventory.tables.values():
         numbers = table.heads["pack"].astype(np.int64)
@@ -116,7 +116,7 @@ def dead_bytes(inventory: Inventory, packs: Path) -> int:
             stored[number] += int(sums[number])
     dead = 0
     for number, (pack, _) in inventory.packs.items():
-        # A damaged one is for fsck to tell of; one that has just gone is dead no more.
+        # fsck reports damaged packs; a pack that was just removed holds no dead bytes.
         with suppress(MstoreError):
             dead += packfiles.dead_bytes(pack_path(packs, pack), rows[number], stored[number])
     return dead
@@ -127,11 +127,11 @@ def dead_bytes(inventory: Inventory, packs: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Snapshots, what each came from, and which refs name them: all that decides what is kept.
+    """Snapshots, their parents, and the refs that name them: all that decides what is kept.
 
-    names: refs in order.  tips: what each points at.  starts: by ref, what it and its reflog name.
-    held: what no ref that is there names: the reflogs of removed ones, and pins.  logged: what any
-    reflog names.  pruned: snapshots whose contents are kept only where they are named directly.
+    names: refs in order. tips: the snapshot of each. starts: for each ref, what it and its reflog
+    name. held: what only reflogs of removed refs, or pins, name. logged: what any reflog names.
+    pruned: snapshots whose contents are kept only if they are named directly.
     """
 
     names: tuple[str, ...]
@@ -144,7 +144,7 @@ class History:
 
     @classmethod
     def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> History:
-        """As it is now, without records; of reflogs, the moves that are not older."""
+        """Read the current history without records; from reflogs, the moves since `since_ns`."""
         index = catalog.index
         refs = dict(ref_rows.walk(index, transaction))
         roots = Roots.read(catalog, transaction, since_ns)
@@ -165,10 +165,10 @@ class History:
         )
 
     def keepers(self) -> dict[SnapshotId, Owners]:
-        """By which refs each snapshot's contents are kept; `held` is a bit beyond the refs'."""
+        """Return which refs keep each snapshot's contents; the bit after the last ref is `held`."""
         direct: dict[SnapshotId, Owners] = defaultdict(int)
         for number, starts in enumerate((*self.starts, self.held)):
-            # A reflog, and a pin, may name what is gone already.
+            # A reflog or a pin may name a snapshot that is gone already.
             for id in starts & self.records.keys():
                 direct[id] |= 1 << number
         reached: dict[SnapshotId, Owners] = defaultdict(int, direct)
@@ -179,7 +179,7 @@ class History:
         return {id: owners for id, owners in kept.items() if owners}
 
     def reasons(self) -> dict[SnapshotId, int]:
-        """Of each snapshot that is kept, the strongest reason."""
+        """Return the strongest reason for each snapshot that is kept."""
         named = set(self.tips)
         came_from = self._lineage(named)
         logged = self.logged | self._lineage(self.logged)
@@ -223,15 +223,15 @@ class History:
 def needed(
     catalog: Catalog, history: History, inventory: Inventory, plain: dict[SnapshotId, int]
 ) -> Iterator[tuple[Owners, Owners, Owners, list[TensorId]]]:
-    """Tensors by who takes them, who keeps them and why: (takers, keepers, reasons, tensors).
+    """Group tensors by who takes, who keeps and why: (takers, keepers, reasons, tensors).
 
-    Every manifest that is kept is read once.  Pruned snapshots whose contents are gone have none.
-    plain: is told the bytes of the files of each snapshot that a ref names.
+    Reads every manifest that is kept once. Skips pruned snapshots whose contents are gone. plain:
+    receives the bytes of the files of each snapshot that a ref names.
     """
     takers: dict[SnapshotId, Owners] = defaultdict(int)
     for number, tip in enumerate(history.tips):
         takers[tip] |= 1 << number
-    # Three sets in one number, from low bits to high: reasons, keepers, takers.
+    # Three sets in one integer, from low bits to high: reasons, keepers, takers.
     width = len(history.names) + 1
     marks: dict[bytes, int] = defaultdict(int)
     reasons = history.reasons()
@@ -241,7 +241,7 @@ def needed(
             contents = catalog.manifest_if_there(own)
             plain[id] = 0 if contents is None else contents.plain_bytes()
         elif id in history.pruned:
-            # What a reflog or a pin names may have been collected.
+            # The contents of a snapshot that only a reflog or a pin names may have been collected.
             parts = _parts(catalog, own)
             if not all(_is_stored(inventory, tensor) for tensor in parts):
                 continue
@@ -260,7 +260,7 @@ def needed(
 
 
 def _parts(catalog: Catalog, id: ManifestId) -> set[bytes]:
-    """The tensors of a manifest; none where it is lost."""
+    """Return the tensors of a manifest; none if it is lost."""
     manifest = catalog.manifest_if_there(id)
     return {part.tensor for file in manifest.files for part in file.parts} if manifest else set()
 
@@ -271,11 +271,11 @@ def _is_stored(inventory: Inventory, tensor: bytes) -> bool:
 
 
 def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]:
-    """What must be stored to read a snapshot."""
+    """Yield the manifests that must be stored to read a snapshot."""
     yield record.manifest_id()
     plan = record.plan_id()
     if record.is_virtual and plan is not None:
-        # What it lacks is computed from these.
+        # Its missing tensors are computed from these.
         with suppress(NotFound, Corrupt):
             inputs = catalog.record(Plan, plan)
             yield inputs.base_id()
@@ -283,7 +283,7 @@ def _manifests(catalog: Catalog, record: SnapshotRecord) -> Iterator[ManifestId]
 
 
 def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId]) -> Numbers:
-    """The numbers of their blocks and of the bases of these, each once, ascending.
+    """Return the row numbers of their blocks and these blocks' bases, each once, ascending.
 
     Virtual tensors, and those whose records are lost, have none.
     """
@@ -294,13 +294,13 @@ def blocks_of(catalog: Catalog, inventory: Inventory, tensors: Sequence[TensorId
     found = blocks.find(ids)
     found = found[found >= 0]
     bases = blocks.base[found].astype(np.int64)
-    # Sorted by hand: numpy's `unique` takes ten times as long over whole numbers like these.
+    # Sorted by hand: numpy's `unique` takes ten times as long on integers like these.
     both = np.sort(np.concatenate([found, bases[bases >= 0]]))
     return both[np.append(True, both[1:] != both[:-1])] if len(both) else both
 
 
 def _tensors(catalog: Catalog, ids: Sequence[TensorId]) -> list[Tensor]:
-    """Records, but for those whose packs are lost or damaged."""
+    """Return the records, except those in lost or damaged packs."""
     try:
         return catalog.tensors(ids)
     except (NotFound, Corrupt):
@@ -314,10 +314,10 @@ def _tensors(catalog: Catalog, ids: Sequence[TensorId]) -> list[Tensor]:
 
 
 class Sharings:
-    """Blocks by who needs them.  Filled by `add`; two sharings may have the same owners.
+    """Blocks grouped by who needs them. Filled by `add`; two sharings may have the same owners.
 
-    labels: the sharing of each block, int32[blocks]; 0: nobody's.  owners: of each sharing, sets of
-    numbers below `width`.
+    labels: the sharing of each block, int32[blocks]; 0 means nobody's. owners: of each sharing, a
+    set of numbers below `width`.
     """
 
     def __init__(self, blocks: int, width: int) -> None:
@@ -326,16 +326,16 @@ class Sharings:
         self.width = width
 
     def add(self, owners: Owners, numbers: Numbers) -> None:
-        """These need these blocks (each once)."""
+        """Record that these owners need these blocks (each listed once)."""
         if not owners:
             return
-        # Of each sharing that is touched, what is touched becomes a sharing of its own.
+        # Split every sharing that is touched: its touched blocks become a new sharing.
         touched, within = np.unique(self.labels[numbers], return_inverse=True)
         self.labels[numbers] = len(self.owners) + within
         self.owners += [self.owners[label] | owners for label in touched.tolist()]
 
     def table(self, blocks: Table) -> Numbers:
-        """Blocks, plain and stored bytes of each sharing by codec: int64[sharings, codecs, 3]."""
+        """Return int64[sharings, codecs, 3]: blocks, plain and stored bytes by codec."""
         shape = (len(self.owners), len(Codec))
         codec = blocks.heads["codec"].astype(np.int64)
         if len(codec) and codec.max() >= len(Codec):
@@ -345,14 +345,17 @@ class Sharings:
             np.bincount(cells, weights, shape[0] * shape[1]).reshape(shape)
             for weights in (None, blocks.heads["plain"], blocks.heads["stored"])
         )
-        # Sums of whole numbers below 2**53 are exact in the float64 that bincount makes.
+        # bincount sums in float64; integers below 2**53 are exact there.
         return np.stack([column.astype(np.int64) for column in columns], axis=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Of one owner: counts, plain and stored bytes by codec, of all that it has and of what it
-    alone has, int64[codecs, 3]; and its stored bytes with those of n owners counted as an n-th."""
+    """The figures of one owner, int64[codecs, 3]: counts, plain and stored bytes by codec.
+
+    all: of everything that it has. unique: of what it alone has. portion: its stored bytes, where a
+    block with n owners counts as an n-th.
+    """
 
     all: Numbers
     unique: Numbers
@@ -360,13 +363,13 @@ class Alone:
 
 
 class Sums:
-    """Sums over sharings that the owners choose: every figure of a report."""
+    """Sums over chosen sharings: every figure of a report."""
 
     def __init__(self, sharings: Sharings, blocks: Table) -> None:
         table = sharings.table(blocks)
-        # Many a sharing was taken apart by a later one: those without blocks are none.
+        # Later sharings split many earlier ones; drop those without blocks.
         used = np.flatnonzero(table[:, :, BLOCKS].any(axis=1)).tolist()
-        # Sharings of the same owners are one from here on.
+        # Merge sharings of the same owners.
         owners = [sharings.owners[label] for label in used]
         places = {who: place for place, who in enumerate(dict.fromkeys(owners))}
         into = np.array([places[who] for who in owners], np.int64)
@@ -377,32 +380,32 @@ class Sums:
         self._owners = self._owned.sum(axis=1)
 
     def all(self) -> Chosen:
-        """Every sharing."""
+        """Select every sharing."""
         return np.ones(len(self._owners), np.bool_)
 
     def of_any(self, *asked: int) -> Chosen:
-        """The sharings that any of these owners has; of anybody at all for no owners."""
+        """Select the sharings that any of these owners has; with none, those that anyone has."""
         counted = self._owned[:, list(asked)] if asked else self._owned
         return np.asarray(counted.any(axis=1), np.bool_)
 
     def of_none_but(self, asked: Sequence[int]) -> Chosen:
-        """The sharings that these own and nobody else does."""
+        """Select the sharings that only these owners have."""
         mine = self._owned[:, list(asked)].sum(axis=1)
         return np.asarray((mine > 0) & (mine == self._owners), np.bool_)
 
     def stored(self, chosen: Chosen) -> int:
-        """Their stored bytes."""
+        """Return the stored bytes of these sharings."""
         return int(self._stored[chosen].sum())
 
     def each(self, asked: Sequence[int]) -> list[Alone]:
-        """The sums of each of these owners, in one go over all sharings."""
+        """Return the sums of each of these owners, in one pass over all sharings."""
         cells = self._table.reshape(len(self._table), len(Codec) * 3).astype(np.float64)
         unique = cells * (self._owners == 1)[:, None]
         portion = self._stored / np.maximum(self._owners, 1)
         columns = np.hstack([cells, unique, portion[:, None]])
         found = np.zeros((len(asked), columns.shape[1]))
         for start in range(0, len(columns), _CHUNK):
-            # Whole numbers below 2**53 stay exact in float64, of which products are quick.
+            # float64 products are fast, and exact for integers below 2**53.
             owned = self._owned[start : start + _CHUNK, list(asked)].astype(np.float64)
             found += owned.T @ columns[start : start + _CHUNK]
         whole = found[:, :-1].astype(np.int64).reshape(len(asked), 2, len(Codec), 3)
@@ -411,17 +414,17 @@ class Sums:
         ]
 
     def common(self, owner: int) -> Numbers:
-        """Stored bytes that an owner has in common with each: int64[owners]."""
+        """Return the stored bytes that an owner has in common with each owner: int64[owners]."""
         mine = self._owned[:, owner]
         return np.asarray(self._stored[mine] @ self._owned[mine], np.int64)
 
     def codecs(self, chosen: Chosen) -> tuple[CodecUsage, ...]:
-        """Counts and bytes by codec."""
+        """Return counts and bytes by codec."""
         return by_codec(self._table[chosen].sum(axis=0))
 
 
 def by_codec(sums: Numbers) -> tuple[CodecUsage, ...]:
-    """Sums of int64[codecs, 3] as a report tells them."""
+    """Convert sums of int64[codecs, 3] to report rows."""
     return tuple(
         CodecUsage(codec.name.lower(), *figures)
         for codec, figures in zip(Codec, sums.tolist(), strict=True)
@@ -430,9 +433,9 @@ def by_codec(sums: Numbers) -> tuple[CodecUsage, ...]:
 
 
 class SharedWith(Sequence[SharedBytes]):
-    """With whom a ref shares blocks, the most first; counted when somebody looks.
+    """With whom a ref shares blocks, largest first; computed on first access.
 
-    Of all refs that is the square of their number, and few ask for it.
+    For all refs the cost is quadratic in their number, and few callers need it.
     """
 
     def __init__(self, taken: Sums, number: int, names: Sequence[str]) -> None:
@@ -462,7 +465,7 @@ class SharedWith(Sequence[SharedBytes]):
 
 
 def flags(sets: Sequence[Owners], width: int) -> Chosen:
-    """Sets as rows of flags: bool[sets, width]."""
+    """Convert sets to rows of flags: bool[sets, width]."""
     size = -(-width // 8)
     packed = b"".join(who.to_bytes(size, "little") for who in sets)
     rows = np.frombuffer(packed, np.uint8).reshape(len(sets), size)
@@ -471,11 +474,11 @@ def flags(sets: Sequence[Owners], width: int) -> Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A store seen once, from which all is told.
+    """One consistent reading of a store, from which all figures are computed.
 
-    plain: bytes of the files of what refs name.  taken: sharings by the refs whose snapshots need
-    a block; kept: by the refs for whose sake gc keeps it (the bit beyond the refs: for what is held
-    without one); why: by the reasons for it.
+    plain: bytes of the files of what refs name. taken: sharings by the refs whose snapshots need a
+    block; kept: by the refs for which gc keeps it (the bit after the last ref: kept without a ref);
+    why: by the reasons for keeping it.
     """
 
     catalog: Catalog
@@ -488,7 +491,7 @@ class Usage:
 
     @classmethod
     def read(cls, catalog: Catalog, reflog_days: int) -> Usage:
-        """Look at everything.  Raises Corrupt where a record that is needed is missing."""
+        """Read the whole index. Raises Corrupt if a needed record is missing."""
         since_ns = now_ns() - reflog_days * NS_A_DAY if reflog_days else NEVER_NS
         with catalog.index.env.read() as transaction:
             inventory = Inventory(catalog, transaction)
@@ -508,7 +511,7 @@ class Usage:
         return cls(catalog, history, inventory, plain, taken, kept, why)
 
     def report(self, names: Sequence[str], *, reflog_days: int) -> UsageReport:
-        """What these refs take, and what would be freed without them; all refs for no names."""
+        """Report what these refs take, and what removing them would free; no names: all refs."""
         asked = self._numbers(names) if names else list(range(len(self.history.names)))
         blocks = self.inventory.blocks
         taken, kept = Sums(self.taken, blocks), Sums(self.kept, blocks)
@@ -535,7 +538,7 @@ class Usage:
         return HeldBytes(so_far[0], *(more - less for less, more in pairwise(so_far)))
 
     def _numbers(self, names: Sequence[str]) -> list[int]:
-        """The numbers of refs, each once.  Raises NotFound."""
+        """Return the numbers of these refs, each once. Raises NotFound."""
         known = {name: number for number, name in enumerate(self.history.names)}
         names = ref_rows.chosen(known, names)
         for name in names:

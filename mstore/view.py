@@ -1,12 +1,12 @@
 """The snapshot view: one snapshot as read-only files and as tensors.
 
-A file is arithmetic over the manifest: offset -> part -> block.  Blocks are checked against
-their ids when first read and kept decoded in a bounded cache, so neighbouring small reads cost
-one block read.  Nothing is ever written.  Safe for any number of threads.
+A read is arithmetic over the manifest: offset -> part -> block. Blocks are checked against their
+ids when first read and kept decoded in a bounded cache, so neighbouring small reads cost one block
+read. Nothing is ever written. Safe for any number of threads.
 
-A block of a virtual tensor has no place in a pack: it is computed when it is first asked for, by
-whoever the cache was given for that (`Computing`), and kept like any other.  How blocks are
-computed is no affair of this module.
+A block of a virtual tensor lies in no pack: the cache has it computed on first access by the
+`Computing` that it was given, and keeps it like any other. This module does not own how blocks are
+computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CACHE_BYTES = 64 << 20
 
 
 class VirtualBlock(NamedTuple):
-    """Block `number` of a virtual tensor, which has no BlockId before it is computed."""
+    """Block `number` of a virtual tensor; it has no BlockId until it is computed."""
 
     tensor: VirtualId
     number: int
@@ -44,7 +44,7 @@ class VirtualBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A piece of a file that lies in one block: `length` bytes from `start` of the block."""
+    """A piece of a file within one block: `length` bytes from `start` of the block."""
 
     block: BlockId | VirtualBlock
     start: int
@@ -53,11 +53,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PhysicalExtent:
-    """Where a piece of a file lies at rest: `length` bytes from `offset` of the file are those from
-    `start` of a block that lies at `location` (pack, offset there, lengths, codec, base).
+    """Where a piece of a file lies at rest.
 
-    Of a block with codec RAW they are the bytes at `location.offset + start` of the pack.  No
-    location: the block is virtual.
+    The `length` bytes from `offset` of the file are those from `start` of the block at `location`
+    (pack, offset there, lengths, codec, base). With codec RAW they are the bytes at
+    `location.offset + start` of the pack. A location of None means that the block is virtual.
     """
 
     offset: int
@@ -67,32 +67,35 @@ class PhysicalExtent:
 
 
 class Computing(Protocol):
-    """Computes blocks of virtual tensors.  Thread-safe.
+    """Computes blocks of virtual tensors. Thread-safe.
 
-    Blocks come in groups that cost as much together as one of them alone.
+    Blocks come in groups: a whole group costs as much as one of its blocks.
     """
 
     @property
     def ahead(self) -> int:
-        """How many groups a sequential reader should have under way."""
+        """How many groups a sequential reader should request ahead."""
         ...
 
     def place(self, block: VirtualBlock) -> BlockId | None:
-        """The stored block that this one is known to be, without any computing."""
+        """Return the stored block that this one is known to equal, if any, without computing."""
         ...
 
     def group(self, block: VirtualBlock) -> range:
-        """The numbers of the blocks that are computed with this one."""
+        """Return the numbers of the blocks that are computed together with this one."""
         ...
 
     def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
-        """Begin with a group: its blocks in order, or Corrupt, BudgetExceeded, StorageFailed."""
+        """Start computing a group.
+
+        The future gives its blocks in order, or raises Corrupt, BudgetExceeded, StorageFailed.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks of a virtual tensor on their way."""
+    """Blocks of a virtual tensor that are being computed."""
 
     tensor: VirtualId
     numbers: range
@@ -102,17 +105,16 @@ class _Group:
         return block.tensor == self.tensor and block.number in self.numbers
 
     def block(self, block: VirtualBlock) -> Buffer:
-        """Waits for it."""
+        """Wait for a block and return it."""
         return self.blocks.result()[block.number - self.numbers.start]
 
 
 class BlockCache:
-    """Decoded blocks, least recently used out first, bounded in bytes.
+    """A cache of decoded blocks with LRU eviction, bounded in bytes.
 
-    A raw block that was checked once is remembered, so that after its eviction a part of it can
-    be read from its pack without reading and hashing the whole again (once a session).
-
-    `computing` gives what computes virtual blocks; it is called when the first one is asked for.
+    Remembers which raw blocks were checked. After such a block is evicted, a part of it can be read
+    from its pack without reading and hashing the whole block again (once a session). `computing`
+    returns what computes virtual blocks; it is called when the first one is requested.
     """
 
     def __init__(
@@ -132,13 +134,13 @@ class BlockCache:
 
     @property
     def computing(self) -> Computing:
-        """What computes virtual blocks.  Raises BadRequest where nothing does."""
+        """What computes virtual blocks. Raises BadRequest if there is nothing that does."""
         if self._computing is None:
             raise BadRequest("a virtual tensor has no bytes here", hint="mstore materialize REF")
         return self._computing()
 
     def read(self, extent: Extent) -> Buffer:
-        """The bytes of an extent.  Raises Corrupt naming the block."""
+        """Return the bytes of an extent. Raises Corrupt naming the block."""
         block = extent.block
         with self._lock:
             data = self._blocks.get(block)
@@ -178,12 +180,15 @@ class BlockCache:
             self._bytes -= len(old)
 
     def begin(self, block: VirtualBlock) -> _Group | Buffer:
-        """Have a virtual block computed and kept, unless that is under way or it is here."""
+        """Return a virtual block if it is cached; else the group that computes it.
+
+        Starts computing the group unless that has begun.
+        """
         computing = self.computing
         numbers = computing.group(block)
         key = VirtualBlock(block.tensor, numbers.start)
         with self._lock:
-            # Looked for again: it may have come since the reader did not find it.
+            # Look again under the lock: it may have arrived since the reader missed it.
             known = self._blocks.get(block) or self._under_way.get(key)
             if known is not None:
                 return known
@@ -194,14 +199,14 @@ class BlockCache:
     def _computed(self, key: VirtualBlock, numbers: range, done: Future[list[Buffer]]) -> None:
         with self._lock:
             self._under_way.pop(key, None)
-            # A failure is for those who wait; who comes later tries again.
+            # Only current waiters see a failure; later readers retry.
             if not done.cancelled() and done.exception() is None:
                 for number, data in zip(numbers, done.result(), strict=True):
                     self._keep(VirtualBlock(key.tensor, number), data)
 
 
 def piece_of(data: Buffer, extent: Extent) -> Buffer:
-    """The part of a block that an extent names.  Raises Corrupt where the block is too short."""
+    """Return the part of a block that an extent names. Raises Corrupt if the block is too short."""
     if extent.start == 0 and extent.length == len(data):
         return data
     if extent.start + extent.length > len(data):
@@ -217,7 +222,7 @@ def _misplaced(block: BlockId | VirtualBlock) -> Corrupt:
 
 
 def tensor_blocks(catalog: Catalog, cache: BlockCache, id: TensorId) -> Iterator[Buffer]:
-    """The blocks of a tensor, stored or virtual, one after the other and past the cache."""
+    """Yield the blocks of a tensor, stored or virtual, in order, bypassing the cache."""
     nbytes = catalog.content(id).nbytes
     return _whole_blocks(catalog, cache, _extents(catalog, cache, id, 0, nbytes))
 
@@ -225,7 +230,7 @@ def tensor_blocks(catalog: Catalog, cache: BlockCache, id: TensorId) -> Iterator
 def _extents(
     catalog: Catalog, cache: BlockCache, id: TensorId, offset: int, stop: int
 ) -> Iterator[Extent]:
-    """The pieces of a tensor's bytes from `offset` to `stop`."""
+    """Yield the pieces of a tensor's bytes from `offset` to `stop`."""
     content = catalog.content(id)
     while offset < stop:
         number, inside = divmod(offset, catalog.block_size)
@@ -243,7 +248,7 @@ def _extents(
 def _whole_blocks(
     catalog: Catalog, cache: BlockCache, extents: Iterator[Extent]
 ) -> Iterator[Buffer]:
-    """The bytes of extents that are whole blocks; virtual ones are begun a few ahead."""
+    """Yield the bytes of whole-block extents; starts virtual blocks a few ahead."""
     ahead = 0
     waiting: deque[tuple[Extent, _Group | None]] = deque()
     last: _Group | None = None
@@ -283,7 +288,7 @@ def _whole(catalog: Catalog, extent: Extent, group: _Group | None) -> Buffer:
 
 
 class _OpenFile:
-    """Part offsets of one file, computed once."""
+    """A file and the offsets of its parts, computed once."""
 
     __slots__ = ("file", "starts")
 
@@ -297,8 +302,8 @@ class _OpenFile:
 class SnapshotView:
     """The files and tensors of one snapshot.
 
-    `files` maps each relative POSIX path to its size in bytes, in manifest order.  Of a virtual
-    snapshot, names, headers and sizes are at hand like any other's.
+    `files` maps each relative POSIX path to its size in bytes, in manifest order. Names, headers
+    and sizes of a virtual snapshot need no computing.
     """
 
     def __init__(
@@ -317,12 +322,12 @@ class SnapshotView:
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Path -> size in bytes."""
+        """Maps path to size in bytes."""
         return {path: opened.file.size for path, opened in self._files.items()}
 
     @property
     def tensors(self) -> Mapping[str, TensorId]:
-        """Tensor name -> TensorId, in file and data order."""
+        """Maps tensor name to TensorId, in file and data order."""
         return self._tensors
 
     def _opened(self, path: str) -> _OpenFile:
@@ -338,7 +343,7 @@ class SnapshotView:
         self._opened(path)
 
     def extents(self, path: str, offset: int, size: int) -> Iterator[Extent]:
-        """The pieces that make up `size` bytes of a file from `offset`, up to its end."""
+        """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end."""
         opened = self._opened(path)
         end = min(offset + size, opened.file.size)
         number = bisect_right(opened.starts, offset) - 1
@@ -354,10 +359,10 @@ class SnapshotView:
     def physical_extents(
         self, path: str, offset: int = 0, size: int | None = None
     ) -> list[PhysicalExtent]:
-        """Where the pieces of `extents` lie, all of the file's unless `size` is given.
+        """Return where the pieces of `extents` lie; without `size`, up to the end of the file.
 
-        True as long as the packs are not collected: whoever reads them there holds a lease, or a
-        pin.  Raises NotFound, Corrupt for a block that is not stored.
+        Valid until the packs are collected: hold a lease or a pin while you read there. Raises
+        NotFound, and Corrupt for a block that is not stored.
         """
         length = self._opened(path).file.size if size is None else size
         found = list(self.extents(path, offset, length))
@@ -371,7 +376,7 @@ class SnapshotView:
         return extents
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer at the end of the file, b'' beyond it.
+        """Return up to `size` bytes from `offset`; fewer at the end of the file, b'' beyond it.
 
         Raises NotFound, Corrupt (naming the block), Conflict (collected meanwhile), StorageFailed.
         """
@@ -382,8 +387,10 @@ class SnapshotView:
         return b"".join(pieces)
 
     def stream(self, path: str) -> Iterator[Buffer]:
-        """The file from end to end, block by block, past the cache; virtual blocks are computed a
-        few ahead of the one that is yielded."""
+        """Yield the whole file block by block, bypassing the cache.
+
+        Virtual blocks are computed a few ahead of the one that is yielded.
+        """
         extents = self.extents(path, 0, self._opened(path).file.size)
         return self._told_if_collected(_whole_blocks(self._catalog, self._cache, extents))
 
@@ -392,9 +399,9 @@ class SnapshotView:
             yield from blocks
 
     def prefetch(self, path: str, offset: int, size: int) -> None:
-        """Ask for these bytes ahead of their reader; advice only, never an error.
+        """Read ahead of the reader; a hint that never raises.
 
-        What lies in packs is the kernel's to read ahead, what is virtual begins to be computed.
+        The kernel reads ahead in packs; virtual blocks start being computed.
         """
         if path not in self._files:
             return
@@ -421,7 +428,7 @@ class SnapshotView:
         packs.will_need(location.pack, location.offset, location.stored_length)
 
     def record(self, name: str) -> Tensor | VirtualTensor:
-        """The record of a tensor.  Raises NotFound."""
+        """Return the record of a tensor. Raises NotFound."""
         return self._catalog.content(self._tensor_id(name))
 
     def _tensor_id(self, name: str) -> TensorId:
@@ -433,9 +440,9 @@ class SnapshotView:
         return id
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as a read-only array of its shape; bfloat16 and float8 through ml_dtypes.
+        """Return a tensor as a read-only array of its shape; bfloat16 and float8 through ml_dtypes.
 
-        Raises NotFound, Corrupt, and Incompatible for dtypes that numpy cannot hold (sub-byte).
+        Raises NotFound, Corrupt, and Incompatible for dtypes that numpy lacks (sub-byte).
         """
         tensor = self.record(name)
         dtype = array_dtype(tensor.dtype)
@@ -450,7 +457,7 @@ class SnapshotView:
             blocks = list(tensor.block_ids())
             for number, location in enumerate(self._catalog.locate(blocks)):
                 length = tensor.block_length(number, self._catalog.block_size)
-                # Raises where the block is not as long as its place.
+                # Raises if the block's length differs from the target's.
                 self._catalog.read_block_into(
                     blocks[number], location, target[done : done + length]
                 )
@@ -472,7 +479,7 @@ _ML_DTYPES = {
 
 
 def array_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype (little-endian) of a safetensors dtype.  Raises Incompatible."""
+    """Return the numpy dtype (little-endian) of a safetensors dtype. Raises Incompatible."""
     if dtype in _NUMPY:
         return np.dtype(_NUMPY[dtype]).newbyteorder("<")
     if dtype in _ML_DTYPES:
