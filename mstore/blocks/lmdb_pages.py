@@ -356,7 +356,7 @@ class _Walk:
     def _split(
         self, what: str, number: int, page: bytes, *, leaf: bool
     ) -> list[tuple[bytes, bytes, int]] | None:
-        """(key, data or child's number, flags) of a page's nodes; None where one is out of it."""
+        """Return (key, data or child's number, flags) of a page's nodes; None if one overruns."""
         _, _, _, lower, upper = _HEADER.unpack_from(page)
         # LMDB's own reads take one row of a leaf and two of a branch for granted.
         if not (18 if leaf else 20) <= lower <= upper <= PAGE or lower % 2:

@@ -1,4 +1,4 @@
-"""Attribution: how much of a chunk's merged delta came from each expert, measured in float64.
+"""Attribution: how much each expert contributed to a chunk's merged delta, in float64.
 
 Owns the split of the merged delta m (what a merge adds to the base, after consensus and lambda,
 before rounding to the output) into contributions: m = m_0 + sum of m_k, with
@@ -9,12 +9,12 @@ before rounding to the output) into contributions: m = m_0 + sum of m_k, with
     m_0 = (sum of w - 1) b                        for whole experts without normalize, else 0
 
 Sparsification, draws and elections are those of `merge.arithmetic`, in the same float32 and the
-same order of experts, so that they come out the same bit for bit; products, quotients and sums
-from there on are float64.  Elements whose m is not finite are counted and left out of every sum.
-The steps are written again (`attribution_passes`), plainly: there they are fused for speed.
+same order of experts, so their results are bit-identical. From there on, products, quotients and
+sums are float64. Elements whose m is not finite are counted and left out of every sum.
+`attribution_passes` implements these steps again in a plain form; there they are fused for speed.
 
-Deterministic: a chunk's sums are made of 64 partial ones by index, in order.  `attribute`
-releases the GIL, keeps nothing between calls and may run on any number of threads.
+Deterministic: a chunk's sums are made of 64 partial ones by index, in order. `attribute` releases
+the GIL, keeps nothing between calls and may run on any number of threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _attribute: Final = Pass(
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Sums over some elements.  Adding two of them is meant to be done in a fixed order.
+    """Sums over some elements. Add them up in a fixed order.
 
     square      ||m||^2
     base        <m_0, m>
@@ -71,7 +71,7 @@ class Attribution:
 
     @classmethod
     def nothing(cls, experts: int) -> Attribution:
-        """The sums over no elements."""
+        """Return the sums over no elements."""
         zeros = np.zeros(experts)
         return cls(0.0, 0.0, zeros, zeros, zeros.astype(np.int64), 0, 0)
 
@@ -93,7 +93,7 @@ def attribute(loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64]) -> Attrib
     experts = mix.weights.size
     sums = np.zeros((2, experts + 2))
     counts = np.zeros(experts + 3, dtype=np.int64)
-    # Held until the pass is done: it is given addresses.
+    # Keep these alive until the pass is done: it gets their addresses.
     taken = (
         np.array([dtype_code(row.dtype) for row in task.rows], dtype=np.int64),
         np.array(task.row_of, dtype=np.int64),
@@ -147,5 +147,5 @@ def attribute(loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64]) -> Attrib
 
 
 def warm_up() -> None:
-    """Load the pass, or compile it, so that no later call does."""
+    """Load the compiled pass, or compile it, so that no later call does."""
     _attribute.load()

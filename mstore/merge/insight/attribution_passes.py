@@ -1,8 +1,8 @@
-"""The compiled pass of attribution: a chunk of base and experts in, sums out.
+"""The compiled pass of attribution: from a chunk of base and experts to sums.
 
-Owns the arithmetic that `attribution` promises: one entry, which takes addresses and lengths and
-checks nothing.  Importing this module imports the compiler; `attribution` has it done only where
-no machine code lies at rest (`mstore.numeric.machine`).
+Owns the arithmetic that `attribution` promises: one entry point, which takes addresses and lengths
+and checks nothing. Importing this module imports the compiler; `attribution` has it imported only
+if no compiled code is cached (`mstore.numeric.machine`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _subtract(count: int, base: Any, tile: Any) -> None:
 
 @compiled
 def _trim(count: int, threshold: Any, quota: int, tile: Any) -> int:
-    """Zero the deltas that are not kept; return what is left of the quota (negative: no limit)."""
+    """Zero the deltas that are not kept; return the remaining quota (negative: no limit)."""
     if quota > 0:
         for i in range(count):
             magnitude = bits_float(tile[i] & _MAGNITUDE)
@@ -77,10 +77,10 @@ def _difference(count: int, weight: Any, base: Any, tile: Any, part: Any) -> Non
 
 @compiled
 def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
-    """Weigh in float32; add to the sum, and to the weights for up and for down, in `votes`."""
+    """Weigh in float32; update `votes`: the sum, and the weights of positive and negative votes."""
     for i in range(count):
         vote = np.float32(bits_float(tile[i]) * weight)
-        # A NaN has no sign, and takes part in no election.
+        # A NaN has no sign, and does not vote.
         vote = vote if vote == vote else _ZERO
         mixed[i] = vote
         votes[0, i] = np.float32(votes[0, i] + vote)
@@ -90,7 +90,7 @@ def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
 
 @compiled
 def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
-    """Zero what lost the election: the sign of the sum wins, and one without counts as positive."""
+    """Zero what lost the election: the sign of the sum wins, and a zero sum counts as positive."""
     for i in range(count):
         agrees = mixed[i] < _ZERO if votes[0, i] < _ZERO else mixed[i] > _ZERO
         part[i] = part[i] if agrees else 0.0
@@ -106,7 +106,7 @@ def _side_factors(count: int, lam: Any, normalize: Any, votes: Any, factor: Any)
 
 @compiled
 def _begin(count: int, surplus: Any, base: Any, own: Any, total: Any) -> None:
-    """The base's own contribution, with which the sum begins."""
+    """Compute the base's own contribution, and start the sum with it."""
     for i in range(count):
         # Not zero times the base: that is NaN where the base is infinite.
         own[i] = surplus * np.float64(bits_float(base[i])) if surplus != 0.0 else 0.0
@@ -122,7 +122,7 @@ def _scale_and_add(count: int, factor: Any, part: Any, total: Any) -> None:
 
 @compiled
 def _find_finite(count: int, total: Any, finite: Any) -> int:
-    """Mark the elements with a finite total; return how many have none."""
+    """Mark the elements with a finite total; return how many are not finite."""
     wild = 0
     for i in range(count):
         finite[i] = np.isfinite(total[i])
@@ -143,7 +143,7 @@ def _accumulate(count: int, part: Any, total: Any, products: Any, squares: Any) 
     for i in range(count):
         moved += part[i] != 0.0
     for start in range(0, count, LANES):
-        # Slices, from zero: an index that might be negative keeps a loop from being vectorised.
+        # Slices, from zero: an index that might be negative prevents vectorisation.
         own, all_of = part[start : start + LANES], total[start : start + LANES]
         for lane in range(min(LANES, count - start)):
             products[lane] += own[lane] * all_of[lane]
@@ -183,7 +183,7 @@ def attribute(
     finite_at: Any,
     left_at: Any,
 ) -> None:
-    """As `attribution.attribute`, into `sums` and `counts`; the last six are room to work in."""
+    """As `attribution.attribute`, into `sums` and `counts`; the last six arguments are scratch."""
     weights = carray(weights_at, (experts,), np.float32)
     factors = carray(factors_at, (3,), np.float32)
     base = carray(base_at, (base_length,), np.uint8)
@@ -197,10 +197,10 @@ def attribute(
     counts = carray(counts_at, (experts + 3,), np.int64)
     words = carray(words_at, (2 * TILE + DRAWS,), np.uint32)
     bases, tile, draws = words[:TILE], words[TILE : 2 * TILE], words[2 * TILE :]
-    # Who won is known after the last expert.
+    # The winning sign is known only after the last expert.
     voting = carray(votes_at, (experts + 3, TILE), np.float32)
     votes, mixed = voting[:3], voting[3:]
-    # Behind the experts' contributions stand the base's own, and the sum of all.
+    # After the experts' contributions come the base's own, and the sum of all.
     parts = carray(parts_at, (experts + 3, TILE), np.float64)
     own, total, factor = parts[experts], parts[experts + 1], parts[experts + 2]
     lanes = carray(lanes_at, (2, experts + 2, LANES), np.float64)

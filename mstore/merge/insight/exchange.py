@@ -1,7 +1,7 @@
-"""Plans as JSON text: to read, to keep beside a model, to carry to another store.
+"""Plans as JSON text: to read, to keep beside a model, to transfer to another store.
 
-The text holds the plan's fields and its id.  On import the id is computed from the fields again;
-a text that was changed does not match its id, and is refused.
+The text holds the plan's fields and its id. Import computes the id from the fields again, and
+refuses a text that was changed, because it does not match its id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = "mstore plan 2"
 MAX_TEXT = 256 << 20
 
 
-# JSON has no infinities and no NaN: a threshold that is none of its numbers is a word.
+# JSON has no infinity and no NaN: such thresholds are written as words.
 _Number = float | Literal["inf", "nan"]
 
 
@@ -76,14 +76,14 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
-    """A stored plan (id or prefix) as indented JSON."""
+    """Export a stored plan (id or prefix) as indented JSON."""
     id = find(catalog, text)
     plan = catalog.record(Plan, id)
     return plan_text(plan, id, sources_of(catalog, id, plan))
 
 
 def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
-    """A plan as indented JSON.  States are digits, one a chunk."""
+    """Format a plan as indented JSON. States are digits, one per chunk."""
     value = _Text(
         format=FORMAT,
         plan=id.hex(),
@@ -126,17 +126,17 @@ def _number(value: float) -> _Number:
 
 
 def import_plan(catalog: Catalog, text: str) -> PlanReport:
-    """Check a plan's text against its id and keep it.
+    """Check a plan's text against its id and store the plan.
 
     Raises BadRequest for a text that is not a plan or was changed, Incompatible for another block
-    size, NotFound where this store has no snapshot with one of its inputs.
+    size, NotFound if this store has no snapshot with one of its inputs.
     """
     hint = "mstore plan ... -o plan.json writes one"
     if len(text) > MAX_TEXT:
         raise BadRequest("too long for a plan", hint=hint)
     try:
         value = msgspec.json.decode(text, type=_Text)
-        # As strict as with a record from a pack: lengths, ranges, limits.
+        # Validate lengths, ranges and limits as strictly as for a record from a pack.
         plan = decode(Plan, _plan(value).encode(), "plan")
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, Corrupt) as error:
         raise BadRequest(f"not a plan: {error}", hint=hint) from error

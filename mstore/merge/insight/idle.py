@@ -1,6 +1,6 @@
-"""Idle experts: those that a plan names and that give it nothing, or nothing of their own.
+"""Idle experts: those that a plan names but that contribute nothing, or nothing of their own.
 
-Told from the plan alone, so that a plan that was kept, a merge and an explanation say the same.
+Computed from the plan alone, so that a stored plan, a merge and an explanation agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIMMED = "expert trimmed away"
 
 
 def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
-    """A warning for each reason why an expert adds nothing to this plan, in plan order."""
+    """Return a warning for each reason why an expert adds nothing to this plan, in plan order."""
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
         for k in range(len(plan.experts))
@@ -63,8 +63,8 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
 
 
 def _diluting(plan: Plan) -> str:
-    """What an expert without a delta still does where weights are divided by their sum."""
-    # Consensus divides by the weights that agree, and who changes nothing is not among them.
+    """Return what an expert without a delta still changes if weights are divided by their sum."""
+    # Consensus divides by the weights that agree, which never include an expert without a delta.
     operation = operation_of(plan)
     divides = operation.normalizes and not operation.is_elected
     if divides and len(plan.experts) > 1:

@@ -1,7 +1,7 @@
-"""The sweep: what every budget from a few per cent up would cost and leave as error.
+"""The sweep: cost and error of one merge for a range of budgets.
 
-One survey and one ranking serve all budgets; a point of the sweep is the plan that the same
-request with that budget makes, to the byte.  No plan is stored.
+One survey and one ranking serve all budgets. A point of the sweep is exactly the plan that the same
+request with that budget makes. No plan is stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
 
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
-    """The shares in order, each once.  Raises BadRequest."""
+    """Return the shares in order, each once. Raises BadRequest."""
     if not shares or not all(0 < share <= 1 for share in shares):
         raise BadRequest(
             "a sweep goes over shares of the full cost, above 0 and at most 1",
@@ -38,10 +38,10 @@ def sweep(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> SweepReport:
-    """A point for each share of the full cost; `shares` as check_shares gives them.
+    """Return a point for each share of the full cost; `shares` as from check_shares.
 
-    memo_expert_bytes: of what a plan reads, what the memo table saves right now.  measure: also
-    make the merges, in memory, and compare; that reads all experts once.  Raises as planning
+    memo_expert_bytes: returns how much of a plan's reads the memo table currently saves. measure:
+    also run the merges in memory and compare them; that reads all experts once. Raises as planning
     does, and Corrupt.
     """
     began = time.monotonic()
@@ -51,7 +51,7 @@ def sweep(
     whole: float | None = None
     read = 0
     if measure:
-        # The last one reads nothing: as far as it is from the full merge, so far is the base.
+        # The last plan reads nothing: its distance from the full merge is the base's distance.
         found = distances(
             planning.catalog,
             planning.full_plan().plan,

@@ -1,1 +1,1 @@
-"""The merge methods, a file each: what each selects and combines, and which parameters it takes."""
+"""The merge methods, one file each: what each selects and combines, and its parameters."""

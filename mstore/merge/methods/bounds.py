@@ -1,7 +1,7 @@
-"""What is proved of a merge's errors: bounds on what an omission and float32 arithmetic change.
+"""Proved bounds on a merge's error: from omissions, and from float32 arithmetic.
 
-For additive methods only: where signs are elected, what one expert changes has no bound that
-follows from its norm.  Pure functions of operations, in exact arithmetic; no state.
+For additive methods only: where signs are elected, the change by one expert has no bound that
+follows from its norm. Pure functions of operations, in exact arithmetic; no state.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from mstore.merge.methods.method import Operation
 
 
 def coefficients(operation: Operation) -> list[float]:
-    """|c_k|: leaving out a delta d_k changes the merge by at most |c_k| * ||d_k||, per expert.
+    """Return |c_k| per expert: omitting a delta d_k changes the merge by at most |c_k| * ||d_k||.
 
-    The exact quotient of the float32 factors that the kernel uses, rounded up to a float64.  The
-    bound is on the sum in exact arithmetic: the kernel's own roundings come on top (`rounding`),
-    like the rounding to the output type.
-    Raises BadRequest for a method that has no such bound.
+    The exact quotient of the float32 factors that the kernel uses, rounded up to a float64. The
+    bound is on the sum in exact arithmetic: the kernel's own roundings (`rounding`) and the
+    rounding to the output type come on top. Raises BadRequest for a method that has no such bound.
     """
     if not operation.is_additive:
         raise BadRequest(
@@ -38,34 +37,33 @@ def coefficients(operation: Operation) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far the kernel's float32 is from exact arithmetic, for an additive method.
+    """How far the kernel's float32 result is from exact arithmetic, for an additive method.
 
-    Of one element with base b and float32 deltas d_k, of experts that are read (the others are
-    zero), the kernel makes y, and exact arithmetic with the same float32 factors makes
-    Y = [W] b + sum c_k d_k, where W is sum w_k for `linear` without `normalize`, else 1.  Then
+    For one element with base b and float32 deltas d_k of the experts that are read (the others are
+    zero), the kernel makes y, and exact arithmetic with the same float32 factors makes Y = [W] b +
+    sum c_k d_k, where W is sum w_k for `linear` without `normalize`, else 1. Then
 
         |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
 
-    as long as no step is larger than the largest float32.  weights: w_k; factors: |divisor|,
-    |lambda| and the rescale factor; whole: as for the operation (`is_whole`).
+    as long as no step exceeds the largest float32. weights: w_k; factors: |divisor|, |lambda| and
+    the rescale factor; whole: as for the operation (`is_whole`).
 
-    **Proof.**  u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
-    its result, or by h where that is subnormal; a sum by at most u of its result (a subnormal sum
-    is exact).  Let g(m) = m u / (1 - m u), which is not less than (1 + u)^m - 1 (Higham, "Accuracy
-    and stability of numerical algorithms", lemma 3.1).  Each term of the sum goes through at most m
-    steps, so it comes out with a relative error of at most g(m):
+    **Proof.** u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
+    its result, or by h if that is subnormal; a sum by at most u of its result (a subnormal sum is
+    exact). Let g(m) = m u / (1 - m u), which is not less than (1 + u)^m - 1 (Higham, "Accuracy and
+    stability of numerical algorithms", lemma 3.1). Each term of the sum goes through at most m
+    steps, so its relative error is at most g(m):
 
     - others: by rescale factor and by weight, K - 1 additions, by divisor, by lambda: m = K + 3.
-      What is lost in subnormals: h |w_k| + h for each k, over |D| and times |lambda|, h |lambda|
-      for the quotient, h for lambda, all of it up to (1 + g(m)) times through what follows.
-      The base is added last: off by u of |b| + sum |c_k| |d_k| (1 + g(m)) + what was lost.
-      What is zero in float32 leaves the base as it is, which is no larger an error.
+      Lost in subnormals: h |w_k| + h for each k, over |D| and times |lambda|, h |lambda| for the
+      quotient, h for lambda, all of it up to (1 + g(m)) times through what follows. The base is
+      added last: off by u of |b| + sum |c_k| |d_k| (1 + g(m)) + what was lost. A sum that is zero
+      in float32 leaves the base as it is, which is no larger an error.
     - linear: K fused steps and the quotient, m = K + 1, on w_k e_k with e_k = b + d_k / (1 + v),
-      |v| <= u.  So the relative error is of sum |w_k| / |D| |b| + sum |c_k| |d_k| / (1 - u), and
-      sum |c_k| |d_k| u / (1 - u) is what d_k itself is off.  Lost in subnormals: K h / |D| + h.
-      With `normalize`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off
-      by |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base is off by
-      nothing.
+      |v| <= u. So the relative error is of sum |w_k| / |D| |b| + sum |c_k| |d_k| / (1 - u), and sum
+      |c_k| |d_k| u / (1 - u) is the error of d_k itself. Lost in subnormals: K h / |D| + h. With
+      `normalize`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off by
+      |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base has no error.
 
     The merge under a budget and the full one are each that far from their own Y, and the two Y
     differ by sum |c_k| |d_k| over what is left out.
@@ -84,7 +82,7 @@ _SUBNORMAL: Final = Fraction(1, 2**150)
 
 
 def rounding(operation: Operation) -> Rounding:
-    """What float32 adds to the error of an additive method's merge; see `Rounding`."""
+    """Return what float32 adds to the error of an additive method's merge; see `Rounding`."""
     count = len(operation.weights)
     divisor = abs(Fraction(operation.divisor))
     lam = abs(Fraction(operation.scale))
@@ -114,12 +112,12 @@ def rounding(operation: Operation) -> Rounding:
 
 
 def _grown(steps: int) -> Fraction:
-    """Largest relative error of so many roundings."""
+    """Return the largest relative error of so many roundings."""
     return steps * _UNIT / (1 - steps * _UNIT)
 
 
 def _upper(exact: Fraction) -> float:
-    """The smallest float64 that is not below `exact`."""
+    """Return the smallest float64 that is not below `exact`."""
     try:
         nearest = float(exact)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""dare_linear: deltas with elements dropped at random, rescaled and added up."""
+"""dare_linear: the sum of deltas after dropping elements at random and rescaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dare_ties: deltas with elements dropped at random, and of those the ones that agree on a sign."""
+"""dare_ties: deltas after dropping elements at random, where they agree on a sign."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Methods and operations: what a merge method is, and one with its parameters and weights.
+"""Methods and operations: a merge method, and a method with its parameters and weights.
 
-Owns the description of a method (`Method`) and all scalars that follow from it, its parameters and
-the experts' weights before any element is read (`Operation`): divisor, rescale factor, mask limit,
-how many elements trimming keeps.  Does not own the arithmetic on elements (`merge.arithmetic`),
-nor what is proved of its errors (`bounds`), nor which methods there are (`registry`).
+Owns the description of a method (`Method`), and every scalar that follows from a method, its
+parameters and the experts' weights before any element is read (`Operation`): divisor, rescale
+factor, mask limit, how many elements trimming keeps. Does not own the arithmetic on elements
+(`merge.arithmetic`), the proofs about its errors (`bounds`), nor the list of methods (`registry`).
 
 For a base element b, expert elements e_k and d_k = e_k - b, in float32, a method selects from each
 expert, combines what it selected, and finishes:
 
     select    WHOLE     e_k itself
               DELTA     d_k
-              TRIMMED   d_k where it is among the max(1, int(density * n)) largest |d_k| of a tensor
+              TRIMMED   d_k if it is among the max(1, int(density * n)) largest |d_k| of a tensor
               DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
@@ -33,11 +33,11 @@ from mstore.errors import BadRequest, did_you_mean
 from mstore.merge.methods.parameters import Parameter, Value, finite_single, single
 
 SMALLEST_DIVISOR: Final = 1e-8
-"""A sum of weights nearer to zero than this (as a float32) does not divide: it counts as 1."""
+"""A divisor nearer to zero than this (a float32 sum of weights) is replaced by 1."""
 
 
 class Select(Enum):
-    """What of an expert takes part; see the top of this module."""
+    """What to select from an expert; see the top of this module."""
 
     WHOLE = "whole"
     DELTA = "delta"
@@ -46,7 +46,7 @@ class Select(Enum):
 
 
 class Combine(Enum):
-    """How what was selected becomes one number an element; see the top of this module."""
+    """How to combine selected values to one number per element; see the top of the module."""
 
     SUM = "sum"
     ELECTED = "elected"
@@ -56,7 +56,7 @@ class Combine(Enum):
 class Method:
     """One merge method.
 
-    summary: a line for lists.  formula: the result of an element, as the docs write it.  source:
+    summary: a line for lists. formula: the result of an element, as the docs write it. source:
     where it was published.
     """
 
@@ -69,11 +69,11 @@ class Method:
     combine: Combine
 
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
-        """The complete parameters, defaults filled in, in the order of `parameters`.
+        """Return the complete parameters, with defaults, in the order of `parameters`.
 
-        Values of `given` are text as typed or Python values.  Equal meanings give equal results
-        ("1", 1 and 1.0 for a float).  Raises BadRequest for an unknown parameter, or a value that
-        cannot be.
+        Values of `given` are text as typed, or Python values. Equal meanings give equal results
+        ("1", 1 and 1.0 for a float). Raises BadRequest for an unknown parameter or an invalid
+        value.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
         for name in given:
@@ -93,9 +93,9 @@ class Method:
         }
 
     def apply(self, given: Mapping[str, object], weights: Sequence[float]) -> Operation:
-        """This method with parameters as for `parse` and a weight an expert.
+        """Return this method with parameters as for `parse` and one weight per expert.
 
-        Raises BadRequest for parameters or weights that cannot be.
+        Raises BadRequest for invalid parameters or weights.
         """
         return Operation(self, MappingProxyType(self.parse(given)), _rounded(weights))
 
@@ -105,13 +105,13 @@ class Method:
         return self.combine is Combine.SUM
 
 
-# Not slotted: what follows from the fields is kept.
+# Not slotted: cached properties need a dict.
 @dataclass(frozen=True)
 class Operation:
-    """A method with complete parameters and one weight an expert, float32, in plan order.
+    """A method with complete parameters and one weight per expert, float32, in plan order.
 
     Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
-    zero, or if their sum is no finite float32.
+    zero, or if the sum of the weights is not a finite float32.
     """
 
     method: Method
@@ -128,27 +128,27 @@ class Operation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether experts themselves are mixed, and not their deltas."""
+        """Whether whole experts are mixed, not their deltas."""
         return self.method.select is Select.WHOLE
 
     @property
     def is_drawn(self) -> bool:
-        """Whether a random mask says which elements of a delta count."""
+        """Whether a random mask selects the elements of a delta."""
         return self.method.select is Select.DRAWN
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether a magnitude threshold for each expert and tensor must be known first."""
+        """Whether each expert and tensor needs a magnitude threshold first."""
         return self.method.select is Select.TRIMMED and self.density < 1
 
     @property
     def is_elected(self) -> bool:
-        """Whether only deltas that have the sign of the sum count."""
+        """Whether only deltas with the sign of the sum count."""
         return self.method.combine is Combine.ELECTED
 
     @property
     def is_additive(self) -> bool:
-        """As for the method."""
+        """Whether the method is additive; see `Method.is_additive`."""
         return self.method.is_additive
 
     @property
@@ -158,37 +158,37 @@ class Operation:
 
     @property
     def density(self) -> float:
-        """Share of a delta's elements that count; 1 for a method without such a parameter."""
+        """Share of a delta's elements to select; 1 for a method without such a parameter."""
         return float(self.parameters.get("density", 1.0))
 
     @property
     def scale(self) -> float:
-        """The parameter lambda: what the combined delta is multiplied by, as a float32."""
+        """The parameter lambda: the factor of the combined delta, as a float32."""
         return single(self.parameters.get("lambda", 1.0))
 
     @property
     def seed(self) -> int:
-        """What the random mask is drawn from."""
+        """The seed of the random mask."""
         return int(self.parameters["seed"])
 
     @property
     def keeps_base(self) -> bool:
-        """Whether a chunk where every expert is absent or equals the base is the base's bytes."""
+        """Whether a chunk keeps the base's bytes if every expert is absent or equal there."""
         return not self.is_whole or self.normalizes
 
     @property
     def weightless(self) -> tuple[bool, ...]:
-        """Per expert whether its deltas are multiplied by 0: whatever they are, none is read."""
+        """For each expert, whether its deltas are multiplied by 0; such an expert is not read."""
         nothing = self.parameters.get("lambda") == 0
         return tuple(nothing or weight == 0 for weight in self.weights)
 
     @cached_property
     def divisor(self) -> float:
-        """What the sum is divided by wherever that is one number for all elements, as a float32.
+        """The divisor of the sum, if it is the same for all elements, as a float32.
 
-        The sequential float32 sum of all weights, of absent experts too.  1 for no division, for
-        methods that elect (they divide by the weights that agree at each element), and, except for
-        those that mix whole experts, where the sum is nearly zero.
+        The sequential float32 sum of all weights, including those of absent experts. 1 if there is
+        no division, for methods that elect (they divide by the weights that agree at each element),
+        and, except for methods that mix whole experts, if the sum is nearly zero.
         """
         if self.is_elected or not self.normalizes:
             return 1.0
@@ -199,7 +199,7 @@ class Operation:
 
     @property
     def rescale(self) -> float:
-        """What a delta that passed the random mask is multiplied by, as a float32."""
+        """The factor of a delta that passed the random mask, as a float32."""
         if not self.is_drawn or not self.parameters["rescale"]:
             return 1.0
         return single(1.0 / self.density)
@@ -210,7 +210,7 @@ class Operation:
         return round(self.density * 2**32) if self.is_drawn else 2**32
 
     def keep_count(self, elements: int) -> int:
-        """How many of a tensor's elements trimming keeps: max(1, int(density * n)), at most n."""
+        """Return how many of n elements trimming keeps: max(1, int(density * n)), at most n."""
         return min(elements, max(1, int(self.density * elements)))
 
 
@@ -221,7 +221,10 @@ def _rounded(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Sequential float32 sum.  A float64 sum of two float32, rounded, is their float32 sum."""
+    """Return the sequential float32 sum.
+
+    A float64 sum of two float32, rounded to float32, is their float32 sum.
+    """
     total = values[0]
     for value in values[1:]:
         total = finite_single("the sum of the weights", total + value)

@@ -1,7 +1,7 @@
-"""The parameters of merge methods: how each is written, its default, and what it may be.
+"""The parameters of merge methods: kind, default and range of each.
 
-Owns parsing of one value, and the parameters that several methods have in common.  Does not own
-which method has which (a file each beside this one).  Pure Python, no state.
+Owns parsing of one value, and the parameters that several methods share. Does not own which method
+has which (one file per method in this folder). Pure Python, no state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Range:
     above_low: bool = False
 
     def __contains__(self, value: float) -> bool:
-        # False for NaN, as every comparison with it is.
+        # False for NaN, like every comparison with it.
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a method: how it is written, its default, and what it may be."""
+    """One parameter of a method: its kind, default and range."""
 
     name: str
     kind: Literal["float", "int", "bool"]
@@ -46,7 +46,7 @@ class Parameter:
     range: Range | None = None
 
     def parse(self, given: object) -> Value:
-        """The canonical value of text ("0.2", "true") or a Python number.  Raises BadRequest."""
+        """Parse text ("0.2", "true") or a Python number to its value. Raises BadRequest."""
         value = _PARSERS[self.kind](given)
         if value is None:
             raise BadRequest(f"parameter {self.name} takes {_ARTICLES[self.kind]}, not {given!r}")
@@ -57,25 +57,25 @@ class Parameter:
 
 LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
 TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True))
-# A draw has 32 bits: no smaller share can be told from nothing.
+# A draw has 32 bits: a smaller share is indistinguishable from zero.
 MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0))
 RESCALE: Final = Parameter("rescale", "bool", True)
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
 
 
 def normalize(default: bool) -> Parameter:
-    """Whether the sum is divided by weights."""
+    """Return the parameter that says whether the sum is divided by weights."""
     return Parameter("normalize", "bool", default)
 
 
 def single(value: float) -> float:
-    """`value` rounded to float32, nearest even.  Raises OverflowError beyond the finite ones."""
+    """Round `value` to float32, nearest even. Raises OverflowError beyond the finite ones."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 
 
 def finite_single(name: str, value: float) -> float:
-    """`value` rounded to float32.  Raises BadRequest, with its name, where that is not finite."""
+    """Round `value` to float32. Raises BadRequest, with its name, if that is not finite."""
     try:
         rounded = single(value)
     except (OverflowError, struct.error):

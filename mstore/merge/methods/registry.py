@@ -1,7 +1,7 @@
-"""Which merge methods there are: those of this folder, and those that other packages bring.
+"""The list of merge methods: those of this folder, and those that other packages provide.
 
-A package brings a method as an entry point of the group GROUP, whose name is the method's and whose
-value is a `Method`.  A method of this folder cannot be replaced.
+A package provides a method as an entry point of the group GROUP, whose name is the method's and
+whose value is a `Method`. A method of this folder cannot be replaced.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mstore.merge.methods.method import Method, Operation
 from mstore.objects.plan import Plan
 
 GROUP: Final = "mstore.methods"
-"""The group of entry points that other packages' methods have."""
+"""The entry point group for methods of other packages."""
 
 _MODULES: Final = (linear, task_arithmetic, ties, dare_linear, dare_ties)
 
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {module.METHOD.name: module.METHOD for module in _MODULES}
 )
-"""The methods of this folder by name, in the order in which they are listed."""
+"""The methods of this folder by name, in listing order."""
 
 ELSEWHERE: Final = frozenset(
     (
@@ -36,10 +36,10 @@ ELSEWHERE: Final = frozenset(
 
 
 def find(name: str) -> Method:
-    """The method of this name.
+    """Return the method of this name.
 
-    Raises BadRequest that lists the names there are, and Unavailable where another package's
-    method cannot be loaded.
+    Raises BadRequest that lists the known names, and Unavailable if another package's method cannot
+    be loaded.
     """
     found = METHODS.get(name)
     if found is not None:
@@ -58,18 +58,18 @@ def find(name: str) -> Method:
 
 
 def operation(method: str, parameters: Mapping[str, object], weights: Sequence[float]) -> Operation:
-    """The method of this name with parameters and weights, as `find` and `Method.apply` do."""
+    """Return the method of this name with parameters and weights; see `find` and `Method.apply`."""
     return find(method).apply(parameters, weights)
 
 
 def operation_of(plan: Plan) -> Operation:
-    """What a plan does to each element.  Raises as `operation` does."""
+    """Return the operation of a plan. Raises as `operation` does."""
     weights = [expert.weight for expert in plan.experts]
     return operation(plan.method, dict(plan.parameters), weights)
 
 
 def names() -> tuple[str, ...]:
-    """The names of all methods that `find` finds."""
+    """Return the names of all methods that `find` finds."""
     others = {entry.name for entry in metadata.entry_points(group=GROUP)}
     return (*METHODS, *sorted(others - METHODS.keys()))
 
@@ -78,7 +78,7 @@ def _load(entry: metadata.EntryPoint) -> Method:
     package = entry.dist.name if entry.dist is not None else entry.value
     try:
         method: object = entry.load()
-    # What another package raises when it is imported is its own affair.
+    # Importing another package may raise anything.
     except Exception as error:
         raise Unavailable(
             f"the method {entry.name} of {package} cannot be loaded: {error}", where=entry.value

@@ -1,4 +1,4 @@
-"""task_arithmetic: the base and the weighted sum of the deltas."""
+"""task_arithmetic: the base plus the weighted sum of the deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ties: the largest deltas, trimmed, and of those the ones that agree on a sign."""
+"""ties: the largest deltas of each expert, where they agree on a sign."""
 
 from __future__ import annotations
 

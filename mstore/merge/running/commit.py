@@ -29,9 +29,9 @@ from mstore.version import TOOL
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A published merge.  `is_new` is False where the ref already was exactly that.
+    """A published merge. `is_new` is False if the ref already was exactly that.
 
-    overflow: what became infinite, worst first.
+    overflow: tensors with elements that became infinite, worst first.
     """
 
     snapshot: SnapshotId
@@ -43,7 +43,7 @@ class Merged:
 
 
 def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
-    """Keep a plan and the names of its inputs."""
+    """Store a plan and the names of its inputs."""
     with Transaction(catalog, "plan") as transaction:
         id = PlanId(transaction.put_record(plan))
         transaction.commit(also=lambda rows: put_sources(catalog, rows, id, sources))
@@ -69,14 +69,14 @@ def run_merge(
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 
-    memo: the table to look into and to add to, None to do without.  memory, executor, slice_bytes:
-    as in engine.Means.  policy: how the output is coded, None for the store's own.  materialized:
-    the ref as it is where it holds the virtual merge of this plan, which becomes real; if it has
-    moved, nothing is published.  papers: as in engine.Engine.
+    memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
+    engine.Means. policy: how to encode the output, None for the store's own. materialized: the
+    current value of a ref that holds the virtual merge of this plan, to be made real; if it has
+    moved, nothing is published. papers: as in engine.Engine.
 
     Raises Conflict (the name is a tag, or moved meanwhile), BadName, BadRequest (too little
-    memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing
-    is published.
+    memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing is
+    published.
     """
     means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
     inputs = (sources.base, *sources.experts)
@@ -106,11 +106,11 @@ def run_merge(
             new = refs.Ref(refs.BRANCH, record.id())
             transaction.commit(snapshots=[record], moves=[RefMove(name, current, new, action)])
         elif transaction.has_news:
-            # A repair had to drop some of it: it is whole again.
+            # A repair had dropped some of its blocks or records: they are stored again.
             transaction.commit()
         overflow = _told_of_overflow(catalog, plan, outcome)
     if memo is not None:
-        # Only now are the blocks there for others.  What cannot be remembered is computed again.
+        # Only now are the blocks published. Outputs that cannot be remembered are computed again.
         with suppress(StorageFailed):
             memo.put_outputs(outcome.memo_rows)
             memo.flush()
@@ -120,7 +120,7 @@ def run_merge(
 
 
 def _told_of_overflow(catalog: Catalog, plan: Plan, outcome: Outcome) -> tuple[Overflow, ...]:
-    """What became infinite, kept beside the plan: it is the same whenever the plan is run."""
+    """Return what became infinite, and store it beside the plan: each run gives the same."""
     overflow = counted(catalog, outcome.overflow)
     kept = sources_of(catalog, plan.id(), plan)
     if overflow != (kept.overflow or ()):
@@ -129,19 +129,19 @@ def _told_of_overflow(catalog: Catalog, plan: Plan, outcome: Outcome) -> tuple[O
 
 
 def parents_of(sources: Sources) -> tuple[Parent, ...]:
-    """What a merge was made from."""
+    """Return the parents of a merge: its base and experts."""
     experts = (Parent(EXPERT, expert.snapshot) for expert in sources.experts)
     return (Parent(BASE, sources.base.snapshot), *experts)
 
 
 def made_from(record: SnapshotRecord) -> tuple[Parent, ...]:
-    """The parents of a merge that are its inputs: all but what its branch was before."""
+    """Return the parents of a merge that are its inputs: all but the branch's previous snapshot."""
     return tuple(parent for parent in record.parents if parent.role != PREVIOUS)
 
 
 @contextmanager
 def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) -> Iterator[None]:
-    """Keep a merge and its inputs from garbage collection while its plan is run again.
+    """Protect a merge and its inputs from garbage collection while its plan is run again.
 
     Raises NotFound if the contents of an input were pruned.
     """
@@ -153,7 +153,7 @@ def inputs_held(catalog: Catalog, snapshot: SnapshotId, record: SnapshotRecord) 
 
 
 def is_merge_of(tip: SnapshotRecord, plan: Plan, parents: tuple[Parent, ...]) -> bool:
-    """Whether a snapshot is the merge, real or virtual, by this plan of these snapshots."""
+    """Return whether a snapshot is the merge, real or virtual, of these parents by this plan."""
     return tip.plan == plan.id() and made_from(tip) == parents
 
 

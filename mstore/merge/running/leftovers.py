@@ -1,15 +1,15 @@
-"""Leftovers: what an interrupted merge had finished, so that the next one need not do it again.
+"""Leftovers: finished work of an interrupted merge, for the next merge to reuse.
 
-Beside each sealed pack in tmp/ lies a receipt, NAME.receipt: which chunks the pack was written
+Beside each sealed pack in tmp/ lies a receipt, NAME.receipt: the chunks that the pack was written
 for, by memo key, and their rows.
 
     0    16   "mstore receipt 1"
     16   32   BLAKE3 of the rest
     48   ...  MessagePack [[key, value, expert bytes], ...]
 
-Nothing here is believed: a receipt must match its hash, and every block of a pack its id, before
-the pack is used; a delta is decoded with the block that it is a difference to, as it is stored now.
-A pack is looked at only when a chunk that the merge needs is in its receipt.
+Nothing here is trusted: before a pack is used, its receipt must match its hash, and every block its
+id; a delta is decoded with its base as currently stored. A pack is checked only if its receipt has
+a chunk that the merge needs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _decode = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, int]]).decode
 
 
 def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
-    """Say beside a sealed pack what it was written for.  Raises StorageFailed.
+    """Write the receipt of a sealed pack. Raises StorageFailed.
 
-    Not synced: one that a power loss tears is one that is not believed.
+    Not synced: a receipt that a power loss tears does not match its hash and is ignored.
     """
     rows = msgspec.msgpack.encode([(r.key, r.value, r.expert_bytes) for r in results])
     file = fs.NewFile(pack.path.with_suffix(RECEIPT))
@@ -58,7 +58,7 @@ def write_receipt(pack: SealedPack, results: Sequence[Result]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chunk that was computed before: its row, and what was read of experts for it."""
+    """A chunk that was computed before: its row, and how many expert bytes were read for it."""
 
     row: Remembered
     expert_bytes: int
@@ -66,7 +66,7 @@ class Found:
 
 
 class Leftovers:
-    """The leftovers in one directory, for this store.  Belongs to one thread."""
+    """The leftovers in one directory, for this store. Belongs to one thread."""
 
     def __init__(self, directory: Path, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -82,12 +82,12 @@ class Leftovers:
         return bool(self._found)
 
     def find(self, key: bytes) -> Found | None:
-        """What there is for a memo key, in a pack that is sound."""
+        """Return the entry of a memo key if its pack is sound, else None."""
         found = self._found.get(key)
         return None if found is None or self.pack(found.pack) is None else found
 
     def pack(self, path: Path) -> SealedPack | None:
-        """A pack of these, None where it is damaged; read whole when it is first asked for."""
+        """Return one of these packs, None if it is damaged; reads it whole on first use."""
         if path not in self._packs:
             try:
                 self._packs[path] = _sound(path, self._catalog)
@@ -110,7 +110,7 @@ def _rows(path: Path) -> list[tuple[bytes, bytes, int]]:
 
 
 def _sound(path: Path, catalog: Catalog) -> SealedPack | None:
-    """The pack, if it is this store's, holds blocks only, and each is what its id says."""
+    """Return the pack if it is this store's, holds only blocks, and each matches its id."""
     id, entries = read_table(path)
     with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
         if _STORE.unpack(file.read(_STORE.size))[0] != catalog.layout.uuid.bytes:

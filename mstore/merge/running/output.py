@@ -1,8 +1,7 @@
-"""The merged checkpoint's files: those of the base, with other dtypes where that was asked for.
+"""The merged checkpoint's files: those of the base, with another dtype if that was requested.
 
-Works out what the output's manifest will look like before any element is known: which tensors
-are merged, converted or the base's own, and the bytes of headers and of the two small files that
-tell of dtypes and sizes.
+Determines the output's manifest before any element is computed: which tensors are merged, converted
+or the base's own, and the bytes of headers and of the two small files that state dtypes and sizes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _ALIGNMENT = 8
 
 
 class Layout:
-    """The output's files as a plan and the base's manifest say, before any element is known.
+    """The output's files, derived from a plan and the base's manifest.
 
-    Reads headers and the two small files where an output dtype was asked for, and nothing else.
+    Reads headers and the two small files if an output dtype was requested, and nothing else.
     """
 
     def __init__(self, catalog: Catalog, tasks: Tasks) -> None:
@@ -48,35 +47,35 @@ class Layout:
         )
 
     def planned_name(self, part: Part) -> str | None:
-        """The name that a named part's tensor is merged under; None where it is the base's own."""
+        """Return the name under which a part's tensor is merged; None if it is the base's own."""
         assert part.name is not None
         if not self._tasks.is_planned(part.name, part.tensor_id()):
             return None
         return self._tasks.first[part.name]
 
     def out_dtype(self, part: Part) -> str:
-        """The dtype of a named part in the output."""
+        """Return the dtype of a named part in the output."""
         tensor = self._catalog.tensor(part.tensor_id())
         if self._dtype is None or (self.planned_name(part) is None and not self._is_empty(part)):
             return tensor.dtype
         return self._dtype
 
     def retyped_empty(self, part: Part) -> Tensor | None:
-        """The record of a tensor without elements that gets another dtype; None for any other."""
+        """Return the record of a tensor without elements that gets another dtype; else None."""
         if not self._is_empty(part) or not self._is_retyped(part):
             return None
         assert self._dtype is not None
         return Tensor(self._dtype, self._catalog.tensor(part.tensor_id()).shape, 0, b"")
 
     def _is_empty(self, part: Part) -> bool:
-        """Whether a tensor has no elements, so that no plan has it, and is merged for all that."""
+        """Return whether a tensor has no elements: it is in no plan, but counts as merged."""
         if part.nbytes or part.name in self._left_out:
             return False
         tensor = self._catalog.tensor(part.tensor_id())
         return 0 in tensor.shape and tensor.dtype in CODES
 
     def new_bytes(self, file: File) -> bytes | None:
-        """What replaces the header of a safetensors file, or all of another file; else None."""
+        """Return a new header of a safetensors file, or new contents of another file; else None."""
         dtype = self._dtype
         if dtype is None or not self._retypes:
             return None
@@ -96,7 +95,7 @@ class Layout:
         )
 
     def _out_bytes(self, path: str) -> int:
-        """Bytes that the tensors of a file take in the output."""
+        """Return how many bytes the tensors of a file take in the output."""
         file = self.base.file(path)
         if file is None:
             return 0
@@ -113,7 +112,7 @@ class Layout:
 
 
 def retyped_header(raw: bytes, dtypes: dict[str, str], where: str) -> bytes:
-    """A safetensors header with other dtypes, and so other offsets; order and metadata stay."""
+    """Rewrite a safetensors header for other dtypes and offsets; keep order and metadata."""
     header = parse_header(raw, file_size=len(raw) + _data_bytes(raw), where=where)
     fields: dict[str, Any] = json.loads(raw[8:])
     offset = 0
@@ -138,11 +137,11 @@ def _data_bytes(raw: bytes) -> int:
 def retyped_file(
     path: str, read: Callable[[], bytes], dtype: str, out_bytes: Callable[[str], int]
 ) -> bytes | None:
-    """New contents of a small file that names the dtype or the total size, or None.
+    """Return new contents of a small file that names the dtype or the total size, or None.
 
-    config.json: "dtype" / "torch_dtype", also of parts of the model ("text_config").  A
-    shard index: "metadata": {"total_size"}, the sum of `out_bytes` over the files that it
-    names: others (a consolidated copy) are not its own.
+    config.json: "dtype" / "torch_dtype", also of parts of the model ("text_config"). A shard index:
+    "metadata": {"total_size"}, the sum of `out_bytes` over the files that it names; other files (a
+    consolidated copy) do not count.
     """
     if path == CONFIG:
         fields = _object(read())
@@ -162,13 +161,13 @@ def retyped_file(
 
 
 def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:
-    """A config with another dtype: its own, and those of the configs of parts in it."""
+    """Return a config with another dtype, including the configs of parts in it."""
     changed: dict[str, Any] = {}
     for key, value in fields.items():
         is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
         if is_dtype and (not nested or value.removeprefix("torch.") in _CONFIG_NAMES.values()):
             changed[key] = name
-        # How weights are quantized, or adapters computed, is not the dtype of the model's tensors.
+        # Keep dtypes of quantization and compression: they are not those of the model's tensors.
         elif isinstance(value, dict) and (key == "config" or key.endswith("_config")):
             is_other = key.startswith(("quantization", "compression"))
             changed[key] = value if is_other else _retyped_config(value, name, nested=True)
@@ -190,10 +189,10 @@ def _dump(fields: dict[str, Any]) -> bytes:
 
 
 def tensor_bytes(file: File) -> int:
-    """Bytes of a file's tensors, without its header."""
+    """Return the bytes of a file's tensors, without its header."""
     return sum(part.nbytes for part in file.parts if part.name is not None)
 
 
 def is_safetensors(file: File) -> bool:
-    """Whether a file has a header and tensors."""
+    """Return whether a file has a header and tensors."""
     return file.form == SAFETENSORS

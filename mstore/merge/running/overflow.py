@@ -1,8 +1,8 @@
-"""Overflow: elements of a merge that its element type cannot hold, and that became infinite.
+"""Overflow: elements of a merge that became infinite because the output type cannot hold them.
 
-Counted is what is infinite in the output and finite in the base.  Chunks that are computed are
-counted on the way, where base and output are in memory; those that an earlier merge made are looked
-at once they are published (`counted`).  Of which types, `codes.can_overflow` says.
+Counts elements that are infinite in the output and finite in the base. Computed chunks are counted
+while base and output are in memory; chunks that an earlier merge made are counted after they are
+published (`counted`). `codes.can_overflow` says which types can overflow.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NAMED = 3
 
 
 def infinite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
-    """bool[elements]: which of these stored elements are infinite."""
+    """Return bool[elements]: which of these stored elements are infinite."""
     bits = data.view(f"<u{ITEMSIZES[dtype]}")
-    # Without the sign.
+    # Ignore the sign bit.
     found: npt.NDArray[np.bool_] = (bits & (2 ** (8 * ITEMSIZES[dtype] - 1) - 1)) == INFINITIES[
         dtype
     ]
@@ -38,24 +38,24 @@ def infinite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
 
 
 def became_infinite(tensor: TensorTask, base: Bytes, out: Bytes) -> int:
-    """Elements of a chunk that are infinite in `out` and not in `base`."""
+    """Count the elements of a chunk that are infinite in `out` and not in `base`."""
     if not can_overflow(tensor.base_dtype, tensor.out_dtype):
         return 0
     now = infinite(out, tensor.out_dtype)
-    # Mostly there is none, and the base need not be looked at.
+    # Usually there is none, and the base need not be checked.
     return int((now & ~infinite(base, tensor.base_dtype)).sum()) if now.any() else 0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one run knows of overflow: counts by tensor, and chunks that nobody looked at."""
+    """Overflow in one run: counts by tensor, and chunks that were not checked yet."""
 
     counts: dict[str, int] = field(default_factory=dict)
     elements: dict[str, int] = field(default_factory=dict)
     unseen: list[tuple[TensorTask, Members, int, tuple[BlockId, ...]]] = field(default_factory=list)
 
     def add(self, tensor: TensorTask, count: int) -> None:
-        """Count in one chunk that was computed."""
+        """Add the count of one computed chunk."""
         if count:
             self.counts[tensor.name] = self.counts.get(tensor.name, 0) + count
             self.elements[tensor.name] = tensor.elements
@@ -63,13 +63,13 @@ class Tally:
     def leave(
         self, tensor: TensorTask, members: Members, found: Mapping[int, Sequence[BlockId]]
     ) -> None:
-        """Chunks that were made before, by number, with the blocks that came out."""
+        """Remember chunks that were made before, by number, with their output blocks."""
         if can_overflow(tensor.base_dtype, tensor.out_dtype):
             self.unseen += [(tensor, members, n, tuple(blocks)) for n, blocks in found.items()]
 
 
 def counted(catalog: Catalog, tally: Tally) -> tuple[Overflow, ...]:
-    """All that a published merge overflowed, worst first.  Raises Corrupt, StorageFailed."""
+    """Return all overflow of a published merge, worst first. Raises Corrupt, StorageFailed."""
     for tensor, members, number, blocks in tally.unseen:
         out = _read(catalog, blocks)
         if infinite(out, tensor.out_dtype).any():
@@ -91,7 +91,7 @@ def _read(catalog: Catalog, blocks: Iterable[BlockId]) -> Bytes:
 def overflow_warnings(
     plan: Plan, overflow: tuple[Overflow, ...] | None
 ) -> tuple[MergeWarning, ...]:
-    """What people are told of it: counts where it was merged, else that there may be some."""
+    """Return the warning for people: counts after a merge, else that overflow may occur."""
     if not overflow:
         return ()
     what = "the output's type" if plan.dtype is None else plan.dtype
@@ -108,5 +108,5 @@ def overflow_warnings(
 
 
 def told(one: Overflow) -> str:
-    """A tensor and how much of it."""
+    """Format a tensor with its counts, if known."""
     return one.tensor if one.elements is None else f"{one.tensor} {one.elements} of {one.of}"

@@ -1,15 +1,14 @@
-"""Papers: what a merge says of itself as a checkpoint, its model card and the licence texts.
+"""Papers: the model card and the licence files of a merged checkpoint.
 
-The base's README.md tells of the base, and a licence file at the top speaks for everything below
-it; neither is true of a merge.  So a merge has a card of its own, and keeps the base's licence
-files where they are only if all parents state that one licence; otherwise the texts of all
-parents lie in licenses/, each under the parent that it is from.
+The base's README.md describes the base, and a licence file at the top level applies to everything
+below it; neither is true of a merge. So a merge has a card of its own. It keeps the base's licence
+files in place only if all parents state that one licence; otherwise the texts of all parents go to
+licenses/, each under the parent that it is from.
 
-All of it is a function of the plan and of the parents' contents, never of names, times, costs at
-rest or versions: the same merge is the same bytes in any store, and for replay and materialize
-(docs/design/011-model-cards.md).  A merge that is the base keeps the base's papers.
-
-What cards of parents say is their words, read with limits and repeated, never interpreted.
+Everything is a function of the plan and of the parents' contents, never of names, times, costs at
+rest or versions. So the same merge has the same bytes in any store, also after replay and
+materialize (docs/design/011-model-cards.md). A merge that is the base keeps the base's papers.
+Statements of parents' cards are read with limits and repeated, never interpreted.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ in its own content; those of its parents' contents can, and `mstore show ID` tak
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A parent by its own words.
+    """A parent as its own files describe it.
 
-    role: base, or expert N from 1 on.  name: what its card calls it, or for the base what every
-    expert's card calls its base; None where none does.  licence: what its card states, None for
-    nothing.  texts: its licence files.
+    role: base, or expert N from 1 on. name: from its card; for the base also the name that all
+    experts' cards give their base; None if there is none. licence: what its card states, None for
+    nothing. texts: its licence files.
     """
 
     role: str
@@ -85,19 +84,19 @@ class Parent:
 
     @property
     def label(self) -> str:
-        """Its name, or else the id of its content."""
+        """Its name, else the id of its content."""
         return self.name or self.manifest.hex()
 
 
 class Papers:
-    """Card and licence files of one plan's merge.  Reads the parents' cards, and nothing else."""
+    """Card and licence files of one plan's merge. Reads the parents' cards, and nothing else."""
 
     def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self._catalog = catalog
         self._plan = plan
 
     def files(self) -> tuple[tuple[File, ...], dict[str, bytes]]:
-        """The base's files as the merge has them, without the card; new files by their path."""
+        """Return the merge's files taken from parents, without the card; and new files by path."""
         base = self._catalog.manifest(self._plan.base_id())
         if is_base(self._catalog, self._plan) or _has_directory(base, CARD):
             return base.files, {}
@@ -121,12 +120,12 @@ class Papers:
 
     @cached_property
     def _named(self) -> tuple[Parent, ...]:
-        """The same, the base by the name that experts have for it where its card has none."""
+        """The parents; a base whose card has no name gets the one that experts use for it."""
         base, *experts = self.parents
         return (base if base.name else replace(base, name=self._name_of_base()), *experts)
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Which parents (0 the base, experts from 1 on) a warning is about, and what it says."""
+        """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
         stated = [parent.licence for parent in self.parents]
         for what, pattern in _FORBIDS.items():
             who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
@@ -143,14 +142,14 @@ class Papers:
     # -- the card ------------------------------------------------------------------------------
 
     def card(self) -> str:
-        """The text of README.md."""
+        """Return the text of README.md."""
         return "\n".join([*self._front_matter(), "", *self._body()]) + "\n"
 
     def _front_matter(self) -> Iterator[str]:
         yield "---"
         yield "base_model:"
         for label in dict.fromkeys(parent.label for parent in self._named):
-            # Quoted: an id of digits alone, or with one e, would be a number.
+            # Quoted: YAML reads an unquoted id of digits only, or with one e, as a number.
             yield f"- {json.dumps(label)}"
         yield "base_model_relation: merge"
         yield from self._licence_lines()
@@ -268,7 +267,7 @@ class Papers:
     def _start(
         self, id: ManifestId, path: str, length: int = DEFAULT_LIMITS.max_card_bytes
     ) -> bytes | None:
-        """The first bytes of a small file, None where there is none."""
+        """Return the first bytes of a small file, None if it is missing."""
         file = self._catalog.manifest(id).file(path)
         if file is None or file.form != OPAQUE:
             return None
@@ -282,13 +281,13 @@ class Papers:
 
 
 def has_papers(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> bool:
-    """Whether a merge has papers of its own; those of earlier versions have the base's."""
+    """Return whether a merge has papers of its own; merges by earlier versions have the base's."""
     ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
     return ours.file(CARD) != base.file(CARD)
 
 
 def _is_licence(file: File) -> bool:
-    """By the first part of its path: a file at the top, or all of a directory of texts."""
+    """Judge by the first part of the path: a file at the top, or all of a directory of texts."""
     top = file.path.split("/")[0]
     is_text = PurePosixPath(top).suffix.lower() in _TEXTS
     return file.form == OPAQUE and is_text and bool(_LICENCE_FILE.fullmatch(top))
@@ -299,5 +298,5 @@ def _has_directory(manifest: Manifest, path: str) -> bool:
 
 
 def _number(value: float) -> str:
-    """The shortest text of a float32."""
+    """Return the shortest text of a float32."""
     return str(np.float32(value))

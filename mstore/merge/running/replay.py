@@ -1,4 +1,4 @@
-"""Replay: run a recorded plan again and say whether the same bytes come out."""
+"""Replay: run a recorded plan again and report whether the same bytes come out."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def replay(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
-    """Compute everything anew, without the memo table, and compare ManifestIds.
+    """Compute everything again, without the memo table, and compare ManifestIds.
 
-    Raises BadRequest for a snapshot that no plan made, or that is virtual, NotFound if an input
-    was pruned.
+    Raises BadRequest for a snapshot that no plan made, or that is virtual, NotFound if an input was
+    pruned.
     """
     record = catalog.snapshot(snapshot)
     plan_id = plan_of(snapshot, record, so="there is no plan to replay")
@@ -58,7 +58,7 @@ def replay(
 
 
 def _first_difference(catalog: Catalog, recorded: Manifest, outcome: Outcome) -> str:
-    """The first file, tensor and block that differ, as far as there is one of each."""
+    """Return the first file that differs, with tensor and block as far as known."""
     fresh = {tensor.id(): tensor for tensor in outcome.tensors.values()}
     for ours, theirs in zip(recorded.files, outcome.manifest.files, strict=False):
         for part, other in zip(ours.parts, theirs.parts, strict=False):

@@ -1,1 +1,1 @@
-"""Merges that are committed as plans, and computed when somebody reads them."""
+"""Virtual merges: committed as plans, computed when they are read."""

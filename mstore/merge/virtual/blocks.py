@@ -1,15 +1,15 @@
 """Virtual blocks: blocks of merges that were committed as plans, computed when they are read.
 
 Owns the way from a virtual tensor and a block number to verified bytes: task, inputs, kernel, id.
-Keeps no blocks: that is the reader's cache (`mstore.view`).  What is kept, in the memo table, is
-the id of every block that was computed, also while the block itself is stored nowhere; a block
-that comes out differently than it once did is Corrupt, and never handed out.
+Keeps no blocks: that is the reader's cache (`mstore.view`). The memo table keeps the id of every
+block that was computed, even while the block itself is stored nowhere; a block that comes out
+differently than before is Corrupt, and never returned.
 
-The bytes are those of the real merge of the same plan.  Reads of experts are charged as there:
-what is read for the first time to a meter whose limit is what the plan costs in this store; what is
-read again (because it was forgotten since) chunk by chunk to the same limit.
+The bytes are those of the real merge of the same plan. Reads of experts are charged as in that
+merge: the first read of each chunk to a meter whose limit is what the plan costs in this store; a
+repeated read (because the result was evicted) to a limit of that chunk's own cost.
 
-Safe for any number of threads.  Memory: a chunk of each side a thread, and what readers keep.
+Safe for any number of threads. Memory: one chunk of each side per thread, and what readers keep.
 """
 
 from __future__ import annotations
@@ -87,12 +87,14 @@ class _Tensor:
         self._read: set[int] = set()
 
     def numbers(self, chunk: int) -> range:
-        """The blocks of a chunk."""
+        """Return the block numbers of a chunk."""
         return range(chunk * self.per_chunk, min((chunk + 1) * self.per_chunk, self.blocks))
 
     def chunks(self, first: int) -> _Batch:
-        """Memo key and task of each chunk of a batch that is not the base's own, with one look into
-        the index.  Raises Corrupt where an input is not stored."""
+        """Return memo key and task of each chunk of a batch, except the base's own chunks.
+
+        Looks into the index once. Raises Corrupt if an input is not stored.
+        """
         end = min(first + _BATCH, self.task.chunks)
         numbers = [number for number in range(first, end) if not self.reused[number]]
         keys = self.plan.keys.chunks(self.task, numbers)
@@ -100,7 +102,7 @@ class _Tensor:
         return dict(zip(numbers, zip(keys, tasks, strict=True), strict=True))
 
     def meter(self, task: ChunkTask) -> Meter:
-        """What a read of this chunk's experts is charged to."""
+        """Return the meter to charge for reading this chunk's experts."""
         with self._lock:
             if task.number not in self._read:
                 self._read.add(task.number)
@@ -114,7 +116,7 @@ class _Tensor:
 
 
 class VirtualBlocks:
-    """What computes virtual blocks for the views of one store (`mstore.view.Computing`)."""
+    """Computes virtual blocks for the views of one store (`mstore.view.Computing`)."""
 
     def __init__(self, catalog: Catalog, memo: Memo, *, threads: int) -> None:
         self._catalog = catalog
@@ -125,14 +127,14 @@ class VirtualBlocks:
         self._plans: dict[PlanId, _Plan] = {}
         self._tensors: dict[VirtualId, _Tensor] = {}
         self._batches: OrderedDict[tuple[_Tensor, int], _Batch] = OrderedDict()
-        # Apart, because a chunk is loaded already when the ties of a gap are counted.
+        # Separate, because a chunk is already loaded when the ties of a gap are counted.
         self._scratch = Scratch()
         self._gap_scratch = Scratch()
         self._base_meter = Meter("base")
         self._unflushed = 0
 
     def close(self) -> None:
-        """Finish what is being computed, drop what is waiting, and write the memo table."""
+        """Finish running computations, cancel waiting ones, and write the memo table."""
         self._pool.shutdown(cancel_futures=True)
         self._flush()
 
@@ -146,27 +148,27 @@ class VirtualBlocks:
 
     @property
     def ahead(self) -> int:
-        """Chunks that a sequential reader should have under way."""
+        """How many chunks a sequential reader should request ahead."""
         return 2 * self._threads + 1
 
     def place(self, block: VirtualBlock) -> BlockId | None:
-        """The base's own block, where no expert takes part in it."""
+        """Return the base's own block if no expert takes part in this one."""
         tensor = self._tensor(block.tensor)
         if tensor.reused[block.number // tensor.per_chunk]:
             return tensor.base.block(block.number)
         return None
 
     def group(self, block: VirtualBlock) -> range:
-        """The blocks of the chunk that this one is in."""
+        """Return the blocks of the chunk that contains this one."""
         tensor = self._tensor(block.tensor)
         return tensor.numbers(block.number // tensor.per_chunk)
 
     def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
-        """Compute a group on the pool, and have its inputs read ahead meanwhile."""
+        """Compute a group on the pool, and read its inputs ahead meanwhile."""
         found = self._tensor(tensor)
         number = group.start // found.per_chunk
         with suppress(MstoreError):
-            # The worker meets the same error, and its reader is the one to hear of it.
+            # The worker meets the same error and reports it to the reader.
             will_need([self._chunk(found, number)[1]], self._catalog.packs)
         return self._pool.submit(self._compute, found, number)
 
@@ -184,7 +186,7 @@ class VirtualBlocks:
         return found
 
     def _chunk(self, tensor: _Tensor, number: int) -> tuple[bytes, ChunkTask]:
-        """One chunk's memo key and task; those near it come along."""
+        """Return one chunk's memo key and task; loads those of its neighbours too."""
         first = number - number % _BATCH
         with self._lock:
             batch = self._batches.get((tensor, first))
@@ -216,7 +218,7 @@ class VirtualBlocks:
         return blocks
 
     def _verify(self, tensor: _Tensor, number: int, key: bytes, made: Remembered) -> None:
-        """Compare with what is remembered, or remember it.  Raises Corrupt."""
+        """Compare ids with the memo table, or add them. Raises Corrupt if they differ."""
         row = self._memo.outputs([key])[0]
         known = None if row is None else Remembered.decode(row)
         if known is None:
@@ -240,7 +242,7 @@ class VirtualBlocks:
     def _quotas(
         self, tensor: _Tensor, loaded: Loaded
     ) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
-        """Ties that a chunk may keep of each expert, and those that it takes of limited quotas."""
+        """Return the ties that a chunk may keep of each expert, and the used limited quotas."""
         if tensor.prefix is None:
             return tensor.task.quotas, [0] * len(loaded.task.row_of)
         left = tensor.prefix.before(
@@ -252,7 +254,7 @@ class VirtualBlocks:
         return np.array(grant.quotas, dtype=np.int64), grant.taken
 
     def _count(self, tensor: _Tensor, number: int, wanted: list[bool]) -> Sequence[int]:
-        """The ties of a chunk that nobody has read yet, so that a later one can be computed."""
+        """Count the ties of a chunk that was not read yet, for the quotas of a later one."""
         if tensor.reused[number]:
             return [0] * len(wanted)
         loaded = self._load(tensor, self._chunk(tensor, number)[1], self._gap_scratch)
@@ -269,6 +271,6 @@ class VirtualBlocks:
     def _flush(self) -> None:
         with self._lock:
             self._unflushed = 0
-        # The store may be another user's: what cannot be kept is computed again without a check.
+        # The store may be another user's: without a memo row the block is recomputed unchecked.
         with suppress(MstoreError):
             self._memo.flush()

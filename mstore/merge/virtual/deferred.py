@@ -1,11 +1,9 @@
 """Deferred merges: a merge committed as its plan, and made real later.
 
-Owns the two ends of a virtual merge's life: `commit_virtual` publishes a snapshot whose merged
-tensors are virtual, reading nothing but records and model cards (and headers, for another dtype);
-`materialize` runs the plan and moves the branch to the real merge.  What happens in between is
-`mstore.merge.virtual.blocks`'s.
-
-Both publish in one transaction, or publish nothing.
+Owns both ends of a virtual merge's life. `commit_virtual` publishes a snapshot whose merged tensors
+are virtual; it reads only records and model cards (and headers, for another dtype). `materialize`
+runs the plan and moves the branch to the real merge. `mstore.merge.virtual.blocks` owns what
+happens in between. Each publishes in one transaction, or publishes nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ from mstore.version import TOOL
 class Deferred:
     """A published virtual merge.
 
-    is_new: False where the ref already was that merge; then is_virtual says whether it still is.
-
+    is_new: False if the ref already was that merge; then is_virtual says whether it still is.
     blocks_reused: output blocks of tensors that are the base's own.
     """
 
@@ -71,9 +68,9 @@ def commit_virtual(
         parents = parents_of(sources)
         tip, previous = tip_of(catalog, current)
         if current is not None and tip is not None and is_merge_of(tip, plan, parents):
-            # Whether virtual or real: it is the merge that was asked for.
+            # Virtual or real, the branch already is the requested merge.
             if tip.is_virtual and transaction.has_news:
-                # Some of it was lost, and is there again.
+                # Some of its blocks or records were lost: store them again.
                 transaction.rely_on_manifest(manifest)
                 transaction.rely_on_inputs(plan)
                 transaction.commit()
@@ -111,7 +108,7 @@ def _deferred(
 
 
 class _Output:
-    """The manifest of a virtual merge, on its way into a transaction."""
+    """Builds the manifest of a virtual merge and puts its parts into a transaction."""
 
     def __init__(self, catalog: Catalog, plan: Plan, transaction: Transaction) -> None:
         self._catalog = catalog
@@ -123,7 +120,7 @@ class _Output:
         self.blocks_reused = 0
 
     def manifest(self) -> Manifest:
-        """The manifest: tensors and files of the base, virtual tensors where the plan merges."""
+        """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
         files, new = Papers(self._catalog, self._plan).files()
         found = [self._file(file) for file in files]
         for path, data in new.items():
@@ -169,7 +166,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Materialized:
-    """A branch that holds stored bytes.  `merged` is None where it did so already."""
+    """A branch that holds stored bytes. `merged` is None if it did so before."""
 
     snapshot: SnapshotId
     record: SnapshotRecord
@@ -187,9 +184,9 @@ def materialize(
 ) -> Materialized:
     """Run the plan of the virtual merge at a branch, and move the branch to the real one.
 
-    The message is the virtual merge's unless another is given; the virtual snapshot becomes the
-    previous parent.  Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what
-    a merge raises; then the branch stays where it is.
+    The virtual snapshot becomes the previous parent, and its message is reused unless another is
+    given. Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what a merge
+    raises; then the branch stays where it is.
     """
     with catalog.publishing():
         current = _branch(catalog, name)
@@ -214,7 +211,7 @@ def materialize(
 
 
 def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:
-    """The inputs by the names they were planned with, and as the snapshots the merge stands on."""
+    """Return the inputs under their planned names, as the snapshots that the merge records."""
     named = sources_of(catalog, id, plan)
     inputs = made_from(record)
     if [parent.role for parent in inputs] != [BASE, *[EXPERT] * len(named.experts)]:
@@ -234,7 +231,8 @@ def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -
 def _branch(catalog: Catalog, name: str) -> refs.Ref:
     current = catalog.ref(name)
     if current is None:
-        # A snapshot by another name than a branch's is no branch that could move; NotFound first.
+        # Resolve first, for NotFound: a snapshot named other than by a branch has no branch to
+        # move.
         catalog.resolve(name)
         raise BadRequest(
             "is not a branch: what is made must have a name to be found by",

@@ -1,12 +1,12 @@
 """The tie prefix: how much of each quota is left before a chunk, for chunks in any order.
 
-A merge runs through a tensor from front to back, and its ledger (`merge.running.ties`) hands each
-chunk's ties on to the next.  Readers of a virtual tensor come in any order and may come back.  So
-here the quotas are kept for every chunk up to the furthest that is known, and whoever needs a
-later one counts the ties of the gap first.
+A real merge walks a tensor from front to back, and its ledger (`merge.running.ties`) passes each
+chunk's ties on to the next. Readers of a virtual tensor come in any order, repeatedly. So this
+keeps the quotas for every chunk up to the furthest known one, and a reader of a later chunk counts
+the ties of the gap first.
 
-Safe for any number of threads.  A chunk that is being computed counts its own ties; others wait
-for that instead of reading it a second time.
+Safe for any number of threads. A chunk that is being computed counts its own ties; others wait for
+that instead of reading it a second time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ Count = Callable[[int, list[bool]], Sequence[int]]
 
 
 class TiePrefix:
-    """For one tensor and all its experts.
+    """The quotas of one tensor, for all its experts.
 
-    Invariant: row c of `_rows` is what is left of the quotas before chunk c, for every c that is
-    there; it is a function of the plan alone, so it never changes.
+    Invariant: row c of `_rows` is what is left of the quotas before chunk c, for every c that
+    exists; it depends only on the plan, so it never changes.
     """
 
     def __init__(self, quotas: Sequence[int]) -> None:
         self._experts = len(quotas)
-        # A tensor may have thousands of chunks and twenty experts: eight bytes each, no objects.
+        # A tensor may have thousands of chunks and twenty experts: use eight bytes each, no
+        # objects.
         self._rows = array("q", quotas)
         self._busy: Counter[int] = Counter()
         self._turn = Condition()
 
     @contextmanager
     def counting(self, chunk: int) -> Iterator[None]:
-        """While chunk `chunk` is read: its ties will be reported, or the block is left."""
+        """Announce that chunk `chunk` is being read, so that others wait for its `report`."""
         with self._turn:
             self._busy[chunk] += 1
         try:
@@ -50,10 +51,10 @@ class TiePrefix:
                 self._turn.notify_all()
 
     def before(self, chunk: int, count: Count) -> Left:
-        """What is left of each quota (UNLIMITED: there is none) before chunk `chunk`.
+        """Return what is left of each quota (UNLIMITED: no quota) before chunk `chunk`.
 
-        Waits for earlier chunks that somebody counts; `count(number, open)` is called for the
-        others, one after the other, and says how many ties of each open quota a chunk has.
+        Waits for earlier chunks that other threads count. Calls `count(number, open)` for the rest,
+        one after another; it returns how many ties of each open quota a chunk has.
         """
         while True:
             with self._turn:
@@ -71,7 +72,7 @@ class TiePrefix:
                     self._turn.notify_all()
 
     def report(self, chunk: int, ties: Sequence[int]) -> None:
-        """Chunk `chunk`, whose `before` is known, has so many ties of each open quota."""
+        """Record the ties of each open quota in chunk `chunk`, whose `before` is known."""
         with self._turn:
             if chunk == self._next:
                 self._rows.extend(
@@ -82,7 +83,7 @@ class TiePrefix:
 
     @property
     def _next(self) -> int:
-        """The first chunk whose ties are not known."""
+        """The first chunk whose ties are unknown."""
         return len(self._rows) // self._experts - 1
 
     def _left(self, chunk: int) -> Left:
