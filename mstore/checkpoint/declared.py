@@ -1,14 +1,13 @@
-"""What a checkpoint says that it was made from: names of models, for a search and nothing more.
+"""Declared bases: the models that a checkpoint says it was made from, as search hints only.
 
     config.json          "base_model", "_name_or_path"
     README.md            the card's front matter: base_model, a name or a list of names
     mergekit_config.yml  base_model
 
-All of it is a stranger's word.  A file that is too long, not of its kind or silent declares
-nothing; none is ever an error, because the files themselves are stored as they are.
-
-Of YAML only as much is read as cards hold: a key at the start of a line, a plain or quoted
-scalar, a list in brackets or of lines with a dash.  What is written otherwise declares nothing.
+All of it is untrusted. A file that is too long, malformed or silent declares nothing; none of this
+is ever an error, because the files themselves are stored unchanged. Of YAML, this reads only what
+cards contain: a key at the start of a line, a plain or quoted scalar, a list in brackets or of
+lines with a dash. Anything written otherwise declares nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MERGEKIT = "mergekit_config.yml"
 _KEY = "base_model"
 # Where the weights were loaded from: the base, or an earlier version of the same model.
 _LOADED_KEY = "_name_or_path"
-# Their tensors are not those of the base: an adapter's are others, a quantized model's smaller.
+# Their tensors differ from the base's: an adapter has others, a quantized model smaller ones.
 _OTHER_TENSORS = {"adapter", "quantized"}
 _FENCE = "---"
 _ITEM = re.compile(r"\s*-\s+(?P<item>.*)")
@@ -37,7 +36,7 @@ _PLAIN = re.compile(r"[^\s'\"\[\]{}&*!|>%@`#,][^\[\]{}#,]*")
 
 @dataclass(frozen=True, slots=True)
 class DeclaredLimits:
-    """How much of these files is looked at.  What lies beyond declares nothing."""
+    """How much of these files is read. What lies beyond declares nothing."""
 
     max_config_bytes: int = 1 << 20
     max_card_bytes: int = 1 << 18
@@ -51,9 +50,9 @@ DEFAULT_LIMITS = DeclaredLimits()
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A model's name, and the file that gives it.
+    """A model's name, and the file that names it.
 
-    `is_base` where the file calls it the base, and not only what was loaded.
+    is_base: the file calls it the base; otherwise only the source of the loaded weights.
     """
 
     name: str
@@ -64,9 +63,9 @@ class Declared:
 def declared_bases(
     read: Callable[[str, int], bytes | None], *, limits: DeclaredLimits = DEFAULT_LIMITS
 ) -> tuple[Declared, ...]:
-    """The names that a checkpoint gives, each once; those that it calls its base come first.
+    """Return the names that a checkpoint declares, each once, explicit bases first.
 
-    `read(path, length)` gives at most `length` first bytes of a file, None where there is none.
+    `read(path, length)` returns at most the first `length` bytes of a file, None if it is missing.
     """
     config = _config(read(CONFIG, limits.max_config_bytes + 1), limits)
     card = _of_card(read(CARD, limits.max_card_bytes), limits)
@@ -105,7 +104,7 @@ def _of_card(raw: bytes | None, limits: DeclaredLimits) -> list[str]:
 
 
 def front_matter(raw: bytes | None) -> list[str]:
-    """The lines of a card's front matter; none where there is none, or its end is missing."""
+    """Return the lines of a card's front matter; none if it is missing or unterminated."""
     lines = _lines(raw)
     if not lines or lines[0].rstrip() != _FENCE:
         return []
@@ -118,7 +117,7 @@ def _lines(raw: bytes | None) -> list[str]:
 
 
 def values(lines: list[str], key: str, limits: DeclaredLimits = DEFAULT_LIMITS) -> list[str]:
-    """The scalar or the scalars at a key of the outermost mapping; the first such key counts."""
+    """Return the scalar or scalars at the first occurrence of a top-level key."""
     head = f"{key}:"
     for number, line in enumerate(lines):
         if not line.startswith(head):
@@ -134,7 +133,7 @@ def values(lines: list[str], key: str, limits: DeclaredLimits = DEFAULT_LIMITS) 
 
 
 def _items(lines: list[str]) -> list[str]:
-    """The items of a list that begins here; it ends at the first line that is none."""
+    """Return the items of a list that starts here; the first other line ends it."""
     items: list[str] = []
     for line in lines:
         found = _ITEM.fullmatch(line)
@@ -151,7 +150,7 @@ def _scalars(texts: list[str], limits: DeclaredLimits) -> list[str]:
 
 
 def _scalar(text: str) -> str | None:
-    """A quoted scalar without escapes, or a plain one; a comment behind it is left out."""
+    """Parse a quoted scalar without escapes, or a plain one; ignores a trailing comment."""
     quote = text[:1]
     if quote in ("'", '"'):
         inside, closing, rest = text[1:].partition(quote)

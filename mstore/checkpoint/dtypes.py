@@ -1,7 +1,7 @@
 """The dtypes of safetensors 0.8, and the bytes that a tensor of a dtype and shape takes.
 
-Owns names and widths only.  What the bits mean is the business of whoever computes with
-them: to a checkpoint every dtype is bytes.
+Owns names and widths only. Code that computes with the bits owns their meaning: to a checkpoint
+every dtype is bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 from mstore.errors import BadCheckpoint
 
-# Beyond this no offset, size or seek of the operating system could express the tensor.
+# A larger tensor exceeds every offset, size and seek of the operating system.
 MAX_TENSOR_BITS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type as safetensors names it; `bits` an element, packed without padding."""
+    """An element type as safetensors names it; `bits` per element, packed without padding."""
 
     name: str
     bits: int
@@ -30,8 +30,8 @@ def _table(*dtypes: DType) -> Mapping[str, DType]:
     return MappingProxyType({dtype.name: dtype for dtype in dtypes})
 
 
-# `floating` is True for real floating point.  C64 is complex (two F32) and F8_E8M0 is a bare
-# scale: neither can be added, trimmed or averaged as a real number, so neither counts.
+# `floating` is True for real floating point. C64 is complex (two F32) and F8_E8M0 is a bare scale:
+# neither can be added, trimmed or averaged as a real number, so neither counts.
 DTYPES: Mapping[str, DType] = _table(
     DType("BOOL", 8, False),
     DType("F4", 4, True),
@@ -59,14 +59,12 @@ DTYPES: Mapping[str, DType] = _table(
 
 
 def nbytes(dtype: DType | str, shape: Sequence[int]) -> int:
-    """Bytes of a packed row-major tensor; () is one element, any 0 makes it 0.
+    """Return the bytes of a packed row-major tensor; () is one element, any 0 makes it 0.
 
-    A shape is absurd when its non-zero dimensions alone would not fit 63 bits of bits: then
-    [0, 2**62, 2**62] is refused although it is empty, as numpy refuses it, because code
-    that multiplies from the left would overflow.
-
-    Raises BadCheckpoint for an unknown dtype, a negative or absurd shape, and a dtype
-    narrower than a byte (F4, F6) whose elements do not end on a whole byte.
+    Refuses shapes whose non-zero dimensions alone would not fit 63 bits of bits. So [0, 2**62,
+    2**62] is refused although it is empty, as by numpy, because code that multiplies from the left
+    would overflow. Raises BadCheckpoint for an unknown dtype, a negative or absurd shape, and a
+    dtype narrower than a byte (F4, F6) whose elements do not end on a whole byte.
     """
     kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if kind is None:

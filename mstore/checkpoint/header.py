@@ -1,17 +1,16 @@
 """One safetensors file's header, parsed by our own rules.
 
     offset 0         N, the length of the JSON: unsigned 64 bits, little endian
-    offset 8         N bytes: a UTF-8 JSON object, padded with spaces as the writer liked
+    offset 8         N bytes: a UTF-8 JSON object, padded with any number of spaces
                        name -> {"dtype": str, "shape": [int...], "data_offsets": [begin, end]}
                        "__metadata__" -> {str: str}, optional
-    offset 8 + N     data: the tensors, one after another without hole, overlap or rest
+    offset 8 + N     data: the tensors, one after another without holes, overlaps or a remainder
 
-Source: the safetensors format, https://github.com/huggingface/safetensors#format.  safetensors
-0.8 itself takes repeated keys, headers of 100 MB and shapes whose product overflows; this
-module does not.  What it takes, safetensors reads the same; an entry's fields other than the
-three are ignored by both.
+Source: the safetensors format, https://github.com/huggingface/safetensors#format. safetensors 0.8
+itself accepts repeated keys, headers of 100 MB and shapes whose product overflows; this module does
+not. What it accepts, safetensors reads identically; both ignore an entry's other fields.
 
-The header is kept verbatim, because the bytes of a file cannot be had back from its meaning.
+The header is kept verbatim, because a file's bytes cannot be reconstructed from its meaning.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """What a header may cost before it is refused.  A caller who trusts a file raises them."""
+    """What a header may cost before it is refused. Callers who trust a file can raise them."""
 
     max_header_bytes: int = 16 * MIB
     max_tensors: int = 200_000
@@ -46,7 +45,7 @@ class HeaderLimits:
 
     @property
     def max_json_containers(self) -> int:
-        """Objects and arrays: three a tensor, one more for brackets in names, some for metadata."""
+        """Objects and arrays: three per tensor, one more for brackets in names, and metadata."""
         return 4 * self.max_tensors + 65_536
 
 
@@ -73,10 +72,10 @@ class TensorSlot(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A sound header: its slots cover [0, data_bytes) once, in order.
+    """A valid header: its slots cover [0, data_bytes) exactly once, in order.
 
-    `raw` is the length and the JSON as they stand in the file.  `tensors` are in data order:
-    by (begin, end), and empty tensors at one place in the order of the JSON.
+    raw: the length and the JSON as they are in the file. tensors: in data order, by (begin, end);
+    empty tensors at one place in the order of the JSON.
     """
 
     raw: bytes
@@ -85,7 +84,7 @@ class Header:
 
     @property
     def data_start(self) -> int:
-        """Offset in the file of the first data byte."""
+        """Offset of the first data byte in the file."""
         return len(self.raw)
 
     @property
@@ -101,10 +100,10 @@ def read_header(
     where: str | None = None,
     stamp: Stamp | None = None,
 ) -> Header:
-    """The header of the safetensors file at `path`; reads no tensor.
+    """Read the header of the safetensors file at `path`; reads no tensor.
 
-    `where` names the file in errors, where that is not `path` itself.  Raises BadCheckpoint as
-    `parse_header` does and where the file has another stamp, NotFound, StorageFailed.
+    `where` names the file in errors, if not `path` itself. Raises BadCheckpoint as `parse_header`
+    does and if the file has another stamp, NotFound, StorageFailed.
     """
     where = where or str(path)
     with open_regular(path, stamp) as (descriptor, status):
@@ -117,14 +116,13 @@ def read_header(
 def parse_header(
     raw: bytes, *, file_size: int, where: str, limits: HeaderLimits = DEFAULT_LIMITS
 ) -> Header:
-    """The header in `raw`: the 8 length bytes and the JSON, nothing after it.
+    """Parse the header in `raw`: the 8 length bytes and the JSON, nothing after it.
 
-    `file_size` is that of the whole file, in bytes; `where` names it in errors.  About 0.9 s
-    and 130 MiB for 100,000 tensors.
-
-    Raises BadCheckpoint for a truncated file, a header that is too long, not UTF-8, not JSON or
-    not an object, repeated keys, an unknown dtype, a bad shape, offsets that do not match
-    it, and data with an overlap, a hole or a rest.  The error names the tensor.
+    `file_size` is that of the whole file, in bytes; `where` names it in errors. Takes about 0.9 s
+    and 130 MiB for 100,000 tensors. Raises BadCheckpoint, which names the tensor, for a truncated
+    file, a header that is too long, not UTF-8, not JSON or not an object, repeated keys, an unknown
+    dtype, a bad shape, offsets that do not match it, and data with an overlap, a hole or a
+    remainder.
     """
     length = _json_length(raw[:LENGTH_BYTES], file_size, where, limits)
     if len(raw) != LENGTH_BYTES + length:
@@ -192,7 +190,7 @@ def _metadata(entry: object, where: str) -> dict[str, str]:
 
 
 def _slot(name: str, entry: object, limits: HeaderLimits) -> TensorSlot:
-    """One entry, checked by itself.  Raises BadCheckpoint that does not name the tensor yet."""
+    """Parse one entry on its own. Raises BadCheckpoint that does not name the tensor yet."""
     _check_name(name, limits)
     if not isinstance(entry, dict):
         raise BadCheckpoint("its entry is not an object")
@@ -213,7 +211,7 @@ def _check_name(name: str, limits: HeaderLimits) -> None:
     if len(name) > limits.max_name_bytes:
         raise BadCheckpoint(f"its name is longer than {limits.max_name_bytes} bytes")
     if name.isascii():
-        # Printable ASCII is nearly every name; only the odd one pays for the regex.
+        # Nearly every name is printable ASCII; only others pay for the regex.
         if not name.isprintable() and CONTROL.search(name):
             raise BadCheckpoint("its name holds a control character")
         return
@@ -255,7 +253,7 @@ def _offsets(entry: object) -> tuple[int, int]:
 
 
 def _check_cover(slots: list[TensorSlot], data_bytes: int, where: str) -> None:
-    """Accept slots in data order that cover [0, data_bytes) exactly once."""
+    """Raise BadCheckpoint unless slots in data order cover [0, data_bytes) exactly once."""
     reached = 0
     before: TensorSlot | None = None
     for slot in slots:

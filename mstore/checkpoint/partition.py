@@ -1,15 +1,14 @@
-"""A tensor (or an opaque file) as blocks: tensor-relative, all full but the last.
+"""Cutting a tensor (or an opaque file) into blocks: from its own start, all full but the last.
 
-Arithmetic only, so that every layer agrees on where a block begins.  Blocks cut bytes, not
-elements; block sizes are powers of two, so an element of a whole number of bytes never
-straddles two blocks.
+Arithmetic only, so that every layer agrees on where a block begins. Blocks cut bytes, not elements;
+block sizes are powers of two, so an element of a whole number of bytes never straddles two blocks.
 """
 
 from __future__ import annotations
 
 
 def block_count(nbytes: int, block_size: int) -> int:
-    """How many blocks `nbytes` bytes take; nothing takes none.
+    """Return how many blocks `nbytes` bytes take; 0 for no bytes.
 
     Raises ValueError for a negative length or a block size below 1.
     """
@@ -21,7 +20,7 @@ def block_count(nbytes: int, block_size: int) -> int:
 
 
 def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
-    """The (offset, length) of each block, in bytes, in order, without gap or overlap.
+    """Return (offset, length) of each block, in bytes, in order, without gap or overlap.
 
     Raises ValueError as `block_count` does.
     """

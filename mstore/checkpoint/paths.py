@@ -1,8 +1,8 @@
 """Which relative paths may become files of a snapshot.
 
-A path accepted here can be created below any directory, on any filesystem that mstore checks
-out to, without leaving that directory and without touching another file.  Paths are POSIX:
-`/` separates, a backslash is an ordinary character.
+An accepted path can be created below any directory, on any filesystem that mstore checks out to,
+without leaving that directory and without touching another file. Paths are POSIX: `/` separates, a
+backslash is an ordinary character.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from mstore.errors import BadCheckpoint
 MAX_PATH_BYTES = 4096
 MAX_COMPONENT_BYTES = 255
 MAX_DEPTH = 64
-"""Components of a path: work on every directory of every path stays linear in the paths."""
+"""Maximum number of components: bounds the work per path, so it is linear in the paths."""
 
-# C0, DEL and C1: unprintable, and on a terminal they are commands.
+# C0, DEL and C1: unprintable, and commands on a terminal.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 def quoted(text: str, width: int = 120) -> str:
-    """Untrusted text for one line of an error: escaped, and cut to about `width` characters."""
+    """Format untrusted text for one line of an error: escaped, cut to about `width` characters."""
     return repr(text if len(text) <= width else f"{text[:width]}…")
 
 
 def name_for(path: PurePath) -> str:
-    """A name that a checkpoint at `path` could be given, for hints: its own, as refs may be."""
+    """Suggest a ref name for a checkpoint at `path`, for hints: from its own name."""
     found = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-.")
     return found.removesuffix(".safetensors") or "x"
 
 
 def check_relative(path: str, where: str) -> None:
-    """Accept a relative path of plain components.
+    """Raise BadCheckpoint unless a path is relative, with plain components.
 
-    Raises BadCheckpoint (at `where`, naming the path) for one that is empty or absolute, has an
-    empty, `.` or `..` component, a control character (NUL among them) or text that is not
-    valid UTF-8, or is longer than 4096 bytes, 255 bytes a component or 64 components.
+    The error (at `where`, naming the path) covers a path that is empty or absolute, has an empty,
+    `.` or `..` component, a control character (including NUL) or text that is not valid UTF-8, or
+    is longer than 4096 bytes, 255 bytes per component or 64 components.
     """
     problem = _problem(path)
     if problem is not None:
@@ -72,15 +72,15 @@ def _problem(path: str) -> str | None:
 
 
 def check_case_twins(paths: Iterable[str], where: str | None = None) -> None:
-    """Accept paths that stay apart on a filesystem that ignores case.
+    """Raise BadCheckpoint, naming both, if two paths differ only in case.
 
     Compares whole paths and every directory on the way with Unicode case folding: `A/x` and `a/y`
-    are twins because the directories are.  Raises BadCheckpoint that names both.
+    are twins because the directories are.
     """
     spelling: dict[str, str] = {}
     for path in paths:
-        # From the whole path upward: once a directory is known in this very spelling, so
-        # is everything above it, and a large flat directory costs two look-ups a file.
+        # Go up from the whole path: once a directory is known in this exact spelling, so is
+        # everything above it, and a large flat directory costs two look-ups per file.
         prefix = path
         while prefix:
             known = spelling.setdefault(prefix.casefold(), prefix)

@@ -1,7 +1,7 @@
-"""Opening files of a checkpoint: read-only, regular files only, errors as the library's own.
+"""Opening files of a checkpoint: read-only, regular files only, with the library's errors.
 
-Never blocks on a fifo and never opens a device.  What was listed once is opened again by its
-*stamp*: without following a link, and only if it is that very file in that very state.
+Never blocks on a fifo and never opens a device. A file that was listed is opened again by its
+*stamp*: without following links, and only if it is the same file in the same state.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import NamedTuple
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
 
 _MISSING = "check the path"
-# O_PATH: a directory on the way need not be one that may be listed.
+# O_PATH: a directory on the way need not be listable.
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a fifo without it waits for a writer for ever.
+# O_NONBLOCK: without it, opening a fifo waits for a writer for ever.
 _READING = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _SOMETHING_ELSE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
 def storage_error(error: OSError, where: str) -> MstoreError:
-    """The library's error for an OSError: NotFound where nothing is there, else StorageFailed."""
+    """Translate an OSError: to NotFound if nothing is there, else to StorageFailed."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return NotFound("no such file or directory", where=where, hint=_MISSING)
     what = error.strerror or str(error)
@@ -33,9 +33,9 @@ def storage_error(error: OSError, where: str) -> MstoreError:
 
 
 class Stamp(NamedTuple):
-    """One state of one file: what else may lie at its path, or be in it later, has another.
+    """One state of one file: any other file at its path, or any later state, has another stamp.
 
-    `ctime_ns` makes it so.  Writing, renaming and linking move it, and nobody sets it back.
+    `ctime_ns` ensures that: writing, renaming and linking change it, and no program can reset it.
     """
 
     device: int
@@ -46,14 +46,14 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """The stamp of a file that `stat` was asked about."""
+        """Return the stamp of a stat result."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
 
 def changed(where: str) -> BadCheckpoint:
-    """The error for a file that is not, or not any more, what it was when it was listed."""
+    """Build the error for a file that differs from when it was listed."""
     return BadCheckpoint(
         "the file changed while it was being read",
         where=where,
@@ -62,9 +62,9 @@ def changed(where: str) -> BadCheckpoint:
 
 
 def open_unlinked(path: Path, flags: int) -> int:
-    """Open an absolute path from directory to directory, following no link.
+    """Open an absolute path directory by directory, following no link.
 
-    Raises OSError, with ELOOP or ENOTDIR where some part of it is one.
+    Raises OSError, with ELOOP or ENOTDIR if some part of the path is a link.
     """
     *above, name = path.parts[1:] or (".",)
     here = os.open("/", _STEP)
@@ -79,9 +79,9 @@ def open_unlinked(path: Path, flags: int) -> int:
 
 
 def open_stamped(path: Path, stamp: Stamp) -> int:
-    """A descriptor of the file that has this stamp, at an absolute path without links.
+    """Open the file with this stamp at an absolute path without links; return its descriptor.
 
-    Raises BadCheckpoint where something else is there or nothing, StorageFailed.
+    Raises BadCheckpoint if something else or nothing is there, StorageFailed.
     """
     try:
         descriptor = open_unlinked(path, _READING)
@@ -105,10 +105,11 @@ def require_stamp(descriptor: int, stamp: Stamp, path: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path, stamp: Stamp | None = None) -> Iterator[tuple[int, os.stat_result]]:
-    """A descriptor of a regular file and its stat, taken from that descriptor.
+    """Open a regular file; yield its descriptor and the stat taken from that.
 
-    With `stamp` it is the file that has it, before and after, and `path` holds no link.  Raises
-    NotFound, StorageFailed, or BadCheckpoint where `path` is not a regular file or not that one.
+    With `stamp`, the file must have it before and after, and `path` must contain no link. Raises
+    NotFound, StorageFailed, or BadCheckpoint if `path` is not a regular file or not the stamped
+    one.
     """
     where = str(path)
     descriptor = _open(path) if stamp is None else open_stamped(path, stamp)
@@ -138,7 +139,7 @@ def _open(path: Path) -> int:
 
 
 def read_range(descriptor: int, offset: int, length: int) -> bytes:
-    """Up to `length` bytes from `offset`; fewer only where the file ends.  Raises OSError."""
+    """Read `length` bytes from `offset`, fewer only at the end of the file. Raises OSError."""
     pieces: list[bytes] = []
     missing = length
     while missing:

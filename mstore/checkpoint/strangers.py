@@ -1,4 +1,4 @@
-"""Files that people take for a safetensors checkpoint, told by their first bytes or their name.
+"""Files that people mistake for safetensors checkpoints, recognised by first bytes or by name.
 
 For errors only: what such a file is, and how to get a checkpoint that can be added.
 """
@@ -12,18 +12,18 @@ from typing import Final
 from mstore.errors import BadCheckpoint
 
 PREFIX_BYTES: Final = 8
-"""As many first bytes of a file as `by_bytes` needs; it takes more."""
+"""How many first bytes of a file `by_bytes` needs; it accepts more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """What a file is, as a predicate, and what to do."""
+    """What a file is, as a predicate, and what to do about it."""
 
     what: str
     hint: str
 
     def error(self, where: str) -> BadCheckpoint:
-        """The refusal of a file at `where`."""
+        """Build the error that refuses a file at `where`."""
         return BadCheckpoint(self.what, where=where, hint=self.hint)
 
 
@@ -59,12 +59,12 @@ _BY_BYTES: Final = (
 
 
 def by_bytes(prefix: bytes) -> Stranger | None:
-    """What a file with these first bytes is, where that is known and no safetensors file."""
+    """Recognise a file by its first bytes; None if it may be safetensors."""
     return next((stranger for magic, stranger in _BY_BYTES if prefix.startswith(magic)), None)
 
 
 def by_name(path: str) -> Stranger | None:
-    """What a file of this name most likely is, where mstore takes no such file."""
+    """Recognise a file that mstore does not accept by its name; else None."""
     match PurePath(path).suffix.lower():
         case ".gguf" | ".ggml":
             return GGUF

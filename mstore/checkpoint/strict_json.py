@@ -1,7 +1,7 @@
-"""JSON objects from strangers: read once, strictly, without surprises in type or cost.
+"""Strict parsing of untrusted JSON objects, with bounded cost and predictable types.
 
-Refuses what `json.loads` lets through: repeated keys, NaN and Infinity, nesting beyond the stack.
-Knows nothing of safetensors.
+Refuses what `json.loads` accepts: repeated keys, NaN and Infinity, nesting beyond the stack. Knows
+nothing of safetensors.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ _MAX_DIGITS = 20
 
 
 class _Repeated(dict[str, object]):
-    """An object with a repeated key: kept until its name in the enclosing object is known."""
+    """An object with a repeated key, kept until its name in the enclosing object is known."""
 
     key: str = ""
 
 
 def parse_object(raw: bytes, *, what: str, where: str, max_containers: int) -> dict[str, object]:
-    """The JSON object in `raw`, in source order; white space around it is accepted.
+    """Parse the JSON object in `raw`, in source order; accepts white space around it.
 
-    An integer that fits 64 bits is an int; every other number is NaN, because nothing in a
-    checkpoint's JSON that mstore reads is one.  `what` begins the error ("the header").
+    An integer that fits 64 bits becomes an int, every other number NaN: mstore needs no other
+    numbers from a checkpoint's JSON. `what` starts the error ("the header"). `max_containers`
+    bounds the memory: sixteen MiB of "[]," would take six hundred. It limits the count of opening
+    brackets, including those inside strings.
 
-    `max_containers` bounds the memory: sixteen MiB of "[]," would take six hundred.  It is
-    compared with the count of opening brackets, those inside strings included.
-
-    Raises BadCheckpoint at `where` for bytes that are not UTF-8, not JSON or not an object, for
-    a key repeated in any object (naming the key, and the entry it was found in), and
-    for too many objects and arrays or nesting too deep to read.
+    Raises BadCheckpoint at `where` for bytes that are not UTF-8, not JSON or not an object, for a
+    repeated key in any object (naming the key, and the entry that contains it), and for too many
+    objects and arrays or too deep nesting.
     """
     containers = raw.count(b"{") + raw.count(b"[")
     if containers > max_containers:

@@ -2,15 +2,15 @@
 
     python -I program.py RESULT < request
 
-The request is a JSON object: `parent` (process id), `memory`, `seconds`, `file_bytes`,
-`growth` (limits), `tasks` (a list of [source, its stamp, target]; the stamp is device, inode, size
-and the two times of the file as it was listed).  RESULT is written when all is done:
-{"files": [{"tensors", "bytes", "left_out"}, ...]}, or {"kind", "what", "file"} for what
-went wrong.  Ends with status 0 in both cases; any other end is a kill.
+The request is a JSON object: `parent` (process id), `memory`, `seconds`, `file_bytes`, `growth`
+(limits), `tasks` (a list of [source, its stamp, target]; the stamp is device, inode, size and the
+two times of the file when it was listed). RESULT is written at the end: {"files": [{"tensors",
+"bytes", "left_out"}, ...]}, or {"kind", "what", "file"} for an error. Ends with status 0 in both
+cases; any other end is a kill.
 
-Everything that limits it is set before the first byte of a source is read, and cannot be taken
-back.  The source is mapped, and tensors are written one by one: memory is that of one tensor
-and of what the loader makes, not of the model.
+All limits are set before the first byte of a source is read, and cannot be undone. The source is
+mapped, and tensors are written one by one: memory is that of one tensor and of what the loader
+allocates, not of the model.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
-# Before 2.6 an archive of the oldest form is unpickled without restraint (CVE-2025-32434).
+# Before 2.6, torch unpickles archives of the oldest form without restrictions (CVE-2025-32434).
 OLDEST_TORCH = (2, 6)
 MIB = 1 << 20
 CHANGED = "the file changed while it was being read"
 
 
-# How torch names what a pickle wanted, once it is found among its advice.
+# Extracts from torch's message the name that a pickle wanted to load.
 _WANTED = re.compile(r"\bGLOBAL ([A-Za-z_][\w.]{0,200})")
 
 
 class Refused(Exception):
-    """A source that cannot be converted: `kind` is missing, limit, code or bad."""
+    """Raised for a source that cannot be converted: `kind` is missing, limit, code or bad."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
@@ -46,24 +46,24 @@ class Refused(Exception):
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, and never gain a privilege."""
+    """Arrange to be killed when the parent ends, and never to gain a privilege."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getppid() != parent:
-        # It ended before the first of these calls.
+        # The parent ended before the first of these calls.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lower(limit: int, value: int) -> None:
-    """Set a resource limit that cannot be raised again; one that is lower already stays."""
+    """Set a resource limit that cannot be raised again; keep a lower existing one."""
     _, hard = resource.getrlimit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
 
 
 def lower_time(seconds: int) -> None:
-    """Set the limit of processor time: the signal that names it comes before the kill."""
+    """Limit processor time: SIGXCPU, which names the limit, comes before the kill."""
     lower(resource.RLIMIT_CPU, seconds + 1)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
@@ -86,13 +86,13 @@ def import_torch() -> Any:
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Return how many bytes this process has mapped."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def dtypes(torch: Any) -> dict[Any, str]:
-    """The dtypes of safetensors that this torch has, in the order in which its library lays out."""
+    """Return the dtypes of safetensors that this torch has, in the library's layout order."""
     names = {
         "uint64": "U64",
         "int64": "I64",
@@ -118,7 +118,7 @@ def dtypes(torch: Any) -> dict[Any, str]:
 
 
 def open_stamped(source: str, stamp: list[int]) -> int:
-    """A descriptor of the file that was listed, as `mstore.checkpoint.reading` has it."""
+    """Open the file that was listed, like `mstore.checkpoint.reading`; return its descriptor."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(source, flags)
@@ -129,7 +129,7 @@ def open_stamped(source: str, stamp: list[int]) -> int:
 
 
 def require_stamp(descriptor: int, stamp: list[int]) -> None:
-    """Raise Refused unless an open file is as it was when it was listed."""
+    """Raise Refused unless an open file still has the stamp from when it was listed."""
     is_now = os.fstat(descriptor)
     times = is_now.st_mtime_ns, is_now.st_ctime_ns
     if [is_now.st_dev, is_now.st_ino, is_now.st_size, *times] != stamp:
@@ -137,11 +137,11 @@ def require_stamp(descriptor: int, stamp: list[int]) -> None:
 
 
 def load(torch: Any, descriptor: int) -> tuple[dict[str, Any], list[str]]:
-    """The named tensors of an open file, and the names of what else stood beside them."""
+    """Return the named tensors of an open file, and the names of other entries beside them."""
     is_archive = os.pread(descriptor, 4, 0) == b"PK\x03\x04"
-    # torch maps by name: by this one it is the open file, whatever its own name leads to now.
+    # torch opens by name: this name stays the open file, whatever its own path now leads to.
     source = f"/proc/self/fd/{descriptor}"
-    # The form before torch 1.6 cannot be mapped.
+    # The format before torch 1.6 cannot be mapped.
     try:
         loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
@@ -155,7 +155,7 @@ def load(torch: Any, descriptor: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def unsafe(words: str) -> str:
-    """What a pickle wanted that was not allowed.  torch's own words say how to allow it."""
+    """Describe what a pickle wanted; torch's own message would explain how to allow it."""
     wanted = _WANTED.search(words)
     if wanted is None:
         return "is a pickle of something else than tensors; nothing in it was run"
@@ -163,7 +163,7 @@ def unsafe(words: str) -> str:
 
 
 def check(torch: Any, tensors: dict[Any, Any], known: dict[Any, str], most: int) -> int:
-    """The bytes of all tensors.  Raises Refused for what safetensors cannot hold."""
+    """Return the bytes of all tensors. Raises Refused for what safetensors cannot hold."""
     total = 0
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -182,7 +182,7 @@ def check(torch: Any, tensors: dict[Any, Any], known: dict[Any, str], most: int)
 
 
 def write(torch: Any, tensors: dict[str, Any], known: dict[Any, str], target: str) -> None:
-    """A safetensors file, byte for byte as the format's own library writes it."""
+    """Write a safetensors file, byte for byte as the format's own library writes it."""
     ranks = {dtype: rank for rank, dtype in enumerate(known)}
     names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -235,10 +235,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"kind": refused.kind, "what": str(refused), "file": file}
     except MemoryError:
         return {"kind": "limit", "what": "needs more memory than it is allowed", "file": file}
-    except Exception as error:  # noqa: BLE001 -- whatever the loader raises belongs to the file
+    except Exception as error:  # noqa: BLE001 -- any error of the loader is about the file
         text = str(error)
         if "weights_only" in text:
-            # Other errors come with that advice too.
+            # Other errors carry the same advice.
             return {"kind": "code", "what": unsafe(text), "file": file}
         if "alloc" in text or "Cannot allocate memory" in text or "mmap" in text:
             return {"kind": "limit", "what": "needs more memory than it is allowed", "file": file}

@@ -1,1 +1,1 @@
-"""Numbers below the words: how functions are compiled, how element types become float32."""
+"""Numeric foundations: compiling functions, and converting element types to float32."""

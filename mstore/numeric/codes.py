@@ -1,6 +1,6 @@
 """Element types that can be merged: their names, sizes, and codes inside compiled code.
 
-Needs no compiler: planning and statistics at rest ask for these alone.
+Needs no compiler: planning and statistics at rest use only this.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ F16: Final = 1
 F32: Final = 2
 
 CODES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
-"""Element type, as safetensors spells it, to its code inside compiled code."""
+"""Maps an element type, as safetensors spells it, to its code inside compiled code."""
 
 ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes an element."""
+"""Bytes per element."""
 
 
 INFINITIES: Final[dict[str, int]] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
@@ -32,16 +32,16 @@ LARGEST: Final[dict[str, float]] = {
 
 
 def can_overflow(base: str, out: str) -> bool:
-    """Whether elements of a merge into type `out` are looked at for overflow.
+    """Return whether to check elements of a merge into type `out` for overflow.
 
-    A type that holds all that the base's does overflows only where sums do: within what models
-    hold, float16 alone.
+    A type that holds everything that the base's type does overflows only if sums do; with the
+    values in real models that concerns only float16.
     """
     return out == "F16" or LARGEST[out] < LARGEST[base]
 
 
 def dtype_code(dtype: str) -> int:
-    """The code of a mergeable element type.  Raises BadRequest for any other."""
+    """Return the code of a mergeable element type. Raises BadRequest for any other."""
     try:
         return CODES[dtype]
     except KeyError:

@@ -1,8 +1,8 @@
 """How functions become machine code: flags, inlining, and the cache on disk.
 
-Owns the decorators and the flags that make compiled float32 arithmetic bit-equal to numpy's
-on every machine.  Does not own any arithmetic.  Compiled functions run without the GIL; numba
-serialises compilation itself.
+Owns the decorators and the flags that make compiled float32 arithmetic bit-equal to numpy's on
+every machine. Does not own any arithmetic. Compiled functions run without the GIL; numba serialises
+compilation itself.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _ARGUMENTS = {"i": numba.types.int64, "p": numba.types.voidptr}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# No fastmath anywhere: LLVM may then neither reorder sums nor contract a product and a sum into
-# one rounding, and vectorised results equal scalar ones.  Division by zero follows IEEE.
+# No fastmath anywhere: LLVM must neither reorder sums nor contract a product and a sum into one
+# rounding, and vectorised results equal scalar ones. Division by zero follows IEEE.
 
 
 def compiled(function: _Function) -> _Function:
-    """A step of a kernel: compiled together with the kernel that calls it."""
+    """Compile a step of a kernel together with the kernel that calls it."""
     return cast(_Function, numba.njit(nogil=True, error_model="numpy")(function))
 
 
 def inlined(function: _Function) -> _Function:
-    """A small function called inside loops, pasted into its callers.
+    """Inline a small function into its callers' loops.
 
-    A call, even one that LLVM inlines later, keeps some loops from being vectorised.
+    A call, even one that LLVM inlines later, prevents some loops from being vectorised.
     """
     pasted = numba.njit(nogil=True, error_model="numpy", inline="always")
     return cast(_Function, pasted(function))
 
 
 class _StampedCache(FunctionCache):
-    """numba's cache, keyed by all sources and never a reason to fail.
+    """numba's cache, keyed by all sources; its failures are never errors.
 
-    numba itself notices changes of the kernel's own file only, and lets out what a full disk or a
-    file damaged by a power cut raises.
+    numba itself notices only changes of the kernel's own file, and raises on a full disk or on a
+    file that a power cut damaged.
     """
 
     def __init__(self, function: Callable[..., Any], modules: tuple[ModuleType, ...]) -> None:
@@ -65,13 +65,13 @@ class _StampedCache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception:  # noqa: BLE001 - damaged bytes raise anything; compiling again mends it
+        except Exception:  # noqa: BLE001 - damaged bytes raise anything; compiling again fixes it
             with contextlib.suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
             return None
 
     def keep(self, path: Path, data: bytes) -> None:
-        """Write a file of our own as numba writes its own: whole or not at all."""
+        """Write a file of our own as numba writes its own: atomically."""
         with contextlib.suppress(OSError):
             self._impl.locator.ensure_cache_path()
             _keep(path, data)
@@ -82,7 +82,7 @@ class _StampedCache(FunctionCache):
 
 
 class Entry:
-    """A function of integers and addresses: how its machine code is made and kept."""
+    """A function of integers and addresses: how its machine code is made and stored."""
 
     def __init__(
         self, function: Callable[..., Any], takes: str, modules: tuple[ModuleType, ...]
@@ -92,11 +92,11 @@ class Entry:
         self._modules = modules
 
     def compiled(self, path: Path, stamp: bytes) -> tuple[int, Any]:
-        """(address, what must live as long as it is used); code is kept at `path` if that may be.
+        """Return (address, an object to keep alive while the address is used).
 
-        Where numba keeps its cache elsewhere than beside the source, the code goes there too, in
-        numba's own form, and each process pays for the compiler's start; not so where
-        `machine.use_cache` named a directory.
+        Stores the code at `path` if possible. If numba's cache lies elsewhere than beside the
+        source, the code goes there too, in numba's own form, and each process pays for the
+        compiler's start; not so if `machine.use_cache` set a directory.
         """
         own = machine.cache_directory() is not None
         try:
@@ -120,7 +120,7 @@ class Entry:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    """Write a file as numba writes those of its cache: whole or not at all."""
+    """Write a file as numba writes those of its cache: atomically."""
     with contextlib.suppress(OSError):
         files = IndexDataCacheFile(str(path.parent), path.stem, None)  # type: ignore[no-untyped-call]
         with files._open_for_write(str(path)) as file:
@@ -128,19 +128,19 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def entry(takes: str, *modules: ModuleType) -> Callable[[Callable[..., Any]], Entry]:
-    """A kernel that is run through `machine.Pass`, and returns nothing.
+    """Declare a kernel that is run through `machine.Pass`, and returns nothing.
 
-    `takes` is as there.  `modules` are all others that its steps come from.  Where nothing can be
-    written (neither beside the source nor in the user's cache folder) each process compiles for
+    `takes` is as there. `modules` are all other modules that its steps come from. If nothing can be
+    written (neither beside the source nor in the user's cache directory), each process compiles for
     itself.
     """
     return lambda function: Entry(function, takes, modules)
 
 
 def _alone(assembly: str, name: str) -> bytes:
-    """Object code of one function and what it calls; it asks nothing of the compiler's runtime."""
+    """Return object code of one function and its callees, independent of the compiler's runtime."""
     module = llvm.parse_assembly(assembly)
-    # Arrays made from addresses own nothing, so that nothing is ever given back.
+    # Arrays made from addresses own nothing, so nothing needs to be freed.
     module.link_in(llvm.parse_assembly(_NOTHING_TO_FREE))
     for function in module.functions:
         if not function.is_declaration and function.name != name:

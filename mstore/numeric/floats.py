@@ -1,12 +1,12 @@
 """Conversions between stored element types (bf16, fp16, fp32) and float32 bit patterns.
 
-Owns the two conversions, as numba functions that the kernels inline; the element types themselves
-are `codes`'s.  Does not own any arithmetic on values.
+Owns the two conversions, as numba functions that the kernels inline; `codes` owns the element types
+themselves. Does not own any arithmetic on values.
 
 Everything works on the *bits* of a float32 in a uint32, so that a NaN never passes through
-floating-point hardware and the results are the same on every machine: widening is exact and
-keeps sign and payload of a NaN; narrowing rounds to nearest, ties to even, and overflows to
-infinity (IEEE 754-2019, 4.3.1 and 7.4).  Compiled functions keep no state and release the GIL.
+floating-point hardware and the results are the same on every machine: widening is exact and keeps
+sign and payload of a NaN; narrowing rounds to nearest, ties to even, and overflows to infinity
+(IEEE 754-2019, 4.3.1 and 7.4). Compiled functions keep no state and release the GIL.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = [
 ]
 
 QUIET_NAN: Final = np.uint32(0x7FC00000)
-"""The NaN that every arithmetic result is: payload and sign of others differ between machines."""
+"""The NaN of every arithmetic result: payload and sign of others differ between machines."""
 
 
-# Operations on numba's 32-bit integers give 64-bit ones; the explicit np.uint32 brings them back
-# so that LLVM keeps eight lanes a 256-bit vector.
+# Operations on numba's 32-bit integers give 64-bit ones; the explicit np.uint32 casts back so that
+# LLVM keeps eight lanes per 256-bit vector.
 
 
 @inlined
 def float_bits(value: Any) -> Any:
-    """The bits of one float32."""
+    """Return the bits of one float32."""
     return np.float32(value).view(np.uint32)
 
 
 @inlined
 def bits_float(bits: Any) -> Any:
-    """The float32 of these bits."""
+    """Return the float32 of these bits."""
     return np.uint32(bits).view(np.float32)
 
 
@@ -70,19 +70,19 @@ def _fused(_context: Any, _product: Any, _factor: Any, _addend: Any) -> Any:
 fused: Final[Any] = intrinsic(_fused)
 """fused(a, b, c): a * b + c of float32, rounded once (IEEE 754-2019, 5.4.1).
 
-One instruction where the processor has it, a call of the C library where not: the same bits.
+One instruction if the processor has it, else a call of the C library: the same bits.
 """
 
 
 @inlined
 def bfloat_to_bits(stored: Any) -> Any:
-    """float32 bits of one bf16 pattern."""
+    """Return the float32 bits of one bf16 pattern."""
     return np.uint32(np.uint32(stored) << np.uint32(16))
 
 
 @inlined
 def half_to_bits(stored: Any) -> Any:
-    """float32 bits of one fp16 pattern.
+    """Return the float32 bits of one fp16 pattern.
 
     A subnormal is a small integer times 2^-24; the other cases only shift the exponent.
     """
@@ -99,17 +99,17 @@ def half_to_bits(stored: Any) -> Any:
 
 @inlined
 def bits_to_bfloat(bits: Any) -> Any:
-    """bf16 pattern nearest to a float32 whose NaN, if it is one, is exact in bf16."""
+    """Return the bf16 pattern nearest to a float32; a NaN must be exact in bf16."""
     odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @inlined
 def bits_to_half(bits: Any) -> Any:
-    """fp16 pattern nearest to a float32 whose NaN, if it is one, is exact in fp16.
+    """Return the fp16 pattern nearest to a float32; a NaN must be exact in fp16.
 
-    Below 2^-14 the addition of 0.5 lets the hardware round at the last place of a subnormal
-    half; above, adding just under half of the last place kept (or half, if that is odd) rounds.
+    Below 2^-14, adding 0.5 makes the hardware round at the last place of a subnormal half. Above,
+    adding just under half of the last place kept (or half, if that is odd) rounds.
     """
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -131,8 +131,8 @@ def bits_to_half(bits: Any) -> Any:
     return np.uint16(pattern | sign)
 
 
-# Loops run over slices, from zero: an index that might be negative would be wrapped around at
-# every element, and the loop not vectorised.
+# Loops run over slices, from zero: an index that might be negative would be wrapped around at every
+# element, and the loop would not be vectorised.
 
 
 @compiled
@@ -176,6 +176,6 @@ def store_bits(code: int, bits: Any, at: int, count: int, stored: Any, start: in
 
 @inlined
 def quieten(bits: Any) -> Any:
-    """The same float32, or QUIET_NAN for any NaN."""
+    """Return the same float32, or QUIET_NAN for any NaN."""
     nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return QUIET_NAN if nan else bits
