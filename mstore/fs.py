@@ -1,15 +1,15 @@
-"""Files: the one module that changes anything on a disk.
+"""Files: the only module that changes anything on a disk.
 
-Owns creation, writing, syncing, renaming, removing and locking of files, and the moment at
-which an index commit becomes durable.  It does not know what the bytes mean.
+Owns creation, writing, syncing, renaming, removing and locking of files, and the moment at which an
+index commit becomes durable. Does not know what the bytes mean.
 
-Every change is announced to the *observer* before it is made.  Crash tests record these
-announcements and rebuild the disk as a power loss would have left it; fault tests raise from
-them.  Nothing else in the library may open a file for writing (tests/test_house_rules.py).
+Every change is announced to the *observer* before it is made. Crash tests record these
+announcements and rebuild the disk as a power loss would have left it; fault tests raise from them.
+Nothing else in the library may open a file for writing (tests/test_house_rules.py).
 
-Crash promise: a name given by `rename` holds whole contents if the file was synced before and
-`sync_directory` came after.  An `fsync` that failed is never retried: the caller throws the
-file away and writes a new one (the kernel may have dropped the dirty pages already).
+Crash promise: a name given by `rename` holds complete contents if the file was synced before and
+`sync_directory` came after. An `fsync` that failed is never retried: the caller discards the file
+and writes a new one (the kernel may have dropped the dirty pages already).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change of the disk: create, write, fsync, rename, exchange, link, unlink, mkdir, rmtree,
-    syncdir, commit; or map.
+    """One change of the disk, before it is made.
 
-    `path` is what it acts on; `target` the new name of a rename or link, or what is exchanged with
-    it; `offset` and `data` belong to a write (the buffer is only valid during the call).  `commit`
-    is announced before an index transaction is committed and `committed` right after.  `map`
-    changes nothing: it is announced before an index is opened and mapped, so that a test can have
-    that fail.
+    kind: create, write, fsync, rename, exchange, link, unlink, mkdir, rmtree, syncdir, commit; or
+    map. path: what it acts on. target: the new name of a rename or link, or what is exchanged with
+    `path`. offset, data: of a write (the buffer is only valid during the call). `commit` is
+    announced before an index transaction is committed and `committed` right after. `map` changes
+    nothing: it is announced before an index is opened and mapped, so that a test can make that
+    fail.
     """
 
     kind: str
@@ -93,7 +93,7 @@ def translated(path: Path | str) -> Iterator[None]:
 
 
 def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
-    """The error for an errno; `otherwise` says what happened where there is none."""
+    """Build the error for an errno; `otherwise` is the message if the errno is 0."""
     return StorageFailed(
         os.strerror(code).lower() if code else otherwise,
         where=str(path),
@@ -103,17 +103,15 @@ def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
 
 
 class NewFile:
-    """A file being written, under a name that nobody reads yet.
+    """A file being written, under a name that no one reads yet.
 
     Invariants: created exclusively; `size` is the end of what was written; after `abandon` or
-    `close` no method may be called.  Not for use from two threads, but for `write_at`.
+    `close` no method may be called. Not for use from two threads, except `write_at`.
 
-    Whose it is and who may use it is for the store that it lies in to say (`serve_owner`, `share`),
-    else for the umask; private, it is for those who may also write it.
-
-    `beside` is a descriptor of the file's directory: then that is where it is made, whatever the
-    path may lead to by now, with a mode for strangers to read; and removing it is up to the owner
-    of that directory.
+    The store that contains it decides its owner and its mode (`serve_owner`, `share`), else the
+    umask does; a private file is only for users who may also write it. `beside` is a descriptor of
+    the file's directory: the file is then created there, wherever the path may lead by now, with a
+    mode that lets anyone read; and the owner of that directory is responsible for removing it.
     """
 
     def __init__(self, path: Path, *, private: bool = True, beside: int | None = None) -> None:
@@ -136,14 +134,14 @@ class NewFile:
                 raise
 
     def append(self, data: Buffer) -> int:
-        """Write at the end; returns the offset at which the data begins."""
+        """Append data; return the offset at which it begins."""
         start = self.size
         self.write_at(start, data)
         self.size = start + len(data)
         return start
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write at any place, from any thread; `size` does not see it."""
+        """Write at any offset, from any thread; does not change `size`."""
         view = memoryview(data)
         with translated(self.path):
             if _observer is not None:
@@ -153,27 +151,27 @@ class NewFile:
                 done += os.pwrite(self._fd, view[done:], offset + done)
 
     def begin_writing_back(self, offset: int, length: int) -> None:
-        """Ask the kernel to begin with bringing these bytes to the disk; advice, never an error.
+        """Ask the kernel to start writing these bytes to the disk; a hint that never raises.
 
-        Then `sync` at the end has little left to wait for.  On Linux that is what this advice does
-        to dirty pages; they stay in the cache.
+        `sync` at the end then has little left to wait for. On Linux this advice does that to dirty
+        pages, and they stay in the cache.
         """
         with suppress(OSError):
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Read back what was written (for hashing a footer, or checking a copy)."""
+        """Read back what was written (to hash a footer, or to check a copy)."""
         with translated(self.path):
             return os.pread(self._fd, length, offset)
 
     def sync(self) -> None:
-        """fsync.  A failure means that the file must be abandoned."""
+        """fsync. If it fails, abandon the file."""
         with translated(self.path):
             _announce("fsync", self.path)
             os.fsync(self._fd)
 
     def protect(self) -> None:
-        """Make the file read-only, for all who may read the store; it will not change any more."""
+        """Make the file read-only, for all who may read the store; it never changes again."""
         with translated(self.path):
             os.fchmod(self._fd, mode(_sharing(self.path), SEALED, _umask()))
 
@@ -184,7 +182,7 @@ class NewFile:
             self._fd = -1
 
     def abandon(self) -> None:
-        """Close and remove; never raises for a file that is gone, nor removes another one."""
+        """Close and remove; ignores a file that is gone, and never removes another one."""
         self.close()
         if self._is_beside:
             return
@@ -195,18 +193,16 @@ class NewFile:
 
 
 class NewTree:
-    """A directory of files that is being filled, under a name that nobody reads yet.
+    """A directory of files being filled, under a name that no one reads yet.
 
-    Every step on the way to a file is taken from the descriptor of the directory above it and
-    follows no symbolic link, so nobody who plants one can lead a write out of the tree.  Until
-    `publish` all of it lies in a directory beside `target` that only its owner may enter.  Files
-    and directories are made exclusively, with the modes that the umask leaves of 0644 and 0755.
+    Every file is reached from the descriptors of the directories above it, following no symbolic
+    link, so a planted link cannot lead a write out of the tree. Until `publish`, everything lies in
+    a directory beside `target` that only its owner may enter. Files and directories are created
+    exclusively, with the modes that the umask leaves of 0644 and 0755. Removal is by device and
+    inode, of what was created here, wherever it was moved; files that others put there stay. Unless
+    `shared`, others must not be able to rename in the directory above (`neighbours`).
 
-    What is removed is what was made here, by device and inode, wherever it was moved; what others
-    put among it or in its place stays.  Unless `shared`, the directory above must be one in which
-    others cannot rename (`neighbours`).
-
-    `create` may be called from any thread.  `publish` or `abandon` ends it.
+    `create` may be called from any thread. `publish` or `abandon` ends it.
     """
 
     def __init__(self, target: Path, *, shared: bool = False) -> None:
@@ -246,9 +242,9 @@ class NewTree:
             raise
 
     def create(self, relative: str) -> NewFile:
-        """A new file below the tree, and the directories on its way.
+        """Create a file in the tree, and its missing directories.
 
-        `relative` is a path without empty, `.` and `..` parts: that is for the caller to see to.
+        `relative` is a path without empty, `.` and `..` parts; the caller must ensure that.
         """
         path = self._path / relative
         with self._within(path.parent) as descriptor:
@@ -258,7 +254,7 @@ class NewTree:
 
     @contextmanager
     def _within(self, directory: Path) -> Iterator[int]:
-        """A descriptor of a directory of the tree, made if it is new."""
+        """Yield a descriptor of a directory of the tree, created if new."""
         at, here = self._path, self._root
         passed: list[int] = []
         try:
@@ -277,9 +273,9 @@ class NewTree:
                 os.close(descriptor)
 
     def publish(self) -> None:
-        """Give the tree its final name, durably; the files in it were synced before.
+        """Give the tree its final name, durably; its files must be synced before.
 
-        Replaces an empty directory.  Raises Conflict if something else was put in its place.
+        Replaces an empty directory. Raises Conflict if something else was put in its place.
         """
         directories = (path for path, made in self._made.items() if made.is_directory)
         for directory in sorted(directories, reverse=True):
@@ -303,7 +299,7 @@ class NewTree:
             os.fsync(descriptor)
 
     def abandon(self) -> None:
-        """Close, and remove what was made and not published; idempotent."""
+        """Close, and remove what was created and not published; idempotent."""
         try:
             if self._outer >= 0:
                 with translated(self._staging):
@@ -316,7 +312,7 @@ class NewTree:
                 os.close(self._open.pop())
 
     def _clear(self) -> None:
-        """Remove the tree and all that was made in it, unless it is published."""
+        """Remove the tree and everything created in it, unless it is published."""
         if self._root < 0 or self._is_published:
             return
         below: dict[Path, list[Path]] = {}
@@ -330,12 +326,12 @@ class NewTree:
                     continue
                 for path in below[directory]:
                     _remove_made(path.name, self._made[path], descriptor)
-        # A neighbour may have taken its final name from it.
+        # A neighbour may have renamed it.
         _remove_wherever(self._path.name, self._root, self._outer, self._above)
 
 
 class _Made(NamedTuple):
-    """What was made, whatever its name is by now."""
+    """Identifies a file or directory that was created, whatever its current name."""
 
     device: int
     inode: int
@@ -347,7 +343,7 @@ class _Made(NamedTuple):
 
 
 def _remove_made(name: str, made: _Made, above: int) -> bool:
-    """Remove a file, or an empty directory, if that is what has this name; say whether it had."""
+    """Remove a file or empty directory if this name is still its; return whether it was."""
     try:
         if _Made.of(os.stat(name, dir_fd=above, follow_symlinks=False)) != made:
             return False
@@ -358,14 +354,14 @@ def _remove_made(name: str, made: _Made, above: int) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        # What others put in it is theirs.
+        # Others' files inside stay.
         if error.errno != errno.ENOTEMPTY:
             raise
     return True
 
 
 def _remove_wherever(name: str, descriptor: int, *places: int) -> None:
-    """Remove an empty directory that was made, also where it was given another name meanwhile."""
+    """Remove an empty directory that was created here, even if it was renamed meanwhile."""
     made = _Made.of(os.fstat(descriptor))
     if not _remove_made(name, made, places[0]):
         any(_remove_made(each, made, place) for place in places for each in os.listdir(place))
@@ -377,7 +373,7 @@ def _open_directory(name: str, above: int) -> int:
 
 
 def _require_private(descriptor: int, path: Path) -> None:
-    """Raise Conflict unless this is the directory that was just made, which nobody else enters."""
+    """Raise Conflict unless this is the directory just created, which only its owner can enter."""
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise _displaced(path)
@@ -388,7 +384,7 @@ def _displaced(path: Path) -> Conflict:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or directory its final name, replacing a file or an empty directory there."""
+    """Rename a file or directory to its final name, replacing a file or an empty directory."""
     with translated(target):
         _announce("rename", source, target)
         os.rename(source, target)
@@ -399,12 +395,12 @@ _AT_FDCWD = -100
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Give two directories each other's names in one step (renameat2(2)).
+    """Exchange the names of two directories in one step (renameat2(2)).
 
-    Where the kernel or the filesystem cannot, in three: then a crash may leave neither name.
-    Durable after `sync_directory` of both directories above.  Raises StorageFailed.
+    If the kernel or the filesystem cannot, in three steps: then a crash may leave neither name.
+    Durable after `sync_directory` of both directories above. Raises StorageFailed.
     """
-    import ctypes  # late: hardly anybody exchanges anything, and it takes milliseconds
+    import ctypes  # late: rarely needed, and the import takes milliseconds
 
     with translated(second):
         _announce("exchange", first, second)
@@ -423,14 +419,14 @@ def exchange(first: Path, second: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name; durable after `sync_directory`.  A name that is taken stays."""
+    """Give a file a second name, unless that exists; durable after `sync_directory`."""
     with translated(target), suppress(FileExistsError):
         _announce("link", source, target)
         os.link(source, target, follow_symlinks=False)
 
 
 def unlink(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file name."""
+    """Remove a file."""
     with translated(path):
         _announce("unlink", path)
         path.unlink(missing_ok=missing_ok)
@@ -439,9 +435,9 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
 def make_directory(
     path: Path, *, private: bool = False, own: bool = False, exist_ok: bool = False
 ) -> bool:
-    """Make one directory; True if it is new.  `sync_directory(parent)` makes its name durable.
+    """Create one directory; return True if it is new. `sync_directory(parent)` makes it durable.
 
-    private: it is for those who may also write it.  own: it is its maker's alone, in no store.
+    private: only for users who may also write it. own: only for its creator, outside any store.
     """
     with translated(path):
         if exist_ok and path.is_dir():
@@ -466,7 +462,7 @@ def make_directory(
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents; the names that are new are durable."""
+    """Create a directory and its missing parents, durably."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -476,16 +472,17 @@ def make_directories(path: Path) -> None:
 
 
 def remove_empty(path: Path) -> None:
-    """Remove a directory that is empty; one that is not, or is gone, is left as it is."""
+    """Remove a directory if it is empty; ignore one that is not, or is missing."""
     _announce("rmtree", path)
     with suppress(OSError):
         path.rmdir()
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all below it; quiet if it is gone.
+    """Remove a directory and everything below it; ignore a missing one.
 
-    For directories of the store's own: by its path, so whoever may rename there decides what goes.
+    Only for directories of the store itself: removal is by path, so anyone who may rename there
+    decides what is removed.
     """
     if not os.path.lexists(path):
         return
@@ -514,7 +511,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
         file = NewFile(_temporary(path, staging), private=False)
     except StorageFailed as error:
         if staging is None:
-            # Nobody asked for the temporary file.
+            # The caller does not know of the temporary file.
             error.where = str(path)
             if error.errno == errno.ENOENT:
                 error.hint = f"mkdir -p {shlex.quote(str(path.parent))}"
@@ -531,7 +528,7 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
 
 
 def create_whole(path: Path, data: Buffer) -> bool:
-    """Make a file that is never seen but whole; False where the name is taken."""
+    """Create a file that only ever appears complete; return False if the name exists."""
     file = NewFile(_temporary(path, None), private=False)
     try:
         file.append(data)
@@ -549,9 +546,9 @@ def create_whole(path: Path, data: Buffer) -> bool:
 
 
 def in_memory(head: bytes, descriptor: int, size: int) -> int:
-    """A descriptor of a file in memory, this process's own: `head`, and then what the file has.
+    """Return a descriptor of a private in-memory file: `head`, then the rest of a file.
 
-    size: up to where, or less where the file ends before.
+    size: copy up to this offset, or less if the file ends before.
     """
     with translated("memory"):
         made = os.memfd_create("mstore", os.MFD_CLOEXEC)
@@ -567,9 +564,9 @@ def in_memory(head: bytes, descriptor: int, size: int) -> int:
 
 
 def overwrite(path: Path, data: Buffer) -> None:
-    """Put a few bytes at the beginning of a file, made if missing.  Neither whole nor durable.
+    """Write a few bytes at the start of a file, created if missing. Neither atomic nor durable.
 
-    For what a reader can tell to be torn or old, and can do without.
+    For data whose reader detects torn or outdated bytes, and can do without.
     """
     with translated(path):
         if _served(path) is not None or _sharing(path) is not Sharing.UMASK:
@@ -591,10 +588,10 @@ def _temporary(path: Path, staging: Path | None) -> Path:
 
 
 def about_to_map(path: Path, *, copied: bool = False) -> None:
-    """Tell that an index is about to be opened and mapped, which may fail like any other step.
+    """Announce that an index is about to be opened and mapped, so that tests can make that fail.
 
-    In a store that root works in for another user, or that is shared, the files that LMDB would
-    make are made first; copied: it makes none.
+    In a store that root serves for another user, or that is shared, creates the files first that
+    LMDB would create. copied: LMDB creates none.
     """
     with translated(path):
         _announce("map", path)
@@ -613,12 +610,12 @@ def index_commit(path: Path) -> Iterator[None]:
 
 
 class LockFile:
-    """An flock on a file of its own; the kernel drops it when the process ends, however it ends."""
+    """An flock on a file of its own; the kernel drops it when the process ends in any way."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path
         if create and _owners:
-            # Whoever writes takes a lock first: the refusal comes before anything is written.
+            # Every writer takes a lock first, so this refuses before anything is written.
             _require_giving(path)
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if create else os.O_RDONLY)
         while True:
@@ -629,12 +626,12 @@ class LockFile:
                     self._fd = os.open(path, flags)
                     break
                 except FileNotFoundError:
-                    # Of one that was just made, somebody removed the name again.
+                    # Another process removed the name right after it was created.
                     if not create:
                         raise
 
     def acquire(self, *, blocking: bool = True) -> bool:
-        """Take the lock; False if it is held elsewhere and `blocking` is off."""
+        """Acquire the lock; return False if it is held elsewhere and `blocking` is off."""
         with translated(self.path):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
@@ -643,7 +640,7 @@ class LockFile:
         return True
 
     def is_current(self) -> bool:
-        """Whether the locked file is still the one that the name stands for."""
+        """Return whether the locked file still has its name."""
         try:
             named = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -651,7 +648,7 @@ class LockFile:
         return os.path.samestat(named, os.fstat(self._fd))
 
     def remove(self) -> None:
-        """Remove the name while the lock is held, then unlock: nobody can take it in between."""
+        """Remove the name while holding the lock, then unlock: no one takes it in between."""
         try:
             unlink(self.path, missing_ok=True)
         finally:
@@ -667,15 +664,14 @@ class LockFile:
 # -- whose files they are ----------------------------------------------------------------------
 
 _owners: dict[str, tuple[int, int]] = {}
-"""By directory, the user and group who get what root makes below it."""
+"""By directory: user and group of everything that root creates below it."""
 
 
 def serve_owner(root: Path) -> None:
-    """Have all that root makes below `root` from now on belong to the owner of `root`.
+    """Give everything that root creates below `root` from now on to the owner of `root`.
 
-    Else one command of root's would leave files that the owner's commands cannot change.  Does
-    nothing for other users.  What cannot be given away is removed again and refused with
-    StorageFailed.
+    Otherwise a command by root would leave files that the owner's commands cannot change. Does
+    nothing for other users. A file that cannot be given away is removed again, with StorageFailed.
     """
     if os.geteuid() != 0:
         return
@@ -689,7 +685,7 @@ def serve_owner(root: Path) -> None:
 
 
 def _served(path: Path) -> str | None:
-    """The directory whose owner is to have what is made at `path`, if it is not its maker."""
+    """Return the directory whose owner must own what is created at `path`, if any."""
     if not _owners or os.geteuid() != 0:
         return None
     absolute = os.path.abspath(path)
@@ -697,19 +693,19 @@ def _served(path: Path) -> str | None:
 
 
 def _require_giving(path: Path) -> None:
-    """Raise StorageFailed where root may not give away what it makes at `path`."""
+    """Raise StorageFailed if root may not give away what it creates at `path`."""
     root = _served(path)
     if root is not None:
-        # It is the owner's already: this changes nothing and is refused like any other.
+        # The owner has it already: this changes nothing, and fails where giving would fail.
         real = Path(os.path.realpath(root))
         with _directory(real) as descriptor:
             _give(descriptor, real, _owners[root])
 
 
 def _hand_over(descriptor: int, path: Path) -> None:
-    """Give what was just made to the owner of the store that it is in.
+    """Give a new file or directory to the owner of the store that contains it.
 
-    By its descriptor: the owner may put anything in the place of a name.
+    Uses its descriptor, because the owner may replace any name.
     """
     root = _served(path)
     if root is not None:
@@ -739,7 +735,7 @@ def _directory(path: Path) -> Iterator[int]:
 
 
 def _make_empty(path: Path, *, private: bool) -> None:
-    """Make a file for somebody else to fill; nothing where the name is taken."""
+    """Create an empty file for another program to fill, unless the name exists."""
     if os.path.lexists(path):
         return
     try:
@@ -752,11 +748,11 @@ def _make_empty(path: Path, *, private: bool) -> None:
 # -- who may use them --------------------------------------------------------------------------
 
 _shared: dict[str, Sharing] = {}
-"""By directory, who besides its maker may use what is made below it."""
+"""By directory: who besides its creator may use what is created below it."""
 
 
 def share(root: Path, sharing: Sharing) -> None:
-    """Have all that is made below `root` from now on be for those whom `sharing` names."""
+    """Apply `sharing` to everything that is created below `root` from now on."""
     key = os.path.abspath(root)
     if sharing is Sharing.UMASK:
         _shared.pop(key, None)
@@ -765,16 +761,16 @@ def share(root: Path, sharing: Sharing) -> None:
 
 
 def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) -> None:
-    """Have all that is there already be for them too; what is theirs already stays as it is.
+    """Apply `sharing` to everything that already exists; never removes a permission.
 
-    private: files and directories, each with all in it, that are for those who may write them.
-    Changes modes only, and follows no link.  Raises StorageFailed, and changes nothing, where
-    something is another user's.
+    private: files and directories, each with its contents, that are only for users who may write
+    them. Changes modes only, and follows no link. Raises StorageFailed, and changes nothing, if
+    another user owns something.
     """
     changes = []
     for path in (root, *sorted(root.rglob("*"))):
         is_private = any(path == one or one in path.parents for one in private)
-        # Others may be at work, and take away what was there.
+        # Other processes may remove files meanwhile.
         with translated(path), suppress(FileNotFoundError):
             status = path.lstat()
             now = stat.S_IMODE(status.st_mode)
@@ -818,12 +814,12 @@ def _sharing(path: Path) -> Sharing:
 
 
 def _first_mode(path: Path, kind: int, *, private: bool) -> int:
-    """The mode to make something with: never more than it has in the end."""
+    """Return the mode to create something with: never more than its final mode."""
     return mode(_sharing(path), kind, _umask(), private=True) & 0o777 if private else kind
 
 
 def _settle(descriptor: int, path: Path, kind: int, *, private: bool) -> None:
-    """Give what was just made the mode that its store is set to, whatever the umask left of it."""
+    """Set the mode of something new to that of its store, whatever the umask left."""
     sharing = _sharing(path)
     if sharing is not Sharing.UMASK:
         with translated(path):
@@ -831,7 +827,7 @@ def _settle(descriptor: int, path: Path, kind: int, *, private: bool) -> None:
 
 
 def _umask() -> int:
-    """What this process takes from the modes of what it makes; reading it changes it for nobody."""
+    """Return this process's umask, without the side effect of umask(2)."""
     try:
         status = _STATUS.read_text(errors="replace")
     except OSError:
@@ -844,12 +840,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def may_write(*paths: Path) -> bool:
-    """Whether this user may write all of these files and directories, as far as there are any."""
+    """Return whether this user may write all of these paths, or their nearest existing parents."""
     return _unwritable(paths) is None
 
 
 def require_writable(root: Path, paths: Sequence[Path]) -> None:
-    """Raise StorageFailed where this user may not write one of these, of the store at `root`."""
+    """Raise StorageFailed if this user may not write one of these paths of the store at `root`."""
     found = _unwritable(paths)
     if found is None:
         return
@@ -876,7 +872,7 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
 
 
 def _user(number: int) -> str:
-    """What a user is called, as sudo takes it."""
+    """Return a user's name, as sudo accepts it."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -884,15 +880,17 @@ def _user(number: int) -> str:
 
 
 def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
-    """The first that this user may not write, and why not; of one that is missing, what is above.
+    """Return the first path that this user may not write, with the errno; else None.
 
-    Asks and opens nothing: closing a file that LMDB has locked would give its locks away.
+    For a missing path, checks its nearest existing parent. Opens nothing: closing a file that LMDB
+    has locked would release its locks.
     """
     for path in paths:
         there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
         wanted = os.R_OK | os.W_OK | (os.X_OK if there.is_dir() else 0)
         with suppress(OSError):
-            # Where the kernel knows only real ids, the C library does not look at the filesystem.
+            # Also needed where the kernel only checks real ids: the C library then ignores the
+            # filesystem.
             if os.statvfs(there).f_flag & os.ST_RDONLY:
                 return there, errno.EROFS
         if not os.access(there, wanted, effective_ids=True):
@@ -908,7 +906,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 def filesystem_type(path: Path, mountinfo: Path = MOUNTINFO) -> str:
-    """The type of the filesystem that holds `path` (proc_pid_mountinfo(5)); '' if not known."""
+    """Return the filesystem type at `path` (proc_pid_mountinfo(5)); '' if unknown."""
     real = os.path.realpath(path)
     best, kind = "", ""
     try:
@@ -922,14 +920,14 @@ def filesystem_type(path: Path, mountinfo: Path = MOUNTINFO) -> str:
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # >=: of two mounts on one point the later line is the visible one.
+        # =: of two mounts on one point the later line is the visible one.
         if inside and len(point) >= len(best):
             best, kind = point, right.split(" ")[0]
     return kind
 
 
 def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:
-    """Raise Incompatible where LMDB's locks and memory map cannot be trusted."""
+    """Raise Incompatible if LMDB's locks and memory map are unreliable on this filesystem."""
     kind = filesystem_type(path, mountinfo)
     if kind in NETWORK_FILESYSTEMS:
         raise Incompatible(

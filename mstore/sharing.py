@@ -1,14 +1,13 @@
-"""Sharing: who besides its maker may use a file of a store, as git's core.sharedRepository has it.
+"""Sharing: who besides its creator may use a file of a store, like git's core.sharedRepository.
 
-    umask   what the umask of whoever makes it leaves
+    umask   what the creator's umask leaves
     group   its group may also read and write it, whatever the umask; directories are setgid, so
-            that what is made in them later is the same group's
-    all     the same, and everybody may read it
+            that what is created in them later belongs to the same group
+    all     the same, and everyone may read it
 
-A *private* file or directory (locks, all that is being written) is nobody's but those who may also
-write it: whoever may open a lock can hold it.  A *sealed* file is written by nobody.
-
-Functions are pure: they say which mode, and change nothing.
+A *private* file or directory (a lock, or one being written) is only for users who may also write
+it: a user who may open a lock can hold it. A *sealed* file is written by no one. Functions are
+pure: they compute modes, and change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SETGID: Final = 0o2000
 
 
 class Sharing(StrEnum):
-    """Who besides its maker may use what is made in a store."""
+    """Who besides its creator may use what is created in a store."""
 
     UMASK = "umask"
     GROUP = "group"
@@ -31,7 +30,7 @@ class Sharing(StrEnum):
 
 
 def mode(sharing: Sharing, kind: int, umask: int, *, private: bool = False) -> int:
-    """The mode of something new; `kind` is FILE, SEALED or DIRECTORY."""
+    """Return the mode of something new; `kind` is FILE, SEALED or DIRECTORY."""
     allowed = kind & ~umask
     if sharing is not Sharing.UMASK:
         allowed |= kind & 0o660
@@ -40,6 +39,6 @@ def mode(sharing: Sharing, kind: int, umask: int, *, private: bool = False) -> i
     if sharing is Sharing.ALL:
         allowed |= kind & 0o555
     if private:
-        # As may write, so may read: neither more nor less.
+        # Exactly those who may write may read.
         allowed &= 0o2700 | (0o070 if allowed & 0o020 else 0) | (0o007 if allowed & 0o002 else 0)
     return allowed
