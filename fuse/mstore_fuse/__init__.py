@@ -1,10 +1,10 @@
 """Snapshots as directories: paths and errno on one side, a snapshot view on the other.
 
-    mount_table   what the kernel says is mounted
+    mount_table   the kernel's list of mounts
     tree          names, attributes and inodes of one snapshot or of a whole store
     readahead     when to read ahead
     operations    FUSE requests -> tree and view
-    libfuse       the one place that touches mfusepy
+    libfuse       the only module that uses mfusepy
     daemon        the process behind one mount
     mounts        start, list and end mounts: what the command line and programs call
 

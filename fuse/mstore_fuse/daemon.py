@@ -1,6 +1,6 @@
 """The process behind one mount: `python -m mstore_fuse --store DIR (--revision REV | --all) DIR`.
 
-Owns the life of that process and nothing of the mount's contents.
+Owns the life of that process, not the mount's contents.
 
     start     no fork (the starter has given it a session of its own): hand over to libfuse,
               which mounts; the mount's first request opens the store and starts threads
@@ -9,7 +9,7 @@ Owns the life of that process and nothing of the mount's contents.
               last close
     killed    readers get ENOTCONN until `mstore unmount` clears the mount
 
-It never touches a path below its own mount point: it would wait for itself.
+It never accesses a path below its own mount point: it would wait for itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _PR_SET_PDEATHSIG = 1
-_ENDED = b"\0"  # no signal has this number
+_ENDED = b"\0"  # no signal has number 0
 
 log = logging.getLogger("mstore_fuse")
 
@@ -51,7 +51,7 @@ log = logging.getLogger("mstore_fuse")
 class Daemon:
     """One mount from its first request to its end.
 
-    `open_source` is called in the mount's first request and never before.
+    Calls `open_source` in the mount's first request and never before.
     """
 
     open_source: Callable[[], MountSource]
@@ -65,20 +65,20 @@ class Daemon:
     _stop: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """Mount, serve and return when the mount has ended.  Call from the main thread.
+        """Mount, serve, and return when the mount has ended. Call from the main thread.
 
-        Raises what prevented it: an error of the library, or RuntimeError where libfuse has
-        already said why on stderr.
+        Raises what prevented it: an error of the library, or RuntimeError if libfuse has already
+        printed the reason on stderr.
         """
         module = libfuse.load()
-        # A signal may arrive in any thread, also in those of numerical libraries.  Python's own
-        # handler then writes its number to this pipe; here is where it is read.
+        # A signal may arrive in any thread, including those of numerical libraries. Python's own
+        # handler then writes its number to this pipe, which is read below.
         events, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake)
         for number in _STOPPING:
             signal.signal(number, _heard)
-        # libfuse must not run in the main thread: mfusepy would take SIGINT back there.
+        # libfuse must not run in the main thread: mfusepy would restore the default SIGINT there.
         serving = threading.Thread(target=self._serve, args=(module, wake), name="libfuse")
         serving.start()
         while os.read(events, 1) != _ENDED:
@@ -120,12 +120,12 @@ class Daemon:
         return tree
 
     def _detach(self) -> None:
-        """Lazily: what is open stays readable, and libfuse returns after the last close."""
+        """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
         self._stop = True
         top = mount_table.at(self.mountpoint)
         source = Source.parse(top.source) if top is not None else None
         if source is None:
-            return  # gone already, or not made yet
+            return  # Already gone, or not created yet.
         if source.pid != os.getpid():
             log.warning("%s: another mount covers this one", self.mountpoint)
             return
@@ -136,11 +136,11 @@ class Daemon:
 
 
 def _heard(number: int, frame: FrameType | None) -> None:
-    """A handler in Python is what makes the signal appear in the pipe."""
+    """Do nothing: Python writes a signal to the pipe only if it has a Python handler."""
 
 
 def open_store(path: Path) -> MountSource:
-    """The store at this path, for reading."""
+    """Open the store at this path for reading."""
     from mstore import Store
 
     return Store.open(path)
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Report:
-    """Tells the starter once whether the mount answers, then lets go of it."""
+    """Tells the starter once whether the mount answers, then detaches from it."""
 
     def __init__(self, descriptor: int | None, foreground: bool) -> None:
         self._descriptor = descriptor
@@ -189,13 +189,13 @@ class _Report:
     def __call__(self, error: BaseException | None) -> None:
         if self._descriptor is None:
             if error is not None:
-                print(f"mstore_fuse: {error}", file=sys.stderr)  # noqa: T201 - nobody else hears it
+                print(f"mstore_fuse: {error}", file=sys.stderr)  # noqa: T201 - the only report
         else:
             os.write(self._descriptor, json.dumps(_message(error)).encode() + b"\n")
             os.close(self._descriptor)
             self._descriptor = None
         if error is None and not self._foreground:
-            # The starter reads stderr until now; held open, it would never see its end.
+            # The starter reads stderr until its end, so it must be closed here.
             null = os.open(os.devnull, os.O_RDWR)
             for standard in (0, 1, 2):
                 os.dup2(null, standard)
@@ -211,8 +211,11 @@ def _message(error: BaseException | None) -> dict[str, object]:
 
 
 def _tune_malloc() -> None:
-    """Keep the buffers of reads in the heap: mapped and unmapped each time, a read of 1 MiB costs
-    256 page faults, which is half the throughput."""
+    """Keep read buffers in the heap, to avoid page faults.
+
+    If they are mapped and unmapped each time, a read of 1 MiB costs 256 page faults, which is half
+    the throughput.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -221,7 +224,7 @@ def _tune_malloc() -> None:
 
 
 def _end_with_parent() -> None:
-    """In the foreground, a starter that is killed takes the mount along."""
+    """End this foreground mount if the process that started it is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 

@@ -1,7 +1,7 @@
-"""The one place that touches mfusepy: its types as seen from here, and the call that serves.
+"""The only module that uses mfusepy: its types as seen from here, and the call that serves.
 
-mfusepy has no annotations and loads libfuse when it is imported, version 2 if it finds both; so
-it is imported late, and with `FUSE_LIBRARY_NAME` set.
+mfusepy has no annotations and loads libfuse when it is imported, version 2 if it finds both; so it
+is imported late, and with `FUSE_LIBRARY_NAME` set.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ WITHOUT_FUSE = (
     "mstore checkout REF DIR writes the same files without FUSE, and in Python "
     "store[REF].tensor(NAME) reads single tensors"
 )
-"""The hint of every error that comes from missing FUSE."""
+"""The hint of every error about missing FUSE."""
 
-# libfuse's own limit, so no thread ever ends; left unsaid, libfuse 3.12 to 3.16 warn on stderr.
+# libfuse's own limit, so no thread ever ends; without it, libfuse 3.12 to 3.16 warn on stderr.
 _THREADS = 10
 
 
 class FileInfo(Protocol):
-    """struct fuse_file_info: `fh` and `keep_cache` are ours to set at open."""
+    """struct fuse_file_info: `open` sets `fh` and `keep_cache`."""
 
     flags: int
     fh: int
@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 
 class Config(Protocol):
-    """struct fuse_config: how long the kernel may remember names and attributes, in seconds."""
+    """struct fuse_config: how long the kernel may cache names and attributes, in seconds."""
 
     entry_timeout: float
     negative_timeout: float
@@ -46,7 +46,7 @@ class Config(Protocol):
 
 
 def load() -> Any:
-    """The module mfusepy on libfuse 3.  Raises Unavailable."""
+    """Import mfusepy with libfuse 3 and return the module. Raises Unavailable."""
     os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
     try:
         module = importlib.import_module("mfusepy")
@@ -71,11 +71,11 @@ def load() -> Any:
 def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> None:
     """Mount and answer requests until the mount has ended.
 
-    `source` is what mountinfo shows as the mounted device.  Raises RuntimeError, with libfuse's
+    `source` is what mountinfo shows as the mounted device. Raises RuntimeError, with libfuse's
     reason already on stderr, if the mount was refused.
 
-    Without `auto_unmount`: it would leave a second process per mount, and a crashed mount would
-    turn into an empty directory instead of an error.
+    Does not use `auto_unmount`: it would leave a second process per mount, and a crashed mount
+    would turn into an empty directory instead of an error.
     """
     module.FUSE(
         operations,

@@ -1,15 +1,15 @@
 """The kernel's table of mounts: the only record of what mstore has mounted.
 
 Nothing is kept in files of our own.  A mount of ours has the type `fuse.mstore` and a source
-that says all there is to know, so the record lives exactly as long as the mount, even if the
+with all its data, so the record lives exactly as long as the mount, even if the
 process behind it is dead:
 
     mstore:<revision>@<store>#<pid>      `*` stands for the whole store
 
-In both texts `%`, `,`, `\\`, quotes, blanks and control characters are written as %XX, in the
+In both parts `%`, `,`, `\\`, quotes, blanks and control characters are written as %XX, in the
 store's path `@` too.
 
-Looking at the table never touches a mounted file system, so a dead or hanging one is harmless.
+Reading the table never accesses a mounted file system, so a dead or hanging one is harmless.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UMOUNT_NOFOLLOW = 8
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """One line of mountinfo: where, which type, which source, whether it is a whole file system.
+    """One line of mountinfo: mount point, type, source, whether it is a whole file system.
 
     user: who mounted it, for FUSE; None for other types.
     """
@@ -53,7 +53,10 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a mount of ours shows and who serves it; `revision` is None for the whole store."""
+    """What a mount of ours shows, and which process serves it.
+
+    revision: None for the whole store.
+    """
 
     store: Path
     revision: str | None
@@ -68,7 +71,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source | None:
-        """From a mount's source; None if it was not written by us."""
+        """Parse a mount's source; None if we did not write it."""
         found = _SOURCE.fullmatch(text)
         if found is None:
             return None
@@ -77,7 +80,7 @@ class Source:
 
     @property
     def alive(self) -> bool:
-        """Whether the serving process runs (a zombie does not, nor one that got its number)."""
+        """Whether the serving process runs; False for a zombie, or another process with its pid."""
         try:
             arguments = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
@@ -90,7 +93,7 @@ def _percent(found: re.Match[str]) -> str:
 
 
 def entries(table: Path = _MOUNTINFO) -> list[TableEntry]:
-    """All mounts that this process sees, in the order in which they were made."""
+    """Return all mounts that this process sees, in the order in which they were made."""
     return [_entry(line) for line in table.read_bytes().splitlines()]
 
 
@@ -114,15 +117,16 @@ def _plain(field: bytes) -> str:
 
 
 def at(mountpoint: Path) -> TableEntry | None:
-    """The topmost mount at this very path, or None."""
+    """Return the topmost mount at this very path, or None."""
     found = [entry for entry in entries() if entry.mountpoint == mountpoint]
     return found[-1] if found else None
 
 
 def detach(mountpoint: Path, *, lazy: bool) -> None:
-    """Take the topmost mount off this path; `lazy` lets open files live on.
+    """Unmount the topmost mount at this path; `lazy` keeps open files readable.
 
-    Raises OSError: EBUSY where a file of it is in use and not `lazy`, EPERM where it is not ours.
+    Raises OSError: EBUSY if one of its files is in use and not `lazy`, EPERM if it is another
+    user's.
     """
     if os.geteuid() == 0:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,8 +1,8 @@
 """Mounting from outside: start a daemon, list mounts, end them.
 
-Used by the command line and by Python programs; keeps no state (mount_table.py says where it
-is).  Serves nothing itself: a process that reads a mount which it serves waits for itself, so
-the server is always a process of its own.
+Used by the command line and by Python programs; keeps no state (see mount_table.py). Serves nothing
+itself: a process that reads a mount which it serves waits for itself, so the server is always a
+separate process.
 
 A mount in the background belongs to no terminal and no caller: it outlives both.
 """
@@ -39,10 +39,10 @@ _POLL = 0.02
 
 @dataclass(frozen=True, slots=True)
 class MountInfo:
-    """One mount.  `revision` is None for the whole store; `pid` where nothing serves it any more.
+    """One mount. `revision` is None for the whole store, `pid` if no process serves it any more.
 
     A mount that is not `alive` crashed: reading it fails with ENOTCONN until it is unmounted.
-    `user` mounted it, and may unmount it, as root may.
+    `user` mounted it; this user and root may unmount it.
     """
 
     mountpoint: Path
@@ -64,9 +64,9 @@ def mount(
 ) -> MountInfo:
     """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
 
-    Returns when the mount answers; in the foreground, when it has ended.  `on_ready` is called
-    once it answers; if that raises, the mount is taken away again.  In the foreground,
-    KeyboardInterrupt unmounts, waits for open files, and returns; a second one waits no longer.
+    Returns when the mount answers; in the foreground, when it has ended. Calls `on_ready` once the
+    mount answers; if that raises, the mount is removed again. In the foreground, KeyboardInterrupt
+    unmounts, waits for open files, and returns; a second one stops waiting.
 
     Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
     Unavailable (no FUSE, refused, no answer within `timeout` seconds), and what opening the store
@@ -90,7 +90,7 @@ def mount(
         else:
             daemon.let_go()
     except KeyboardInterrupt:
-        # As soon as it answers it may have readers, also while `on_ready` still runs.
+        # Once it answers it may have readers, even while `on_ready` still runs.
         if not (foreground and answered):
             daemon.abandon()
             raise
@@ -102,19 +102,19 @@ def mount(
 
 
 def mounts(user: int | None = None) -> list[MountInfo]:
-    """The mounts of mstore that this process sees, of any store: those of a user, or all.
+    """List the mounts of mstore that this process sees, of any store: a user's, or all.
 
-    Touches none of them.
+    Accesses none of them.
     """
     found = [info for entry in mount_table.entries() if (info := _info(entry)) is not None]
     return [info for info in found if user is None or info.user == user]
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
-    """End a mount; a crashed one is cleared.  Returns when the daemon is gone, unless `lazy`.
+    """End a mount, or clear a crashed one. Returns when the daemon is gone, unless `lazy`.
 
-    `lazy` takes the mount away at once, and files that are open stay readable until they are
-    closed.  Raises NotFound (not a mount of mstore), Conflict (in use), StorageFailed.
+    `lazy` removes the mount at once, and open files stay readable until they are closed. Raises
+    NotFound (not a mount of mstore), Conflict (in use), StorageFailed.
     """
     target = Path(os.path.realpath(mountpoint))
     entry = mount_table.at(target)
@@ -158,7 +158,7 @@ def require_fuse() -> None:
 
 
 def _free_mountpoint(mountpoint: Path) -> Path:
-    """The real path of an empty directory on which nothing is mounted."""
+    """Return the real path of an empty directory on which nothing is mounted."""
     target = Path(os.path.realpath(mountpoint))
     entry = mount_table.at(target)
     if entry is not None:
@@ -206,7 +206,7 @@ class _Starting:
         """Start the daemon in a session of its own, without the caller's terminal."""
         receive, send = os.pipe()
         shown = ["--all"] if revision is None else [f"--revision={revision}"]
-        # -P: a file called mstore_fuse.py in the current directory is not ours.
+        # -P: do not import a file called mstore_fuse.py from the current directory.
         command = [sys.executable, "-P", "-m", "mstore_fuse", f"--store={store}", *shown]
         command += [f"--ready-fd={send}", *(["--foreground"] if foreground else [])]
         try:
@@ -223,7 +223,7 @@ class _Starting:
         return cls(process, receive, mountpoint)
 
     def wait(self, deadline: float) -> None:
-        """Until the mount answers a stat.  Raises what the daemon says, or Unavailable."""
+        """Wait until the mount answers a stat. Raises the daemon's error, or Unavailable."""
         message = self._message(deadline)
         if message is None:
             raise Unavailable(
@@ -240,11 +240,11 @@ class _Starting:
             self.process.stderr.close()
 
     def let_go(self) -> None:
-        """Background: only see to it that its end leaves no zombie while this process lives."""
+        """Background: reap the daemon when it ends, so that it leaves no zombie."""
         threading.Thread(target=self.process.wait, name="reap-mount", daemon=True).start()
 
     def wait_for_end(self) -> None:
-        """Foreground: until the mount has ended, by whatever means."""
+        """Foreground: wait until the mount has ended in any way."""
         if status := self.process.wait():
             raise Unavailable(
                 f"the process that served the mount ended with status {status}",
@@ -253,7 +253,7 @@ class _Starting:
             )
 
     def finish(self) -> None:
-        """Foreground: end the mount and wait for open files; an interrupt waits no longer."""
+        """Foreground: end the mount and wait for open files; an interrupt stops waiting."""
         self.process.terminate()
         try:
             self.process.wait()
@@ -263,7 +263,7 @@ class _Starting:
             self._clear()
 
     def abandon(self) -> None:
-        """The mount was not wanted or not made: leave no process and no mount behind."""
+        """After a failed or cancelled start: leave no process and no mount behind."""
         self.process.kill()
         self.process.wait()
         if self.process.stderr is not None:
@@ -283,7 +283,7 @@ class _Starting:
                 mount_table.detach(self.mountpoint, lazy=True)
 
     def _message(self, deadline: float) -> dict[str, object] | None:
-        """The daemon's line; None if it ended without one."""
+        """Return the daemon's line; None if it ended without one."""
         line = b""
         while not line.endswith(b"\n"):
             readable, _, _ = select.select(
@@ -299,7 +299,7 @@ class _Starting:
         return message
 
     def _first_answer(self, deadline: float) -> int:
-        """The mount's st_dev, from a stat in a thread that may be left hanging."""
+        """Return the mount's st_dev, from a stat in a thread that may hang."""
         answer: list[int | OSError] = []
 
         def ask() -> None:
@@ -333,7 +333,7 @@ def _no_answer(mountpoint: Path) -> Unavailable:
 
 
 def _error_from(message: dict[str, object]) -> MstoreError:
-    """The daemon's error as an exception of its own kind."""
+    """Rebuild the daemon's error as an exception of its class."""
     kind = getattr(errors, str(message["error"]), None)
     if not (isinstance(kind, type) and issubclass(kind, MstoreError)):
         kind = Unavailable
@@ -380,7 +380,7 @@ def _unmount_error(error: OSError, mountpoint: Path) -> MstoreError:
 
 
 def _await_end(pid: int) -> None:
-    """Until the daemon has let go of its store, or for a while."""
+    """Wait until the daemon has released its store, or a time limit passes."""
     deadline = time.monotonic() + _ENDS_WITHIN
     while Source(Path(), None, pid).alive and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -1,9 +1,9 @@
 """FUSE operations: paths, handles and errno on one side, a `Tree` on the other.
 
-Translates and owns nothing but the table of open files.  The mount is read-only: the kernel
-answers writes with EROFS itself (`ro`) and checks permissions itself (`default_permissions`), so
-neither `access` nor any writing operation exists here.  Extended attributes are left unset on
-purpose: after one ENOSYS the kernel stops asking.
+Only translates, and owns only the table of open files. The mount is read-only: the kernel itself
+answers writes with EROFS (`ro`) and checks permissions (`default_permissions`), so there is neither
+`access` nor any writing operation here. Extended attributes are not implemented on purpose: after
+one ENOSYS the kernel stops asking.
 
     NotFound -> ENOENT      Corrupt, StorageFailed, anything else -> EIO, with a line in the log
 
@@ -41,7 +41,7 @@ R = TypeVar("R")
 def _answers_errno(
     operation: Callable[Concatenate[Operations, str, P], R],
 ) -> Callable[Concatenate[Operations, str, P], R]:
-    """Turn the library's errors into errno; `path` loses its leading slash."""
+    """Turn the library's errors into errno, and strip the leading slash of `path`."""
 
     @functools.wraps(operation)
     def wrapped(self: Operations, path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,7 +63,7 @@ def _answers_errno(
 
 
 class _Handle:
-    """An open file and what was noticed about its reader."""
+    """An open file and what is known about how it is read."""
 
     __slots__ = ("file", "sequence", "settled")
 
@@ -74,10 +74,11 @@ class _Handle:
 
 
 class Operations:
-    """What libfuse calls.  `start` is called once, from the mount's own first request, and gives
-    the tree; whatever must not live through a fork (threads, LMDB) is made there.
+    """The operations that libfuse calls.
 
-    If `start` raises, every answer is EIO and `give_up` is called to end the mount.
+    `start` is called once, from the mount's own first request, and returns the tree; it creates
+    whatever must not live through a fork (threads, LMDB). If `start` raises, every answer is EIO
+    and `give_up` is called to end the mount.
     """
 
     use_ns = True  # read by mfusepy: times are integers in nanoseconds
@@ -92,7 +93,7 @@ class Operations:
         self._owner = (os.getuid(), os.getgid())
 
     def init_with_config(self, connection: Connection, config: Config) -> None:
-        """The first request: open the store and tell the kernel what it may cache."""
+        """Handle the first request: open the store and tell the kernel what it may cache."""
         try:
             self._tree = self._start()
         except BaseException:  # noqa: BLE001 - `start` keeps what it raised; libfuse cannot carry it
@@ -101,18 +102,18 @@ class Operations:
         seconds = self._tree.attributes_last_for
         config.entry_timeout = config.attr_timeout = config.negative_timeout = seconds
         config.use_ino = 1
-        # Contents never change under a path that is cached, so sizes need no asking at each read.
+        # Contents of a cached path never change, so the kernel need not check sizes at each read.
         connection.want &= ~_AUTO_INVAL_DATA
 
     @property
     def tree(self) -> Tree:
-        """The tree; EIO if there is none."""
+        """The tree. Raises EIO if there is none."""
         if self._tree is None:
             raise OSError(errno.EIO, "the store could not be opened")
         return self._tree
 
     def say_once(self, message: str) -> None:
-        """Log a failure the first time: one bad block is read many times."""
+        """Log a failure once: one bad block is read many times."""
         if message not in self._said and len(self._said) < _SAID_AT_MOST:
             self._said.add(message)
             log.error("%s", message)
@@ -128,7 +129,7 @@ class Operations:
         return {
             "st_ino": entry.inode,
             "st_mode": kind,
-            # 1 for directories too: programs that count subdirectories by it then do not.
+            # 1 for directories too: programs that infer subdirectories from it then do not.
             "st_nlink": 1,
             "st_uid": uid,
             "st_gid": gid,
@@ -142,7 +143,7 @@ class Operations:
 
     @_answers_errno
     def readdir(self, path: str, handle: int) -> list[tuple[str, dict[str, int], int]]:
-        """Names with type and inode number, all at once."""
+        """Return all names with type and inode number."""
         tree = self.tree
         listed = [(".", tree.entry(path)), ("..", tree.entry(path.rpartition("/")[0]))]
         listed += tree.children(path)
@@ -150,7 +151,7 @@ class Operations:
 
     @_answers_errno
     def open(self, path: str, info: FileInfo) -> int:
-        """Open for reading; the kernel keeps the pages unless they are of another snapshot."""
+        """Open for reading; the kernel keeps cached pages unless they are of another snapshot."""
         if info.flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         file = self.tree.open(path)
@@ -162,7 +163,7 @@ class Operations:
 
     @_answers_errno
     def read(self, path: str, size: int, offset: int, info: FileInfo) -> bytes:
-        """Verified bytes, fewer than asked for only at the end of the file."""
+        """Return verified bytes; fewer than requested only at the end of the file."""
         handle = self._handles[info.fh]
         file = handle.file
         if not handle.settled:
@@ -176,20 +177,20 @@ class Operations:
             file.view.prefetch(file.path, *ahead)
         data = file.view.read(file.path, offset, size)
         if len(data) != size:
-            # The kernel would fill the gap with zeros, which are somebody's weights.
+            # The kernel would fill the gap with zeros, and they would be read as weights.
             raise OSError(errno.EIO, f"{len(data)} bytes at {offset} instead of {size}")
         return data
 
     @_answers_errno
     def release(self, path: str, info: FileInfo) -> int:
-        """The last close of an open."""
+        """Handle the last close of an open file."""
         handle = self._handles.pop(info.fh)
         self.tree.release(handle.file)
         return 0
 
     @_answers_errno
     def statfs(self, path: str) -> dict[str, int]:
-        """statvfs(3): full, because nothing can be written."""
+        """statvfs(3): a full file system, because nothing can be written."""
         totals = self.tree.totals()
         return {
             "f_bsize": _PREFERRED_READ,

@@ -4,17 +4,16 @@
     /config.json            /refs/<name>/config.json        a ref, slashes as directories
     /...                    /snapshots/<64 hex>/...         every snapshot, read when first entered
 
-Owns names, attributes and inode numbers.  Knows no FUSE and reads no bytes of files.  There are
-no links of any kind.  An inode number is a hash of (snapshot id, path), so it is the same in
-every mount, on every machine and through every name of a snapshot.
+Owns names, attributes and inode numbers. Does not know FUSE, and reads no bytes of files. There are
+no links of any kind. An inode number is a hash of (snapshot id, path), so it is the same in every
+mount, on every machine and through every name of a snapshot.
 
-**Refs move while they are looked at.**  libfuse names a node by its path, and the kernel keeps
-one size and one page cache for it; so the two snapshots that `refs/main` stands for before and
-after a move share them.  `StoreTree` keeps them apart by two rules.  While any file below a ref
-is open, the ref stays at that snapshot (nothing open ever changes).  The first open after a move
-gets `keep_cache=False`, which drops the pages of the other snapshot, and so does every open until
-one of those has answered (`settled`).  The mount itself must not cache names and attributes here
-(`attributes_last_for`).
+**Refs move while they are read.** libfuse names a node by its path, and the kernel keeps one size
+and one page cache for it. So the two snapshots that `refs/main` means before and after a move share
+them. `StoreTree` separates them by two rules. While any file below a ref is open, the ref stays at
+that snapshot (nothing open ever changes). The first open after a move gets `keep_cache=False`,
+which drops the pages of the other snapshot, and so does every open until one of those has answered
+(`settled`). The mount itself must not cache names and attributes here (`attributes_last_for`).
 
 Threads: every method may be called from any thread.
 """
@@ -36,7 +35,7 @@ BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
 
 IMMUTABLE_FOR = 3600.0
-"""Seconds for which the kernel may keep names and attributes that can never change."""
+"""Seconds for which the kernel may cache names and attributes that never change."""
 
 _TREES_KEPT = 32
 
@@ -46,12 +45,12 @@ class SnapshotView(Protocol):
 
     @property
     def id(self) -> object:
-        """Its SnapshotId (its `str` is 64 hex digits)."""
+        """The SnapshotId (its `str` is 64 hex digits)."""
         ...
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Size in bytes by relative POSIX path."""
+        """Maps relative POSIX path to size in bytes."""
         ...
 
     @property
@@ -60,11 +59,11 @@ class SnapshotView(Protocol):
         ...
 
     def read(self, path: str, offset: int, size: int, /) -> bytes:
-        """Exactly these bytes, verified.  Raises Corrupt or StorageFailed."""
+        """Return exactly these bytes, verified. Raises Corrupt or StorageFailed."""
         ...
 
     def prefetch(self, path: str, offset: int, size: int, /) -> None:
-        """Advice that these bytes will be read soon."""
+        """Hint that these bytes will be read soon."""
         ...
 
 
@@ -79,7 +78,7 @@ class NamedRef(Protocol):
 
 
 class Pin(Protocol):
-    """Keeps a snapshot's contents from garbage collection."""
+    """Protects a snapshot's contents from garbage collection."""
 
     def release(self) -> None: ...
 
@@ -88,11 +87,11 @@ class MountSource(Protocol):
     """An opened store.  Thread-safe."""
 
     def view(self, revision: str, /) -> SnapshotView:
-        """The snapshot that this revision names.  Raises NotFound or BadName."""
+        """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
     def pin(self, snapshot: Any, /) -> Pin:
-        """Keep this snapshot's contents until the pin is released, or the process ends."""
+        """Protect this snapshot's contents until the pin is released, or the process ends."""
         ...
 
     def refs(self) -> Iterable[NamedRef]: ...
@@ -122,10 +121,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenFile:
-    """One open of one file: whose bytes, and whether the kernel's pages of this path are theirs.
+    """One open of one file: whose bytes, and whether the kernel's cached pages are of these.
 
-    `mounted` is the path in the mount, `path` the one in the snapshot, `ref` the ref that is held
-    in place until `release`.
+    `mounted` is the path in the mount, `path` the one in the snapshot, `ref` the ref that stays at
+    this snapshot until `release`.
     """
 
     view: SnapshotView
@@ -138,15 +137,15 @@ class OpenFile:
 
 
 class Tree(Protocol):
-    """The files of a mount.  A path is relative, without a leading slash; the root is ''.
+    """The files of a mount. A path is relative, without a leading slash; the root is ''.
 
-    `open` is paired with exactly one `release`; `settled` may be called any number of times in
-    between, once the kernel has used the opened file.  Methods that take a path raise NotFound.
+    Each `open` needs exactly one `release`; `settled` may be called any number of times in between,
+    once the kernel has used the opened file. Methods that take a path raise NotFound.
     """
 
     @property
     def attributes_last_for(self) -> float:
-        """Seconds for which the kernel may keep names and attributes."""
+        """Seconds for which the kernel may cache names and attributes."""
         ...
 
     def entry(self, path: str) -> Entry: ...
@@ -163,13 +162,13 @@ class Tree(Protocol):
 
 
 def inode_of(snapshot: str, path: str) -> int:
-    """A positive 63-bit number, the same for ever; `snapshot` is '' outside of all snapshots."""
+    """Return a stable positive 63-bit number; `snapshot` is '' outside of all snapshots."""
     digest = blake3(f"{snapshot}\0{path}".encode(errors="surrogateescape")).digest(8)
     return (int.from_bytes(digest, "big") >> 1) | 1
 
 
 class SnapshotTree:
-    """The tree of one snapshot, whole in memory; nothing in it ever changes.
+    """The tree of one snapshot, complete in memory; nothing in it ever changes.
 
     Raises Corrupt if the snapshot's paths do not form a tree of plain names.
     """
@@ -191,7 +190,7 @@ class SnapshotTree:
         return Entry(inode_of(self._snapshot, path), True, 0, self._view.time_ns)
 
     def _insert(self, path: str, entry: Entry) -> None:
-        """Add a file, and the directories above it that are still missing."""
+        """Add a file, and its missing parent directories."""
         if path.startswith("/"):
             raise _no_directory_holds(path)
         while True:
@@ -223,17 +222,17 @@ class SnapshotTree:
         return self.open_as(path, mounted=path, keep_cache=True, ref=None)
 
     def open_as(self, path: str, *, mounted: str, keep_cache: bool, ref: str | None) -> OpenFile:
-        """Open on behalf of a larger tree, in which the file is called `mounted`."""
+        """Open for an enclosing tree, in which the file is called `mounted`."""
         entry = self.entry(path)
         if entry.is_directory:
             raise NotFound("not a file", where=path)
         return OpenFile(self._view, path, entry.size, keep_cache, mounted, self._snapshot, ref)
 
     def settled(self, file: OpenFile) -> None:
-        """Nothing to note: one path, one snapshot."""
+        """Do nothing: one path, one snapshot."""
 
     def release(self, file: OpenFile) -> None:
-        """Nothing to give back."""
+        """Do nothing: no ref and no pin is held."""
 
     def totals(self) -> Totals:
         return self._totals
@@ -245,7 +244,7 @@ def _no_directory_holds(path: str) -> Corrupt:
 
 @dataclass(slots=True)
 class _RefPin:
-    """A ref held at a snapshot by `count` open files."""
+    """A ref that `count` open files keep at a snapshot."""
 
     snapshot: str
     count: int
@@ -261,7 +260,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Below:
-    """A path inside a snapshot: which, how it was reached, and what is left of the path."""
+    """A path inside a snapshot: the snapshot, the ref that led there, the rest of the path."""
 
     snapshot: str
     ref: str | None
@@ -269,12 +268,10 @@ class _Below:
 
 
 class StoreTree:
-    """The tree of a whole store.  New refs and snapshots appear in it at once.
+    """The tree of a whole store. New refs and snapshots appear in it at once.
 
-    What is open is pinned, and nothing else: a mount that nobody reads keeps no garbage.
-
-    A lookup that misses reads the store again; one that hits may use a list of refs up to
-    `max_age` seconds old.
+    Pins only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
+    reads the store again; one that hits may use a list of refs up to `max_age` seconds old.
     """
 
     attributes_last_for = 0.0
@@ -282,7 +279,7 @@ class StoreTree:
     def __init__(self, source: MountSource, *, max_age: float = 0.1) -> None:
         self._source = source
         self._max_age = max_age
-        # FUSE knows no time before 1970.
+        # FUSE has no times before 1970.
         self._time_ns = max(0, time.time_ns())
         self._lock = threading.RLock()
         self._trees: OrderedDict[str, SnapshotTree] = OrderedDict()
@@ -360,7 +357,7 @@ class StoreTree:
         return Totals(sum(one.files for one in each), sum(one.size for one in each))
 
     def _find(self, path: str) -> _Below | None:
-        """Where a path lies; None for a directory outside of all snapshots."""
+        """Find where a path lies; None for a directory outside of all snapshots."""
         if time.monotonic() >= self._fresh_until:
             self._reload()
         try:
