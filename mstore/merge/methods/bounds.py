@@ -46,7 +46,7 @@ class Rounding:
         |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
 
     as long as no step exceeds the largest float32. weights: w_k; factors: |divisor|, |lambda| and
-    the rescale factor; whole: as for the operation (`is_whole`).
+    the rescale factor; is_whole: as for the operation.
 
     **Proof.** u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
     its result, or by h if that is subnormal; a sum by at most u of its result (a subnormal sum is
