@@ -1,4 +1,4 @@
-"""Read-ahead: how much the kernel requests, and what the store is told to expect.
+"""Read-ahead: how much the kernel requests, and what the store prefetches.
 
 FUSE starts with a read-ahead of 128 KiB and can only lower it; the setting that raises it is in
 sysfs and needs root. In addition to the kernel's read-ahead, `Sequence` detects that an open file
@@ -15,7 +15,7 @@ KERNEL_READ_AHEAD = 1 << 20
 """Bytes; the largest request that FUSE sends."""
 
 PREFETCH = 8 << 20
-"""How many bytes ahead of a sequential reader the store is told about."""
+"""How many bytes to prefetch ahead of a sequential reader."""
 
 _NEAR = 4 << 20
 _SEQUENTIAL_AFTER = 3

@@ -252,7 +252,7 @@ class _RefPin:
 
 @dataclass(slots=True)
 class _Held:
-    """A snapshot of which `count` files are open."""
+    """A snapshot with `count` open files."""
 
     pin: Pin
     count: int

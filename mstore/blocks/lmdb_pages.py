@@ -1,9 +1,9 @@
-"""LMDB data files, read without LMDB: page by page, with every number checked before it is used.
+"""LMDB data files, read without LMDB: page by page, checking every number before using it.
 
-LMDB trusts its file: a page number that points nowhere ends the process with a signal.  Who wants
-to know whether a file is sound, or what of a damaged one can still be read, looks with this
-module, which only reads the file and fails with words.  It never opens, locks or changes an
-environment.  Little-endian machines with the page layout of LMDB 0.9 (version 1):
+LMDB trusts its file: a page number that points nowhere ends the process with a signal. This module
+tells whether a file is sound, and what of a damaged one is still readable. It only reads the file,
+and raises errors instead of crashing. It never opens, locks or changes an environment. It requires
+a little-endian machine and the page layout of LMDB 0.9 (version 1):
 
     page    u64 number, u16 pad, u16 flags, u16 lower, u16 upper      (overflow: u32 pages instead)
     meta    (pages 0 and 1) magic, version, address, map size, two trees, last page, transaction
@@ -12,10 +12,10 @@ environment.  Little-endian machines with the page layout of LMDB 0.9 (version 1
     leaf    nodes: u16 low, u16 high of a data length, u16 flags, u16 key length, key, data or the
             number of the first overflow page
 
-Tree 0 lists the free pages by transaction, tree 1 the named databases.  A page belongs to one
-tree once, or is free.  LMDB never reads a free page and may never have written one at the end of
-the file, so the file may be shorter than its last page says; a page of a tree always lies in it.
-The rows of a page fill it from its end, without a gap.
+Tree 0 lists the free pages by transaction, tree 1 the named databases. A page belongs to exactly
+one tree, or is free. LMDB never reads a free page and may never have written one at the end of the
+file, so the file may be shorter than its last page number says; a page of a tree always lies within
+it. The rows of a page fill it from its end, without gaps.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class _Meta(NamedTuple):
 
 
 def newest_transaction(heads: bytes) -> int:
-    """The newest transaction that the first two pages of a file tell of; nothing is checked."""
+    """Return the newest transaction in the first two pages of a file; checks nothing."""
     at = 16 + _META_HEAD.size + 2 * _TREE.size
     first, second = (_META_END.unpack_from(heads, page + at) for page in (0, PAGE))
     return max(int(first[1]), int(second[1]))
 
 
 class LmdbFile:
-    """One data file as of its newest transaction.  Use as a context manager.
+    """One data file as of its newest transaction. Use as a context manager.
 
-    Raises Corrupt where not even the first two pages make sense.  A file that others write is
-    read soundly while nobody commits twice: `moved` says whether that happened.
+    Raises Corrupt if even the first two pages are invalid. Reading a file that others write is
+    consistent until they commit twice: `moved` tells whether anything was committed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,22 +107,22 @@ class LmdbFile:
         return self._meta.transaction
 
     def status(self) -> os.stat_result:
-        """What the system says of the open file."""
+        """Return the status of the open file."""
         with fs.translated(self.path):
             return os.fstat(self._fd)
 
     def moved(self) -> bool:
-        """Whether something was committed since this file was opened."""
+        """Return whether something was committed since this file was opened."""
         return self._newest().transaction != self._meta.transaction
 
     def _newest(self) -> _Meta:
         metas = [self._read_meta(number) for number in (0, 1)]
         newest = max(metas, key=lambda meta: meta.transaction)
-        # LMDB finds the head of a transaction by whether its number is odd.
+        # LMDB finds the meta page of a transaction by the parity of its number.
         if newest.transaction and metas[newest.transaction & 1] is not newest:
             raise self._corrupt("the two heads name transactions that cannot be")
         size = self.status().st_size
-        # Free pages at the end may never have been written; a size that makes no sense is refused.
+        # Free pages at the end may never have been written; reject an absurd size.
         if newest.last < 1 or newest.last * PAGE > 2 * size + _SLACK:
             raise self._corrupt("the file is cut short")
         if newest.map_size % PAGE or not newest.last * PAGE < newest.map_size <= _MAX_MAP:
@@ -157,7 +157,7 @@ class LmdbFile:
     # -- reading -----------------------------------------------------------------------------
 
     def databases(self, tell: Callable[[str], None]) -> dict[bytes, Tree]:
-        """The named databases; what cannot be read is told."""
+        """Return the named databases; report what is unreadable."""
         return self._named(_Walk(self, tell), tell)
 
     def _named(self, walk: _Walk, tell: Callable[[str], None]) -> dict[bytes, Tree]:
@@ -175,16 +175,16 @@ class LmdbFile:
     def rows(
         self, name: bytes, tree: Tree, tell: Callable[[str], None]
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Every row that can still be read, in key order; what cannot is told and left out."""
+        """Yield every readable row in key order; report and skip unreadable ones."""
         for key, data, _ in _Walk(self, tell).nodes(name.decode(errors="replace"), tree):
             yield key, data
 
     def check(
         self, tell: Callable[[str], None], look: Callable[[bytes, bytes, bytes], None]
     ) -> set[bytes]:
-        """Walk everything: each page where it belongs and only there, keys in order, counts right.
+        """Walk everything: each page in its place and only there, keys in order, counts right.
 
-        `look` is called with database, key and value of every row.  Returns the databases' names.
+        Calls `look` with database, key and value of every row. Returns the databases' names.
         """
         walk = _Walk(self, tell, counting=True)
         named = self._named(walk, tell)
@@ -196,7 +196,7 @@ class LmdbFile:
         return set(named)
 
     def check_pages(self, tell: Callable[[str], None]) -> None:
-        """`check` without the rows' values: whether LMDB can be trusted with this file."""
+        """Like `check`, without the rows' values: whether LMDB can safely map this file."""
         walk = _Walk(self, tell, counting=True, values=False)
         for name, tree in self._named(walk, tell).items():
             for _ in walk.leaves(name.decode(errors="replace"), tree):
@@ -207,9 +207,9 @@ class LmdbFile:
 
 
 class _Walk:
-    """One pass over trees: tells what is wrong, and goes on where it can.
+    """One pass over trees: reports faults, and continues where it can.
 
-    A page is read once, for its first owner: whatever points where, a pass comes to an end.
+    Reads each page once, for its first owner, so a pass always ends, whatever points where.
     """
 
     def __init__(
@@ -223,25 +223,25 @@ class _Walk:
         self._file = file
         self._tell = tell
         self._counting = counting
-        # Whether the values that have pages of their own are read.
+        # Whether to read values that have pages of their own.
         self.values = values
         self._last = file._meta.last
         self._size = file.status().st_size
-        # One bit a page.
+        # One bit per page.
         self._claimed = bytearray((self._last >> 3) + 1)
         self._counts = [0, 0, 0]
 
     def nodes(
         self, what: str, tree: Tree, *, integers: bool = False
     ) -> Iterator[tuple[bytes, bytes, int]]:
-        """(key, data, flags) of every leaf node."""
+        """Yield (key, data, flags) of every leaf node."""
         for rows in self.leaves(what, tree, integers=integers):
             yield from rows
 
     def leaves(
         self, what: str, tree: Tree, *, integers: bool = False
     ) -> Iterator[list[tuple[bytes, bytes, int]]]:
-        """The same, a page at a time."""
+        """Yield the leaf nodes page by page."""
         if tree.root == _NOWHERE:
             if tree.entries or tree.depth:
                 self._tell(f"{what}: has {tree.entries} rows and no page")
@@ -271,7 +271,7 @@ class _Walk:
         return True
 
     def claim_free(self, key: bytes, data: bytes) -> None:
-        """Take in one row of the list of free pages."""
+        """Process one row of the list of free pages."""
         what = "the list of free pages"
         if len(key) != 8 or len(data) < 8 or len(data) % 8:
             self._tell(f"{what}: a row of another form")
@@ -319,7 +319,7 @@ class _Walk:
             )
 
     def _numbered(self, keys: list[bytes], level: int) -> bool:
-        """Whether keys of the list of free pages are numbers of transactions, in order."""
+        """Return whether keys of the list of free pages are transaction numbers, in order."""
         if any(len(key) != 8 for key in keys[level > 1 :]):
             return False
         numbers = [_NUMBER.unpack(key)[0] for key in keys[level > 1 :]]
@@ -330,7 +330,7 @@ class _Walk:
     def _whole(
         self, what: str, nodes: list[tuple[bytes, bytes, int]]
     ) -> list[tuple[bytes, bytes, int]]:
-        """The rows with the values that lie on pages of their own; those that cannot be had go."""
+        """Return rows with the values that have pages of their own; drops unreadable ones."""
         if not any(flags & _BIG_DATA for _, _, flags in nodes):
             return nodes
         found = []
@@ -358,7 +358,7 @@ class _Walk:
     ) -> list[tuple[bytes, bytes, int]] | None:
         """Return (key, data or child's number, flags) of a page's nodes; None if one overruns."""
         _, _, _, lower, upper = _HEADER.unpack_from(page)
-        # LMDB's own reads take one row of a leaf and two of a branch for granted.
+        # LMDB relies on at least one row in a leaf and two in a branch.
         if not (18 if leaf else 20) <= lower <= upper <= PAGE or lower % 2:
             self._tell(f"{what}: page {number} has wrong bounds")
             return None

@@ -98,7 +98,7 @@ def require_rows(catalog: Catalog, reach: Reach) -> None:
 def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
     """Return whether a new index may take this block: its row was lost, not dropped for damage."""
     if path != pack_path(catalog.layout.packs, pack):
-        # In lost+found, so it was not put aside for damage.
+        # In lost+found: packs are moved there for other reasons than damage.
         return True
     place = Location(
         pack,

@@ -2,7 +2,7 @@
 
     codec = "auto"       which codecs new blocks may take: auto, raw, dense
     reflog_days = 30     for how many days the reflog keeps what refs pointed at
-    shared = "umask"     who besides its maker may use what is made: umask, group, all
+    shared = "umask"     who besides its creator may use what is created: umask, group, all
 
 Owns the keys, their allowed values, and the file. Missing keys have their default; so have all keys
 if there is no file. A key or value that this version does not know is an error: no setting is

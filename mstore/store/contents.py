@@ -78,10 +78,10 @@ def held(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
 
 @contextmanager
 def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
-    """Raise Conflict instead, where data is missing because a snapshot was collected meanwhile.
+    """Raise Conflict instead, if data is missing because a snapshot was collected meanwhile.
 
-    Data that is missing from a snapshot which was not collected is damage, and its error passes
-    through unchanged.
+    Data that is missing from a snapshot which was not collected is damage; its error passes
+    through.
     """
     try:
         yield
