@@ -147,7 +147,8 @@ class _FileReader:
     def require_header(self) -> None:
         """Raise BadCheckpoint unless the file still starts with the header that was parsed.
 
-        Two states within one tick of the kernel's clock may have the same stamp.
+        Accepts a file without a header. Needed because two states within one tick of the kernel's
+        clock may have the same stamp.
         """
         header = self._source.header
         if header is None:

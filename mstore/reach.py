@@ -128,7 +128,7 @@ class Table:
         """Return the row numbers of concatenated ids; -1 for an id without a row."""
         wanted = np.frombuffer(ids, ">u8").reshape(-1, ID_BYTES // 8)
         first = wanted[:, 0].astype(np.uint64)
-        # In sorted order, each search finds the pages of the one before in the processor's cache.
+        # In sorted order, each search finds the data of the one before in the processor's cache.
         order = np.argsort(first)
         found = np.empty(len(first), np.int64)
         found[order] = np.searchsorted(self._first, first[order])

@@ -36,7 +36,7 @@ LEVEL: Final = 1
 MAX_WINDOW: Final = 1 << 20
 
 FLOATS_HASH_LOG: Final = 7
-"""log2 of the match table for floats.
+"""log2 of the entries of the match table for floats (zstd hash_log).
 
 Planes of weights are noise: matches by chance cost more than they save. So few entries suffice to
 find larger repeats, such as rows of an embedding.
@@ -354,10 +354,10 @@ _own: Final = _Own()
 def decode(
     codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None = None
 ) -> Buffer:
-    """Return the plain bytes of a payload; the caller has checked `raw_length`.
+    """Return the plain bytes of a payload.
 
-    The block size limits `raw_length`. Raises Corrupt if the payload does not fit its entry,
-    Incompatible for a codec of a newer version.
+    The caller has checked `raw_length` against the block size. Raises Corrupt if the payload does
+    not fit its entry, Incompatible for a codec of a newer version.
     """
     if codec == Codec.RAW:
         if len(payload) != raw_length:

@@ -1,4 +1,4 @@
-"""What damage affects: every snapshot, file and tensor that needs something that is lost."""
+"""Hurt: the snapshots, files and tensors that cannot be read because something is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mstore.store.catalog import Catalog
 
 
 class Wounds:
-    """Finds the tensors that damage affects, each once; re-reads blocks in damaged packs."""
+    """Finds the hurt tensors, checking each once; re-reads blocks in damaged packs."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
@@ -35,7 +35,7 @@ class Wounds:
             }
 
     def all(self, names: dict[str, refs.Ref], pruned: set[bytes]) -> tuple[Hurt, ...]:
-        """Return everything that is affected, by snapshot; empty if nothing is."""
+        """Return everything that is hurt, by snapshot; empty if nothing is."""
         if not self._findings.broken and not self._findings.packs:
             return ()
         called = defaultdict(list)

@@ -1,11 +1,11 @@
-"""lost+found: packs and indexes that the store does not know and does not dare to delete.
+"""lost+found: packs that no row names, and replaced indexes, kept instead of deleted.
 
     lost+found/<UTC time>/<PackId>.pack    a pack that no row names
     lost+found/<UTC time>/index/           an index that was replaced although it had other content
 
 A pack that the index does not name is either garbage of a killed writer, or data that an outdated
-index has lost track of. So garbage collection moves it here, and only `empty` removes it. `reindex`
-takes packs back. The time is for people.
+index has lost track of; the index alone cannot tell. So garbage collection moves it here, and only
+`empty` removes it. `reindex` takes packs back. The time is for people.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     refs     name (UTF-8)                      -> [kind, snapshot]
     reflog   name + 0x00 + position u64        -> [old, new, action, time_ns, generation, kind]
 
-An add or merge under its name moves a branch; a tag does not move. Functions take an open index
+An add or merge moves the branch of its name; a tag never moves. Functions take an open index
 transaction, and the caller decides what else belongs to it. The text mirror is written after the
 commit (`mstore.store.mirror`).
 """
