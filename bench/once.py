@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import mstore
-import mstore.merge.insight.explain
-import mstore.merge.planning.planning
+import mstore.merge.analysis.explain
+import mstore.merge.planning.session
 
 # Imported here, so that neither planning nor merging is charged for it; the process is.
 import mstore.merge.running.commit

@@ -148,7 +148,7 @@ def _scaled(rng: np.random.Generator, table: Any) -> Any:
 def plan_once(path: Path, what: str) -> None:
     """Plan in this process, after everything is imported; prints seconds as JSON."""
     from mstore import MergeRequest
-    from mstore.merge.planning import planning
+    from mstore.merge.planning import session
     from mstore.merge.planning.request import Input, resolve
     from mstore.objects.plan import OMITTED, READ
     from mstore.stats.store import StatsStore
@@ -168,14 +168,14 @@ def plan_once(path: Path, what: str) -> None:
     def mark() -> None:
         marks.append((time.perf_counter(), time.process_time()))
 
-    surveyor = planning.Surveyor(catalog, statistics, asked, threads=1)
+    surveyor = session.Surveyor(catalog, statistics, asked, threads=1)
     survey = surveyor.survey()
     mark()
-    planner = planning.Planner(survey, asked)
+    planner = session.Planner(survey, asked)
     mark()
     planner.select()
     mark()
-    whole = planning.Planning(catalog, statistics, asked, threads=1).plan().plan
+    whole = session.Planning(catalog, statistics, asked, threads=1).plan().plan
     mark()
     encoded = whole.encode()
     whole.id()

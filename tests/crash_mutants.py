@@ -16,7 +16,7 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind, pack_path
 from mstore.gc.collect import Collector
-from mstore.reach import Reach
+from mstore.reachability import Reach
 from mstore.store.transaction import Transaction
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

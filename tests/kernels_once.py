@@ -10,9 +10,9 @@ import fcntl
 from pathlib import Path
 
 from mstore.blocks import planes
+from mstore.merge.analysis import attribution
 from mstore.merge.arithmetic import kernels
-from mstore.merge.insight import attribution
-from mstore.numeric.machine import Pass
+from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas
 
 # What takes longest to compile comes first.

@@ -17,8 +17,8 @@ from families import BLOCK
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
-from mstore.merge.insight import blame as blame_module
-from mstore.merge.insight.layers import layers_of
+from mstore.merge.analysis import blame as blame_module
+from mstore.merge.analysis.layers import layers_of
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.reports import BlameReport, ExpertBlame, Progress
 
@@ -332,17 +332,17 @@ def test_any_name_has_a_layer(names: list[str], layers: list[str]) -> None:
 
 def test_loading_needs_no_compiler() -> None:
     """Once its code lies at rest, a process that asks for shares does not import the compiler."""
-    from mstore.merge.insight import attribution
-    from mstore.numeric import machine
+    from mstore.merge.analysis import attribution
+    from mstore.numeric import code_cache
 
     attribution.warm_up()
     passes = Path(attribution.__file__).with_name("attribution_passes.py")
-    if not machine.code_path(passes, "attribute").exists():
+    if not code_cache.code_path(passes, "attribute").exists():
         pytest.skip("nothing can be written beside the source here")
     program = (
         "import sys\n"
-        "import mstore.merge.insight.blame\n"
-        "from mstore.merge.insight.attribution import warm_up\n"
+        "import mstore.merge.analysis.blame\n"
+        "from mstore.merge.analysis.attribution import warm_up\n"
         "warm_up()\n"
         "print('numba' in sys.modules)\n"
     )

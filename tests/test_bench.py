@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mstore.api import Store
-from mstore.merge.insight import explain
+from mstore.merge.analysis import explain
 from mstore.merge.methods.registry import METHODS
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"

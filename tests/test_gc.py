@@ -24,7 +24,7 @@ from mstore.gc.collect import Collector, Limits
 from mstore.gc.survey import DEAD_SHARE, uses
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.reach import Inventory, Reach, Roots
+from mstore.reachability import Inventory, Reach, Roots
 from mstore.reports import GcReport
 from mstore.store import condemned, leases, lost_found
 from mstore.store.transaction import Transaction

@@ -14,7 +14,7 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest
-from mstore.merge.insight import idle
+from mstore.merge.analysis import idle
 from mstore.merge.methods.registry import METHODS
 
 

@@ -630,14 +630,14 @@ def test_what_a_quota_keeps_is_told(dtype: str) -> None:
 def test_loading_needs_no_compiler() -> None:
     """Once its code lies at rest, a process that plans and merges does not import the compiler."""
     from mstore.merge.arithmetic import kernels
-    from mstore.numeric import machine
+    from mstore.numeric import code_cache
 
     warm_up()
-    if not machine.code_path(Path(kernels.__file__).with_name("passes.py"), "mix").exists():
+    if not code_cache.code_path(Path(kernels.__file__).with_name("passes.py"), "mix").exists():
         pytest.skip("nothing can be written beside the source here")
     program = (
         "import sys\n"
-        "import mstore.merge.running.commit, mstore.merge.planning.planning\n"
+        "import mstore.merge.running.commit, mstore.merge.planning.session\n"
         "from mstore.merge.arithmetic.kernels import warm_up\n"
         "warm_up()\n"
         "print('numba' in sys.modules)\n"

@@ -30,12 +30,12 @@ from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackFiles, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
-from mstore.merge.planning.planning import request_key
 from mstore.merge.planning.request import Input, resolve
+from mstore.merge.planning.session import request_key
 from mstore.merge.running.engine import Engine, Means
-from mstore.merge.running.leftovers import Leftovers
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
 from mstore.merge.running.memory import RESERVE, bounds
+from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.slices import group_chunks
 from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
 from mstore.objects.manifest import Manifest

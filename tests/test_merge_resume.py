@@ -16,7 +16,7 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.merge.running import leftovers
+from mstore.merge.running import resume
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.objects.plan import Plan
 from mstore.store.plans import sources_of
@@ -104,7 +104,7 @@ def interrupt(store: Store, plan: Plan, how: str) -> list[Path]:
         path
         for path in (store.path / "tmp").rglob("*.pack")
         # The last may have been cut short.
-        if leftovers._rows(path.with_suffix(".receipt"))
+        if resume._rows(path.with_suffix(".receipt"))
     )
 
 

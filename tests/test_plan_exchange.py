@@ -15,7 +15,7 @@ from families import BLOCK, Family
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadName, BadRequest, Incompatible, NotFound
-from mstore.merge.insight.exchange import MAX_TEXT
+from mstore.merge.analysis.exchange import MAX_TEXT
 from mstore.objects.plan import Plan, PlanTensor, Threshold
 
 FAMILY = families.layered(rows=40)

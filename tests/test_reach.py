@@ -16,7 +16,7 @@ from mstore.api import Store
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES
-from mstore.reach import HEAD, Inventory, Reach, Roots, Table
+from mstore.reachability import HEAD, Inventory, Reach, Roots, Table
 
 
 @pytest.fixture

@@ -262,7 +262,7 @@ def test_processor_without_vector_extensions(tmp_path: Path) -> None:
     }
     # The code that lies beside the source was made for this processor.
     script = (
-        "import mstore.numeric.machine as m; m.Pass._stored = lambda self: None;"
+        "import mstore.numeric.code_cache as m; m.Pass._stored = lambda self: None;"
         "import test_stats_deltas as t; print(t.golden())"
     )
     found = subprocess.run(

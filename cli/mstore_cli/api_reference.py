@@ -20,7 +20,7 @@ from mstore.api.adding import Adding
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
 from mstore.api.naming import Naming
-from mstore.api.opened import OpenStore
+from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert.conversion import ConversionLimits

@@ -51,8 +51,8 @@ def prepare() -> None:
 
 def _use(path: Path) -> None:
     from mstore import fs
-    from mstore.numeric import machine
+    from mstore.numeric import code_cache
 
     fs.make_directories(path.parent)
     fs.make_directory(path, own=True, exist_ok=True)
-    machine.use_cache(path)
+    code_cache.use_cache(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore.api.arguments import checked
-from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, Report, thread_count
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.ids import SnapshotId
 from mstore.objects.shapes import require_patterns

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, Report, thread_count
 from mstore.blocks import lmdb_check
 from mstore.blocks.packs import Kind
 from mstore.reports import (
@@ -240,7 +240,7 @@ class Keeping(OpenStore):
 
     def stats(self) -> StoreReport:
         """Sizes in bytes and counts of the whole store."""
-        from mstore.usage import store_usage
+        from mstore.disk_usage import store_usage
 
         catalog = self._catalog
         used = store_usage(catalog, reflog_days=catalog.config.reflog_days)
@@ -284,6 +284,6 @@ class Keeping(OpenStore):
 
         What is missing of a damaged store counts nothing.  Raises NotFound.
         """
-        from mstore.usage import usage
+        from mstore.disk_usage import usage
 
         return usage(self._catalog, names, reflog_days=self._catalog.config.reflog_days)

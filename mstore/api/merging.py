@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from mstore.api.arguments import check_fields, checked
-from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, Report, thread_count
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
 from mstore.reports import (
@@ -31,8 +31,8 @@ from mstore.requests import MergeRequest
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from mstore.merge.planning.planning import Planned
     from mstore.merge.planning.request import Input, Request
+    from mstore.merge.planning.session import Planned
     from mstore.merge.virtual.deferred import Deferred
     from mstore.objects.plan import Plan
     from mstore.store.plans import Sources
@@ -61,7 +61,7 @@ class Merging(OpenStore):
 
         Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is kept.
         """
-        from mstore.merge.insight.explain import plan_report
+        from mstore.merge.analysis.explain import plan_report
 
         began = time.monotonic()
         if keep:
@@ -91,7 +91,7 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.costs import costs_of
         from mstore.merge.planning.noop import require_effect
-        from mstore.merge.planning.planning import Planned, Planning, request_key
+        from mstore.merge.planning.session import Planned, Planning, request_key
         from mstore.merge.running.commit import store_plan
         from mstore.objects.plan import Plan
         from mstore.store.plans import Source, Sources, sources_of
@@ -153,8 +153,8 @@ class Merging(OpenStore):
 
         Raises BadRequest, NotFound, Incompatible.
         """
-        from mstore.merge.insight.sweep import SHARES, check_shares, sweep
-        from mstore.merge.planning.planning import Planning
+        from mstore.merge.analysis.sweep import SHARES, check_shares, sweep
+        from mstore.merge.planning.session import Planning
 
         wanted = check_shares(SHARES if shares is None else shares)
         asked = self._asked(request)
@@ -172,7 +172,7 @@ class Merging(OpenStore):
 
     def plans(self) -> list[PlanReport]:
         """Every stored plan, by base, method and cost."""
-        from mstore.merge.insight.explain import plan_report
+        from mstore.merge.analysis.explain import plan_report
         from mstore.merge.planning.costs import told_costs
         from mstore.objects.plan import Plan
         from mstore.store.plans import plan_ids, sources_of
@@ -238,7 +238,7 @@ class Merging(OpenStore):
 
         Raises NotFound, BadName.
         """
-        from mstore.merge.insight.exchange import export_plan, plan_text
+        from mstore.merge.analysis.exchange import export_plan, plan_text
 
         for id, (unkept, sources) in self._unkept.items():
             if plan == id.hex():
@@ -250,7 +250,7 @@ class Merging(OpenStore):
 
         Raises BadRequest (not a plan), NotFound (an input is not in this store).
         """
-        from mstore.merge.insight.exchange import import_plan
+        from mstore.merge.analysis.exchange import import_plan
 
         return import_plan(self._catalog, text)
 
@@ -285,7 +285,7 @@ class Merging(OpenStore):
         Raises NotFound, BadRequest, BadName, Conflict (the ref moved meanwhile), Corrupt,
         BudgetExceeded (a read outside the plan), StorageFailed.
         """
-        from mstore.merge.insight.explain import plan_report
+        from mstore.merge.analysis.explain import plan_report
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
         from mstore.merge.running.commit import run_merge
@@ -414,7 +414,7 @@ class Merging(OpenStore):
 
         Raises BadRequest if it is no merge, NotFound, BadName.
         """
-        from mstore.merge.insight.explain import explain
+        from mstore.merge.analysis.explain import explain
 
         return explain(self._catalog, self._catalog.resolve(revision), tensor)
 
@@ -432,7 +432,7 @@ class Merging(OpenStore):
 
         Raises BadRequest (it is no merge), NotFound (an unknown revision or tensor), Corrupt.
         """
-        from mstore.merge.insight.blame import blame
+        from mstore.merge.analysis.blame import blame
 
         return blame(
             self._catalog,

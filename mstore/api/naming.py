@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.opened import OpenStore, Report
+from mstore.api.open_store import OpenStore, Report
 from mstore.errors import Conflict
 from mstore.ids import SnapshotId
 from mstore.reports import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.opened import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, Report, thread_count
 from mstore.ids import Buffer, SnapshotId
 from mstore.reports import (
     CheckoutReport,

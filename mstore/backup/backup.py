@@ -32,8 +32,8 @@ from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Report, Ticks
 from mstore.blocks.index import Condemned, Index
 from mstore.blocks.packs import SealedPack, pack_path
+from mstore.check.affected import Wounds
 from mstore.check.findings import Findings
-from mstore.check.hurt import Wounds
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
 from mstore.reports import BackupReport, Hurt

@@ -2,7 +2,7 @@
 
 Owns the arithmetic of `planes`, whose docstring defines it: two entry points per element width,
 which take addresses and lengths and check nothing. Importing this module imports the compiler;
-`planes` imports it only if no compiled code is cached (`mstore.numeric.machine`).
+`planes` imports it only if no compiled code is cached (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations

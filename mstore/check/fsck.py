@@ -17,10 +17,10 @@ from mstore.blocks import lmdb_check
 from mstore.blocks.index import Index, subject
 from mstore.blocks.packs import pack_path
 from mstore.check import index_file, rows
+from mstore.check.affected import Wounds
 from mstore.check.findings import Findings
 from mstore.check.footers import Footers, Totals
 from mstore.check.graph import Graph
-from mstore.check.hurt import Wounds
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
 from mstore.ids import PackId

@@ -37,7 +37,7 @@ from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
-from mstore.reach import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
+from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
 from mstore.reports import GcReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import condemned, generation, leases, lost_found, plans

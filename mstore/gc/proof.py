@@ -19,7 +19,7 @@ from mstore.check import index_file, rows
 from mstore.check.findings import Key
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, PackId
-from mstore.reach import Reach
+from mstore.reachability import Reach
 from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
 from mstore.store.generation import listed_packs

@@ -16,7 +16,7 @@ from mstore import lineage
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
-from mstore.reach import NS_A_DAY, Roots
+from mstore.reachability import NS_A_DAY, Roots
 from mstore.reports import PruneReport
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns

@@ -28,7 +28,7 @@ from mstore.ids import (
     TensorId,
     VirtualId,
 )
-from mstore.reach import Inventory
+from mstore.reachability import Inventory
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 

@@ -16,7 +16,7 @@ import numpy as np
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
 from mstore.ids import PackId, SnapshotId
-from mstore.reach import Flags, Inventory, Numbers, Reach, Table
+from mstore.reachability import Flags, Inventory, Numbers, Reach, Table
 
 DEAD_SHARE = 0.3
 """Default share of dead payload bytes from which a pack is rewritten."""

@@ -20,7 +20,7 @@ import numba
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from mstore.numeric import machine
+from mstore.numeric import code_cache
 
 _NOTHING_TO_FREE = "define void @NRT_MemInfo_call_dtor(ptr %info) {\n ret void\n}"
 
@@ -96,9 +96,9 @@ class Entry:
 
         Stores the code at `path` if possible. If numba's cache lies elsewhere than beside the
         source, the code goes there too, in numba's own form, and each process pays for the
-        compiler's start; not so if `machine.use_cache` set a directory.
+        compiler's start; not so if `code_cache.use_cache` set a directory.
         """
-        own = machine.cache_directory() is not None
+        own = code_cache.cache_directory() is not None
         try:
             cache = None if own else _StampedCache(self._function, self._modules)
         except (OSError, RuntimeError):
@@ -111,7 +111,7 @@ class Entry:
         made = dispatcher.overloads[self._arguments]
         name = made.fndesc.llvm_func_name
         if own or (cache is not None and beside):
-            data = machine.stored(_alone(made.library.get_llvm_str(), name), stamp)
+            data = code_cache.stored(_alone(made.library.get_llvm_str(), name), stamp)
             if cache is not None:
                 cache.keep(path, data)
             else:
@@ -128,7 +128,7 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def entry(takes: str, *modules: ModuleType) -> Callable[[Callable[..., Any]], Entry]:
-    """Declare a kernel that is run through `machine.Pass`, and returns nothing.
+    """Declare a kernel that is run through `code_cache.Pass`, and returns nothing.
 
     `takes` is as there. `modules` are all other modules that its steps come from. If nothing can be
     written (neither beside the source nor in the user's cache directory), each process compiles for
@@ -145,10 +145,10 @@ def _alone(assembly: str, name: str) -> bytes:
     for function in module.functions:
         if not function.is_declaration and function.name != name:
             function.linkage = "internal"
-    target = machine.target_machine()
+    target = code_cache.target_machine()
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options()))
-    module.get_function(name).name = machine.SYMBOL
+    module.get_function(name).name = code_cache.SYMBOL
     code: bytes = target.emit_object(module)
     return code

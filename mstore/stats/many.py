@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from mstore.numeric.machine import Pass
+from mstore.numeric.code_cache import Pass
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.histogram import NAN_BIN, Threshold
 from mstore.stats.table import unpacked

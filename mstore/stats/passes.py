@@ -2,7 +2,7 @@
 
 Owns the arithmetic of `deltas`, whose docstring says what it promises: three entries, which take
 addresses and lengths and check nothing.  Importing this module imports the compiler; `deltas`
-does so only where no machine code lies at rest (`mstore.numeric.machine`).
+does so only where no machine code lies at rest (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns what `many` asks of each: is it sound, what is its row, where does trimming cut.  Takes
 addresses and lengths, which its caller owns; whatever the tables' own bytes claim it checks.
 Importing this module imports the compiler; `many` does so only where no machine code lies at rest
-(`mstore.numeric.machine`).
+(`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A chunk is worked on in tiles that stay in the first-level cache.  Every step ov
 loop that LLVM vectorises; element types and operator flags are looked at once a tile, so that
 one compiled function serves all.  `mix_chunk` and `count_ties` release the GIL, work in scratch of
 their thread (`tiles`) and may run on any number of threads.  Compiled code is kept on disk
-(`numeric.machine`).
+(`numeric.code_cache`).
 
 Bits: equal float32 patterns of base and expert make the delta exactly zero (also for NaN and
 infinity); a mix of zero gives the base element's own bits; any other NaN that arithmetic or a
@@ -40,8 +40,8 @@ from mstore.merge.arithmetic.tiles import (
     address,
 )
 from mstore.merge.methods.method import Operation
+from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import ITEMSIZES, dtype_code
-from mstore.numeric.machine import Pass
 
 __all__ = ["COUNTED", "UNLIMITED", "Mix", "count_ties", "mix_chunk", "warm_up"]
 

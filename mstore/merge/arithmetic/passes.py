@@ -2,7 +2,7 @@
 
 Owns the arithmetic that `kernels` promises: two entries, which take addresses and lengths and
 check nothing.  Importing this module imports the compiler; `kernels` has it done only where no
-machine code lies at rest (`mstore.numeric.machine`).
+machine code lies at rest (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations

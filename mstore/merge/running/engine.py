@@ -31,14 +31,14 @@ from mstore.checkpoint.partition import block_count, partition
 from mstore.errors import BudgetExceeded, Corrupt
 from mstore.ids import ID_BYTES, BlockId, Id
 from mstore.merge.planning.costs import Costs, costs_of
-from mstore.merge.planning.fitting import check_fits
-from mstore.merge.running.leftovers import Leftovers, write_receipt
+from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.memo_hits import TOGETHER, Hits, Shape, find_hits
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
 from mstore.merge.running.overflow import Tally
 from mstore.merge.running.papers import Papers
+from mstore.merge.running.resume import Leftovers, write_receipt
 from mstore.merge.running.slices import (
     SLICE_BYTES,
     Computer,

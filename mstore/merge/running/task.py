@@ -177,7 +177,7 @@ _TOGETHER: Final = 64
 
 
 class Tasks:
-    """Makes the tasks of one plan that fits this store (`merge.planning.fitting`)."""
+    """Makes the tasks of one plan that fits this store (`merge.planning.validate`)."""
 
     def __init__(self, catalog: Catalog, plan: Plan) -> None:
         self.plan = plan

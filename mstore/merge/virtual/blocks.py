@@ -28,7 +28,7 @@ from mstore.checkpoint.partition import partition
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, PlanId, VirtualId
 from mstore.merge.planning.costs import costs_of
-from mstore.merge.planning.fitting import check_fits
+from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.loading import Loaded, Scratch, load, will_need
 from mstore.merge.running.memo_keys import MemoKeys, Remembered

@@ -16,7 +16,7 @@ from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.partition import partition
 from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
-from mstore.merge.planning.fitting import check_fits
+from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers, has_papers

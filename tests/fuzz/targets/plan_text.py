@@ -10,7 +10,7 @@ from mutation import Form
 
 from mstore import MergeRequest
 from mstore.errors import MstoreError
-from mstore.merge.insight import exchange
+from mstore.merge.analysis import exchange
 from targets.samples import store
 
 FORM = Form.JSON

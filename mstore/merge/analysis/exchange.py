@@ -13,9 +13,9 @@ import msgspec
 
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
-from mstore.merge.insight.explain import plan_report
+from mstore.merge.analysis.explain import plan_report
 from mstore.merge.planning.costs import told_costs
-from mstore.merge.planning.fitting import check_block_size, check_fits
+from mstore.merge.planning.validate import check_block_size, check_fits
 from mstore.merge.running.commit import store_plan
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold

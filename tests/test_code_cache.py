@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mstore.errors import Unavailable
-from mstore.numeric import machine
-from mstore.numeric.machine import Pass
+from mstore.numeric import code_cache
+from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas
 
 MODULE = """
@@ -68,7 +68,7 @@ def test_code_of_another_source_is_not_run(modules: Path) -> None:
     """After the source changed, or the file was damaged, the compiler is asked again."""
     made = _pass(modules, "passes_changed")
     _run(made)
-    path = machine.code_path(modules / "passes_changed.py", "add")
+    path = code_cache.code_path(modules / "passes_changed.py", "add")
     good = path.read_bytes()
     for damaged in (b"", good[:40], good[:-1], good[:200] + b"\xff" + good[201:], b"x" + good[1:]):
         path.write_bytes(damaged)
@@ -83,7 +83,7 @@ def test_statistics_need_no_compiler() -> None:
     bytes_ = np.zeros(2048, dtype=np.uint8)
     hist = np.zeros((0x8000, 2), dtype=np.int64)
     deltas.measure(bytes_, "BF16", bytes_, "BF16", 1024, 0, hist)
-    if not machine.code_path(Path(deltas.__file__).with_name("passes.py"), "measure").exists():
+    if not code_cache.code_path(Path(deltas.__file__).with_name("passes.py"), "measure").exists():
         pytest.skip("nothing can be written beside the source here")
     script = (
         "import sys, numpy as np\n"
@@ -100,13 +100,13 @@ def test_statistics_need_no_compiler() -> None:
 
 def test_code_in_a_directory_of_the_users(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `use_cache`, code is kept there and nowhere else; the next process finds it."""
-    monkeypatch.setattr(machine, "_caches", [])
+    monkeypatch.setattr(code_cache, "_caches", [])
     cache = modules / "cache"
     cache.mkdir(mode=0o700)
-    machine.use_cache(cache)
+    code_cache.use_cache(cache)
     made = _pass(modules, "passes_mine")
     assert _run(made) == [10, 13, 16, 19]
-    assert machine.code_path(modules / "passes_mine.py", "add").parent == cache
+    assert code_cache.code_path(modules / "passes_mine.py", "add").parent == cache
     assert len(list(cache.iterdir())) == 1
     assert not (modules / "__pycache__").exists()
     assert _pass(modules, "passes_mine")._stored() is not None
@@ -117,38 +117,38 @@ def test_a_directory_of_everybodys(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory in which others may write keeps no code: it would run as whoever calls."""
-    monkeypatch.setattr(machine, "_caches", [])
+    monkeypatch.setattr(code_cache, "_caches", [])
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(mode)
     with pytest.raises(Unavailable, match="others may write"):
-        machine.use_cache(tmp_path / "cache")
-    assert machine.cache_directory() is None
+        code_cache.use_cache(tmp_path / "cache")
+    assert code_cache.cache_directory() is None
     with pytest.raises(Unavailable):
-        machine.use_cache(tmp_path / "nowhere")
+        code_cache.use_cache(tmp_path / "nowhere")
 
 
 def test_what_is_no_directory_keeps_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file in the place of the directory is refused: every process would compile again."""
-    monkeypatch.setattr(machine, "_caches", [])
+    monkeypatch.setattr(code_cache, "_caches", [])
     (tmp_path / "file").touch()
     with pytest.raises(Unavailable, match="not a directory"):
-        machine.use_cache(tmp_path / "file")
-    assert machine.cache_directory() is None
+        code_cache.use_cache(tmp_path / "file")
+    assert code_cache.cache_directory() is None
 
 
 def test_compiling_is_told_once(
     modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process that compiles says so once, in the log; one that finds its code says nothing."""
-    monkeypatch.setattr(machine, "_told", Event())
-    caplog.set_level("INFO", logger=machine.LOGGER)
+    monkeypatch.setattr(code_cache, "_told", Event())
+    caplog.set_level("INFO", logger=code_cache.LOGGER)
     _run(_pass(modules, "passes_told"))
     _run(_pass(modules, "passes_told_too"))
-    assert [record.getMessage() for record in caplog.records] == [machine.COMPILING]
+    assert [record.getMessage() for record in caplog.records] == [code_cache.COMPILING]
     caplog.clear()
-    monkeypatch.setattr(machine, "_told", Event())
+    monkeypatch.setattr(code_cache, "_told", Event())
     _run(_pass(modules, "passes_told"))
     assert caplog.records == []
 
@@ -158,7 +158,7 @@ def test_compiling_is_told_once(
 
 def test_workers_know_every_pass() -> None:
     """What the workers compile together is every pass that a module of the library makes."""
-    library = Path(machine.__file__).parent.parent
+    library = Path(code_cache.__file__).parent.parent
     making = {path.stem for path in library.rglob("*.py") if " Pass(" in path.read_text()}
     assert making == {module.__name__.rpartition(".")[2] for module in kernels_once.MODULES}
     assert len(kernels_once.passes()) >= 14

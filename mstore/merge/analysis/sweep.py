@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from mstore.errors import BadRequest
-from mstore.merge.insight.distance import distances
-from mstore.merge.insight.explain import share_of
-from mstore.merge.planning.planning import Planned, Planning
+from mstore.merge.analysis.distance import distances
+from mstore.merge.analysis.explain import share_of
+from mstore.merge.planning.session import Planned, Planning
 from mstore.reports import Progress, SweepPoint, SweepReport
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from mstore.errors import NotFound, did_you_mean
 from mstore.ids import PlanId, SnapshotId
-from mstore.merge.insight.idle import idle_experts
-from mstore.merge.insight.layers import layers_of
+from mstore.merge.analysis.idle import idle_experts
+from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods.registry import operation_of
 from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.tied import names_of_plan

@@ -38,7 +38,7 @@ from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.reach import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
+from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
 from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
 from mstore.store import leases, lost_found
 from mstore.store import refs as ref_rows

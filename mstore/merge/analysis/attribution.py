@@ -29,13 +29,13 @@ import numpy.typing as npt
 from mstore.merge.arithmetic.kernels import Mix
 from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE
 from mstore.merge.running.loading import Loaded
+from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import dtype_code
-from mstore.numeric.machine import Pass
 
 _HERE: Final = Path(__file__)
 _PACKAGE: Final = _HERE.parents[2]
 _attribute: Final = Pass(
-    "mstore.merge.insight.attribution_passes",
+    "mstore.merge.analysis.attribution_passes",
     "attribute",
     "iippiiiiipiipiippippppppppppp",
     (

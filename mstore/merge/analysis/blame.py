@@ -21,10 +21,10 @@ from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
 from mstore.errors import NotFound, did_you_mean
 from mstore.ids import SnapshotId
-from mstore.merge.insight.attribution import Attribution, attribute
-from mstore.merge.insight.layers import layers_of
+from mstore.merge.analysis.attribution import Attribution, attribute
+from mstore.merge.analysis.layers import layers_of
 from mstore.merge.planning.costs import costs_of
-from mstore.merge.planning.fitting import check_fits
+from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.compute import tie_counts
 from mstore.merge.running.loading import Scratch, load

@@ -2,7 +2,7 @@
 
 Owns the arithmetic that `attribution` promises: one entry point, which takes addresses and lengths
 and checks nothing. Importing this module imports the compiler; `attribution` has it imported only
-if no compiled code is cached (`mstore.numeric.machine`).
+if no compiled code is cached (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations
