@@ -25,13 +25,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks import packs as packfiles
 from mstore.blocks.codecs import Codec
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound
 from mstore.ids import ManifestId, SnapshotId, TensorId
@@ -143,7 +144,7 @@ class History:
     records: Mapping[SnapshotId, SnapshotRecord]
 
     @classmethod
-    def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> History:
+    def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> History:
         """Read the current history without records; from reflogs, the moves since `since_ns`."""
         index = catalog.index
         refs = dict(ref_rows.walk(index, transaction))

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.index import Location
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import ID_BYTES, BlockId, ManifestId, PackId, PlanId, SnapshotId, TensorId
@@ -79,7 +80,7 @@ class Roots:
     pruned: frozenset[SnapshotId]
 
     @classmethod
-    def read(cls, catalog: Catalog, transaction: Any, since_ns: int) -> Roots:
+    def read(cls, catalog: Catalog, transaction: IndexTransaction, since_ns: int) -> Roots:
         """Read the current roots; from reflogs, the moves since `since_ns` (`is_recent`).
 
         `since_ns` only says how much history people want to keep. Locks alone guarantee that
@@ -155,7 +156,7 @@ class Table:
 class Inventory:
     """All rows of an index at one moment: blocks, records by kind, and packs by number."""
 
-    def __init__(self, catalog: Catalog, transaction: Any) -> None:
+    def __init__(self, catalog: Catalog, transaction: IndexTransaction) -> None:
         index = catalog.index
         self.packs: dict[int, tuple[PackId, int]] = {}
         for key, value in index.walk(transaction, "packs"):
@@ -194,12 +195,12 @@ class Inventory:
         )
 
 
-def snapshot_ids(catalog: Catalog, transaction: Any) -> set[SnapshotId]:
+def snapshot_ids(catalog: Catalog, transaction: IndexTransaction) -> set[SnapshotId]:
     """Return every snapshot that the index lists."""
     return {SnapshotId(key) for key, _ in catalog.index.walk(transaction, "snapshots")}
 
 
-def _block_table(catalog: Catalog, transaction: Any) -> Table:
+def _block_table(catalog: Catalog, transaction: IndexTransaction) -> Table:
     keys, heads = bytearray(), bytearray()
     size = HEAD.itemsize
     for batch in _batches(catalog, transaction):
@@ -211,7 +212,9 @@ def _block_table(catalog: Catalog, transaction: Any) -> Table:
     return table
 
 
-def _batches(catalog: Catalog, transaction: Any) -> Iterator[list[tuple[bytes, bytes]]]:
+def _batches(
+    catalog: Catalog, transaction: IndexTransaction
+) -> Iterator[list[tuple[bytes, bytes]]]:
     """Yield all rows of blocks in batches."""
     with transaction.cursor(db=catalog.index.db("blocks")) as cursor:
         rows = iter(cursor)
@@ -232,7 +235,7 @@ def _deltas(batches: Iterable[list[tuple[bytes, bytes]]]) -> Iterator[tuple[list
         start += len(batch)
 
 
-def _record_tables(catalog: Catalog, transaction: Any) -> dict[Kind, Table]:
+def _record_tables(catalog: Catalog, transaction: IndexTransaction) -> dict[Kind, Table]:
     keys = {kind: bytearray() for kind in Kind}
     heads = {kind: bytearray() for kind in Kind}
     with transaction.cursor(db=catalog.index.db("records")) as cursor:
@@ -370,7 +373,7 @@ class Reach:
                 self._mark_signatures(transaction, id)
         return record
 
-    def _mark_signatures(self, transaction: Any, id: SnapshotId) -> None:
+    def _mark_signatures(self, transaction: IndexTransaction, id: SnapshotId) -> None:
         for key, _ in self._catalog.index.walk(transaction, "signatures", id):
             self._mark(Kind.SIGNATURE, key[len(id) :])
 

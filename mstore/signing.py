@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import open_regular, read_range
@@ -291,7 +292,7 @@ def sign(
     return _report(id, record, {})
 
 
-def insert_row(catalog: Catalog, transaction: Any, record: Signature) -> None:
+def insert_row(catalog: Catalog, transaction: IndexTransaction, record: Signature) -> None:
     """Link a stored signature to its snapshot, in an open index transaction."""
     catalog.index.put(transaction, "signatures", record.snapshot + record.id(), b"")
 

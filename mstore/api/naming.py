@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, Report
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.ids import SnapshotId
 from mstore.reports import (
@@ -56,7 +57,7 @@ class Naming(OpenStore):
         refs.check_name(name)
         new = refs.Ref(refs.TAG, self._catalog.resolve(revision))
 
-        def choose(transaction: Any) -> list[RefMove]:
+        def choose(transaction: IndexTransaction) -> list[RefMove]:
             current = refs.get(self._catalog.index, transaction, name)
             if current is not None and current.kind == refs.BRANCH:
                 what = "the name is taken by a branch"
@@ -78,7 +79,7 @@ class Naming(OpenStore):
         snapshot = self._catalog.resolve(revision)
         new = refs.Ref(refs.BRANCH, snapshot)
 
-        def choose(transaction: Any) -> list[RefMove]:
+        def choose(transaction: IndexTransaction) -> list[RefMove]:
             current = refs.get(self._catalog.index, transaction, name)
             if current is not None and current.kind == refs.TAG:
                 what = "is a tag, and tags do not move"
@@ -104,7 +105,7 @@ class Naming(OpenStore):
         """
         index = self._catalog.index
 
-        def choose(transaction: Any) -> list[RefMove]:
+        def choose(transaction: IndexTransaction) -> list[RefMove]:
             return [
                 RefMove(name, refs.require(index, transaction, name), None, "rm")
                 for name in refs.chosen(refs.names(index, transaction), names)
@@ -133,7 +134,7 @@ class Naming(OpenStore):
         refs.check_name(new)
         index = self._catalog.index
 
-        def choose(transaction: Any) -> list[RefMove]:
+        def choose(transaction: IndexTransaction) -> list[RefMove]:
             ref = refs.require(index, transaction, old)
             if refs.get(index, transaction, new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mstore.blocks.index import DATABASES, UNCHECKED, Index, damaged, opened
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.ids import PackId
 
 _PACKS = ("packs", "pack_ids")
@@ -41,7 +41,9 @@ def copy(source: Index, target: Index) -> list[NamedPack]:
         return packs(source, reading)
 
 
-def _checked(index: Index, transaction: Any, database: str) -> Iterator[tuple[bytes, bytes]]:
+def _checked(
+    index: Index, transaction: IndexTransaction, database: str
+) -> Iterator[tuple[bytes, bytes]]:
     with transaction.cursor(db=index.db(database)) as cursor:
         for key, row in cursor:
             if database not in UNCHECKED and opened(database, key, row) is None:
@@ -49,7 +51,7 @@ def _checked(index: Index, transaction: Any, database: str) -> Iterator[tuple[by
             yield key, row
 
 
-def packs(index: Index, transaction: Any) -> list[NamedPack]:
+def packs(index: Index, transaction: IndexTransaction) -> list[NamedPack]:
     """Return every pack that the index names."""
     return [
         NamedPack(number, PackId(value[:32]), int.from_bytes(value[32:40], "big"))
@@ -57,7 +59,7 @@ def packs(index: Index, transaction: Any) -> list[NamedPack]:
     ]
 
 
-def name(index: Index, transaction: Any, packs: Iterable[NamedPack]) -> None:
+def name(index: Index, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
     """Insert rows for packs under the numbers that they have."""
     for pack in packs:
         index.put(transaction, "packs", pack.number, pack.id + pack.size.to_bytes(8, "big"))

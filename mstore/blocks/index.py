@@ -37,6 +37,7 @@ import msgspec
 
 from mstore.blocks import checked_rows
 from mstore.blocks.lmdb_env import Environment
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, Id, PackId
@@ -166,20 +167,26 @@ class Index:
 
     # -- rows with a check -------------------------------------------------------------------
 
-    def get(self, transaction: Any, database: str, key: bytes) -> bytes | None:
+    def get(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
         """The value of a row, None where there is none.  Raises Corrupt where it is damaged."""
         row = transaction.get(key, db=self.db(database))
         return None if row is None else _opened(database, key, row)
 
     def put(
-        self, transaction: Any, database: str, key: bytes, value: bytes, *, overwrite: bool = True
+        self,
+        transaction: IndexTransaction,
+        database: str,
+        key: bytes,
+        value: bytes,
+        *,
+        overwrite: bool = True,
     ) -> None:
         """Write a row with its check."""
         row = sealed(database, key, value)
         transaction.put(key, row, db=self.db(database), overwrite=overwrite)
 
     def walk(
-        self, transaction: Any, database: str, prefix: bytes = b""
+        self, transaction: IndexTransaction, database: str, prefix: bytes = b""
     ) -> Iterator[tuple[bytes, bytes]]:
         """Key and value of every row whose key begins so.  Raises Corrupt at a damaged one."""
         with transaction.cursor(db=self.db(database)) as cursor:
@@ -189,22 +196,24 @@ class Index:
                 yield key, _opened(database, key, cursor.value())
                 more = cursor.next()
 
-    def generation(self, transaction: Any) -> int:
+    def generation(self, transaction: IndexTransaction) -> int:
         """How often something was published.  Raises Corrupt where the row is damaged."""
         value = self.get(transaction, "counters", GENERATION)
         return 0 if value is None else _SIZE.unpack(value)[0]
 
-    def set_generation(self, transaction: Any, generation: int) -> None:
+    def set_generation(self, transaction: IndexTransaction, generation: int) -> None:
         """Say how often something was published, in the transaction that does so."""
         self.put(transaction, "counters", GENERATION, _SIZE.pack(generation))
 
     # -- locations ---------------------------------------------------------------------------
 
-    def block(self, transaction: Any, block: BlockId) -> Location | None:
+    def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
         """Where a block lies, or None."""
         return self._decode(transaction, transaction.get(block, db=self.db("blocks")))
 
-    def block_rows(self, transaction: Any, blocks: Sequence[bytes]) -> list[bytes | None]:
+    def block_rows(
+        self, transaction: IndexTransaction, blocks: Sequence[bytes]
+    ) -> list[bytes | None]:
         """The rows of many blocks, in one call into LMDB; None for one that is not stored."""
         with transaction.cursor(db=self.db("blocks")) as cursor:
             found = cursor.getmulti(blocks)
@@ -213,40 +222,42 @@ class Index:
         rows = dict(found)
         return [rows.get(bytes(block)) for block in blocks]
 
-    def location(self, transaction: Any, row: bytes) -> Location:
+    def location(self, transaction: IndexTransaction, row: bytes) -> Location:
         """What a row of a block or record says."""
         location = self._decode(transaction, row)
         assert location is not None
         return location
 
-    def has_block(self, transaction: Any, block: BlockId) -> bool:
+    def has_block(self, transaction: IndexTransaction, block: BlockId) -> bool:
         """Whether the block is stored."""
         return transaction.get(block, db=self.db("blocks")) is not None
 
-    def record(self, transaction: Any, kind: Kind, id: Id) -> Location | None:
+    def record(self, transaction: IndexTransaction, kind: Kind, id: Id) -> Location | None:
         """Where a record lies, or None."""
         return self._decode(
             transaction, transaction.get(_record_key(kind, id), db=self.db("records"))
         )
 
-    def record_rows(self, transaction: Any, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+    def record_rows(
+        self, transaction: IndexTransaction, keys: Sequence[bytes]
+    ) -> dict[bytes, bytes]:
         """The rows of many records, by kind and id, in one call into LMDB; those that are there."""
         with transaction.cursor(db=self.db("records")) as cursor:
             return dict(cursor.getmulti(keys))
 
-    def span(self, transaction: Any, row: bytes) -> tuple[PackId, int, int, int]:
+    def span(self, transaction: IndexTransaction, row: bytes) -> tuple[PackId, int, int, int]:
         """Pack, offset, stored length and codec of a row: `location` for those who read many."""
         number, offset, stored, _, codec, _ = _LOCATION.unpack_from(row)
         return self._pack_id(transaction, number), offset, stored, codec
 
-    def _decode(self, transaction: Any, value: bytes | None) -> Location | None:
+    def _decode(self, transaction: IndexTransaction, value: bytes | None) -> Location | None:
         if value is None:
             return None
         number, offset, stored, raw, codec, width = _LOCATION.unpack_from(value)
         pack = self._pack_id(transaction, number)
         return Location(pack, offset, stored, raw, codec, width, value[_LOCATION.size :] or NO_BASE)
 
-    def _pack_id(self, transaction: Any, number: int) -> PackId:
+    def _pack_id(self, transaction: IndexTransaction, number: int) -> PackId:
         if self._epoch != self.env.epoch:
             # A number that was given in a dropped transaction is given again.
             self._epoch = self.env.epoch
@@ -266,7 +277,7 @@ class Index:
 
     # -- writing -----------------------------------------------------------------------------
 
-    def insert_pack(self, transaction: Any, pack: SealedPack) -> None:
+    def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
         """Rows for a pack and all its entries.
 
         A block that another writer stored meanwhile keeps its row; this pack's copy is dead
@@ -281,7 +292,7 @@ class Index:
             with transaction.cursor(db=self.db(database)) as cursor:
                 cursor.putmulti(items, overwrite=False)
 
-    def _number_pack(self, transaction: Any, pack: SealedPack) -> int:
+    def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
         """Rows for the pack itself; returns its number, which no pack had before."""
         counter = self.get(transaction, "counters", _NEXT_PACK)
         number = 0 if counter is None else _NUMBER.unpack(counter)[0]
@@ -296,7 +307,10 @@ class Index:
         return number
 
     def move_into(
-        self, transaction: Any, pack: SealedPack, rows: Mapping[tuple[str, bytes], bytes]
+        self,
+        transaction: IndexTransaction,
+        pack: SealedPack,
+        rows: Mapping[tuple[str, bytes], bytes],
     ) -> list[bytes]:
         """Rows for a pack of copies: each entry whose row still is the one given now lies there.
 
@@ -316,12 +330,12 @@ class Index:
                 transaction.put(key, _encode(number, entry), db=self.db(database))
         return [rows[_entry_key(entry)] for entry in moved]
 
-    def row(self, transaction: Any, database: str, key: bytes) -> bytes | None:
+    def row(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
         """A row as it is."""
         found: bytes | None = transaction.get(key, db=self.db(database))
         return found
 
-    def condemn(self, transaction: Any, pack: PackId) -> None:
+    def condemn(self, transaction: IndexTransaction, pack: PackId) -> None:
         """Take a pack out of the index; no row may name it any more.
 
         Its file may still be read by whoever holds a lease that is in the index now.
@@ -338,7 +352,7 @@ class Index:
         transaction.delete(number, db=self.db("packs"))
         transaction.delete(pack, db=self.db("pack_ids"))
 
-    def condemned(self, transaction: Any) -> list[Condemned]:
+    def condemned(self, transaction: IndexTransaction) -> list[Condemned]:
         """Every condemned pack whose file may still be there."""
         found = []
         for key, value in self.walk(transaction, "condemned"):
@@ -353,19 +367,19 @@ class Index:
             )
         return found
 
-    def forget_condemned(self, transaction: Any, packs: Iterable[Condemned]) -> None:
+    def forget_condemned(self, transaction: IndexTransaction, packs: Iterable[Condemned]) -> None:
         """The files of these are gone."""
         for pack in packs:
             transaction.delete(_NUMBER.pack(pack.number), db=self.db("condemned"))
 
     # -- walking -----------------------------------------------------------------------------
 
-    def packs(self, transaction: Any) -> Iterator[tuple[PackId, int]]:
+    def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
         """(PackId, size in bytes) of every pack."""
         for _, value in self.walk(transaction, "packs"):
             yield PackId(value[:32]), int.from_bytes(value[32:40], "big")
 
-    def blocks(self, transaction: Any) -> Iterator[tuple[BlockId, Location]]:
+    def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
         """Every block and its location, in id order."""
         with transaction.cursor(db=self.db("blocks")) as cursor:
             for key, value in cursor:
@@ -373,7 +387,7 @@ class Index:
                 assert location is not None
                 yield BlockId(key), location
 
-    def records(self, transaction: Any) -> Iterator[tuple[Kind, bytes, Location]]:
+    def records(self, transaction: IndexTransaction) -> Iterator[tuple[Kind, bytes, Location]]:
         """Every record's kind, id and location."""
         with transaction.cursor(db=self.db("records")) as cursor:
             for key, value in cursor:
@@ -381,7 +395,7 @@ class Index:
                 assert location is not None
                 yield Kind(key[0]), key[1:], location
 
-    def record_ids(self, transaction: Any, kind: Kind) -> Iterator[bytes]:
+    def record_ids(self, transaction: IndexTransaction, kind: Kind) -> Iterator[bytes]:
         """The ids of every record of one kind, in order."""
         prefix = bytes([kind])
         with transaction.cursor(db=self.db("records")) as cursor:
@@ -390,7 +404,7 @@ class Index:
                 yield cursor.key()[1:]
                 more = cursor.next()
 
-    def count(self, transaction: Any, name: str) -> int:
+    def count(self, transaction: IndexTransaction, name: str) -> int:
         """Rows of a named database."""
         return int(transaction.stat(self.db(name))["entries"])
 

@@ -35,6 +35,7 @@ from mstore import fs
 from mstore.blocks import address_space, lmdb_check
 from mstore.blocks.lmdb_check import Trust
 from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
 
 MAX_READERS = 1024
@@ -401,7 +402,7 @@ class Environment:
         return self.path / "data.mdb" if copy is None else copy.path
 
     @contextmanager
-    def read(self) -> Iterator[Any]:
+    def read(self) -> Iterator[IndexTransaction]:
         """A short read transaction: copy what is needed, leave, then do I/O.
 
         Raises Unavailable once the environment is closed, Corrupt, StorageFailed.
@@ -448,10 +449,11 @@ class Environment:
         if not self._users:
             raise closed(self.path)
 
-    def _begin_reading(self) -> Any:
+    def _begin_reading(self) -> IndexTransaction:
         while True:
             try:
-                return self._patiently(self._env.begin)
+                transaction: IndexTransaction = self._patiently(self._env.begin)
+                return transaction
             except lmdb.MapResizedError:
                 # Another process, which has more address space, let the file grow.
                 if self._readers[get_ident()] > 1 or get_ident() in self._writers:
@@ -486,7 +488,7 @@ class Environment:
                 self._gate.notify_all()
 
     @contextmanager
-    def write(self) -> Iterator[Any]:
+    def write(self) -> Iterator[IndexTransaction]:
         """The only write transaction: committed and synced on leaving, dropped on an exception."""
         self._guard()
         self.require_writable()
@@ -520,7 +522,7 @@ class Environment:
             self._trust = Trust(self.path, b"")
         return self._trust
 
-    def _commit(self, transaction: Any) -> None:
+    def _commit(self, transaction: IndexTransaction) -> None:
         number = transaction.id()
         try:
             with fs.index_commit(self.path):
@@ -532,7 +534,7 @@ class Environment:
             self._writable = False
             raise
 
-    def _drop(self, transaction: Any) -> None:
+    def _drop(self, transaction: IndexTransaction) -> None:
         # Not in a forked child: the transaction belongs to the parent.
         if self._pid == os.getpid():
             transaction.abort()

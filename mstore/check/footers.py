@@ -11,10 +11,10 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mstore import fs
 from mstore.blocks.index import Location
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table, store_of
 from mstore.check import rows
 from mstore.check.findings import RECORDS, Findings
@@ -151,9 +151,9 @@ class Footers:
             self._deltas(transaction, [(e, r) for e, r in own if e.base != NO_BASE])
             records = []
             for entry in entries[len(blocks) :]:
-                row = transaction.get(bytes([entry.kind]) + entry.id, db=index.db("records"))
-                if row is not None and row[:4] == number:
-                    records.append((entry, bytes(row), index.location(transaction, row)))
+                at = transaction.get(bytes([entry.kind]) + entry.id, db=index.db("records"))
+                if at is not None and at[:4] == number:
+                    records.append((entry, bytes(at), index.location(transaction, at)))
         self._matched[number] += len(own) + len(records)
         self._totals.stored_bytes += sum(entry.stored_length for entry, _ in own)
         self._totals.sound.append(pack)
@@ -201,7 +201,7 @@ class Footers:
         if kind == Kind.BLOCK and longest > self._catalog.block_size:
             self._findings.tell_row(kind, entry.id, row, "longer than the block size")
 
-    def _deltas(self, transaction: Any, deltas: list[tuple[Entry, bytes]]) -> None:
+    def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[Entry, bytes]]) -> None:
         """Check that each delta's base is stored, as long as the block, and not a delta itself."""
         bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
         for (entry, row), base in zip(deltas, bases, strict=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
 from mstore.blocks.reader import BlockReader
 from mstore.check import rows
@@ -243,12 +243,12 @@ class PackRows:
         return self._whole[id]
 
 
-def _row(index: Index, transaction: Any, key: Key) -> bytes | None:
+def _row(index: Index, transaction: IndexTransaction, key: Key) -> bytes | None:
     database, name = rows.record_key(*key)
     value = transaction.get(name, db=index.db(database))
     return None if value is None else bytes(value)
 
 
-def _put(index: Index, transaction: Any, key: Key, row: bytes) -> None:
+def _put(index: Index, transaction: IndexTransaction, key: Key, row: bytes) -> None:
     database, name = rows.record_key(*key)
     transaction.put(name, row, db=index.db(database))

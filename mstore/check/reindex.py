@@ -24,13 +24,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.check import names as witnesses
 from mstore.check import old_index, rows
@@ -359,7 +359,7 @@ class _Building:
 
     def _move(
         self,
-        transaction: Any,
+        transaction: IndexTransaction,
         name: str,
         old: bytes | None,
         new: refs.Ref | None,

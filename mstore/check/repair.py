@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
 from mstore.blocks.index import Index, Location
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
@@ -413,13 +413,15 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
             yield catalog.snapshot(id)
 
 
-def _unlist_if_lost(index: Index, transaction: Any, id: SnapshotId) -> None:
+def _unlist_if_lost(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
     """Unlist a snapshot whose record is gone; healing the record lists it again."""
     if index.record(transaction, Kind.SNAPSHOT, id) is None:
         unlist_snapshot(index, transaction, id)
 
 
-def _condemn(catalog: Catalog, transaction: Any, pack: PackId, kept: set[bytes]) -> bool:
+def _condemn(
+    catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[bytes]
+) -> bool:
     """Condemn a pack: gc removes its file once no one can be reading it."""
     index = catalog.index
     number = index.get(transaction, "pack_ids", pack)

@@ -31,6 +31,7 @@ import numpy as np
 
 from mstore import fs
 from mstore.blocks.index import Condemned
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import StorageFailed
 from mstore.gc import proof, tidy
@@ -335,7 +336,7 @@ class Collector:
             copies.copied_bytes,
         )
 
-    def _roots_now(self, reach: Reach, transaction: Any) -> Roots:
+    def _roots_now(self, reach: Reach, transaction: IndexTransaction) -> Roots:
         """Read the roots, plus all new snapshots, named or not: what they rely on stays."""
         roots = Roots.read(self._catalog, transaction, self._since)
         new = snapshot_ids(self._catalog, transaction) - reach.inventory.snapshots
@@ -410,7 +411,7 @@ def _for_a_full_disk() -> Iterator[None]:
 
 
 def _drop_rows(
-    catalog: Catalog, transaction: Any, inventory: Inventory, dead: Dead
+    catalog: Catalog, transaction: IndexTransaction, inventory: Inventory, dead: Dead
 ) -> Iterator[int]:
     """Delete the rows of the dead if they are unchanged; yield the pack number of each."""
     index = catalog.index
@@ -427,7 +428,7 @@ def _drop_rows(
                 yield int.from_bytes(found[:4], "big")
 
 
-def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
+def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead) -> None:
     """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
@@ -446,13 +447,13 @@ def _drop_snapshots(catalog: Catalog, transaction: Any, dead: Dead) -> None:
             more = bool(cursor.delete() and cursor.key()) if child in gone else cursor.next()
 
 
-def _drop_prefix(transaction: Any, database: Any, prefix: bytes) -> None:
+def _drop_prefix(transaction: IndexTransaction, database: Any, prefix: bytes) -> None:
     with transaction.cursor(db=database) as cursor:
         while cursor.set_range(prefix) and cursor.key().startswith(prefix):
             cursor.delete()
 
 
-def _drop_sources(catalog: Catalog, transaction: Any, reach: Reach) -> None:
+def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
     """Delete the names of a plan's inputs if the plan or one of these snapshots is gone.
 
     Other snapshots can then stand in for the inputs.

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mstore.blocks.index import Location, damaged
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.check import index_file, rows
 from mstore.check.findings import Key
@@ -123,7 +123,7 @@ class Footers:
         self._catalog = catalog
         self._held = {pack.id: _places(pack.entries) for pack in copies}
 
-    def why_not(self, transaction: Any, reach: Reach, pack: PackId) -> str | None:
+    def why_not(self, transaction: IndexTransaction, reach: Reach, pack: PackId) -> str | None:
         """Return why a pack must stay, in the transaction that would condemn it; None if it may go.
 
         It may go if each entry of its footer is dead, or has a row that names another pack whose

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from mstore.blocks import disposable
 from mstore.blocks.checked_rows import CHECK_BYTES, check_of, opened, sealed
 from mstore.blocks.disposable import Tell, silent
 from mstore.blocks.lmdb_env import Environment
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES, TensorId
 from mstore.stats.table import DeltaTable, MeasuredPair
@@ -120,7 +120,7 @@ class StatsStore:
                 self._insert_tables(env, transaction, tables)
 
     def _insert_tables(
-        self, env: Environment, transaction: Any, tables: dict[bytes, bytes]
+        self, env: Environment, transaction: IndexTransaction, tables: dict[bytes, bytes]
     ) -> None:
         pairs, batches = env.databases["pairs"], env.databases["tables"]
         with transaction.cursor(db=batches) as cursor:
@@ -250,7 +250,7 @@ class StatsStore:
 
 def _gone(
     env: Environment,
-    transaction: Any,
+    transaction: IndexTransaction,
     database: str,
     stored: Callable[[Sequence[bytes]], list[bool]],
 ) -> list[bytes]:
@@ -270,7 +270,7 @@ def _gone(
 
 
 def _many(
-    env: Environment, transaction: Any, database: str, keys: Sequence[bytes]
+    env: Environment, transaction: IndexTransaction, database: str, keys: Sequence[bytes]
 ) -> dict[bytes, bytes]:
     with transaction.cursor(db=env.databases[database]) as cursor:
         return dict(cursor.getmulti(keys))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from mstore import fs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Index, Location, stored_lengths
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone, PackWriter
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
@@ -572,7 +573,7 @@ MANIFEST_EDGE = b"m"
 PARENT_EDGE = b"p"
 
 
-def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) -> None:
+def insert_snapshot(index: Index, transaction: IndexTransaction, snapshot: SnapshotRecord) -> None:
     """Rows of a snapshot: its own, content -> snapshot, and parent -> child edges.
 
     snapshots   SnapshotId                   -> ManifestId + time_ns u64
@@ -588,7 +589,7 @@ def insert_snapshot(index: Index, transaction: Any, snapshot: SnapshotRecord) ->
         index.put(transaction, "edges", key, b"")
 
 
-def unlist_snapshot(index: Index, transaction: Any, id: SnapshotId) -> None:
+def unlist_snapshot(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
     """Take back the rows by which a snapshot is found, where its record is lost."""
     row = transaction.pop(id, db=index.db("snapshots"))
     if row is not None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.errors import Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
@@ -26,12 +26,14 @@ class Pruned(NotFound):
     """Raised where a snapshot's contents were pruned."""
 
 
-def pruned(index: Index, transaction: Any) -> set[SnapshotId]:
+def pruned(index: Index, transaction: IndexTransaction) -> set[SnapshotId]:
     """Return the snapshots that were pruned."""
     return {SnapshotId(key) for key, _ in index.walk(transaction, "pruned")}
 
 
-def prune(index: Index, transaction: Any, snapshots: Iterable[SnapshotId], time_ns: int) -> None:
+def prune(
+    index: Index, transaction: IndexTransaction, snapshots: Iterable[SnapshotId], time_ns: int
+) -> None:
     """Mark these snapshots as pruned."""
     for id in snapshots:
         index.put(transaction, "pruned", id, time_ns.to_bytes(8, "big"), overwrite=False)
@@ -48,7 +50,7 @@ def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
             raise _gone(called)
 
 
-def keep(catalog: Catalog, transaction: Any, id: SnapshotId, name: str) -> None:
+def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: str) -> None:
     """Unmark a snapshot as pruned, because a ref is about to name it.
 
     Call it within an open index transaction. Raises Conflict if the snapshot was collected
@@ -115,11 +117,11 @@ def _collected(id: SnapshotId, where: str) -> Conflict:
     )
 
 
-def _is_pruned(index: Index, transaction: Any, id: SnapshotId) -> bool:
+def _is_pruned(index: Index, transaction: IndexTransaction, id: SnapshotId) -> bool:
     return index.get(transaction, "pruned", id) is not None
 
 
-def _is_whole(index: Index, transaction: Any, manifest: Manifest) -> bool:
+def _is_whole(index: Index, transaction: IndexTransaction, manifest: Manifest) -> bool:
     return all(
         index.record(transaction, Kind.TENSOR, part.tensor_id()) is not None
         or _has_virtual(index, transaction, part.tensor)
@@ -128,7 +130,7 @@ def _is_whole(index: Index, transaction: Any, manifest: Manifest) -> bool:
     )
 
 
-def _has_virtual(index: Index, transaction: Any, id: bytes) -> bool:
+def _has_virtual(index: Index, transaction: IndexTransaction, id: bytes) -> bool:
     return transaction.get(bytes([Kind.VIRTUAL]) + id, db=index.db("records")) is not None
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import ID_BYTES, PackId
@@ -118,7 +118,7 @@ def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
     return [path for path in listed if bytes.fromhex(path.stem) not in known]
 
 
-def known_packs(index: Index, transaction: Any) -> set[PackId]:
+def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:
     """The packs that the index names, condemned ones too."""
     known = {pack for pack, _ in index.packs(transaction)}
     return known | {pack.pack for pack in index.condemned(transaction)}

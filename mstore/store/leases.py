@@ -24,12 +24,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.store import layout as layouts
@@ -76,7 +76,7 @@ class Lease:
             self.release()
             raise
 
-    def drop_row(self, transaction: Any) -> None:
+    def drop_row(self, transaction: IndexTransaction) -> None:
         """Delete the lease's row, in the transaction that publishes the work."""
         transaction.delete(self.name.encode(), db=self._index.db("leases"))
 
@@ -165,7 +165,7 @@ def is_live(layout: Layout, name: str) -> bool:
     return _is_live(layout, _lock_path(layout, name))
 
 
-def told(index: Index, transaction: Any, name: str) -> LeaseRow | None:
+def told(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
     """Return the index's row of a lease; None if there is none or it is unreadable."""
     row = transaction.get(name.encode(), db=index.db("leases"))
     with suppress(msgspec.MsgspecError):

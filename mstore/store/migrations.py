@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mstore import fs
 from mstore.blocks.index import DATABASES, GENERATION, UNCHECKED, Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
 from mstore.reports import MigrateReport
 from mstore.store import mirror
@@ -64,7 +64,7 @@ def _check_rows(root: Path) -> None:
         index.close()
 
 
-def _seal(index: Index, transaction: Any, database: str) -> None:
+def _seal(index: Index, transaction: IndexTransaction, database: str) -> None:
     with transaction.cursor(db=index.db(database)) as cursor:
         rows = [(bytes(key), bytes(value)) for key, value in cursor]
     for key, value in rows:

@@ -20,12 +20,13 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from blake3 import blake3
 
 from mstore import fs
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Corrupt, MstoreError, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.store import refs
@@ -235,7 +236,7 @@ def _refs(path: Path, data: bytes) -> dict[str, Ref]:
     return found
 
 
-def differences(mirror: Mirror, index: Index, transaction: Any) -> list[str]:
+def differences(mirror: Mirror, index: Index, transaction: IndexTransaction) -> list[str]:
     """Return the names that differ between mirror and index without an explanation.
 
     The mirror may be some commits behind: then the index's reflog has the moves since. Raises

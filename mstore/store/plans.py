@@ -9,10 +9,10 @@ was rebuilt, a plan from elsewhere), the newest snapshot with the same content s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.errors import BadName, BadRequest, Corrupt, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
@@ -85,7 +85,9 @@ def decode_sources(id: PlanId, row: bytes) -> Sources:
     return sources
 
 
-def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sources) -> None:
+def put_sources(
+    catalog: Catalog, transaction: IndexTransaction, plan: PlanId, sources: Sources
+) -> None:
     """Remember the inputs, within an open index transaction.
 
     A snapshot that the row has by the name of a ref of it keeps that name: whoever asks for the
@@ -108,7 +110,9 @@ def put_sources(catalog: Catalog, transaction: Any, plan: PlanId, sources: Sourc
     catalog.index.put(transaction, "plans", plan, _encode(told))
 
 
-def _named_before(catalog: Catalog, transaction: Any, new: Source, old: Source) -> Source:
+def _named_before(
+    catalog: Catalog, transaction: IndexTransaction, new: Source, old: Source
+) -> Source:
     ref = refs.get(catalog.index, transaction, old.name)
     return old if ref is not None and ref.snapshot == old.snapshot == new.snapshot else new
 
@@ -208,7 +212,7 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
             yield PlanId(id)
 
 
-def all_sources(catalog: Catalog, transaction: Any) -> list[tuple[PlanId, Sources]]:
+def all_sources(catalog: Catalog, transaction: IndexTransaction) -> list[tuple[PlanId, Sources]]:
     """The inputs of every plan that has them kept.  Raises Corrupt."""
     rows = catalog.index.walk(transaction, "plans")
     return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in rows]

@@ -15,11 +15,11 @@ import re
 import struct
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Conflict, Corrupt, NotFound, did_you_mean
 from mstore.ids import ID_BYTES, SnapshotId
 from mstore.objects.canonical import plain_id
@@ -146,7 +146,7 @@ def is_like_id(text: str) -> bool:
     return _HEX_NAME.fullmatch(text) is not None
 
 
-def get(index: Index, transaction: Any, name: str) -> Ref | None:
+def get(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
     """Return the ref of this name, or None. Raises Corrupt if its row is unreadable."""
     key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
@@ -155,14 +155,14 @@ def get(index: Index, transaction: Any, name: str) -> Ref | None:
     return None if value is None else _decode_ref(name, value)
 
 
-def walk(index: Index, transaction: Any) -> Iterator[tuple[str, Ref]]:
+def walk(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Ref]]:
     """Yield all refs by name. Raises Corrupt if a row is unreadable."""
     for key, value in index.walk(transaction, "refs"):
         name = _name_of(key)
         yield name, _decode_ref(name, value)
 
 
-def names(index: Index, transaction: Any) -> list[str]:
+def names(index: Index, transaction: IndexTransaction) -> list[str]:
     """Return the names of all refs, for hints: does not read rows, skips unreadable names."""
     with transaction.cursor(db=index.db("refs")) as cursor:
         return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
@@ -196,7 +196,7 @@ def chosen(known: Iterable[str], asked: Sequence[str]) -> list[str]:
 
 def move(
     index: Index,
-    transaction: Any,
+    transaction: IndexTransaction,
     name: str,
     *,
     expect: Ref | None,
@@ -231,7 +231,7 @@ def move(
 
 def append(
     index: Index,
-    transaction: Any,
+    transaction: IndexTransaction,
     name: str,
     *,
     old: bytes | None,
@@ -252,12 +252,12 @@ def append(
     index.put(transaction, "reflog", key, _encode(line))
 
 
-def put(index: Index, transaction: Any, name: str, ref: Ref) -> None:
+def put(index: Index, transaction: IndexTransaction, name: str, ref: Ref) -> None:
     """Write the row of a ref, without comparing it first and without a reflog line."""
     index.put(transaction, "refs", name.encode(), _encode(ref))
 
 
-def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
+def _refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> None:
     parts = name.split("/")
     for length in range(1, len(parts)):
         above = "/".join(parts[:length])
@@ -270,7 +270,7 @@ def _refuse_nesting(index: Index, transaction: Any, name: str) -> None:
             raise Conflict(f"{below!r} is a ref, so {name!r} cannot be one above it", where=name)
 
 
-def refuse_shadow(index: Index, transaction: Any, name: str) -> None:
+def refuse_shadow(index: Index, transaction: IndexTransaction, name: str) -> None:
     """Raise BadName if a new name would hide a stored snapshot whose id starts with it."""
     if not _HEX_PREFIX.fullmatch(name):
         return
@@ -289,20 +289,20 @@ def _log_key(name: str, position: int) -> bytes:
     return name.encode() + b"\0" + _POSITION.pack(position)
 
 
-def reflog(index: Index, transaction: Any, name: str) -> list[Move]:
+def reflog(index: Index, transaction: IndexTransaction, name: str) -> list[Move]:
     """Return all moves of a name, oldest first, even if the ref was removed."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
     return [_decode_move(name, value) for _, value in index.walk(transaction, "reflog", prefix)]
 
 
-def walk_reflogs(index: Index, transaction: Any) -> Iterator[tuple[str, Move]]:
+def walk_reflogs(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Move]]:
     """Yield all moves of all names, removed ones too: by name, oldest first."""
     for key, value in index.walk(transaction, "reflog"):
         name = _name_of(key[: -_POSITION.size - 1])
         yield name, _decode_move(name, value)
 
 
-def next_position(index: Index, transaction: Any, name: str) -> int:
+def next_position(index: Index, transaction: IndexTransaction, name: str) -> int:
     """Return how many moves the reflog of `name` has: the position of its next line."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
     with transaction.cursor(db=index.db("reflog")) as cursor:
@@ -313,7 +313,7 @@ def next_position(index: Index, transaction: Any, name: str) -> int:
         return int(_POSITION.unpack(cursor.key()[len(prefix) :])[0]) + 1
 
 
-def require(index: Index, transaction: Any, name: str) -> Ref:
+def require(index: Index, transaction: IndexTransaction, name: str) -> Ref:
     """Return the ref of this name. Raises NotFound with the most similar names."""
     ref = get(index, transaction, name)
     if ref is None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
@@ -50,7 +50,7 @@ def parse(text: str) -> Revision:
     return Revision(found["name"], back, steps)
 
 
-def start(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
+def start(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
     """Resolve name and reflog position.  Raises NotFound or BadName (ambiguous prefix)."""
     if revision.back is not None:
         return _from_reflog(index, transaction, revision)
@@ -75,7 +75,7 @@ def start(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
     return ids[0]
 
 
-def _from_reflog(index: Index, transaction: Any, revision: Revision) -> SnapshotId:
+def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision) -> SnapshotId:
     moves = refs.reflog(index, transaction, revision.name)
     assert revision.back is not None
     if not moves:
@@ -102,7 +102,7 @@ def _from_reflog(index: Index, transaction: Any, revision: Revision) -> Snapshot
     return SnapshotId(new)
 
 
-def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]:
+def with_prefix(index: Index, transaction: IndexTransaction, prefix: str) -> list[SnapshotId]:
     """Return the snapshots whose id starts with these hex digits."""
     low = bytes.fromhex(prefix.ljust(64, "0"))
     found = []
@@ -114,7 +114,7 @@ def with_prefix(index: Index, transaction: Any, prefix: str) -> list[SnapshotId]
     return found
 
 
-def _begins_plan(index: Index, transaction: Any, prefix: str) -> bool:
+def _begins_plan(index: Index, transaction: IndexTransaction, prefix: str) -> bool:
     """Return whether the id of a stored plan starts with these hex digits."""
     low = bytes.fromhex(prefix.ljust(64, "0"))
     with transaction.cursor(db=index.db("plans")) as cursor:

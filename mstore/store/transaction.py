@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, Id, TensorId
@@ -298,7 +299,7 @@ class Transaction:
             self._lease.drop_row(transaction)
             self._packs.keep()
 
-    def _check_relied(self, transaction: Any) -> None:
+    def _check_relied(self, transaction: IndexTransaction) -> None:
         index = self._catalog.index
         blocks = sorted(self._relied_blocks)
         rows = index.block_rows(transaction, blocks)
@@ -308,7 +309,9 @@ class Transaction:
         gone += [id for key, id in records.items() if key not in there]
         _require_unmoved(gone)
 
-    def _check_parents(self, transaction: Any, snapshots: Sequence[SnapshotRecord]) -> None:
+    def _check_parents(
+        self, transaction: IndexTransaction, snapshots: Sequence[SnapshotRecord]
+    ) -> None:
         """Raise Conflict if a parent of a snapshot was collected meanwhile."""
         index = self._catalog.index
         own = {snapshot.id() for snapshot in snapshots}
@@ -317,7 +320,7 @@ class Transaction:
             [p for p in parents if index.record(transaction, Kind.SNAPSHOT, p) is None]
         )
 
-    def _check_bases(self, transaction: Any) -> None:
+    def _check_bases(self, transaction: IndexTransaction) -> None:
         """Raise Conflict unless the base of every delta is stored and is not itself a delta.
 
         Runs after the rows are inserted: if another writer stored the same block first, its row
@@ -379,7 +382,7 @@ def tip_of(
     return catalog.snapshot_if_there(id), parents
 
 
-def apply_moves(catalog: Catalog, transaction: Any, moves: Sequence[RefMove]) -> None:
+def apply_moves(catalog: Catalog, transaction: IndexTransaction, moves: Sequence[RefMove]) -> None:
     """Move refs within an open index transaction."""
     for move in moves:
         if move.new is not None:
@@ -404,7 +407,9 @@ def move_refs(catalog: Catalog, moves: Sequence[RefMove]) -> None:
     choose_moves(catalog, lambda transaction: moves)
 
 
-def choose_moves(catalog: Catalog, choose: Callable[[Any], Sequence[RefMove]]) -> Sequence[RefMove]:
+def choose_moves(
+    catalog: Catalog, choose: Callable[[IndexTransaction], Sequence[RefMove]]
+) -> Sequence[RefMove]:
     """Publish ref moves that depend on the current refs (tag, reset, remove).
 
     Calls `choose` once before taking the lock, so that a refusal takes none, and again inside the
