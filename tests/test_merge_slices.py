@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,65 @@ def test_an_executor_of_threads(store: Store) -> None:
         assert merge(store, plan, executor=pool).manifest == wanted(store, plan)
         report = store.merge(str(plan.id()), name="api", executor=pool, memo=False)
         assert report.manifest == wanted(store, plan)
+
+
+class Unlucky(Executor):
+    """Workers that are killed once they have begun with a pack: each slice runs again, in another
+    process, and a third time at the end; the last comes back first.
+    """
+
+    def __init__(self) -> None:
+        self.killed = 0
+        self.futures: list[tuple[Future[Any], bytes]] = []
+
+    def submit(self, run: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        assert run is execute
+        work = pickle.dumps(given[0])
+        ended = subprocess.run([sys.executable, "-c", KILLED], input=work, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        assert list(given[0].target.parent.glob(f"{given[0].target.stem}-*.pack"))
+        self.killed += 1
+        future: Future[Any] = Future()
+        self.futures.append((future, work))
+        if self.killed == 3:
+            for waiting, again in reversed(self.futures):
+                execute(pickle.loads(again))
+                waiting.set_result(execute(pickle.loads(again)))
+            self.futures.clear()
+        elif self.killed > 3:
+            future.set_result(execute(pickle.loads(work)))
+            self.futures.clear()
+        return future
+
+
+KILLED = """
+import os, pickle, signal, sys
+from mstore.blocks.packs import PackWriter
+from mstore.merge.running.slices import execute
+
+append = PackWriter.append_encoded
+
+def killed(self, *given):
+    append(self, *given)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+PackWriter.append_encoded = killed
+execute(pickle.loads(sys.stdin.buffer.read()))
+"""
+
+
+def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
+    order: the merge is the same, reads no more, and leaves nothing behind."""
+    monkeypatch.setattr("mstore.merge.running.engine._HANDED_OUT", 3)
+    plan = plan_of(store, "linear", dtype="F32")
+    pool = Unlucky()
+    merged = merge(store, plan, executor=pool)
+    assert pool.killed >= 3
+    assert merged.manifest == wanted(store, plan)
+    assert merged.outcome.expert_bytes_read == merged.outcome.costs.planned > 0
+    assert store.fsck(read_data=True).problems == ()
+    assert list((store.path / "tmp").iterdir()) == []
 
 
 def test_a_slice_reads_no_more_than_it_says(store: Store) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -469,16 +469,16 @@ class Engine:
             self._blocks_new += len(writer.new)
 
     def _run_elsewhere(self, executor: Executor) -> None:
-        waiting: deque[Future[Receipt]] = deque()
+        waiting: set[Future[Receipt]] = set()
         try:
             for work in self._slices_to_do():
                 # Before it is handed out: no other place knows what the others read.
                 self._expert_meter.charge(work.expert_bytes)
-                waiting.append(executor.submit(execute, work))
+                waiting.add(executor.submit(execute, work))
                 if len(waiting) >= _HANDED_OUT:
-                    self._receive(waiting.popleft())
+                    self._receive_some(waiting)
             while waiting:
-                self._receive(waiting.popleft())
+                self._receive_some(waiting)
         except BaseException:
             for future in waiting:
                 future.cancel()
@@ -488,8 +488,13 @@ class Engine:
                     future.exception()
             raise
 
-    def _receive(self, future: Future[Receipt]) -> None:
-        receipt = future.result()
+    def _receive_some(self, waiting: set[Future[Receipt]]) -> None:
+        """Take the receipts that there are, at least one, in whatever order they come."""
+        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+            waiting.remove(future)
+            self._receive(future.result())
+
+    def _receive(self, receipt: Receipt) -> None:
         self._take(receipt.results)
         self._base_meter.charge(receipt.base_bytes)
         if receipt.pack is not None:

@@ -13,11 +13,12 @@ idempotent; what they write is garbage until somebody publishes it.
 from __future__ import annotations
 
 import builtins
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -68,7 +69,8 @@ class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """One piece of work.  packs: where packs are read.  target: the pack to be written.
+    """One piece of work.  packs: where packs are read.  target: the pack to be written;
+    `execute` adds something of its own to the name.
 
     policy: how its output is coded, None where it is not kept.
     """
@@ -437,11 +439,14 @@ def execute(slice: Slice) -> Receipt:
     """Compute a slice and write its pack, in this thread.
 
     For any concurrent.futures.Executor: needs the paths that the slice names and nothing else.
+    Each attempt writes a pack of its own name, so that a slice may run again where a worker died,
+    or twice at once: one receipt counts, and what others wrote is garbage in the same directory.
     Raises BudgetExceeded, Corrupt, StorageFailed; then nothing is left behind.
     """
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")
     packs = PackFiles(slice.packs)
-    writer = SliceWriter(slice, set())
+    attempt = slice.target.with_name(f"{slice.target.stem}-{secrets.token_hex(4)}.pack")
+    writer = SliceWriter(replace(slice, target=attempt), set())
     try:
         computer = Computer(packs, expert_meter, base_meter)
         ahead: deque[Group] = deque()
