@@ -13,10 +13,10 @@ from mstore.blocks import planes
 from mstore.merge.analysis import attribution
 from mstore.merge.arithmetic import kernels
 from mstore.numeric.code_cache import Pass
-from mstore.stats import deltas
+from mstore.stats import deltas, many
 
 # What takes longest to compile comes first.
-MODULES = (kernels, attribution, deltas, planes)
+MODULES = (kernels, attribution, deltas, many, planes)
 
 
 def passes() -> dict[str, Pass]:

@@ -471,15 +471,14 @@ def test_estimates_of_uneven_experts(method: str, rescale: bool, tmp_path: Path)
         "experts": [(f"e{k}", weight) for k, weight in enumerate(weights)],
         "method": method,
         "parameters": parameters,
-        "shares": [0.1, 0.4, 0.7, 0.9],
-        "measure": True,
     }
     with Store.init(tmp_path / "store", block_size=BLOCK) as store:
         for name, model in members.items():
             tensors = [(key, "F32", own.shape, own.tobytes()) for key, own in model.items()]
             write_safetensors(tmp_path / name / "model.safetensors", tensors)
             store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
-        for point in store.sweep(**ask).points:
+        shares = [0.1, 0.4, 0.7, 0.9]
+        for point in store.sweep(MergeRequest(**ask), shares=shares, measure=True).points:
             measured = point.measured_error or 0.0
             assert 0.75 < measured / (point.error_estimate or 0.0) < 1.33
             if method == "dare_linear":

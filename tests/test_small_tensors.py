@@ -150,7 +150,7 @@ def test_a_tensor_of_one_chunk_is_mixed_once(
     monkeypatch.setattr(slices, "blend", counted)
     with filled(tmp_path / "store", written) as store:
         ask = {"method": "ties", "parameters": {"density": 0.2}}
-        plan = store.plan(base="base", experts=["e0", "e1", "e2"], **ask).plan
+        plan = store.plan(MergeRequest(base="base", experts=["e0", "e1", "e2"], **ask)).plan
         store.merge(plan, name="merged")
     assert len(mixed) > 8
     assert len(mixed) == len(set(mixed))
@@ -168,7 +168,9 @@ def test_records_are_put_together(
         return put(self, records)
 
     with filled(tmp_path / "store", written) as store:
-        plan = store.plan(base="base", experts=["e0", "e1", "e2"], method="linear").plan
+        plan = store.plan(
+            MergeRequest(base="base", experts=["e0", "e1", "e2"], method="linear")
+        ).plan
         monkeypatch.setattr(Transaction, "put_records", counted)
         store.merge(plan, name="merged")
     # The family has three files.
@@ -182,7 +184,7 @@ def test_the_collector_does_not_walk_what_a_tensor_takes(written: Path, tmp_path
     with filled(tmp_path / "store", written) as store:
         catalog = store._catalog
         ask = {"method": "ties", "parameters": {"density": 0.2}}
-        id = store.plan(base="base", experts=["e0", "e1", "e2"], **ask).plan
+        id = store.plan(MergeRequest(base="base", experts=["e0", "e1", "e2"], **ask)).plan
         plan = catalog.record(Plan, id)
         tasks = Tasks(catalog, plan)
         tensor = tasks.tensor("t020")

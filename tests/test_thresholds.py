@@ -11,6 +11,7 @@ import numpy as np
 from mstore import Store
 from mstore.blocks.meter import Meter
 from mstore.ids import TensorId
+from mstore.merge.methods.registry import operation
 from mstore.merge.planning.surveyed import ExpertTensor, SurveyedTensor
 from mstore.merge.planning.thresholds import Known, Thresholds
 from mstore.objects.plan import DROPPED, EQUAL, OMITTED, READ, SHARED
@@ -49,7 +50,7 @@ def test_together_as_alone(tmp_path: Path) -> None:
     with Store.init(tmp_path / "store") as store, ThreadPoolExecutor(1) as pool:
 
         def thresholds(known: Known | None) -> Thresholds:
-            args = store._catalog, store._statistics, 0.1
+            args = store._catalog, store._statistics, operation("ties", {"density": 0.1}, [1.0])
             return Thresholds(*args, analyze=False, pool=pool, meter=Meter("test"), known=known)
 
         for one in tensors:
