@@ -507,7 +507,7 @@ class Reach:
             raise Corrupt(
                 f"this {record_type.kind.name.lower()} is needed and is not stored",
                 where=str(name),
-                hint="mstore fsck --repair; while it is missing nobody can say what it needs",
+                hint="mstore fsck --repair; while it is missing, what it needs is unknown",
             )
         try:
             data = self._catalog.record_bytes(name, location)

@@ -219,7 +219,7 @@ def test_what_a_backup_refuses(store: Store, models: Path, tmp_path: Path) -> No
     with Store.init(other, block_size=BLOCK) as stranger:
         stranger.backup(tmp_path / "theirs", threads=1)
     before = files_of(other)
-    with pytest.raises(Conflict, match="no backup of this one"):
+    with pytest.raises(Conflict, match="not a backup of this one"):
         store.backup(other)
     assert files_of(other) == before
     with pytest.raises(Conflict, match="not empty"):
@@ -240,7 +240,7 @@ def test_a_backup_that_was_written_to_is_left_alone(
     with Store.open(target) as copy:
         copy.add(models / "three", name="mine", threads=1)
     store.add(models / "three", name="three", threads=1)
-    with pytest.raises(Conflict, match="a store of its own"):
+    with pytest.raises(Conflict, match="a separate store"):
         store.backup(target, threads=1)
     assert set(contents(target)) == {"one", "two", "mine"}
 

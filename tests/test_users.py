@@ -236,7 +236,7 @@ def test_another_users_store(place: World, carol: User, filled: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_without_the_right_to_write(place: World, filled: Path) -> None:
-    """After `chmod -R a-w` its owner reads it as before, and is told how to have it back."""
+    """After `chmod -R a-w` its owner reads it as before, and is told how to restore it."""
     owner, store = copied(place, filled, "kept")
     place.root(f"chmod -R a-w {store}")
     reads(place, owner, store)

@@ -64,7 +64,7 @@ def backup(
             with suppress(Moved):
                 return _Backup(catalog, into, threads, progress).run()
     raise Unavailable(
-        "packs are collected faster than they can be copied, and this user cannot hold a lease",
+        "gc removes packs faster than they can be copied, and this user cannot hold a lease",
         where=str(catalog.layout.root),
         hint="run the command again when no gc is running",
     )

@@ -65,7 +65,7 @@ def _made(catalog: Catalog, path: Path, threads: int, progress: Report | None) -
         error.hint = "name a new directory"
         raise
     raise Unavailable(
-        "packs are collected faster than they can be copied, and this user cannot hold a lease",
+        "gc removes packs faster than they can be copied, and this user cannot hold a lease",
         where=str(catalog.layout.root),
         hint="run the command again when no gc is running",
     )

@@ -138,7 +138,7 @@ class Destination:
                 generation = index.generation(transaction)
                 if row is None or int.from_bytes(row[:8], "big") != generation:
                     raise Conflict(
-                        "something was written to this backup: it is a store of its own now",
+                        "something was written to this backup, so it is a separate store now",
                         where=str(layout.root),
                         hint=_HINT,
                     )
@@ -230,15 +230,13 @@ def _require_for(source: Layout, path: Path) -> None:
             return
     if not marker.exists():
         if (path / "format").exists():
-            raise Conflict(
-                "this is a store, and no backup of this one", where=str(path), hint=_HINT
-            )
+            raise Conflict("this is a store, not a backup of this one", where=str(path), hint=_HINT)
         fs.require_empty(path)
         return
     with fs.translated(marker), marker.open("rb") as file:
         told = _MARKER.fullmatch(file.read(200).decode("ascii", "replace"))
     if told is None:
-        raise Conflict("this is no backup that mstore made", where=str(path), hint=_HINT)
+        raise Conflict("not a backup made by mstore", where=str(path), hint=_HINT)
     if int(told[1]) != _VERSION:
         raise Incompatible(
             f"backup version {told[1]}; this mstore writes version {_VERSION}",

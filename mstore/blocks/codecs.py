@@ -402,7 +402,11 @@ def _checked(
     if width not in _UNSIGNED or raw_length % width:
         raise Corrupt(f"a block of {raw_length} bytes of element width {width}")
     if known.is_delta != (base is not None):
-        raise Corrupt("a delta without its base" if known.is_delta else "a base for what is none")
+        raise Corrupt(
+            "a delta without its base"
+            if known.is_delta
+            else "a base for a block that is not a delta"
+        )
     if base is not None and len(base) != raw_length:
         raise Corrupt(f"a delta of {raw_length} bytes to a base of {len(base)}")
     import zstandard
@@ -413,9 +417,9 @@ def _checked(
         raise Corrupt(f"not a zstd frame: {error}") from error
     # Before anything is allocated: a frame can claim any length.
     if frame.content_size != raw_length:
-        raise Corrupt(f"a frame of another length than the {raw_length} bytes of its block")
+        raise Corrupt(f"the frame length differs from the block length of {raw_length} bytes")
     if frame.window_size > MAX_WINDOW or frame.dict_id or not frame.has_checksum:
-        raise Corrupt("a frame with a window, a dictionary or without a checksum that is not ours")
+        raise Corrupt("a frame with an unexpected window or dictionary, or without a checksum")
     return known
 
 

@@ -120,13 +120,13 @@ class LmdbFile:
         newest = max(metas, key=lambda meta: meta.transaction)
         # LMDB finds the meta page of a transaction by the parity of its number.
         if newest.transaction and metas[newest.transaction & 1] is not newest:
-            raise self._corrupt("the two heads name transactions that cannot be")
+            raise self._corrupt("the two heads name impossible transactions")
         size = self.status().st_size
         # Free pages at the end may never have been written; reject an absurd size.
         if newest.last < 1 or newest.last * PAGE > 2 * size + _SLACK:
             raise self._corrupt("the file is cut short")
         if newest.map_size % PAGE or not newest.last * PAGE < newest.map_size <= _MAX_MAP:
-            raise self._corrupt("the head names a map size that cannot be")
+            raise self._corrupt("the head names an impossible map size")
         if newest.free.flags != _INTEGER_KEYS or newest.main.flags:
             raise self._corrupt("the head names features that mstore does not use")
         return newest

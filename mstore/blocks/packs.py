@@ -362,10 +362,10 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
         if length % ENTRY.size or offset < PAGE or offset + length + _TAIL.size > size:
             raise Corrupt("the footer does not fit the file", where=where)
         if tail != _TAIL.pack(offset, length, digest, version, magic):
-            raise Corrupt("the tail has other bytes than zeros between its fields", where=where)
+            raise Corrupt("the tail padding is not zero", where=where)
         if version == 1:
             if generation:
-                raise Corrupt("the header has other bytes than zeros", where=where)
+                raise Corrupt("the header padding is not zero", where=where)
             head = head[:_OLD_HEADER_BYTES]
     return head, offset, length, digest
 

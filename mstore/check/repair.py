@@ -82,7 +82,7 @@ class Repair:
         if checker.findings.is_index_wrong:
             problem = before.problems[0]
             raise Corrupt(
-                f"by this index nothing can be repaired: {problem.what}",
+                f"the index is not usable for a repair: {problem.what}",
                 where=problem.where,
                 hint="mstore reindex",
             )

@@ -62,9 +62,9 @@ def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, h
     """
     if any(mark in name for name in other for mark in _ADAPTER) and not other.keys() & base.keys():
         raise Incompatible(
-            f"{what}: it is a LoRA adapter, and no whole model",
+            f"{what}: it is a LoRA adapter, not a whole model",
             where=where,
-            hint="put it into its base and store the result: PeftModel.from_pretrained(base, "
+            hint="merge it into its base and store the result: PeftModel.from_pretrained(base, "
             "adapter).merge_and_unload().save_pretrained(DIRECTORY)",
         )
     problems = []

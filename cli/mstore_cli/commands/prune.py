@@ -121,7 +121,7 @@ def _print(screen: Screen, report: PruneReport) -> None:
     if report.held and not report.dry_run:
         screen.command(
             f"the reflog still keeps the contents of {len(report.held)} of them; "
-            "to let go of them now",
+            "to remove them now",
             "mstore gc --reflog-days 0",
         )
     elif not report.dry_run:

@@ -39,7 +39,7 @@ def refs(
         # Of an index that is not believed, another command has been named already.
         if lost is not None and not session.is_doubted:
             screen.command("missing: for what to do", "mstore fsck")
-            screen.command("to let go of it", f"mstore rm {lost}")
+            screen.command("to remove it", f"mstore rm {lost}")
 
     session.output.emit({"refs": found}, ids=[one.name for one in found], human=human)
 

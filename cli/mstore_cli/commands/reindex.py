@@ -41,7 +41,7 @@ def reindex(
 
     def human(screen: Screen) -> None:
         screen.line("the index was rebuilt", style="green")
-        history = f"{report.reflog_moves} moves taken over" if report.old_index else "begins anew"
+        history = f"{report.reflog_moves} moves taken over" if report.old_index else "starts empty"
         screen.fields(
             [
                 ("packs", report.packs),

@@ -44,7 +44,7 @@ def _print(screen: Screen, report: RemoveReport) -> None:
     for name, kind in zip(report.removed, report.kinds, strict=True):
         screen.line(f"removed {name}", style="green")
         back = "tag" if kind == "tag" else "reset"
-        screen.command("to have it back", f"mstore {back} {name} '{name}@{{1}}'")
+        screen.command("to restore it", f"mstore {back} {name} '{name}@{{1}}'")
     if report.unnamed_snapshots:
         days = report.reflog_days
         have = "has" if report.unnamed_snapshots == 1 else "have"

@@ -507,7 +507,7 @@ class Engine:
             expected = self._expected.get(result.key)
             if expected is not None and expected != result.blocks:
                 raise Corrupt(
-                    "computed again, this chunk is not what the memo table remembers",
+                    "the recomputed chunk differs from the memo table",
                     where=f"{result.tensor}, chunk {result.number}",
                     hint="mstore fsck --read-data",
                 )

@@ -177,7 +177,7 @@ def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
     ):
         # An index row is not proof that a length is sane.
         raise Corrupt(
-            "blocks of other lengths than the tensor has",
+            "block lengths differ from the tensor's",
             where=f"{task.tensor.name}, chunk {task.number}",
             hint="mstore fsck",
         )

@@ -357,7 +357,7 @@ class Tasks:
         for block, base in deltas.items():
             if base not in sources:
                 raise Corrupt(
-                    "stored as a difference to a block that is one itself",
+                    "stored as a delta whose base is a delta itself",
                     where=f"block {block}",
                     hint="mstore fsck",
                 )

@@ -228,7 +228,7 @@ class VirtualBlocks:
             pairs = zip(known.blocks, made.blocks, numbers, strict=False)
             block = next((n for before, now, n in pairs if before != now), numbers[0])
             raise Corrupt(
-                "computed again, the block is not the one that was remembered",
+                "the recomputed block differs from the memo table",
                 where=f"plan {tensor.plan.id}, tensor {tensor.task.name}, block {block}",
                 hint="mstore fsck --read-data",
             )

@@ -235,7 +235,7 @@ def _branch(catalog: Catalog, name: str) -> refs.Ref:
         # move.
         catalog.resolve(name)
         raise BadRequest(
-            "is not a branch: what is made must have a name to be found by",
+            "is not a branch: the result needs a branch to be found by",
             where=name,
             hint=f"mstore reset NAME {name}, then mstore materialize NAME",
         )
