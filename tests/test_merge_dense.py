@@ -690,7 +690,7 @@ def test_a_delta_of_a_delta_is_refused(
         ]
 
     monkeypatch.setattr(catalog, "locate", locate)
-    with pytest.raises(Corrupt, match="one itself"):
+    with pytest.raises(Corrupt, match="a delta itself"):
         tasks.chunk(task.tensor, task.number)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mstore.blocks.index import Location, damaged
+from mstore.blocks.index import damaged
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
+from mstore.blocks.reader import located
 from mstore.check import index_file, rows
 from mstore.check.findings import Key
 from mstore.errors import Corrupt, MstoreError
@@ -100,17 +101,8 @@ def _is_whole(catalog: Catalog, path: Path, pack: PackId, entry: Entry) -> bool:
     if path != pack_path(catalog.layout.packs, pack):
         # In lost+found: packs are moved there for other reasons than damage.
         return True
-    place = Location(
-        pack,
-        entry.offset,
-        entry.stored_length,
-        entry.raw_length,
-        entry.codec,
-        entry.width,
-        entry.base,
-    )
     try:
-        catalog.read_block(BlockId(entry.id), place)
+        catalog.read_block(BlockId(entry.id), located(pack, entry))
     except MstoreError:
         return False
     return True

@@ -19,15 +19,13 @@ from typing import Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
-from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
 from mstore.blocks.index import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
-from mstore.blocks.reader import FSCK
-from mstore.errors import Corrupt, Incompatible
+from mstore.blocks.reader import decode_into, verify
+from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.running.task import ChunkTask, Row, Source
 from mstore.numeric.codes import ITEMSIZES
@@ -229,7 +227,7 @@ class _Reader:
         for run in _runs(targets):
             self._decoded(run, bases, meter)
             for source, view in run:
-                _verify(source, view, bases)
+                verify(source.id, source.at, view, _base_of(source, bases))
         return {source.id: view for source, view in targets}
 
     def read_bases(
@@ -247,7 +245,7 @@ class _Reader:
     def _decoded(self, run: Targets, bases: Mapping[BlockId, memoryview], meter: Meter) -> None:
         meter.charge(sum([source.at.stored_length for source, _ in run]))
         for source, payload, view in self._fetched(run):
-            _decode(source, payload, view, bases)
+            decode_into(source.id, source.at, payload, view, _base_of(source, bases))
 
     def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
         """Read neighbours: raw ones into their targets, the payloads of others for decoding."""
@@ -281,18 +279,9 @@ class _Reader:
                 self._packs.read_scattered(place.pack, place.offset, [view])
 
 
-def _decode(
-    source: Source,
-    payload: memoryview,
-    target: memoryview,
-    bases: Mapping[BlockId, memoryview],
-) -> None:
-    base = None if source.base is None else bases[source.base.id]
-    try:
-        codecs.decode_into(source.at.codec, payload, source.at.width, target, base)
-    except (Corrupt, Incompatible) as error:
-        where = f"block {source.id}"
-        raise type(error)(error.what, where=where, hint=error.hint or FSCK) from error
+def _base_of(source: Source, bases: Mapping[BlockId, memoryview]) -> memoryview | None:
+    """Return what a delta is a difference to, None for another block."""
+    return None if source.base is None else bases[source.base.id]
 
 
 def _runs(targets: Targets) -> Iterator[Targets]:
@@ -308,16 +297,3 @@ def _runs(targets: Targets) -> Iterator[Targets]:
         run.append(target)
     if run:
         yield run
-
-
-def _verify(source: Source, data: memoryview, bases: Mapping[BlockId, memoryview]) -> None:
-    # As `BlockId.of` has it, without an object.
-    if blake3(data).digest() != source.id:
-        if source.base is not None:
-            _verify(source.base, bases[source.base.id], {})
-        raise Corrupt(
-            f"the stored bytes do not match the id (pack {source.at.pack.short}, "
-            f"offset {source.at.offset})",
-            where=f"block {source.id}",
-            hint=FSCK,
-        )
