@@ -1,8 +1,8 @@
 """Blame: each expert's share of what a merge changed, by running the plan's blocks again.
 
-Reads what the merge read and not a byte of an expert more; writes nothing.  A worker holds one
-chunk of the base and of each expert.  Sums are made chunk by chunk and tensor by tensor in their
-order, so any number of threads gives the same bits.
+Reads exactly what the merge read from experts, at most; writes nothing.  A worker holds one chunk
+of the base and of each expert.  Sums run chunk by chunk and tensor by tensor in order, so any
+number of threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of, sources_of_merge
 
 _BATCH = 64
-"""Chunks whose tasks are made with one look into the index."""
+"""How many chunks share one lookup in the index when their tasks are made."""
 
 
 def blame(
@@ -47,9 +47,9 @@ def blame(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> BlameReport:
-    """Shares of a merged snapshot, or of one tensor of it; virtual merges too.
+    """Return the shares of a merged snapshot, or of one tensor of it; virtual merges too.
 
-    Without `tensor`, tensors that are the base's own are not listed.  Raises BadRequest for a
+    Without `tensor`, tensors identical to the base's are not listed.  Raises BadRequest for a
     snapshot that no merge made, NotFound for an unknown tensor or if an input was pruned, Corrupt,
     StorageFailed.
     """
@@ -98,7 +98,7 @@ def blame(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Some elements, and the sums over them."""
+    """A number of elements and the sums over them."""
 
     elements: int
     sums: Attribution
@@ -165,7 +165,7 @@ class _Run:
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.tasks = Tasks(catalog, plan)
-        # Not only a count: a read beyond the plan does not happen.
+        # The meter not only counts: it refuses a read beyond the plan.
         self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
         self.base_meter = Meter("base")
         self._catalog = catalog
@@ -175,7 +175,7 @@ class _Run:
         self._scratch = Scratch()
 
     def attributions(self, tensor: str | None) -> dict[str, Measured]:
-        """Elements and sums of each planned tensor, or of the one that `tensor` was merged as."""
+        """Measure each planned tensor, or the one that `tensor` was merged as."""
         wanted = [planned.name for planned in self._plan.tensors]
         if tensor is not None:
             first = self.tasks.first[tensor]
@@ -200,7 +200,7 @@ class _Run:
         return found
 
     def _chunks(self, name: str) -> list[int]:
-        """The chunks in which something can have changed."""
+        """Return the chunks in which something can have changed."""
         present = self.tasks.members(name).present
         if not self.tasks.operation.keeps_base:
             return list(range(present.shape[1]))
@@ -209,8 +209,8 @@ class _Run:
     def _parts(
         self, tensor: TensorTask, numbers: list[int], pool: ThreadPoolExecutor
     ) -> Iterator[Attribution]:
-        """Each chunk's sums, in order; the pool works a few ahead of the one yielded."""
-        # A chunk that is left out has no expert in it, so no ties.
+        """Yield each chunk's sums, in order; the pool works a few ahead of the one yielded."""
+        # A skipped chunk contains no expert, so no ties.
         ledger = TieLedger(tensor.quotas.tolist(), numbers)
         measuring = in_order(
             lambda task: pool.submit(self._part, task, ledger),
@@ -244,5 +244,5 @@ class _Run:
 
 
 def _bytes(task: TensorTask, number: int) -> int:
-    """Plain bytes of a chunk of the base."""
+    """Return the plain bytes of a chunk of the base."""
     return task.chunk_length(number) * item_size(task.base_dtype)

@@ -1,10 +1,10 @@
-"""Distances: how far what plans make is from what a merge that reads everything makes.
+"""Distances: how far the outputs of plans are from a merge that reads everything.
 
-Runs the kernels, so it reads every expert block that matters, and each of them once however many
-plans are compared.  Results are compared in float32, before the output's dtype rounds them;
-differences are squared and added in float64, chunk by chunk in a fixed order.
+Runs the kernels, so it reads every expert block that matters, each of them once for any number of
+plans.  Compares results in float32, before rounding to the output's dtype; squares and adds
+differences in float64, chunk by chunk in a fixed order.
 
-Memory: a chunk of the base, of each expert and of two outputs, a thread.
+Memory per thread: a chunk of the base, of each expert and of two outputs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def distances(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> Distances:
-    """How far each of `plans` is from `full`, of which they read parts.
+    """Measure the distance of each of `plans` from `full`; they read parts of what `full` reads.
 
-    All are plans of one request that differ in what they leave out.  Raises Corrupt,
-    StorageFailed.
+    All are plans of one request that differ in what they leave out.  Raises Corrupt, StorageFailed.
     """
     run = _Run(catalog, full, plans)
     total, done = max(1, run.expert_meter.limit or 0), 0
@@ -80,7 +79,7 @@ class _Run:
         self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
 
     def tensor(self, position: int) -> list[list[float]]:
-        """Per plan the squares of each chunk of one tensor, once for each of its names."""
+        """Return, per plan, the squares of each chunk of one tensor, once for each of its names."""
         name = self._plan.tensors[position].name
         full = self._full.tensor(name)
         cuts = [tasks.tensor(name) for tasks in self._cuts]
@@ -119,7 +118,7 @@ class _Run:
             row_of = tuple(
                 row if here else -1 for row, here in zip(task.row_of, present, strict=True)
             )
-            # What a plan keeps of the ties in a chunk that it reads is what the full one does.
+            # In a chunk that a plan reads, it keeps the same ties as the full plan.
             quotas = tuple(
                 UNLIMITED if own == UNLIMITED else granted
                 for own, granted in zip(tensor.quotas.tolist(), grant.quotas, strict=True)
@@ -141,17 +140,17 @@ class _Run:
 def _key(
     tensor: TensorTask, quotas: tuple[int, ...], row_of: tuple[int, ...]
 ) -> tuple[bytes, tuple[int, ...], tuple[int, ...]]:
-    """What a chunk's output depends on, among plans of one request."""
+    """Return what determines a chunk's output among plans of one request."""
     return tensor.thresholds.tobytes(), quotas, row_of
 
 
 def _square(a: Bytes, b: Bytes) -> float:
-    """Sum of squares of a - b, where their bits differ; both float32."""
+    """Return the sum of squares of a - b where their bits differ; both float32."""
     ours, theirs = a.view(np.float32), b.view(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         gap = ours.astype(np.float64) - theirs.astype(np.float64)
         gap[a.view(np.uint32) == b.view(np.uint32)] = 0.0
-        # By halving: one fixed order of additions, where np.sum's is numpy's own affair.
+        # Pairwise halving fixes the order of additions; numpy does not specify that of np.sum.
         squares = np.zeros(1 << max(0, len(gap) - 1).bit_length())
         squares[: len(gap)] = gap * gap
         while len(squares) > 1:

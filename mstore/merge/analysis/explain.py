@@ -55,9 +55,9 @@ def plan_report(
     kept: bool = True,
     seconds: float = 0.0,
 ) -> PlanReport:
-    """A plan as people see it; counts are of (expert, chunk) pairs, `costs` those in this store.
+    """Return the report of a plan; counts are (expert, chunk) pairs, `costs` those in this store.
 
-    warnings: what is to be said besides of experts that the plan itself shows to be idle.
+    warnings: additional warnings about experts that the plan itself shows to be idle.
     """
     counts: Counter[int] = Counter()
     for tensor in plan.tensors:
@@ -65,7 +65,7 @@ def plan_report(
             counts.update(states)
     notes = list(plan.notes)
     if analyzed:
-        # Not a note of the plan: the same plan costs nothing of the kind the next time.
+        # Not a note of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
         notes.append(
             f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
@@ -130,9 +130,9 @@ def plan_report(
 
 
 def share_of(error: float | None, change: float | None) -> float | None:
-    """An error as a share of what the full merge changes, both relative to one norm.
+    """Return an error as a share of what the full merge changes, both relative to one norm.
 
-    None where either is not known, or the full merge changes nothing.
+    None if either is unknown, or the full merge changes nothing.
     """
     if error == 0:
         return 0.0
@@ -140,7 +140,7 @@ def share_of(error: float | None, change: float | None) -> float | None:
 
 
 def _copied_notes(plan: Plan) -> list[str]:
-    """One line a tensor, but not hundreds of them where a pattern left out hundreds."""
+    """Return one line per tensor, but not hundreds of lines for hundreds of skipped tensors."""
     causes: dict[str, list[str]] = {}
     for name, why in plan.copied:
         causes.setdefault(why, []).append(name)
@@ -162,7 +162,7 @@ class _Tally:
     known: bool = True
 
     def add(self, states: bytes, omitted: float) -> None:
-        """Count in one tensor; `omitted` is its norm left out, -1 where nobody knows it."""
+        """Add one tensor; `omitted` is the norm left out, -1 if unknown."""
         self.counts.update(states)
         if omitted < 0 or not math.isfinite(omitted):
             self.known = False
@@ -172,7 +172,7 @@ class _Tally:
     def share(
         self, expert: str, weight: float, blocks: tuple[str, ...] | None = None
     ) -> ExpertShare:
-        """The sums as they are told."""
+        """Return the sums as a report."""
         return ExpertShare(
             expert=expert,
             weight=weight,
@@ -197,7 +197,7 @@ class _Sums:
     reused: int = 0
 
     def add(self, item: TensorExplanation, planned: PlanTensor | None, *, counted: bool) -> None:
-        """Count in one tensor, whose blocks may have been `counted` under another name."""
+        """Add one tensor, whose blocks may already be `counted` under another name."""
         self.tensors += 1
         if counted:
             return
@@ -225,7 +225,7 @@ class _Explainer:
             for source, expert in zip(sources.experts, plan.experts, strict=True)
         ]
         coverage = record.coverage_id()
-        # A virtual merge has none: what its plan says is all there is to know.
+        # A virtual merge has no coverage: its plan is the only source.
         self._coverage: dict[str, TensorCoverage] = {}
         if coverage is not None:
             found = catalog.record(Coverage, coverage).tensors
@@ -242,7 +242,7 @@ class _Explainer:
         self._layers = layers_of(self._parts)
 
     def tensor(self, name: str, *, detailed: bool) -> TensorExplanation:
-        """Where one tensor came from; `detailed` with the fate of every chunk."""
+        """Explain one tensor; with `detailed` the fate of every chunk."""
         planned = self.planned(name)
         content = self._catalog.content(self._parts[name])
         blocks = -(-content.nbytes // self._catalog.block_size)
@@ -272,7 +272,7 @@ class _Explainer:
         )
 
     def planned(self, name: str) -> PlanTensor | None:
-        """What the plan has for a tensor, or for the one that it is tied to."""
+        """Return the plan's entry for a tensor, or for the one that it is tied to."""
         return self._planned.get(self._first[name])
 
     def names(self) -> list[str]:
@@ -282,7 +282,7 @@ class _Explainer:
     def sums(
         self, tensors: list[TensorExplanation]
     ) -> tuple[tuple[LayerExplanation, ...], tuple[ExpertShare, ...]]:
-        """The same by layer, and by expert over all."""
+        """Return the sums by layer, and by expert over all layers."""
         total = self._nothing()
         layers: dict[str, _Sums] = {}
         told = {item.name: item for item in tensors}
@@ -309,7 +309,7 @@ class _Explainer:
         )
 
     def _reused(self, planned: PlanTensor, dtype: str, blocks: int) -> int:
-        """How many of a merged tensor's blocks are the base's own."""
+        """Return how many of a merged tensor's blocks are the base's own."""
         covered = self._coverage.get(planned.name)
         if covered is not None:
             return sum(bit(covered.reused, number) for number in range(covered.blocks))
@@ -322,7 +322,7 @@ class _Explainer:
 
 
 def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Explanation:
-    """Where a merged snapshot, or one tensor of it, came from.
+    """Explain where a merged snapshot, or one tensor of it, came from.
 
     Raises BadRequest for a snapshot that no merge made, NotFound for an unknown tensor.
     """

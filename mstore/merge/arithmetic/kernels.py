@@ -1,15 +1,15 @@
 """The fused kernels: one pass over a chunk of base and experts, stored bytes to stored bytes.
 
-Owns what is called and checked, and the order of the float32 arithmetic of every operator: sums
-over experts run in plan order, no product is contracted into a sum unless it says so, no sum is
-reassociated.  Does not own the arithmetic itself (`passes`), which experts are present,
+Owns the entry points with their checks, and the order of the float32 arithmetic of every operator:
+sums over experts run in plan order, no product is contracted into a sum unless documented, no sum
+is reassociated.  Does not own the arithmetic itself (`passes`), which experts are present,
 thresholds or keys (the engine and the planner), nor the scalars that parameters become
 (`merge.methods.method`).
 
-A chunk is worked on in tiles that stay in the first-level cache.  Every step over a tile is a
-loop that LLVM vectorises; element types and operator flags are looked at once a tile, so that
-one compiled function serves all.  `mix_chunk` and `count_ties` release the GIL, work in scratch of
-their thread (`tiles`) and may run on any number of threads.  Compiled code is kept on disk
+The passes work on a chunk in tiles that stay in the first-level cache.  Every step over a tile is a
+loop that LLVM vectorises.  Element types and operator flags are checked once per tile, so one
+compiled function serves all.  `mix_chunk` and `count_ties` release the GIL, use the scratch of
+their thread (`tiles`) and may run on any number of threads.  Compiled code is cached on disk
 (`numeric.code_cache`).
 
 Bits: equal float32 patterns of base and expert make the delta exactly zero (also for NaN and
@@ -61,11 +61,10 @@ _scratch: Final = Scratch()
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One operation, as the kernel takes it.
+    """One operation in the form that the kernel takes.
 
-    `weights` is float32[K]; `factors` is float32[3]: fixed divisor, lambda, rescale factor;
-    `flags` is int64[4]: kind, normalize, trims, random; `mask_limit` is as in
-    `Operation`.
+    `weights` is float32[K]; `factors` is float32[3]: fixed divisor, lambda, rescale factor; `flags`
+    is int64[4]: kind, normalize, trims, random; `mask_limit` is as in `Operation`.
     """
 
     weights: npt.NDArray[np.float32]
@@ -75,7 +74,7 @@ class Mix:
 
     @classmethod
     def of(cls, operation: Operation) -> Mix:
-        """What `operation` does to an element."""
+        """Convert an `Operation`."""
         kind = ADDITIVE
         if operation.is_whole:
             kind = DIRECT
@@ -91,7 +90,7 @@ class Mix:
         )
 
     def signature(self) -> bytes:
-        """Canonical bytes of all that this object says of the arithmetic, but for the weights.
+        """Return canonical bytes of all that affects the arithmetic here, except the weights.
 
         flags (4 x int64), factors (3 x float32), mask_limit (uint64), little-endian: 52 bytes, the
         same on every machine.  Two mixes of equal signature give equal bytes for equal chunks,
@@ -170,7 +169,7 @@ def mix_chunk(
         raise ValueError("masks do not fit the chunk's experts and elements")
     if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
-    # Held until the pass is done: it is given addresses.
+    # Kept alive until the pass is done: the pass receives only addresses.
     kept = None if masks is None else np.ascontiguousarray(masks, dtype=np.uint8)
     factors = mix.factors.tobytes()
     small = _small(experts, len(row_dtypes))
@@ -226,9 +225,9 @@ def mix_chunk(
 
 
 class _Small(NamedTuple):
-    """How what is one an expert lies in one run of bytes, and where each of it begins there.
+    """The layout of all per-expert values in one run of bytes: a packer and the offsets.
 
-    size: of all, with what the pass writes: the ties, and words that it works in.
+    size: of everything, including what the pass writes: the ties, and its working words.
     """
 
     packer: struct.Struct
@@ -239,13 +238,13 @@ class _Small(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _small(experts: int, rows: int) -> _Small:
-    """For so many experts and rows.
+    """Return the layout for these numbers of experts and rows.
 
-    One call that packs costs less than an array each, and the address of each.
+    One packing call costs less than one array and one address per value.
     """
     eight, four = 8 * experts, 4 * experts
     sizes = (eight, eight, 8 * rows, four, eight, four, four, 12)
-    # What is written: whole words again.
+    # The part that the pass writes starts at whole words again.
     written = -(-sum(sizes) // 8) * 8
     offsets = (*itertools.accumulate(sizes[:-1], initial=0), written, written + eight)
     packer = struct.Struct("=" + "q" * (2 * experts) + "".join(f"{size}s" for size in sizes[2:]))
@@ -254,7 +253,7 @@ def _small(experts: int, rows: int) -> _Small:
 
 @lru_cache(maxsize=64)
 def _types(dtypes: tuple[str, ...]) -> tuple[bytes, int]:
-    """The codes of these element types as int64[P], and the bytes of the widest."""
+    """Return the codes of these element types as int64[P], and the widest item size in bytes."""
     codes = struct.pack(f"={len(dtypes)}q", *map(dtype_code, dtypes))
     return codes, max((ITEMSIZES[dtype] for dtype in dtypes), default=0)
 
@@ -267,10 +266,10 @@ def count_ties(
     n: int,
     threshold: float,
 ) -> int:
-    """How many of a chunk's `n` deltas have exactly the magnitude `threshold`, a float32.
+    """Count the deltas, of a chunk's `n`, whose magnitude is exactly `threshold`, a float32.
 
-    Arrays as for mix_chunk.  Raises BadRequest for another element type and ValueError for
-    arrays that do not fit.
+    Arrays as for mix_chunk.  Raises BadRequest for another element type and ValueError for arrays
+    that do not fit.
     """
     base_code, row_code = dtype_code(base_dtype), dtype_code(row_dtype)
     if base.size < n * ITEMSIZES[base_dtype] or row.size < n * ITEMSIZES[row_dtype]:
@@ -294,6 +293,6 @@ def count_ties(
 
 
 def warm_up() -> None:
-    """Load both kernels, or compile them, so that no later call does."""
+    """Load or compile both kernels, so that no later call has to."""
     _mix.load()
     _count.load()

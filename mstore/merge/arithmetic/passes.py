@@ -1,8 +1,8 @@
 """The compiled passes of a merge: a chunk of base and experts in, a chunk of output out.
 
-Owns the arithmetic that `kernels` promises: two entries, which take addresses and lengths and
-check nothing.  Importing this module imports the compiler; `kernels` has it done only where no
-machine code lies at rest (`mstore.numeric.code_cache`).
+Owns the arithmetic that `kernels` promises: two entry points, which take addresses and lengths and
+check nothing.  Importing this module imports the compiler; `kernels` does so only if no machine
+code is cached on disk (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _weigh(count: int, weight: Any, at: int, scratch: Any) -> None:
 def _weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
     """Turn an expert's tile into its weighted deltas, 0 where the magnitude is below `least`.
 
-    Equal bits need no look of their own: what they give is zero, or a NaN, which is not kept.
-    Nor is the NaN that an infinite delta and no weight make.
+    Equal bits need no special case: they give zero, or a NaN, which is not kept.  The NaN of an
+    infinite delta and a zero weight is not kept either.
     """
     tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
     for i in range(count):
@@ -95,7 +95,7 @@ def _weigh_kept(count: int, weight: Any, least: Any, at: int, scratch: Any) -> N
 
 @compiled
 def _drop_nan(count: int, at: int, scratch: Any) -> None:
-    """Zero every NaN of a tile: it has no sign, and takes part in no election."""
+    """Zero every NaN of a tile: it has no sign and takes part in no election."""
     tile = scratch[at : at + count]
     for i in range(count):
         tile[i] = tile[i] if np.uint32(tile[i] & _MAGNITUDE) <= _INFINITY else _NOTHING
@@ -112,7 +112,7 @@ def _count_equal(count: int, threshold: Any, at: int, scratch: Any) -> int:
 
 @compiled
 def _keep_some(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
-    """Zero the deltas that are not kept; return what is left of the quota."""
+    """Zero the deltas that are not kept; return the remaining quota."""
     tile = scratch[at : at + count]
     for i in range(count):
         magnitude = bits_float(tile[i] & _MAGNITUDE)
@@ -127,7 +127,7 @@ def _keep_some(count: int, threshold: Any, quota: int, at: int, scratch: Any) ->
 
 @compiled
 def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: Any) -> Any:
-    """As `_weigh_kept` with all that tie at the threshold; return how many those are."""
+    """Do `_weigh_kept` keeping all ties at the threshold; return the number of ties."""
     tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
     equal = np.uint32(0)
     for i in range(count):
@@ -143,15 +143,15 @@ def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: An
 def _weigh_trimmed(
     count: int, weight: Any, threshold: Any, quota: int, at: int, scratch: Any
 ) -> int:
-    """Turn an expert's tile into its weighted, trimmed deltas; return what is left of the quota."""
+    """Turn an expert's tile into its weighted, trimmed deltas; return the remaining quota."""
     if quota > 0:
-        # A quota ends in one tile of a tensor: not worth a fused loop.
+        # A quota ends in one tile of a tensor, which is not worth a fused loop.
         _subtract(count, at, scratch)
         quota = _keep_some(count, threshold, quota, at, scratch)
         _multiply(count, weight, at, scratch)
         _drop_nan(count, at, scratch)
         return quota
-    # Above the threshold is: not below the next float32.  That of infinity is a NaN, which
+    # "Above the threshold" means "not below the next float32".  For infinity that is a NaN, which
     # nothing reaches.
     least = threshold if quota < 0 else bits_float(float_bits(threshold) + np.uint32(1))
     _weigh_kept(count, weight, least, at, scratch)
@@ -162,8 +162,10 @@ def _weigh_trimmed(
 def _weigh_drawn(
     count: int, factor: Any, weight: Any, own: Any, limit: Any, at: int, scratch: Any
 ) -> None:
-    """Turn an expert's tile into its deltas times factor, then weight, 0 where the element's own
-    draw is not below the limit."""
+    """Turn an expert's tile into its deltas times factor and weight, masked by its draws.
+
+    An element is 0 if its own draw is not below the limit.
+    """
     tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
     for i in range(count):
         expert, base = tile[i], bases[i]
@@ -174,14 +176,14 @@ def _weigh_drawn(
 
 @compiled
 def _drawn_by(mask: Any, draws: Any) -> None:
-    """Draws that a limit of 1 makes into this mask."""
+    """Write draws that a limit of 1 turns into this mask."""
     for i in range(mask.size):
         draws[i] = mask[i] == 0
 
 
 @compiled
 def _add_group(count: int, scratch: Any) -> None:
-    """Add four tiles, one after the other, to the sum."""
+    """Add four tiles to the sum, in order."""
     for i in range(count):
         total = bits_float(scratch[SUM + i]) + bits_float(scratch[EXPERT + i])
         total = np.float32(total + bits_float(scratch[SECOND + i]))
@@ -191,21 +193,21 @@ def _add_group(count: int, scratch: Any) -> None:
 
 @inlined
 def _positive(bits: Any) -> Any:
-    """These bits if they are of a number above zero, else zero."""
+    """Return these bits if their number is above zero, else zero."""
     return bits if bits_float(bits) > _ZERO else _NOTHING
 
 
 @inlined
 def _share(bits: Any, weight: Any) -> Any:
-    """The weight if these bits are of a number above zero, else zero."""
+    """Return the weight if these bits are of a number above zero, else zero."""
     return weight if bits_float(bits) > _ZERO else _ZERO
 
 
 @compiled
 def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None:
-    """The sum of those of four tiles that have the sign of the sum of all.
+    """Sum those of four tiles that have the sign of the sum of all four.
 
-    A sum without a sign, zero or infinity less infinity, counts as positive.
+    A sum without a sign, zero or infinity minus infinity, counts as positive.
     """
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for i in range(count):
@@ -213,7 +215,7 @@ def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None
         m2, m3 = scratch[THIRD + i], scratch[FOURTH + i]
         total = np.float32(np.float32(bits_float(m0) + bits_float(m1)) + bits_float(m2))
         total = np.float32(total + bits_float(m3))
-        # On the negative side everything is turned around, and the result back.
+        # For a negative sum, flip all signs, and flip the result back.
         flip = _SIGN if total < _ZERO else _NOTHING
         m0, m1 = np.uint32(m0 ^ flip), np.uint32(m1 ^ flip)
         m2, m3 = np.uint32(m2 ^ flip), np.uint32(m3 ^ flip)
@@ -229,11 +231,10 @@ def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None
 
 @compiled
 def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
-    """Add four tiles to the sum of all, and to sums and weights of the positive and of the
-    negative ones apart.
+    """Add four tiles to the total, and to separate sums and weights by sign.
 
-    Which side agrees is known only after the last expert; keeping both costs less than keeping
-    or reading again every expert's tile.
+    Which side agrees is known only after the last expert.  Keeping both sums costs less than
+    keeping or rereading every expert's tile.
     """
     _add_group(count, scratch)
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
@@ -259,7 +260,7 @@ def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
 
 @compiled
 def _elect(count: int, normalize: Any, scratch: Any) -> None:
-    """Replace the sums by those of the side that the sum is on (as in `_elect_group`)."""
+    """Replace the sums by those of the side that the total is on (as in `_elect_group`)."""
     for i in range(count):
         up, down = scratch[POSITIVE + i], np.uint32(scratch[NEGATIVE + i] ^ _SIGN)
         up_weight, down_weight = scratch[POSITIVE_WEIGHT + i], scratch[NEGATIVE_WEIGHT + i]
@@ -272,7 +273,7 @@ def _elect(count: int, normalize: Any, scratch: Any) -> None:
 
 @compiled
 def _add_direct_group(count: int, weights: Any, scratch: Any) -> None:
-    """Add weights times four tiles to the sum, and note where one of them is not the base."""
+    """Add weights times four tiles to the sum, and mark where one of them differs from the base."""
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for i in range(count):
         e0, e1 = scratch[EXPERT + i], scratch[SECOND + i]
@@ -287,7 +288,7 @@ def _add_direct_group(count: int, weights: Any, scratch: Any) -> None:
 
 @compiled
 def _add_direct(count: int, weight: Any, at: int, scratch: Any) -> None:
-    """Add weight times one tile to the sum, and note where it is not the base."""
+    """Add weight times one tile to the sum, and mark where it differs from the base."""
     tile = scratch[at : at + count]
     sums, differs = scratch[SUM : SUM + count], scratch[DIFFERS : DIFFERS + count]
     bases = scratch[BASE : BASE + count]
@@ -311,7 +312,7 @@ def _multiply(count: int, factor: Any, at: int, scratch: Any) -> None:
 
 @compiled
 def _finish(count: int, scratch: Any) -> None:
-    """base + mix where the mix is not zero, else the base."""
+    """Compute base + mix where the mix is not zero, else the base."""
     for i in range(count):
         base, mixed = scratch[BASE + i], bits_float(scratch[SUM + i])
         total = quieten(float_bits(bits_float(base) + mixed))
@@ -320,7 +321,7 @@ def _finish(count: int, scratch: Any) -> None:
 
 @compiled
 def _finish_direct(count: int, keep_base: Any, scratch: Any) -> None:
-    """The sum, or the base where no expert differs from it and `keep_base` says so."""
+    """Keep the sum, or the base where no expert differs from it and `keep_base` is set."""
     for i in range(count):
         total = quieten(scratch[SUM + i])
         keep = (scratch[DIFFERS + i] == _NOTHING) & keep_base
@@ -343,7 +344,7 @@ def _quieten(scratch: Any, at: int, count: int) -> None:
 
 @compiled
 def _taking_part(kind: int, row_of: Any, experts: Any) -> int:
-    """Put the experts that enter the sum in order: those present, and for a direct operator all."""
+    """List in order the experts that enter the sum: those present; all for a direct operator."""
     count = 0
     for k in range(row_of.size):
         if kind == DIRECT or row_of[k] >= 0:
@@ -392,7 +393,7 @@ def mix(
     experts_at: Any,
     ties_at: Any,
 ) -> None:
-    """As `kernels.mix_chunk`; what it returns goes into `ties`."""
+    """Do `kernels.mix_chunk`; write its result into `ties`."""
     weights = carray(weights_at, (experts_count,), np.float32)
     factors = carray(factors_at, (3,), np.float32)
     base = carray(base_at, (base_length,), np.uint8)
@@ -419,7 +420,8 @@ def mix(
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
         load_bits(base_code, base, start, count, scratch, BASE)
-        # From plus zero, as in mergekit: it shows where a direct sum is of minus zeros alone.
+        # Start from plus zero, as mergekit does: the difference shows where a direct sum has only
+        # minus zeros.
         _fill(scratch, SUM, count, _NOTHING)
         if kind == DIRECT:
             _fill(scratch, DIFFERS, count, _NOTHING)
@@ -433,7 +435,7 @@ def mix(
                 at = EXPERT + j * STRIDE
                 grouped[j] = weights[k]
                 if p < 0:
-                    # Only methods that mix whole experts give a weight to an expert that is absent.
+                    # Only methods that mix whole experts give a weight to an absent expert.
                     _copy(count, BASE, at, scratch)
                     continue
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
@@ -447,7 +449,7 @@ def mix(
                     if equal <= left[k]:
                         left[k] -= equal
                         continue
-                    # It ends within this tile, which is needed as it was.
+                    # The quota ends within this tile; the pass needs its value before the tile.
                     load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if trims:
                     left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
@@ -480,7 +482,7 @@ def mix(
                         _add_direct(count, grouped[j], EXPERT + j * STRIDE, scratch)
                 continue
             for j in range(members, GROUP):
-                # Zeros change no sum, and have no sign that a side could agree with.
+                # Zeros change no sum and have no sign that a side could agree with.
                 _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
             if kind == ADDITIVE:
                 _add_group(count, scratch)
@@ -520,7 +522,7 @@ def count(
     tiles_at: Any,
     ties_at: Any,
 ) -> None:
-    """As `kernels.count_ties`, into `ties`; the threshold comes as the bits of a float32."""
+    """Do `kernels.count_ties` into `ties`; the threshold comes as the bits of a float32."""
     base = carray(base_at, (base_length,), np.uint8)
     row = carray(row_at, (row_length,), np.uint8)
     scratch = carray(tiles_at, (TILES,), np.uint32)

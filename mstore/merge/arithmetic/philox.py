@@ -1,9 +1,9 @@
-"""The generator behind DARE's masks: Philox4x32-10, compiled.
+"""The random generator of DARE's masks: Philox4x32-10, compiled.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11.  Owns the rounds
-and which word an element takes; the keys are `random`'s.  Element i of a tensor takes word i % 4
-of the block whose counter is i // 4 (64 bits in the two low words, the two high words zero).
-No state; releases the GIL.
+and which word an element takes; `random` owns the keys.  Element i of a tensor takes word i % 4 of
+the block whose counter is i // 4 (64 bits in the two low words, the two high words zero).  Has no
+state; releases the GIL.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _HALF: Final = np.uint64(32)
 
 @inlined
 def philox(counter: Any, high: Any, key0: Any, key1: Any) -> Any:
-    """Ten rounds: four 32-bit words, each in a uint64.
+    """Run ten rounds; return four 32-bit words, each in a uint64.
 
-    `counter` is the low, `high` the high 64 bits of the counter; key words come as uint64 too.
+    `counter` is the low, `high` the high 64 bits of the counter; key words are uint64 too.
     """
     x0, x1 = counter & _LOW, counter >> _HALF
     x2, x3 = high & _LOW, high >> _HALF
@@ -46,11 +46,11 @@ def philox(counter: Any, high: Any, key0: Any, key1: Any) -> Any:
 
 @compiled
 def fill_draws(key0: int, key1: int, first_block: int, blocks: int, draws: Any) -> None:
-    """Words of `blocks` consecutive counters from `first_block` on into draws[: 4 * blocks]."""
+    """Write the words of `blocks` counters from `first_block` on into draws[: 4 * blocks]."""
     k0, k1 = np.uint64(key0), np.uint64(key1)
     for j in range(blocks):
         x0, x1, x2, x3 = philox(np.uint64(first_block + j), np.uint64(0), k0, k1)
-        # An unsigned index is not wrapped around, which would keep the loop from vectorising.
+        # An unsigned index needs no wraparound, which would prevent vectorising the loop.
         at = np.uint64(4) * np.uint64(j)
         draws[at] = np.uint32(x0)
         draws[at + np.uint64(1)] = np.uint32(x1)

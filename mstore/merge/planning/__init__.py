@@ -1,1 +1,1 @@
-"""From a request to a plan: what is there, what it is worth, what is read, what is cut."""
+"""Planning, from a request to a plan: survey inputs, score blocks, select reads, set thresholds."""

@@ -1,8 +1,8 @@
 """What a plan costs in this store: bytes at rest of the expert blocks that it names.
 
-A plan says what is merged, and is the same in any store; how its blocks lie differs from store to
-store, and may change (`add` with another codec).  So costs stand beside a plan, looked up where
-they are wanted.  What the record of a plan holds are plain bytes, which nothing changes.
+A plan says what is merged, and is the same in any store.  How its blocks are stored differs from
+store to store, and may change (`add` with another codec).  So costs are not part of a plan but
+looked up on demand.  A plan record holds only plain bytes, which never change.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from mstore.store.catalog import Catalog
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes at rest of experts: all that matter, and those that the plan reads."""
+    """Bytes at rest of experts: all blocks that matter, and those that the plan reads."""
 
     full: int
     planned: int
 
 
 def costs_of(catalog: Catalog, plan: Plan) -> Costs:
-    """What a plan that fits this store costs here.  Raises NotFound, Corrupt where it misses one.
+    """Return a plan's costs in this store.  Raises NotFound, Corrupt if an input is missing.
 
-    Blocks that several experts share in a chunk are read, and count, once.
+    Blocks that several experts share in a chunk are read, and counted, once.
     """
     experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
     blocks: list[Words] = []
     read: list[Bools] = []
-    # Each expert's records lie together.
+    # Look up the records of one expert together.
     sides_of = zip(
         *(catalog.tensors([found[tensor.name] for tensor in plan.tensors]) for found in experts),
         strict=True,
@@ -55,7 +55,7 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
         leads, group_read = _groups(first, matters, is_read)
         for side, lead, reads in zip(sides, leads, group_read, strict=True):
             own = side[lead].reshape(-1, ID_BYTES // 8)
-            # A short last chunk was filled up with zeros, which are nobody's hash.
+            # The padding of a short last chunk is zeros, which are no block's hash.
             there = own.any(axis=1)
             blocks.append(own[there])
             read.append(np.repeat(reads[lead], side.shape[1] * 8 // ID_BYTES)[there])
@@ -69,14 +69,14 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
 
 
 class _Single:
-    """The blocks of experts that matter, and whether one is read, in tensors of one block."""
+    """Counts for tensors of one block: the blocks of experts that matter, and those read."""
 
     def __init__(self) -> None:
         self.blocks: list[bytes] = []
         self.read: list[bool] = []
 
     def take(self, tensor: PlanTensor, records: Sequence[Tensor]) -> None:
-        """Count the blocks of one tensor; one that several experts share, once."""
+        """Count the blocks of one tensor; a block that several experts share counts once."""
         found: dict[tuple[str, bytes], bool] = {}
         for record, (state,) in zip(records, tensor.states, strict=True):
             if state in _MATTERS:
@@ -91,7 +91,7 @@ _MATTERS = (READ, SHARED, OMITTED, DROPPED)
 
 
 def told_costs(catalog: Catalog, plan: Plan) -> Costs:
-    """The same, or plain bytes where an input is not stored any more."""
+    """Return `costs_of`, or plain bytes if an input is no longer stored."""
     try:
         return costs_of(catalog, plan)
     except (NotFound, Corrupt):
@@ -99,8 +99,10 @@ def told_costs(catalog: Catalog, plan: Plan) -> Costs:
 
 
 def _groups(first: Counts, matters: Bools, is_read: Bools) -> tuple[Bools, Bools]:
-    """bool[K, chunks]: the first of the experts with equal blocks that matter there, and whether
-    one of those is read.
+    """Return bool[K, chunks] twice: the first relevant expert with equal blocks, and its reads.
+
+    The first array marks the first of the experts with equal blocks that matter there, the second
+    whether one of those is read.
 
     first: the first expert with the same blocks in the same chunk (`survey.twins`).
     """

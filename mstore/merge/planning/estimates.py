@@ -1,13 +1,13 @@
-"""Estimates: how far a merge that elects signs is likely to be off where blocks are left out.
+"""Estimates: the likely error of a merge that elects signs where blocks are left out.
 
-Owns the model of an election between experts of which norms and shares of moved elements are all
-that is known.  Does not own the certified bound, nor by what units are ranked (`scores`).
+Owns the model of an election between experts of which only norms and shares of moved elements are
+known.  Does not own the certified bound, nor how units are ranked (`scores`).
 
-**The model.**  Where experts move an element, and which way, has nothing to do with each other:
-two that both move it agree half of the time.  Magnitudes are exponentially distributed, as in
-`tail_squares`.  Let m = w d be a weighted delta and r what it alone would move the merge by: d
-where the operator divides by the weights that agree (`normalize`), else m.  Then of two groups of
-experts A and B that move an element both, with x = |m_A| and y = |m_B|,
+**The model.** Which elements experts move, and in which direction, are independent: two experts
+that both move an element agree half of the time.  Magnitudes are exponentially distributed, as in
+`tail_squares`.  Let m = w d be a weighted delta and r what it alone would move the merge by: d if
+the operator divides by the weights that agree (`normalize`), else m.  Then for two groups of
+experts A and B that both move an element, with x = |m_A| and y = |m_B|,
 
 - half of the time they agree.  r is (W_A r_A + W_B r_B) / (W_A + W_B), W the weights that agree,
   or r_A + r_B without division;
@@ -20,19 +20,20 @@ experts A and B that move an element both, with x = |m_A| and y = |m_B|,
   as min(x, y) is exponential of mean a E[y] = b E[x], and what the larger has beyond it is
   exponential as before (no memory).
 
-So two groups make one, expert by expert, the heaviest first, and last of all the group O that is
-left out meets the group S that is kept.  The full merge less the one without O is then
+So two groups combine into one, expert by expert, the heaviest first.  Last of all, the group O that
+is left out meets the group S that is kept.  The full merge minus the one without O is then
 
     r_O                             where no one of S moves the element
     W_O (r_O - r_S) / (W_O + W_S)   where they agree: O dilutes S.  r_O without division
     r_O - r_S                       where they do not, and O wins: unlike signs, so sizes add
     0                               where S wins
 
-What `torn` adds is for members of S that nearly cancel: O need not be large to turn their
-election, and the merge then goes from one's size to another's.
+`torn` covers members of S that nearly cancel: even a small O can flip their election, and the merge
+then goes from one's size to another's.
 
-Pure functions on float64[C], a value a chunk.  Only operations that IEEE 754 rounds correctly, in
-a fixed order: an estimate is part of a plan, and a plan comes out the same on every machine.
+Pure functions on float64[C], one value per chunk.  They use only operations that IEEE 754 rounds
+correctly, in a fixed order: an estimate is part of a plan, and every machine must make the same
+plan.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from mstore.merge.planning.grid import Bools, Floats
 
 
 class _Group(NamedTuple):
-    """Some experts as one, float64[C] each, of an element of the chunk on average.
+    """Several experts as one, float64[C] each, averaged over the elements of a chunk.
 
-    moved: the probability that any of them moves it.  weight: sum of the weights that agree, 0
-    where nobody moves it.  squares: r^2, in the unit of what `elected` was given.  sums: m^2.
-    torn: square of what r changes by if an election within the group that is near a tie turns.
+    moved: the probability that any of them moves an element. weight: sum of the weights that agree,
+    0 if nobody moves it. squares: r^2, in the unit of the input of `elected`. sums: m^2. torn:
+    square of the change in r if an election within the group that is near a tie flips.
     """
 
     moved: Floats
@@ -68,11 +69,11 @@ def elected(
     *,
     normalize: bool,
 ) -> Floats:
-    """Expected square of the full merge less the one without what is left out: float64[C].
+    """Return the expected square of the full merge minus the one without `left_out`: float64[C].
 
     squares, kept: float64[K, C], the squared norm of each sparsified delta, finite, and the share
-    of elements that it keeps; 0 for what takes no part.  weights: their magnitudes count.
-    left_out: bool[K, C].  Without `lambda`.
+    of elements that it keeps; 0 for an expert that takes no part. weights: only their magnitudes
+    count. left_out: bool[K, C].  Excludes `lambda`.
     """
     nothing = np.zeros(squares.shape[1])
     out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
@@ -117,7 +118,7 @@ def _apart(out: _Group, rest: _Group, *, normalize: bool) -> Floats:
     ours, theirs, mixed = _where_both_move(out, rest)
     if normalize:
         share, _ = _shares(out.weight * rest.moved, rest.weight * out.moved)
-        # Never below 0: the geometric mean of two is at most half of their sum.
+        # Never negative: the geometric mean of two is at most half of their sum.
         agreed = share * share * (ours + theirs - mixed)
     else:
         agreed = ours
@@ -127,18 +128,18 @@ def _apart(out: _Group, rest: _Group, *, normalize: bool) -> Floats:
 
 
 def _where_both_move(a: _Group, b: _Group) -> tuple[Floats, Floats, Floats]:
-    """r_A^2, r_B^2 and 2 |r_A| |r_B|, on average, of elements that both move, else 0."""
+    """Return mean r_A^2, r_B^2 and 2 |r_A| |r_B| of elements that both move, else 0."""
     ours, theirs = a.squares * b.moved, b.squares * a.moved
     return ours, theirs, np.sqrt(ours) * np.sqrt(theirs)
 
 
 def _odds(a: _Group, b: _Group) -> tuple[Floats, Floats]:
-    """The probability that A elects where A and B do not agree, and that B does."""
+    """Return the probabilities that A, and that B, elects where they disagree."""
     return _shares(np.sqrt(a.sums * b.moved), np.sqrt(b.sums * a.moved))
 
 
 def _shares(a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """a and b as shares of their sum; halves where that is 0."""
+    """Return a and b as shares of their sum; halves where the sum is 0."""
     total = a + b
     some = total > 0.0
     share = np.where(some, a, 0.5) / np.where(some, total, 1.0)
@@ -146,5 +147,5 @@ def _shares(a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _chosen(mask: Bools, there: _Group, elsewhere: _Group) -> _Group:
-    """One group where the mask says so, the other one elsewhere."""
+    """Return one group where the mask is set, the other one elsewhere."""
     return _Group(*(np.where(mask, a, b) for a, b in zip(there, elsewhere, strict=True)))

@@ -3,35 +3,34 @@
 A unit is what one read decides about: a chunk of one expert, or a whole tensor of it.  Each has a
 *root*, what it adds to the norm of the error in its chunk while it is left out.
 
-Where the errors of a chunk add up (`falling`), taking a unit of root r from a chunk whose left-out
-roots sum to T removes T^2 - (T - r)^2 = r (2T - r) of the squared error: less, the more of its
-chunk was taken before.  Elsewhere a unit has a score of its own, whatever else is taken.
+If the errors of a chunk add up (`falling`), taking a unit of root r from a chunk whose left-out
+roots sum to T removes T^2 - (T - r)^2 = r (2T - r) of the squared error: the more of its chunk was
+taken before, the less.  Otherwise a unit has a fixed score, whatever else is taken.
 
-**The order without a limit.**  Gains only fall: r (2T - r) grows with T, and T only shrinks.  So
-within a chunk each unit, at the moment when it is the best, gains no more per byte than the one
-before it did, and what is taken in one chunk changes no gain in another.  Hence each chunk's own
-sequence, found chunk by chunk, holds its units by falling gain, and one sort of all units by that
-gain is the greedy order of the whole.  A running minimum keeps the sequence falling where float64
-rounds the other way, by an ulp; nothing else differs from a heap that holds the best unit of each
-chunk.
+**The order without a limit.** Gains only fall: r (2T - r) grows with T, and T only shrinks.  So
+within a chunk, each unit gains no more per byte at its turn than the one before it did, and taking
+units in one chunk changes no gain in another.  Hence each chunk's own sequence, computed chunk by
+chunk, holds its units by falling gain, and one sort of all units by that gain is the greedy order
+of the whole.  A running minimum keeps the sequence falling where float64 rounds the other way, by
+an ulp; nothing else differs from a heap that holds the best unit of each chunk.
 
-**A limit.**  A unit that does not fit when its turn comes is given up for good.  Up to the first
-such unit the order is as above.  There all units that are too large for what is left are given
-up at once, since what is left only shrinks; the rest is put in order anew, for the given-up
-roots now stay in T for ever; and so on until nothing is left that fits.  That is exactly what a
-heap would take, unit for unit.
+**A limit.** A unit that does not fit when its turn comes is given up for good.  Up to the first
+such unit the order is as above.  There, all units that are too large for the remaining budget are
+given up at once, since the budget only shrinks.  The rest is sorted again, because the given-up
+roots now stay in T for ever.  This repeats until no remaining unit fits.  A heap would take exactly
+the same units.
 
 **A larger budget never leaves a larger error** (`falling`).  Let two budgets take the same units S
-until the larger takes a unit u that the smaller cannot pay.  What the smaller takes from there
-on, A, costs less than u does, and after S no unit of A gains more per byte than u (u was the best
-of those that fit the larger budget, and all of A fit it).  Gains only fall, so
-gain(A) <= gain per byte(u) cost(A) < gain(u).  A cap on each expert changes nothing in this, as
-long as both budgets have the same one.
+until the larger takes a unit u that the smaller cannot pay.  What the smaller takes from there on,
+A, costs less than u does, and after S no unit of A gains more per byte than u (u was the best of
+those that fit the larger budget, and all of A fit it).  Gains only fall, so gain(A) <= gain per
+byte(u) cost(A) < gain(u).  A cap on each expert changes nothing in this, as long as both budgets
+have the same one.
 
-**An order that is not by gains** (`nested`; a lottery) proves nothing of the kind: a larger budget
-may take a large unit early that keeps many small ones out.  So there the first unit that does not
-fit the budget ends the taking.  What a smaller budget takes is then a beginning of what a larger
-one takes, and what is left out only shrinks.
+**An order that is not by gains** (`nested`; a lottery) has no such property: a larger budget may
+take a large unit early that keeps many small ones out.  So there the first unit that does not fit
+the budget ends the selection.  A smaller budget then takes a prefix of what a larger one takes, and
+what is left out only shrinks.
 
 Pure; ties by tensor, chunk, expert.  O(N (K + log N)) for N units of K experts: N log N for the
 sort, N K for the sums of the chunks.
@@ -50,10 +49,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Parallel arrays, one element a unit.
+    """Parallel arrays, one element per unit.
 
-    tensor, chunk, expert: int64; chunk -1 is a whole tensor of one expert.  cost: int64, bytes,
-    at least 1.  root: float64, not NaN; infinite where it is not known.
+    tensor, chunk, expert: int64; chunk -1 is a whole tensor of one expert. cost: int64, bytes, at
+    least 1. root: float64, not NaN; infinite if unknown.
     """
 
     tensor: Ints
@@ -67,20 +66,20 @@ class Units:
 
 
 class Ranking:
-    """Units in the order in which they are worth their bytes.
+    """Units in order of error removed per byte.
 
-    `order` is that of a merge without a limit.  It is found once; `take` cuts it anywhere.
+    `order` is that of a merge without a limit.  It is computed once; `take` cuts it anywhere.
     """
 
     def __init__(self, units: Units, *, score: Floats | None = None, nested: bool = False) -> None:
-        """By `score` (float64, highest first, not NaN), or where it is None by falling gains.
+        """Rank by `score` (float64, highest first, not NaN), or if None by falling gains.
 
-        nested: take no unit behind one that does not fit the budget.
+        nested: take no unit after one that does not fit the budget.
         """
         self._units = units
         self._nested = nested
         self._score = score
-        # Units by place, so that a stable sort breaks ties by tensor, chunk and expert.
+        # Sort units by position, so that a stable sort breaks ties by tensor, chunk and expert.
         places = np.lexsort((units.expert, units.chunk, units.tensor))
         changes = np.ones(len(units), dtype=bool)
         for key in (units.tensor[places], units.chunk[places]):
@@ -95,7 +94,7 @@ class Ranking:
         self.order = self._ordered(places, self._given_up)
 
     def take(self, budget: int | None, expert_budget: int | None = None) -> Ints:
-        """The units to take, best first, within `budget` bytes in all and so many an expert."""
+        """Return the units to take, best first, within `budget` bytes and a limit per expert."""
         cost, expert = self._units.cost, self._units.expert
         whole = int(cost.sum())
         left = whole if budget is None else min(budget, whole)
@@ -127,7 +126,7 @@ class Ranking:
         return np.concatenate(taken) if taken else np.zeros(0, dtype=np.int64)
 
     def _ordered(self, units: Ints, given_up: Floats) -> Ints:
-        """These units (by place), best first."""
+        """Return these units (by position), best first."""
         if self._score is not None:
             return units[np.argsort(-self._score[units], kind="stable")]
         chunk = self._chunk[units]
@@ -143,12 +142,12 @@ class Ranking:
 def take(
     units: Units, budget: int | None, *, score: Floats | None = None, cap: int | None = None
 ) -> list[int]:
-    """The units to take from one ranking, best first; all of them where `budget` is None."""
+    """Return the units to take from one ranking, best first; all if `budget` is None."""
     return list(map(int, Ranking(units, score=score).take(budget, cap)))
 
 
 def _fitting(cost: Ints, left: int, expert: Ints, own: Ints, *, capped: bool) -> int:
-    """How many of the first units fit, one after the other."""
+    """Return how many of the first units fit, one after the other."""
     fits = int(np.searchsorted(np.cumsum(cost), left, side="right"))
     if not capped:
         return fits
@@ -163,7 +162,7 @@ def _fitting(cost: Ints, left: int, expert: Ints, own: Ints, *, capped: bool) ->
 def _sequences(
     root: Floats, cost: Ints, row: Ints, column: Ints, given_up: Floats
 ) -> tuple[Ints, Floats]:
-    """Per unit: when its turn comes within its chunk (a column), and its gain per byte then.
+    """Return each unit's turn within its chunk (a column), and its gain per byte at that turn.
 
     given_up: float64[columns], the roots that stay out of each chunk.
     """
@@ -181,8 +180,8 @@ def _sequences(
     columns = np.arange(width)
     for step in range(height):
         total = given_up.copy()
-        # Summed anew, in this order, not counted down: infinities would cancel, and the rounding
-        # of a running sum depends on the way taken.
+        # Sum anew in this order instead of subtracting: infinities would cancel, and the rounding
+        # of a running sum depends on the path.
         for one, out in zip(roots, live, strict=True):
             total += np.where(out, one, 0.0)
         with np.errstate(over="ignore", invalid="ignore"):

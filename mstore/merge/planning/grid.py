@@ -1,7 +1,7 @@
-"""The grid: a survey as whole arrays, experts by chunks of all tensors, one after the other.
+"""The grid: a survey as whole arrays, experts by the chunks of all tensors in order.
 
-A plan of a large model has hundreds of thousands of (expert, chunk) places; what is said of each
-is said here once for all of them, so that planning is a few passes over arrays.
+A plan of a large model has hundreds of thousands of (expert, chunk) pairs.  The grid holds the
+facts about all of them in arrays, so that planning is a few passes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class Grid:
     """K experts by C chunks.
 
-    starts: int64[tensors + 1], where each tensor's chunks begin; tensor: int64[C].  elements:
-    float64[C], of each chunk.  copies: float64[C], names that the chunk's tensor has.  equal,
-    known: bool[K, C], blocks are the base's; statistics are there.  twin, cost: int64[K, C] (see
-    `ExpertTensor`).  rows: CHUNK[C] an expert, zeros where not known.  threshold: float64[K, C],
-    where trimming cuts, NaN for nowhere.
+    starts: int64[tensors + 1], the first chunk of each tensor; tensor: int64[C]. elements:
+    float64[C], of each chunk. copies: float64[C], how many names the chunk's tensor has. equal,
+    known: bool[K, C], the blocks are the base's; statistics exist. twin, cost: int64[K, C] (see
+    `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
+    trimming cuts, NaN for no threshold.
     """
 
     starts: Ints
@@ -45,7 +45,7 @@ class Grid:
 
     @classmethod
     def of(cls, survey: Survey) -> Grid:
-        """All of a survey."""
+        """Build the grid of a survey."""
         tensors = survey.tensors
         chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
         experts = range(len(survey.experts))
@@ -67,22 +67,22 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Experts, chunks."""
+        """The numbers of experts and chunks."""
         return len(self.equal), len(self.tensor)
 
     def column(self, name: str) -> Floats:
-        """A field of the rows: float64[K, C]."""
+        """Return a field of the rows: float64[K, C]."""
         columns = [rows[name].astype(np.float64) for rows in self.rows]
         return np.array(columns).reshape(self.shape)
 
     def split(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """[K, C] as a list of [K, chunks], one a tensor."""
+        """Split [K, C] into a list of [K, chunks], one per tensor."""
         bounds = self.starts.tolist()
         return [table[:, start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def added(rows: Sequence[Floats] | Floats) -> Floats:
-    """Their sum, from the first to the last: the same bits on every machine."""
+    """Return their sum, from the first to the last: the same bits on every machine."""
     total = np.zeros_like(rows[0]) if len(rows) else np.zeros(0)
     for row in rows:
         total = total + row
@@ -90,12 +90,12 @@ def added(rows: Sequence[Floats] | Floats) -> Floats:
 
 
 def _spread(sides: list[list[Any]], tensor: Ints, dtype: Any) -> np.ndarray[Any, Any]:
-    """One value an expert and tensor, as one a chunk."""
+    """Expand one value per expert and tensor to one per chunk."""
     return np.array(sides, dtype=dtype).reshape(len(sides), -1)[:, tensor]
 
 
 def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
-    """CHUNK[C] of one expert.  As bytes: numpy joins arrays of records one field at a time."""
+    """Return CHUNK[C] of one expert.  Joined as bytes: numpy joins records field by field."""
     raw = b"".join(
         bytes(len(e.equal) * CHUNK.itemsize) if e.rows is None else e.rows.tobytes() for e in side
     )
@@ -103,7 +103,7 @@ def _rows(side: Sequence[ExpertTensor]) -> np.ndarray[Any, Any]:
 
 
 def _elements(tensor: SurveyedTensor) -> Floats:
-    """float64[chunks] of one tensor."""
+    """Return float64[chunks] of one tensor."""
     elements = np.full(tensor.chunks, float(tensor.chunk_elements))
     elements[-1:] = tensor.elements - (tensor.chunks - 1) * tensor.chunk_elements
     return elements

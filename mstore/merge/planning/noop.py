@@ -1,7 +1,7 @@
 """No-ops: plans that read nothing of what experts changed, or whose result is the base itself.
 
-Such a plan is sound, and mostly a slip: 30 bytes instead of 30 %, an error bound that the base
-keeps, an expert that is the base.  Whoever means it says so (`allow_noop`).
+Such a plan is valid but mostly a mistake: 30 bytes instead of 30 %, an error bound that the base
+already meets, an expert that is the base.  A caller who wants it passes `allow_noop`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.catalog import Catalog
 
 _ALLOW = "--allow-noop merges it all the same"
-# A number of bytes that somebody may have meant as per cent.
+# A number of bytes that the user may have meant as per cent.
 _PERCENT = 100
 
 
 def require_effect(catalog: Catalog, plan: Plan) -> None:
     """Raise BadRequest for a no-op, with its cause and what to type instead.
 
-    Also for a budget of so few bytes that a share was meant: a compressed block of a small tensor
-    may fit even that.
+    Also raises it for a budget of so few bytes that a share was meant: a compressed block of a
+    small tensor may fit even that.
     """
     asked = plan.criteria
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
@@ -45,12 +45,12 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
 
 
 def is_base(catalog: Catalog, plan: Plan) -> bool:
-    """Whether every tensor of the result is the base's own, as can be told from the plan."""
+    """Return whether the plan alone shows that every tensor of the result is the base's own."""
     return not _reads(plan) and _is_base(catalog, plan)
 
 
 def is_retyped(catalog: Catalog, plan: Plan) -> bool:
-    """Whether a tensor gets another type than the base's."""
+    """Return whether a tensor gets a different type from the base's."""
     if plan.dtype is None:
         return False
     base = catalog.manifest(plan.base_id()).tensors()

@@ -1,23 +1,22 @@
 """The planner: which expert blocks are worth their bytes.
 
-A pure function of a survey and a request.  What can be told from block ids and statistics costs
-nothing: blocks equal to the base, blocks that two experts share, blocks in which nothing reaches
-the trim threshold.  The rest are *units*, ranked (`scores`, `greedy`) and taken while the budget
-lasts.
+A pure function of a survey and a request.  What block ids and statistics decide costs nothing:
+blocks equal to the base, blocks that two experts share, blocks in which nothing reaches the trim
+threshold.  The rest are *units*, ranked (`scores`, `greedy`) and taken while the budget lasts.
 
-Error of what is left out, for methods that are additive with fixed coefficients c_k: in chunk
-i the merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are
-orthogonal, so
+Error of what is left out, for methods that are additive with fixed coefficients c_k: in chunk i the
+merge is off by at most sum_k |c_k| ||d_ki|| over the omitted experts k, and chunks are orthogonal,
+so
 
     ||merged - full|| <= sqrt(sum_i (sum_k |c_k| ||d_ki||)^2).
 
-That, over ||base||, is the certified `error_bound`, whatever the units were ranked by.  It
-includes what float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and
-there is none where a step of it might overflow.  For methods that elect signs there is
-no such bound; `error_estimate` takes the sparsified deltas of different experts as orthogonal.
+That, over ||base||, is the certified `error_bound`, for any ranking of the units.  It includes what
+float32 arithmetic may add on either side (`bounds.Rounding` has the proof), and does not exist if a
+step of it might overflow.  Methods that elect signs have no such bound; `error_estimate` assumes
+that the sparsified deltas of different experts are orthogonal.
 
-With top_p, chunks are dropped first: those with the smallest error of the kind above, were they
-left out whole.  What remains is then all that the budget is spent on.
+With top_p, chunks are dropped first: those with the smallest error of the kind above, if left out
+whole.  The budget is spent only on the remaining chunks.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
-# Sums of squares and their roots are off by less than this: 2^-53 a step, in at most 2^28 steps.
+# Sums of squares and their roots are off by less than this: 2^-53 per step, in at most 2^28 steps.
 _FLOAT64_ERROR = 2.0**-24
-# Tensors with numbers that are not finite are damaged weights: more of them are named.
+# Tensors with numbers that are not finite are damaged weights, so more of them are named.
 _NAMED = 20
 
 
@@ -54,9 +53,9 @@ _NAMED = 20
 class Selection:
     """The outcome of planning.
 
-    states: uint8[experts, chunks] per tensor.  full: nothing was left out, for the budget or for
-    top_p.  budget, expert_budget: bytes, None for no limit.  omitted: per tensor and expert the
-    norm of what was left out (-1: not known).  full_expert_bytes, planned_expert_bytes: at rest;
+    states: uint8[experts, chunks] per tensor. full: nothing was left out, neither for the budget
+    nor for top_p. budget, expert_budget: bytes, None for no limit. omitted: per tensor and expert
+    the norm of what was left out (-1: unknown). full_expert_bytes, planned_expert_bytes: at rest;
     plain_bytes: the same two as plain bytes, which are equal in every store.
     """
 
@@ -74,9 +73,9 @@ class Selection:
 
 
 class Planner:
-    """Plans one merge.  The ranking is made once; `select` cuts it, at any budget.
+    """Plans one merge.  Ranks once; `select` cuts the ranking at any budget.
 
-    `full_expert_bytes` is what reading all that matters would cost, without budget and top_p.
+    `full_expert_bytes` is the cost of reading all that matters, without budget and top_p.
     """
 
     def __init__(self, survey: Survey, request: Request) -> None:
@@ -97,7 +96,7 @@ class Planner:
         self._is_uneven = self._normalizes and len(heavy) > 1
         self._scale = self._coefficients() * np.sqrt(self._grid.copies)
         self._roots = _scaled(self._scale, self._squares)
-        # Of a trimmed delta the norm is only estimated: the whole one is never less.
+        # The norm of a trimmed delta is only an estimate: the whole delta's norm is never less.
         self._certain = _scaled(self._scale, self._whole()) if self._trims else self._roots
         dropped = self._outside_top_p()
         self._free_states[:, dropped] = np.where(
@@ -109,11 +108,11 @@ class Planner:
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
 
     def select(self) -> Selection:
-        """Choose as requested.  Raises BadRequest where budget and max-error exclude each other."""
+        """Select as requested.  Raises BadRequest if budget and max-error exclude each other."""
         return self.cut(self._bytes(self._request.budget), self._request.max_error)
 
     def cut(self, budget: int | None, max_error: float | None = None) -> Selection:
-        """Choose within `budget` bytes: the best, or as little as keeps `max_error`."""
+        """Select within `budget` bytes: the best units, or as few as keep `max_error`."""
         cap = self._bytes(self._request.expert_budget)
         taken = self._ranking.take(budget, cap)
         if max_error is not None:
@@ -141,7 +140,7 @@ class Planner:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
 
     def _itemsizes(self) -> Floats:
-        """Bytes of an element of each expert: float64[K, C]."""
+        """Return the item size of each expert in bytes: float64[K, C]."""
         sizes = [[ITEMSIZES[e.record.dtype] for e in t.experts] for t in self._survey.tensors]
         shape = len(sizes), self._grid.shape[0]
         return np.array(sizes, dtype=np.float64).reshape(shape).T[:, self._grid.tensor]
@@ -149,12 +148,12 @@ class Planner:
     # -- what is free ------------------------------------------------------------------------
 
     def _free(self) -> States:
-        """uint8[K, C]: READ, unless it can be told without reading."""
+        """Return uint8[K, C]: READ, unless the state is known without reading."""
         grid = self._grid
         states = np.full(grid.shape, READ, dtype=np.uint8)
         nothing = grid.known & (grid.column("nonzeros") == 0)
         if self._trims:
-            # `<` and not `not >=`: a NaN is larger than everything, and must be read.
+            # `<` and not `not >=`: a NaN is larger than everything and must be read.
             states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
         elif not self._operation.is_whole:
             states[nothing] = BELOW
@@ -163,7 +162,7 @@ class Planner:
         return states
 
     def _led(self, states: States) -> Ints:
-        """int64[K, C]: the first expert with these blocks whose state is READ; else -1."""
+        """Return int64[K, C]: the first expert with these blocks whose state is READ; else -1."""
         columns = np.arange(states.shape[1])
         first = np.full(states.shape, -1, dtype=np.int64)
         leaders = np.full(states.shape, -1, dtype=np.int64)
@@ -177,11 +176,11 @@ class Planner:
     # -- norms -------------------------------------------------------------------------------
 
     def _coefficients(self) -> Floats:
-        """|c_k|, float64[K, C]: certified for additive methods, a guess for the others.
+        """Return |c_k|, float64[K, C]: certified for additive methods, a guess for the others.
 
-        An operator that divides by the weights that agree gives an expert all of its delta where
-        no heavier one is kept, whatever its own weight, and its weight over the heaviest one's
-        elsewhere.  Places that experts keep are taken to have nothing to do with each other.
+        An operator that divides by the weights that agree gives an expert all of its delta where no
+        heavier one is kept, whatever its own weight, and elsewhere its weight over the heaviest
+        one's.  The positions that different experts keep are assumed independent.
         """
         weights = np.abs(np.array(self._operation.weights))[:, None]
         if self._operation.is_additive:
@@ -202,7 +201,7 @@ class Planner:
         return np.sqrt(squares) * scale
 
     def _undivided(self) -> float:
-        """|lambda|, times what sparsification at random scales a delta by."""
+        """Return |lambda| times the scale factor of random sparsification."""
         scale = abs(float(self._operation.parameters.get("lambda", 1.0)))
         if self._operation.is_drawn and self._operation.parameters["rescale"]:
             # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
@@ -210,9 +209,9 @@ class Planner:
         return scale
 
     def _with_lighter(self, roots: Floats) -> Floats:
-        """`roots`, and what leaving a unit out lets in: float64[K, C].
+        """Return `roots` plus what leaving a unit out lets in: float64[K, C].
 
-        Where a heavy expert is kept, lighter ones hardly count; without it their deltas are there.
+        While a heavy expert is kept, lighter ones hardly count; without it their deltas appear.
         """
         weights = np.abs(np.array(self._operation.weights))
         full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self._squares) ** 2
@@ -225,13 +224,13 @@ class Planner:
         return found
 
     def _whole(self) -> Floats:
-        """||d_k||^2: float64[K, C]; infinite where it is not known."""
+        """Return ||d_k||^2: float64[K, C]; infinite if unknown."""
         squares = self._grid.column("sum_squares")
-        # NaN would make every comparison false; such a chunk is read first.
+        # A NaN would make every comparison false; such a chunk is read first.
         return np.where(self._grid.known & ~np.isnan(squares), squares, np.inf)
 
     def _tails(self) -> Floats:
-        """The part of it above the trim threshold, roughly."""
+        """Return roughly the part of it above the trim threshold."""
         found = [
             tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
             for rows, cuts in zip(self._grid.rows, self._grid.threshold, strict=True)
@@ -239,7 +238,7 @@ class Planner:
         return np.where(self._grid.known, np.array(found).reshape(self._grid.shape), np.inf)
 
     def _outside_top_p(self) -> Bools:
-        """bool[C]: chunks that would change, but are not among the share with largest deltas."""
+        """Return bool[C]: chunks that would change but are not among the top_p largest deltas."""
         dropped = np.zeros(self._grid.shape[1], dtype=bool)
         share = self._request.top_p
         if share is None:
@@ -255,11 +254,11 @@ class Planner:
     # -- units -------------------------------------------------------------------------------
 
     def _list_units(self) -> Units:
-        """A unit a leader and chunk; of tensors with unknown norms, a unit a leader."""
+        """List one unit per leader and chunk; in tensors with unknown norms, one per leader."""
         grid, leaders = self._grid, self._leaders
         whole = self._in_whole_tensors()
         leads = leaders == self._own
-        # Transposed, so that units come by chunk and then by expert.
+        # Transposed, so that units are ordered by chunk and then by expert.
         chunk, expert = np.nonzero((leads & ~whole[:, grid.tensor]).T)
         roots = self._summed(self._roots)
         large, tensors = np.nonzero(whole)
@@ -278,7 +277,7 @@ class Planner:
         )
 
     def _in_whole_tensors(self) -> Bools:
-        """bool[K, T]: leaders that read for an expert whose norms in this tensor are not known."""
+        """Return bool[K, T]: leaders that read for an expert with unknown norms in this tensor."""
         grid = self._grid
         whole = np.zeros((grid.shape[0], len(grid.starts) - 1), dtype=bool)
         for leader, known in zip(self._leaders, grid.known, strict=True):
@@ -287,7 +286,7 @@ class Planner:
         return whole
 
     def _summed(self, roots: Floats) -> Floats:
-        """Per leader and chunk, the sum of all roots that reading it brings: float64[K, C]."""
+        """Sum, per leader and chunk, all roots that reading it brings: float64[K, C]."""
         total = np.zeros(self._grid.shape)
         for leader, root in zip(self._leaders, roots, strict=True):
             led = np.flatnonzero(leader >= 0)
@@ -295,7 +294,7 @@ class Planner:
         return total
 
     def _scores(self) -> Floats | None:
-        """float64[units]: what to rank by; None where gains fall as units are taken."""
+        """Return float64[units] to rank by; None if gains fall as units are taken."""
         units, grid = self._units, self._grid
         if self._request.score == "random":
             seeds = np.array(
@@ -308,7 +307,7 @@ class Planner:
         if self._trims and self._request.score == "norm":
             roots = _scaled(self._scale, self._whole())
         if self._request.score == "conflict":
-            # A delta that has no norm has no direction; infinity stays infinity.
+            # A delta without a norm has no direction; infinity stays infinity.
             share = agreement(grid.rows, self._operation.weights)
             squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
             if self._normalizes:
@@ -325,22 +324,22 @@ class Planner:
 
     @cached_property
     def _kept(self) -> Floats:
-        """Roughly the share of a chunk's elements that sparsification keeps: float64[K, C]."""
+        """Return roughly the share of a chunk's elements that sparsifying keeps: float64[K, C]."""
         grid = self._grid
         kept = grid.column("nonzeros") / grid.elements
         if self._trims:
             magnitudes = grid.column("sum_abs")
             usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(grid.threshold)
             mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
-            # Magnitudes taken as exponentially distributed, as in `tail_squares`.
+            # Assumes exponentially distributed magnitudes, as in `tail_squares`.
             cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
             return np.where(usable, kept * exp_of_minus(cut), 0.0)
         return kept * self._operation.density if self._operation.is_drawn else kept
 
     def _shortest(self, taken: Ints, goal: float, budget: int | None) -> Ints:
-        """A beginning of `taken` that keeps the error.
+        """Return the shortest prefix of `taken` that keeps the error, found by bisection.
 
-        By halving, so nothing shorter does where the error falls with every unit, as a bound does.
+        No shorter prefix does if the error falls with every unit, as a bound does.
         """
 
         def error(count: int) -> float:
@@ -367,7 +366,7 @@ class Planner:
         return taken[:low]
 
     def _apply(self, chosen: Bools) -> States:
-        """States after the choice: leaders READ or OMITTED, the others with them."""
+        """Return the states after the choice: leaders READ or OMITTED, the others with them."""
         grid, leaders, units = self._grid, self._leaders, self._units
         left = np.zeros(grid.shape, dtype=bool)
         single = ~chosen & (units.chunk >= 0)
@@ -384,13 +383,13 @@ class Planner:
     # -- errors ------------------------------------------------------------------------------
 
     def _errors(self, states: States) -> tuple[float | None, float | None]:
-        """Bound (additive methods only) and estimate; None where a norm is not known."""
+        """Return bound (additive methods only) and estimate; None if a norm is unknown."""
         left_out = (states == OMITTED) | (states == DROPPED)
         surplus = self._surplus(states, left_out)
         if not left_out.any() and not surplus.any():
             return (0.0 if self._operation.is_additive else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
-        # Where nothing is left out, norms are of no interest, known or not.
+        # Where nothing is left out, norms do not matter, known or not.
         if not base or (left_out & ~known).any():
             return None, None
         with np.errstate(over="ignore"):
@@ -399,12 +398,12 @@ class Planner:
             likely = self._likely(left_out, (states == READ) | (states == SHARED))
             typical = math.fsum([*likely.tolist(), *surplus.ravel().tolist()])
             everything = float(added(np.where(known, self._roots, 0.0) ** 2).sum())
-        # Where something read is not finite, a distance means nothing.
+        # If something read is not finite, a distance means nothing.
         if not all(map(math.isfinite, (worst, typical, everything))):
             return None, None
         norm = math.sqrt(base)
         estimate = math.sqrt(typical) / norm
-        # Of what is read without statistics it is not known what rounding does to it.
+        # For chunks read without statistics, the rounding error is unknown.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
         is_sure = self._operation.is_additive and not in_dark.any() and not surplus.any()
         if not is_sure or not math.isfinite(self._rounding):
@@ -413,22 +412,22 @@ class Planner:
         return math.nextafter(bound, math.inf), estimate
 
     def _likely(self, left_out: Bools, taken: Bools) -> Floats:
-        """Mean square of the error that leaving these out makes, chunk by chunk: float64[C].
+        """Return the mean squared error of leaving these out, per chunk: float64[C].
 
-        Over random masks, too: of d, kept with probability p, the mean square is p d^2, and
-        d^2 / p with `rescale`.
+        Averages over random masks, too: for d, kept with probability p, the mean square is p d^2,
+        and d^2 / p with `rescale`.
         """
         operation = self._operation
         density = operation.density if operation.is_drawn else 1.0
         if operation.is_additive:
-            # The coefficients hold for every mask: 1 / p is in them with `rescale`.
+            # The coefficients hold for every mask: with `rescale` they include 1 / p.
             return added(np.where(left_out, self._roots, 0.0) ** 2) * density
         found = np.zeros(self._grid.shape[1])
         some = np.flatnonzero(left_out.any(axis=0))
         if not len(some):
             return found
         squares = self._squares[:, some]
-        # What is read without statistics, or is not finite, is taken as absent.
+        # Chunks read without statistics, or not finite, count as absent.
         counts = (left_out | taken)[:, some] & np.isfinite(squares)
         found[some] = elected(
             np.where(counts, squares, 0.0),
@@ -442,10 +441,10 @@ class Planner:
         return found * self._grid.copies * (factor * scale * scale)
 
     def _float32_error(self) -> float:
-        """What float32 may add to the distance of two merges; infinite where a step may overflow.
+        """Return what float32 may add to the distance of two merges; infinite if it may overflow.
 
-        Chunks of which nothing is left out come out alike.  Here are all that anything may be left
-        out of, so that it does not depend on the budget.
+        Chunks of which nothing is left out come out equal.  This counts all chunks of which
+        anything may be left out, so that the result does not depend on the budget.
         """
         if not self._operation.is_additive:
             return math.inf
@@ -454,7 +453,7 @@ class Planner:
         computed = np.isin(self._free_states, (READ, DROPPED)).any(axis=0)
         if not computed.any():
             return 0.0
-        # A chunk's elements of the base are as many in the row of every expert that has one.
+        # Every expert with statistics for a chunk has the same base sums in its row.
         squares = np.where(grid.known, grid.column("base_squares"), 0.0).max(axis=0)[computed]
         largest = np.where(grid.known, grid.column("max_abs"), 0.0)[:, computed]
         if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:
@@ -467,18 +466,18 @@ class Planner:
                 + error.of_base * np.sqrt(squares * copies)
                 + error.floor * np.sqrt(grid.elements[computed] * copies)
             )
-            # Both merges are that far from exact arithmetic.
+            # Each of the two merges is that far from exact arithmetic.
             total = 2 * math.sqrt(math.fsum((one * one).tolist()))
         return total if math.isfinite(total) else math.inf
 
     @cached_property
     def change(self) -> float | None:
-        """Estimate of ||full - base|| / ||base||; None where a norm is not known.
+        """Estimate ||full - base|| / ||base||; None if a norm is unknown.
 
-        Made as error_estimate is, so that leaving out everything is estimated at all of it.
+        Computed like error_estimate, so that leaving out everything is estimated as all of it.
         """
         base = self._survey.base_squares
-        # A sum that scales the base changes more than the experts' deltas say.
+        # A sum that scales the base changes more than the experts' deltas show.
         if not base or not self._operation.keeps_base:
             return None
         with np.errstate(over="ignore"):
@@ -489,10 +488,10 @@ class Planner:
         return math.sqrt(squares) / math.sqrt(base) if math.isfinite(squares) else None
 
     def overflow(self) -> list[tuple[str, int]]:
-        """Tensors, and their elements, that the output's type may not hold, worst first.
+        """Return tensors, and their elements, that may overflow the output's type, worst first.
 
-        By the norm of the base's tensor, which no element of it exceeds, and the largest deltas
-        where statistics are there: what it does not name cannot overflow where all are.
+        Uses the norm of the base's tensor, which no element of it exceeds, and the largest deltas
+        where statistics exist: if all exist, a tensor not named here cannot overflow.
         """
         request, grid, survey = self._request, self._grid, self._survey
         if not survey.tensors:
@@ -501,7 +500,7 @@ class Planner:
         divisor, lam, rescale = error.factors
         weights = np.abs(error.weights)[:, None]
         if self._normalizes:
-            # Divided by the weights that agree, which may be one alone.
+            # Divided by the sum of the weights that agree, which may be just one of them.
             weights = np.maximum(weights, 1.0)
         with np.errstate(over="ignore", invalid="ignore"):
             deltas = np.where(grid.known, grid.column("max_abs"), 0.0) * weights
@@ -519,12 +518,12 @@ class Planner:
 
     @cached_property
     def _beyond(self) -> Floats:
-        """float64[T, K, 2]: `ExpertTensor.surplus`."""
+        """Return float64[T, K, 2]: `ExpertTensor.surplus`."""
         tensors = self._survey.tensors
         return np.array([[e.surplus for e in t.experts] for t in tensors], dtype=np.float64)
 
     def _surplus(self, states: States, left_out: Bools) -> Floats:
-        """What elements add that are kept beyond k: float64[K, T], squares as in `_roots`."""
+        """Return what the elements kept beyond k add: float64[K, T], squares as in `_roots`."""
         grid, beyond = self._grid, self._beyond
         if not beyond.any():
             return np.zeros((0, 0))
@@ -539,9 +538,9 @@ class Planner:
         return squares
 
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
-        """Norms of what is left out, per tensor and expert; -1 where not known."""
+        """Return the norms of what is left out, per tensor and expert; -1 if unknown."""
         squares, starts = self._squares, self._grid.starts
-        # Of a tensor of one chunk there is nothing to add up.
+        # A tensor of one chunk needs no sum.
         with np.errstate(invalid="ignore"):
             roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
         alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
@@ -589,7 +588,7 @@ class Planner:
 
 
 def largest_step(error: Rounding, largest: Floats, base: Floats) -> float:
-    """No step of the kernel is larger, where |d_k| <= largest (float64[K, C]) and |b| <= base."""
+    """Bound the largest step of the kernel, for |d_k| <= largest (float64[K, C]), |b| <= base."""
     divisor, lam, rescale = error.factors
     with np.errstate(over="ignore", invalid="ignore"):
         sides = base + largest if error.is_whole else np.maximum(largest, largest * rescale)
@@ -611,6 +610,6 @@ def _norm(squares: Floats) -> float:
 
 
 def _scaled(scale: Floats, squares: Floats) -> Floats:
-    """|c_k| ||d_k||: float64[K, C].  Of an expert without weight nothing is lost."""
+    """Return |c_k| ||d_k||: float64[K, C].  An expert without weight loses nothing."""
     with np.errstate(invalid="ignore"):
         return np.where(scale > 0, scale * np.sqrt(squares), 0.0)

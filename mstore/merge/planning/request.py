@@ -1,4 +1,4 @@
-"""The request as planning takes it: what was asked for, checked and resolved for one store."""
+"""The request in the form that planning takes: checked and resolved for one store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A snapshot to merge, and what it was called."""
+    """A snapshot to merge, and the name that the caller used."""
 
     snapshot: SnapshotId
     name: str
@@ -30,14 +30,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One merge to plan; `mstore.requests.MergeRequest` is what it was asked as.
+    """One merge to plan, made from a `mstore.requests.MergeRequest`.
 
-    operation: the method with its parameters and the experts' weights.  budget: bytes (int), share
-    of the full cost in (0, 1] (float), or None.  max_error: bound on the relative error, or None.
-    dtype: output dtype, None for the base's.  analyze: whether missing statistics may be taken now.
-    score: what units are ranked by.  only, skip: patterns of tensor names (fnmatch, case counts),
-    sorted.  expert_budget: as budget, for any one expert.  top_p: share of the output's blocks that
-    may differ from the base's, in (0, 1], or None.
+    operation: the method with its parameters and the experts' weights. budget: bytes (int), share
+    of the full cost in (0, 1] (float), or None. max_error: bound on the relative error, or None.
+    dtype: output dtype, None for the base's. analyze: whether missing statistics may be computed
+    now. score: what units are ranked by. only, skip: patterns of tensor names (fnmatch,
+    case-sensitive), sorted. expert_budget: as budget, for any one expert. top_p: share of the
+    output's blocks that may differ from the base's, in (0, 1], or None.
     """
 
     base: Input
@@ -57,7 +57,7 @@ class Request:
 def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Request:
     """Check everything that can be checked without looking at a tensor.
 
-    base, experts: what the revisions of `asked` stand for, in its order.  Raises BadRequest.
+    base, experts: the snapshots of the revisions in `asked`, in its order.  Raises BadRequest.
     """
     weights = [weight for _, weight in asked.weighted()]
     operation = registry.operation(asked.method, asked.parameters, weights)
@@ -105,7 +105,7 @@ def _check_top_p(share: float, operation: Operation) -> None:
 
 
 def _limit(given: BudgetGiven, option: str) -> int | float | None:
-    """A budget as bytes (int) or a share (float), None for no limit.  Raises BadRequest."""
+    """Return a budget as bytes (int) or a share (float), None for no limit.  Raises BadRequest."""
     if given is None:
         return None
     hint = f"{option} 2GiB or {option} 30%"

@@ -1,14 +1,14 @@
-"""Scores: by what the units of a plan are ranked, and which score a method has unless asked.
+"""Scores: how the units of a plan are ranked, and the default score of each method.
 
     norm      the part of the output's norm that reading a unit brings, per stored byte
     trimmed   as `norm`, of the part of the delta above the trim threshold
     conflict  as `trimmed` (or `norm`), less where the unit points against the heavier consensus,
               and more where it shares the divisor of heavier ones (`normalize`)
-    random    a hash of the ids: what any other score has to beat
+    random    a hash of the ids: the baseline that any other score has to beat
 
-A score only orders what is read.  The certified bound is computed from what is left out, whatever
-the order was.  Pure functions on numpy arrays; only operations that IEEE 754 rounds correctly, in
-a fixed order, so that a plan comes out the same on every machine.
+A score only orders what is read.  The certified bound is computed from what is left out, for any
+order.  Pure functions on numpy arrays; they use only operations that IEEE 754 rounds correctly, in
+a fixed order, so that every machine makes the same plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCORES: Final[tuple[Score, ...]] = get_args(Score)
 
 
 def score_of(operation: Operation, asked: str | None) -> Score:
-    """The score to rank by; `asked` None is the method's default.  Raises BadRequest."""
+    """Return the score to rank by; `asked` None means the method's default.  Raises BadRequest."""
     method = operation.method
     if asked is None:
         return "trimmed" if operation.is_trimmed else "norm"
@@ -48,11 +48,11 @@ def score_of(operation: Operation, asked: str | None) -> Score:
 
 
 def agreement(rows: Sequence[np.ndarray[Any, Any]], weights: Sequence[float]) -> Floats:
-    """How much of each weighted delta the elected signs are likely to leave: float64[K, C].
+    """Estimate how much of each weighted delta the elected signs leave: float64[K, C].
 
-    rows: CHUNK[C] an expert.  With rho the cosine of w_k d_k and sum_j w_j d_j, as their count
-    sketches estimate it, (1 + rho) / 2: 1 for a delta that has the sum's direction, 1/2 for one
-    that has nothing to do with it, 0 for its opposite.  1 where no direction is known.
+    rows: CHUNK[C] per expert.  With rho the cosine of w_k d_k and sum_j w_j d_j, as their count
+    sketches estimate it, (1 + rho) / 2: 1 for a delta with the sum's direction, 1/2 for an
+    orthogonal one, 0 for its opposite. 1 where no direction is known.
     """
     directions = []
     for side, weight in zip(rows, weights, strict=True):
@@ -73,13 +73,13 @@ def agreement(rows: Sequence[np.ndarray[Any, Any]], weights: Sequence[float]) ->
 
 
 def dilution(squares: Floats, kept: Floats) -> Floats:
-    """What leaving a unit out does to heavier ones that it shares a divisor with: float64[K, C].
+    """Return the effect of leaving a unit out on heavier ones with a shared divisor: float64[K, C].
 
     squares, kept: float64[K, C], the squared norm of each sparsified delta and the share of
-    elements that it keeps.  An operator that divides by the weights that agree makes the mean of
-    a heavy and a light delta where both are kept and agree (half of those places, if signs have
-    nothing to do with each other): without the light one, the heavy one stays whole, which is
-    off by half of it, a quarter of its square.
+    elements that it keeps.  An operator that divides by the weights that agree takes the mean of a
+    heavy and a light delta where both are kept and agree (half of those places, if signs are
+    independent).  Without the light one, the heavy one stays whole, which is off by half of it, a
+    quarter of its square.
     """
     finite = np.where(np.isfinite(squares), squares, 0.0)
     found = np.zeros_like(finite)
@@ -93,7 +93,7 @@ def dilution(squares: Floats, kept: Floats) -> Floats:
 
 def _inner(a: Floats, b: Floats) -> Floats:
     products = a * b
-    # By halving, as in `mstore.stats.chunk.inner`: one fixed order of additions.
+    # Pairwise halving, as in `mstore.stats.chunk.inner`: one fixed order of additions.
     while products.shape[-1] > 1:
         half = products.shape[-1] // 2
         products = products[..., :half] + products[..., half:]
@@ -102,12 +102,12 @@ def _inner(a: Floats, b: Floats) -> Floats:
 
 
 def seed(base: TensorId, expert: TensorId) -> int:
-    """What `lottery` draws from for the chunks of one tensor of one expert: 64 bits."""
+    """Return the 64-bit seed of `lottery` for the chunks of one tensor of one expert."""
     return int.from_bytes(base[:8], "big") ^ int.from_bytes(expert[8:16], "big")
 
 
 def lottery(seeds: np.ndarray[Any, np.dtype[np.uint64]], chunk: Ints) -> Floats:
-    """A number in [0, 1) for each unit, from its seed and its chunk (-1: the whole tensor).
+    """Return a number in [0, 1) per unit, from its seed and its chunk (-1: the whole tensor).
 
     SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
     """

@@ -1,6 +1,6 @@
 """From a request to a plan record: survey, select, refine thresholds.
 
-What is read and ranked for one request serves any number of budgets (`Planning`).
+`Planning` reads and ranks once for one request, and serves any number of budgets.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ from mstore.store.catalog import Catalog
 from mstore.store.plans import Overflow
 
 PLANNER = 5
-"""To be raised whenever the same request leads to another plan."""
+"""Increment whenever the same request leads to a different plan."""
 
 
 _TOGETHER = 1 << 14
-"""Blocks that are looked up together."""
+"""Number of blocks looked up together."""
 
 
 def request_key(catalog: Catalog, request: Request) -> bytes:
-    """The name of all that a plan follows from, 32 bytes: contents, what reading them costs,
-    parameters, criteria.
+    """Return the 32-byte key of all that determines a plan: contents, costs, parameters, criteria.
 
-    Not in it are statistics, of which nothing is missing where they may be taken
-    (`Request.analyze`).
+    Excludes statistics: if they may be computed (`Request.analyze`), none is missing.
     """
     base, *experts = (
         catalog.snapshot(one.snapshot).manifest_id() for one in (request.base, *request.experts)
     )
-    # A block that was dropped and stored again may have come back in another codec.
+    # A block that was dropped and stored again may have come back with another codec.
     costs = [_costs(catalog, base, expert) for expert in experts]
     operation = request.operation
     said = (
@@ -57,7 +55,7 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
 
 
 def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
-    """A digest of the bytes at rest of an expert's blocks, in tensors that are not the base's."""
+    """Return a digest of the bytes at rest of an expert's blocks, for tensors unlike the base's."""
     same = set(catalog.manifest(base).tensors().values())
     found = dict.fromkeys(catalog.manifest(expert).tensors().values())
     digest = blake3()
@@ -74,16 +72,16 @@ def _costs(catalog: Catalog, base: ManifestId, expert: ManifestId) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what it costs in the store that it was made in."""
+    """A plan, and its costs in the store that it was made in."""
 
     plan: Plan
     costs: Costs
 
 
 class Planning:
-    """One request, surveyed and ranked.  Not for several threads at once.
+    """One request, surveyed and ranked.  Not thread-safe.
 
-    Raises BadRequest, Incompatible, Corrupt, StorageFailed wherever it looks into the store.
+    Raises BadRequest, Incompatible, Corrupt, StorageFailed wherever it reads the store.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Planning:
 
     @property
     def analyzed(self) -> int:
-        """Expert bytes that were read so far for statistics that were missing."""
+        """Expert bytes read so far for missing statistics."""
         return self._surveyor.analyzed.total
 
     @property
@@ -115,7 +113,7 @@ class Planning:
         return self._planner.full_expert_bytes
 
     def plan(self) -> Planned:
-        """The plan that was asked for."""
+        """Return the requested plan."""
         return self._finished(self._planner.select(), self.request)
 
     @property
@@ -125,22 +123,22 @@ class Planning:
 
     @property
     def overflow(self) -> tuple[Overflow, ...] | None:
-        """Tensors whose output type may not hold all that the full merge comes to; None: none."""
+        """Return tensors whose output type the full merge may overflow; None if there are none."""
         found = self._planner.overflow()
         return tuple(Overflow(name, None, elements) for name, elements in found) or None
 
     def plan_within(self, budget: int) -> Planned:
-        """The plan of the same request with this budget, in bytes, and no error asked for."""
+        """Return the plan of the same request with this budget, in bytes, and no error limit."""
         return self._finished(self._planner.cut(budget), replace(self.request, max_error=None))
 
     def full_plan(self) -> Planned:
-        """The plan of the same merge that leaves nothing out: what errors are relative to."""
+        """Return the plan of the same merge that leaves nothing out: errors are relative to it."""
         whole = replace(self.request, budget=None, max_error=None, expert_budget=None, top_p=None)
         return self._finished(Planner(self._survey, whole).select(), whole)
 
     @property
     def base_squares(self) -> float | None:
-        """Square of the norm that errors are relative to, None where it is not known."""
+        """Square of the norm that errors are relative to, None if unknown."""
         return self._survey.base_squares
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
@@ -226,6 +224,6 @@ def _record(
 
 
 def _bytes_of(states: States) -> tuple[bytes, ...]:
-    """uint8[K, chunks] as a byte a chunk, for each expert."""
+    """Convert uint8[K, chunks] to one byte per chunk, for each expert."""
     raw, chunks = states.tobytes(), states.shape[1]
     return tuple(raw[at : at + chunks] for at in range(0, len(raw), chunks))

@@ -1,9 +1,9 @@
-"""The survey of small tensors: many of one block each, compared and looked up together.
+"""The survey of small tensors: tensors of one block each, compared and looked up in batches.
 
-What is said of a tensor is what `survey.Surveyor` says of it; here it is said of a few hundred in
-one pass over arrays, since a pass costs as much for one block as for hundreds.  A tensor of which
-something is missing or out of the ordinary (statistics, numbers that are not finite) is left to
-whoever asked, who looks at it by itself.  Reads the catalog and the statistics; writes nothing.
+Gives the same results as `survey.Surveyor`, for a few hundred tensors in one pass over arrays: a
+pass costs as much for one block as for hundreds.  A tensor with missing statistics or numbers that
+are not finite is left to the caller, who surveys it by itself.  Reads the catalog and the
+statistics; writes nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
 TOGETHER: Final = 256
-"""Tensors that are surveyed together."""
+"""Number of tensors surveyed together."""
 
 _WORDS: Final = ID_BYTES // 8
 
 
 class Candidate(NamedTuple):
-    """A tensor that is to be surveyed: its record in the base and in each expert."""
+    """A tensor to survey: its record in the base and in each expert."""
 
     name: str
     base_id: TensorId
@@ -47,8 +47,8 @@ class Candidate(NamedTuple):
 class _Looks:
     """What is known of T tensors by K experts.
 
-    equal, twin, cost: [T, K], as in ExpertTensor.  numbers: (row, threshold) of each pair whose
-    statistics are there and plain.
+    equal, twin, cost: [T, K], as in ExpertTensor. numbers: (row, threshold) of each pair that has
+    complete, finite statistics.
     """
 
     equal: Bools
@@ -70,11 +70,11 @@ class SmallSurvey:
         self._nothing = np.zeros(1, dtype=CHUNK)
 
     def takes(self, one: Candidate) -> bool:
-        """Whether a tensor has one block and one chunk in all members, and the same dtype."""
+        """Return whether all members store the tensor as one block and chunk, in one dtype."""
         base = one.base
         if len(base.blocks) != ID_BYTES or base.dtype not in ITEMSIZES or not base.nbytes:
             return False
-        # With --no-analyze a threshold may be a bin's edge, which has a price of its own.
+        # With --no-analyze a threshold may be a bin's edge, which needs its own cost computation.
         if self._trims and not self._request.analyze:
             return False
         if all(id == one.base_id for id, _ in one.pairs):
@@ -91,7 +91,7 @@ class SmallSurvey:
         return found
 
     def survey(self, batch: Sequence[Candidate]) -> list[SurveyedTensor | None]:
-        """Each of these; None for one that is to be looked at by itself.  Raises Corrupt."""
+        """Survey a batch; None for a tensor that needs its own survey.  Raises Corrupt."""
         equal, twin = _compared(batch)
         looks = _Looks(equal, twin, self._costs(batch, equal, twin), self._numbers(batch))
         return [self._one(one, number, looks) for number, one in enumerate(batch)]
@@ -116,7 +116,7 @@ class SmallSurvey:
         return SurveyedTensor(one.name, one.base, elements, chunk, tuple(experts), one.copies)
 
     def _costs(self, batch: Sequence[Candidate], equal: Bools, twin: Counts) -> Counts:
-        """Stored bytes of each expert's block: 0 where it is the base's."""
+        """Return the stored bytes of each expert's block: 0 if it is the base's."""
         wanted = ~equal & (twin == np.arange(equal.shape[1]))
         blocks = [
             batch[number].pairs[k][1].blocks
@@ -130,7 +130,7 @@ class SmallSurvey:
     def _numbers(
         self, batch: Sequence[Candidate]
     ) -> dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]]:
-        """The row and the threshold of each pair, where its statistics are plain and fit."""
+        """Return the row and the threshold of each pair with complete, finite statistics."""
         wanted = {
             (one.base_id, id): one.base
             for one in batch
@@ -152,7 +152,7 @@ class SmallSurvey:
 
 
 def _compared(batch: Sequence[Candidate]) -> tuple[Bools, Counts]:
-    """equal, twin: [T, K], as in ExpertTensor."""
+    """Return equal and twin, [T, K], as in ExpertTensor."""
     count = len(batch[0].pairs)
     raw = b"".join(
         blocks
@@ -163,7 +163,7 @@ def _compared(batch: Sequence[Candidate]) -> tuple[Bools, Counts]:
     experts = ids[:, 1:]
     equal: Bools = (experts == ids[:, :1]).all(axis=2)
     twin = np.repeat(np.arange(count)[None], len(batch), axis=0)
-    # From the last to the first: the first expert with a block has the last word.
+    # From the last to the first, so that the first expert with a block wins.
     for k in range(count - 1, -1, -1):
         same = (experts[:, k:] == experts[:, k : k + 1]).all(axis=2)
         twin[:, k:] = np.where(same, k, twin[:, k:])

@@ -1,8 +1,8 @@
 """The survey: everything that the planner needs to know, gathered from the catalog.
 
-Compares block lists, looks up what blocks cost to read, and fetches the statistics of each
-expert's delta; statistics that are missing are taken now (their reads are metered apart) unless
-that was ruled out.  After this, planning touches no disk.
+Compares block lists, looks up what blocks cost to read, and fetches the statistics of each expert's
+delta.  Missing statistics are computed now, with their reads metered separately, unless the request
+forbids it.  After this, planning reads nothing from disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ID_WORDS = ID_BYTES // 8
 
 
 class Surveyor:
-    """Gathers one survey.  `analyzed` counts the expert bytes that missing statistics cost."""
+    """Gathers one survey.  `analyzed` counts the expert bytes read for missing statistics."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Surveyor:
         self._small = SmallSurvey(catalog, statistics, request)
 
     def survey(self) -> Survey:
-        """Raises Incompatible where an expert's tensors do not match the base's."""
+        """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
         catalog, request = self._catalog, self._request
         base_id = catalog.snapshot(request.base.snapshot).manifest_id()
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
@@ -113,7 +113,8 @@ class Surveyor:
                     is_small = self._small.takes(one)
                     if is_small:
                         small.append(one)
-                    # In the order of the base: that of the plan, and of what is said of it.
+                    # In the order of the base, which is also the order of the plan and of its
+                    # notes.
                     if small and (not is_small or len(small) == TOGETHER):
                         tensors += self._together(small, pool)
                         small = []
@@ -186,7 +187,7 @@ class Surveyor:
         twin = twins(sides, dtypes)
         cost = self._costs(sides, equal, twin)
         experts: list[ExpertTensor] = []
-        # One look for all of them; several experts may have one tensor in common.
+        # One lookup for all of them; several experts may share a tensor.
         wanted = list(
             dict.fromkeys(
                 (base_id, id)
@@ -220,13 +221,13 @@ class Surveyor:
         return SurveyedTensor(name, base, elements, chunk, tuple(experts), copies)
 
     def _always_computed(self, dtype: str) -> bool:
-        """Whether a tensor that no expert changed still has to be computed."""
+        """Return whether a tensor must be computed even if no expert changed it."""
         request = self._request
         converted = request.dtype is not None and request.dtype != dtype
         return converted or not request.operation.keeps_base
 
     def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
-        """Stored bytes of each expert's chunks, int64[K, chunks]: 0 where equal to the base."""
+        """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base."""
         cost = np.zeros(equal.shape, dtype=np.int64)
         wanted = ~equal & (twin == np.arange(len(sides))[:, None])
         blocks = [
@@ -235,7 +236,7 @@ class Surveyor:
         flat = np.concatenate(blocks)
         if not len(flat):
             return cost
-        # A short last chunk was filled up with zeros, which are nobody's hash.
+        # The padding of a short last chunk is zeros, which are no block's hash.
         there = flat.any(axis=1)
         raw = flat[there].tobytes()
         ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
@@ -260,7 +261,7 @@ class Surveyor:
         pool: ThreadPoolExecutor,
         table: DeltaTable | None,
     ) -> DeltaTable | None:
-        """The statistics that were found, or taken now; None, with the cause noted."""
+        """Return existing or newly computed statistics; None, with the cause noted, if neither."""
         if table is not None and _fits(table, base, chunk):
             return table
         if not self._request.analyze:
@@ -281,7 +282,7 @@ class Surveyor:
         chunks: int,
         table: DeltaTable | None,
     ) -> tuple[np.ndarray[Any, Any] | None, Threshold | None]:
-        """Rows at the plan's chunks, and the trim threshold."""
+        """Return rows at the plan's chunks, and the trim threshold."""
         if id == base_id or self._request.operation.weightless[number]:
             return np.zeros(chunks, dtype=CHUNK), NOTHING_KEPT
         trims = self._request.operation.is_trimmed
@@ -302,7 +303,7 @@ class Surveyor:
     def _surplus(
         self, pair: tuple[TensorId, TensorId], cut: Threshold | None, elements: int, chunk: int
     ) -> tuple[int, int]:
-        """See ExpertTensor; nothing where the data may be looked at, or was before."""
+        """Return `ExpertTensor.surplus`; zeros if the data may be read, or was read before."""
         if cut is None or self._request.analyze or cut.needed in (0, cut.in_bin):
             return 0, 0
         keep = self._request.operation.keep_count(elements)
@@ -316,7 +317,7 @@ class Surveyor:
     def _base_squares(
         self, records: dict[str, tuple[TensorId, Tensor]], pool: ThreadPoolExecutor
     ) -> float | None:
-        """Sum of squares of the base's tensors whose dtype can be merged."""
+        """Return the sum of squares of the base's tensors whose dtype can be merged."""
         sums = []
         measured = {name: one for name, one in records.items() if one[1].dtype in ITEMSIZES}
         known = self._statistics.squares_of([id for id, _ in measured.values()])
@@ -331,7 +332,7 @@ class Surveyor:
         return total if math.isfinite(total) else None
 
     def _squares(self, id: TensorId, record: Tensor, pool: ThreadPoolExecutor) -> float:
-        # Perhaps measured a moment ago: two names may have one tensor.
+        # May have been measured a moment ago: two names may share one tensor.
         squares = self._statistics.squares(id)
         if squares is None:
             squares = measure_squares(self._catalog, record, pool)
@@ -354,7 +355,7 @@ def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
 
 
 def _without_nan(histogram: Histogram) -> Histogram:
-    """A NaN is larger than no threshold, so it is never kept and takes no other's place."""
+    """Drop NaNs: a NaN exceeds no threshold, so it is never kept and uses up no quota."""
     if not len(histogram.bins) or histogram.bins[-1] < NAN_BIN:
         return histogram
     counted = histogram.bins < NAN_BIN
@@ -362,7 +363,7 @@ def _without_nan(histogram: Histogram) -> Histogram:
 
 
 def coarsen(rows: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
-    """Rows of chunks that are `factor` times as long; the sketch does not survive."""
+    """Merge the rows of `factor` chunks each into one; drops the sketch."""
     if factor == 1:
         return rows
     starts = np.arange(0, len(rows), factor)
@@ -380,10 +381,11 @@ def left_out_names(
     *,
     others: Collection[str] = (),
 ) -> dict[str, str]:
-    """The tensors that patterns leave to the base, and why; by the first of their names.
+    """Return the tensors that patterns leave to the base, and why; by the first of their names.
 
-    A tensor of several names is skipped if one of them is to be, and merged if only one is.
-    Raises BadRequest for a pattern that no tensor matches, nor one of `others`, which experts have.
+    A tensor of several names is skipped if one of them is to be skipped, and merged if at least one
+    is to be merged.  Raises BadRequest for a pattern that matches neither a tensor nor one of
+    `others`, which experts have.
     """
     require_matches({*first, *others}, only, skip)
     matches = {
@@ -403,7 +405,7 @@ def _fits(table: DeltaTable, base: Tensor, chunk: int) -> bool:
 
 
 def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
-    """uint64[chunks, 4 * blocks a chunk]: ids as rows, a short last row padded with zeros."""
+    """Return uint64[chunks, 4 * blocks per chunk]: ids as rows, a short last row zero-padded."""
     width = _ID_WORDS * blocks_per_chunk(record.dtype, chunk, block_size)
     words = np.frombuffer(record.blocks, dtype=np.uint64)
     if len(words) % width:
@@ -412,16 +414,16 @@ def chunk_ids(record: Tensor, chunk: int, block_size: int) -> Words:
 
 
 def twins(sides: Sequence[Words], dtypes: Sequence[str]) -> Counts:
-    """The first expert with the same blocks in the same chunk: int64[K, chunks].
+    """Return the first expert with the same blocks in the same chunk: int64[K, chunks].
 
-    sides: block ids as `chunk_ids` gives them.  Equal bytes of another dtype are no twins.
+    sides: block ids from `chunk_ids`.  Equal bytes of another dtype are not twins.
     """
     twin = np.repeat(np.arange(len(sides)), len(sides[0])).reshape(len(sides), -1)
     for dtype in dict.fromkeys(dtypes):
         members = np.array([k for k, own in enumerate(dtypes) if own == dtype])
         ids = np.stack([sides[k] for k in members])
-        # One word a chunk to sort by.  Ids are hashes: chunks of equal words that are not equal
-        # do not come about, and if they are made, they are read once more than they had to be.
+        # One word per chunk to sort by.  Ids are hashes, so unequal chunks do not share a word by
+        # chance; if someone constructs such chunks, they are merely read once more than necessary.
         weights = 2 * np.arange(ids.shape[2] // _ID_WORDS, dtype=np.uint64) + np.uint64(1)
         keys = (ids[:, :, ::_ID_WORDS] * weights).sum(axis=2, dtype=np.uint64)
         order = np.argsort(keys, axis=0, kind="stable")

@@ -1,7 +1,7 @@
-"""What a survey says: the planner's whole input, as values.
+"""What a survey returns: the planner's whole input, as values.
 
-Owns what is known of each tensor and of each expert's side of it.  Does not own how it is found out
-(`survey`, and `small` for many small tensors at once).
+Owns what is known of each tensor and of each expert's side of it.  Does not own how that is
+gathered (`survey`, and `small` for many small tensors at once).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mstore.stats.histogram import Threshold
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
-# Of a delta that is zero everywhere nothing has to be kept.
+# A delta that is zero everywhere needs nothing kept.
 NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 
 
@@ -27,11 +27,11 @@ NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 class ExpertTensor:
     """One expert's side of one tensor; `pair` is (base, expert).
 
-    equal: bool[chunks], the chunk's blocks are the base's.  twin: int64[chunks], the first expert
-    with the same blocks there (itself, mostly).  cost: int64[chunks], stored bytes of the blocks.
-    rows: CHUNK[chunks], None where statistics are missing.  threshold: where trimming cuts.
-    surplus: elements that trimming keeps beyond k because it may not look where they end: if all of
-    the expert is read, and if only part of it is.
+    equal: bool[chunks], the chunk's blocks are the base's. twin: int64[chunks], the first expert
+    with the same blocks there (usually itself). cost: int64[chunks], stored bytes of the blocks.
+    rows: CHUNK[chunks], None if statistics are missing. threshold: where trimming cuts. surplus:
+    elements that trimming keeps beyond k because it may not read the data to find the exact cut: if
+    all of the expert is read, and if only part of it is.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -46,7 +46,7 @@ class ExpertTensor:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedTensor:
-    """One tensor that is to be merged; `copies` counts its names (see `tied`)."""
+    """One tensor to merge; `copies` counts its names (see `tied`)."""
 
     name: str
     record: Tensor
@@ -65,11 +65,11 @@ class SurveyedTensor:
 class Survey:
     """The planner's whole input, besides the request.
 
-    base_squares: sum of squares of all floating-point tensors of the base, None if not known.
-    copied: (tensor, why) of tensors that are taken from the base although experts differ there.
-    missing: (expert and tensor, why) of statistics that could not be had.  unreliable: expert and
-    tensor of statistics with rows that are not finite.  base_not_finite: tensors of the base with
-    elements that are infinite or NaN.  squares: sum of squares of each tensor of the base.
+    base_squares: sum of squares of all floating-point tensors of the base, None if unknown. copied:
+    (tensor, why) of tensors that are taken from the base although experts differ there. missing:
+    (expert and tensor, why) of statistics that could not be computed. unreliable: expert and tensor
+    of statistics with rows that are not finite. base_not_finite: tensors of the base with elements
+    that are infinite or NaN. squares: sum of squares of each tensor of the base.
     """
 
     base: ManifestId

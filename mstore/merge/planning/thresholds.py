@@ -1,10 +1,10 @@
-"""Trim thresholds: from a histogram's bin to what the engine is to cut at.
+"""Trim thresholds: from a histogram's bin to the value at which the engine cuts.
 
-Exactly k elements of a tensor are kept, the ones with the largest magnitude and, of those that tie,
-the lowest index.  Which they are is a fact of the whole expert; a budget changes only what of it
-is read.  Two things may have to be looked up in the data, once for a pair of tensors and k: where
-in a bin that is too coarse the k-th largest lies (a second look), and, where a budget leaves some
-chunks out, how many ties each chunk has, since those that are left out use up the quota as well
+Exactly k elements of a tensor are kept, the ones with the largest magnitude and, among ties, those
+with the lowest index.  The whole expert determines which they are; a budget changes only how much
+of it is read.  Two lookups in the data may be needed, once per pair of tensors and k: where in a
+bin that is too coarse the k-th largest lies (a second look), and, if a budget leaves some chunks
+out, how many ties each chunk has, since those that are left out use up the quota as well
 (docs/design/002-trim-thresholds.md).
 """
 
@@ -29,7 +29,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
 LOW_VALUES = 1 << 16
-# Chunks of one look: the quota may end in any of them, and the rest was read for nothing.
+# Few chunks at a time: the quota may end in any of them, and chunks after it are read for nothing.
 _AHEAD = 8
 _LEFT_OUT = frozenset((OMITTED, DROPPED))
 _ALL_KEPT = np.zeros(0, dtype=np.int64)
@@ -39,10 +39,10 @@ States = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was found for one survey, for plans of other budgets.
+    """What was found for one survey, to reuse for plans with other budgets.
 
-    whole: thresholds of whole experts by pair of tensors, None where finding one was ruled out.
-    singles: those of a tensor of one chunk, per expert, by its name; where all are found.
+    whole: thresholds of whole experts by pair of tensors, None if finding one was forbidden.
+    singles: those of a tensor of one chunk, per expert, by its name, once all are found.
     """
 
     whole: dict[tuple[TensorId, TensorId], Threshold | None] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class Known:
 class Thresholds:
     """Finds the thresholds of one plan.
 
-    density: share of a tensor's elements to keep.  analyze: the data may be looked at; `meter`
-    counts the expert bytes that this reads.  `at_edges` turns true once a bin's edge had to serve,
-    with all elements on it, because that was ruled out.  known: what was found before; grows.
+    density: share of a tensor's elements to keep. analyze: the data may be read; `meter` counts the
+    expert bytes that this reads.  `at_edges` becomes true once a bin's edge was used, with all
+    elements on it, because reading was forbidden. known: earlier results; grows.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Thresholds:
         self._known = Known() if known is None else known
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
-        """`of` for each expert; states: uint8[K, chunks]."""
+        """Return `of` for each expert; states: uint8[K, chunks]."""
         if states.shape[1] > 1:
             return tuple(map(partial(self.of, tensor), tensor.experts, states))
         whole = self._known.singles.get(tensor.name)
@@ -91,14 +91,14 @@ class Thresholds:
         column = states.tobytes()
         if _LEFT_OUT.isdisjoint(column):
             return whole
-        # All or nothing is read of each: what is left out uses up no quota of anything.
+        # Each chunk is read whole or not at all: what is left out uses up no quota.
         return tuple(
             Threshold(cut.value, UNLIMITED) if state in _LEFT_OUT else cut
             for state, cut in zip(column, whole, strict=True)
         )
 
     def of(self, tensor: SurveyedTensor, expert: ExpertTensor, states: States) -> Threshold:
-        """What the engine is to cut this expert's delta at.
+        """Return where the engine is to cut this expert's delta.
 
         states: uint8[chunks], what is read of it.  A quota counts the ties that are read, lowest
         index first.
@@ -130,7 +130,7 @@ class Thresholds:
         return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
 
     def _of_whole(self, tensor: SurveyedTensor, expert: ExpertTensor) -> Threshold | None:
-        """`_whole`, found once."""
+        """Return `_whole`, computed once."""
         known = self._known.whole
         if expert.pair not in known:
             assert expert.threshold is not None
@@ -140,7 +140,7 @@ class Thresholds:
     def _whole(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
     ) -> Threshold | None:
-        """The threshold of the whole expert; None where it takes a look that is ruled out."""
+        """Return the threshold of the whole expert; None if it needs a forbidden read."""
         if found.exact:
             on_edge = found.in_bin - found.inexact
             return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
@@ -153,7 +153,7 @@ class Thresholds:
     def _second_look(
         self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
     ) -> Threshold:
-        """Exact k-th largest magnitude and quota, from the chunks that reach the bin."""
+        """Return the exact k-th largest magnitude and quota, from the chunks that reach the bin."""
         keep = self._operation.keep_count(tensor.elements)
         chunk = tensor.chunk_elements
 
@@ -176,7 +176,7 @@ class Thresholds:
     def _count_ties(
         self, tensor: SurveyedTensor, expert: ExpertTensor, cut: Threshold, *, bounded: bool
     ) -> Counts:
-        """Ties of each chunk up to the one in which the quota ends; none where all are kept.
+        """Count ties of each chunk up to the one where the quota ends; none if all are kept.
 
         bounded: there are more ties than the quota.
         """
@@ -199,7 +199,7 @@ class Thresholds:
         return _ALL_KEPT
 
     def _read(self, tensor: SurveyedTensor, expert: ExpertTensor, number: int) -> Any:
-        """The bytes of a chunk of the base and of the expert, and how many elements those are."""
+        """Return the bytes of a chunk of the base and of the expert, and its number of elements."""
         chunk = tensor.chunk_elements
         base = read_chunk(self._catalog, tensor.record, chunk, number, None)
         data = read_chunk(self._catalog, expert.record, chunk, number, self._meter)
@@ -207,7 +207,7 @@ class Thresholds:
 
 
 def _fit(ties: Counts, quota: int, chunks: int) -> bool:
-    """Whether ties as they were kept can be those of this tensor: the quota ends in the last."""
+    """Return whether cached tie counts can belong to this tensor: the quota ends in the last."""
     if not len(ties):
         return True
     over = int(ties.sum()) - quota
@@ -215,7 +215,7 @@ def _fit(ties: Counts, quota: int, chunks: int) -> bool:
 
 
 def _reaching(expert: ExpertTensor, value: float) -> list[int]:
-    """The chunks in which a magnitude reaches `value`, or a NaN hides what does."""
+    """Return the chunks in which a magnitude reaches `value`, or a NaN hides one that does."""
     assert expert.rows is not None
     # Not `>=`: a NaN is the largest of all, and compares false.
     reach: list[int] = np.flatnonzero(~expert.equal & ~(expert.rows["max_abs"] < value)).tolist()

@@ -1,12 +1,12 @@
 """Tied tensors: names that stand for one tensor in the base and in every expert alike.
 
-A model whose output layer is its embedding may store both.  They are surveyed, planned and
-merged once, under the first of their names, so that they stay one tensor whatever a method draws
-by name and whatever a budget leaves out.
+A model whose output layer is its embedding may store both.  They are surveyed, planned and merged
+once, under the first of their names, so that they stay one tensor whatever a method draws by name
+and whatever a budget leaves out.
 
-What is tied is what the base's config says (`tie_word_embeddings`): names of input and output
-embeddings that hold the same in all members.  Equal values alone tie nothing (the norms of a young
-model are all ones), and in safetensors no two names share storage.
+The base's config says what is tied (`tie_word_embeddings`): names of input and output embeddings
+that have equal contents in all members.  Equal values alone do not tie (the norms of a young model
+are all ones), and in safetensors no two names share storage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mstore.store.catalog import Catalog
 _KEY = "tie_word_embeddings"
 _MAX_CONFIG = 1 << 20
 _MAX_CONTAINERS = 65_536
-# Components of the names that models give to the embeddings of words, in and out.
+# Name components that models use for their input and output word embeddings.
 _EMBEDDINGS = re.compile(
     r"(^|\.)(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|shared|wte|"
     r"lm_head|output|decoder|output_projection)(\.weight)?$"
@@ -36,9 +36,9 @@ Names = Mapping[str, TensorId]
 
 
 def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
-    """Whether the base's config says that input and output embeddings are one.
+    """Return whether the base's config says that input and output embeddings are one.
 
-    In the config itself or in that of a part of the model (`text_config`).  Raises Corrupt,
+    Looks in the config itself and in that of a part of the model (`text_config`).  Raises Corrupt,
     StorageFailed.
     """
     file = base.file(CONFIG)
@@ -55,9 +55,9 @@ def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
 
 
 def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:
-    """Each tensor of the base -> the first one, in its order, that it is tied to in all members.
+    """Map each tensor of the base to the first one that it is tied to in all members.
 
-    tied: what `ties_embeddings` says.  A tensor that an expert lacks is tied to nothing.
+    tied: the result of `ties_embeddings`.  A tensor that an expert lacks is tied to nothing.
     """
     embeddings = {name for name in base if tied and _EMBEDDINGS.search(name)}
     return _firsts(base, experts, embeddings)
@@ -66,11 +66,11 @@ def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[st
 def names_of_plan(
     catalog: Catalog, plan: Plan, base: Names, experts: Sequence[Names], *, lenient: bool = False
 ) -> dict[str, str]:
-    """Each tensor of the base -> the name that a stored plan has it under.
+    """Map each tensor of the base to its name in a stored plan.
 
-    Earlier versions took names of equal contents as tied.  Their plans lack, of such names, all
-    but the first, although nothing says that the others are to be left as they are.  lenient: do
-    without a config that is pruned or damaged; the plan's tensors then tell what was tied.
+    Earlier versions took names of equal contents as tied.  Of such names, their plans contain only
+    the first, although nothing says that the others stay as they are. lenient: continue without a
+    config that is pruned or damaged; the plan's tensors then show what was tied.
     """
     try:
         tied = ties_embeddings(catalog, catalog.manifest(plan.base_id()))
@@ -91,7 +91,7 @@ def names_of_plan(
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
-    """Names that --only and --skip leave to the base."""
+    """Return the names that --only and --skip leave to the base."""
     left_out = matching(names, criteria.skip)
     return left_out | names.keys() - matching(names, criteria.only or ("*",))
 

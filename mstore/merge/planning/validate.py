@@ -1,8 +1,8 @@
-"""Does a plan fit its inputs?  Asked before a plan is run or taken in from elsewhere.
+"""Check that a plan fits its inputs, before it is run or imported.
 
 An id proves that a plan was not changed, not that a planner made it.  After this check the engine
-can follow it blindly: every tensor, chunk, state and threshold that it will look for is there.
-What a plan selects is its own affair, and what that costs is the store's (`planning.costs`).
+can follow it blindly: every tensor, chunk, state and threshold that it will look for exists.  What
+a plan selects is not checked; `planning.costs` computes what that costs in a store.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mstore.stats.chunks import chunk_elements
 from mstore.store.catalog import Catalog
 
 _TOGETHER: Final = 64
-"""Tensors whose records are read together."""
+"""Number of tensors whose records are read together."""
 
 
 def check_block_size(catalog: Catalog, plan: Plan) -> None:
-    """Raise Incompatible for a plan of a store whose blocks are of another size."""
+    """Raise Incompatible for a plan of a store with another block size."""
     if plan.block_size != catalog.block_size:
         raise Incompatible(
             f"the plan is for blocks of {plan.block_size} bytes, this store has "
@@ -37,7 +37,7 @@ def check_block_size(catalog: Catalog, plan: Plan) -> None:
 def check_fits(catalog: Catalog, plan: Plan) -> None:
     """Raise BadRequest unless the engine can run this plan here.
 
-    Also raises Incompatible (block size) and NotFound where an input is missing.
+    Also raises Incompatible (block size) and NotFound if an input is missing.
     """
     check_block_size(catalog, plan)
     operation = registry.operation_of(plan)
@@ -72,7 +72,7 @@ def _check_criteria(plan: Plan) -> None:
     dropped = any(DROPPED in states for tensor in plan.tensors for states in tensor.states)
     if (
         asked.score not in SCORES
-        # Not `<`: a NaN is no error and no share.
+        # Not `<`: a NaN is neither an error nor a share.
         or not (asked.max_error is None or 0 <= asked.max_error < math.inf)
         or not (asked.top_p is None or 0 < asked.top_p <= 1)
         or any(tuple(sorted(set(names))) != names for names in (asked.only, asked.skip))
@@ -82,7 +82,7 @@ def _check_criteria(plan: Plan) -> None:
 
 
 def _check_tensor(plan: Plan, tensor: PlanTensor, records: list[Tensor], trims: bool) -> None:
-    """records: of the base and of each expert."""
+    """Check one tensor; records: of the base and of each expert."""
     dtypes = {record.dtype for record in records}
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)

@@ -1,7 +1,7 @@
 """Computing: from chunks in memory to the bytes of their output, and nothing else.
 
-Runs the kernels.  Knows neither where inputs come from (`loading`) nor where the output goes, nor
-in which order chunks are wanted.  The kernels release the interpreter lock.
+Runs the kernels.  Does not know where inputs come from (`loading`), where the output goes, or in
+which order chunks are computed.  The kernels release the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mstore.merge.running.loading import Bytes, Loaded
 def blend(
     loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
 ) -> tuple[int, ...]:
-    """Run the kernel into `out`, uint8[>= task.out_bytes]; returns what `mix_chunk` does."""
+    """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
     task, tensor = loaded.task, loaded.task.tensor
     return mix_chunk(
         mix,
@@ -38,7 +38,7 @@ def blend(
 
 
 def tie_counts(loaded: Loaded, wanted: Sequence[bool]) -> list[int]:
-    """Per expert the elements of a chunk that tie at its threshold; 0 where it is not `wanted`."""
+    """Count, per expert, the elements that tie at its threshold; 0 where it is not `wanted`."""
     task, tensor = loaded.task, loaded.task.tensor
     ties = [0] * len(task.row_of)
     for k, row in enumerate(task.row_of):

@@ -1,13 +1,13 @@
-"""The engine: runs a plan into a sink, and reads and writes only what nobody has made yet.
+"""The engine: runs a plan into a sink, and reads and writes only what does not exist yet.
 
-Goes over the plan's tensors in file order.  A chunk whose output is the base's own, is in the memo
-table, or was finished by an interrupted run is only named.  The others are cut into slices and
-computed (`mstore.merge.running.slices`): on threads of this process, where the pack of one slice is
+Goes over the plan's tensors in file order.  A chunk needs only its ids if its output is the base's
+own, is in the memo table, or was finished by an interrupted run.  The others are cut into slices
+and computed (`mstore.merge.running.slices`): on threads of this process, where one slice's pack is
 sealed while the next is computed, or by any executor.  The records of the output come last.
 
 Budget-sound: a task names planned blocks only, and every read of an expert byte is charged before
-the `pread` to a meter whose limit is what those blocks take in this store; a slice that runs
-elsewhere is charged whole before it is handed out, and refuses to read more than that.
+the `pread` to a meter whose limit is the size of those blocks in this store.  A slice that runs
+elsewhere is charged whole before it is submitted, and refuses to read more than that.
 Deterministic: the outcome is a function of the plan alone, for any number of threads, any executor,
 any memo table.
 """
@@ -61,10 +61,10 @@ from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 
 _SEALING = 2
-"""Packs that may be on their way to the disk while the next one is filled."""
+"""Number of packs that may be syncing while the next one is filled."""
 
 _HANDED_OUT = 64
-"""Slices that an executor has at a time."""
+"""Number of slices that an executor has at a time."""
 
 
 class Sink(Protocol):
@@ -72,30 +72,30 @@ class Sink(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Where packs are written that `adopt` takes."""
+        """The directory for packs that `adopt` takes."""
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
-        """Which blocks are there already."""
+        """Return which blocks are already stored."""
 
     def put_block(self, block: BlockId, encoded: Encoded, file: str, file_offset: int) -> bool:
-        """Keep a block; True if it was not there before."""
+        """Store a block; return True if it was new."""
 
     def put_records(self, records: Sequence[Record]) -> list[Id]:
-        """Keep records."""
+        """Store records."""
 
     def adopt(self, pack: SealedPack) -> int:
-        """Keep a sealed pack; how many of its blocks are new."""
+        """Add a sealed pack; return how many of its blocks are new."""
 
     def go_on_with(self, writer: PackWriter, blocks: Sequence[BlockId]) -> None:
-        """Keep an unfinished pack that holds these blocks, all of them new."""
+        """Continue an unfinished pack that holds these blocks, all of them new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a run may use.
+    """The resources of a run.
 
-    threads: in this process.  memory: most anonymous bytes.  executor: runs the slices instead of
-    the threads.  slice_bytes: plain bytes of output a slice.
+    threads: in this process. memory: most anonymous bytes. executor: runs the slices instead of the
+    threads. slice_bytes: plain bytes of output per slice.
     """
 
     threads: int
@@ -108,9 +108,10 @@ class Means:
 class Outcome:
     """What a run produced and what it cost (bytes).
 
-    tensors: the merged ones, by the name they are planned under.  memo_rows: what the memo table
-    may learn once the output is published.  costs: of the plan, here.  resumed_expert_bytes: read
-    by a run that was interrupted, whose work this one took over.  overflow: what became infinite.
+    tensors: the merged ones, by the name they are planned under. memo_rows: rows for the memo
+    table, to add once the output is published. costs: of the plan in this store.
+    resumed_expert_bytes: read by an interrupted run whose work this one reused. overflow: elements
+    that became infinite.
     """
 
     manifest: Manifest
@@ -129,7 +130,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Job:
-    """One tensor on its way: its task, and the ids of its output blocks as they become known."""
+    """One tensor in progress: its task, and the ids of its output blocks found so far."""
 
     tensor: TensorTask
     members: Members
@@ -137,14 +138,14 @@ class _Job:
     ids: bytearray
 
     def put(self, number: int, blocks: Sequence[BlockId]) -> None:
-        """Fill in the blocks of a chunk."""
+        """Set the blocks of a chunk."""
         at = number * self.shape.per_chunk * ID_BYTES
         self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A slice being put together."""
+    """A slice being assembled."""
 
     runs: list[Run] = field(default_factory=list)
     length: int = 0
@@ -153,9 +154,9 @@ class _Pending:
 class Engine:
     """One run of one plan.
 
-    sink: None to learn the outcome and keep nothing.  memo: None to do without.  policy: how the
-    output is coded, None for the store's own.  papers: whether the output has a card of its own
-    (`merge.running.papers`); merges of earlier versions have the base's.
+    sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
+    how the output is coded, None for the store's own. papers: whether the output has its own model
+    card (`merge.running.papers`); merges of earlier versions have the base's.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Engine:
             else:
                 self._run_elsewhere(self._means.executor)
         except BudgetExceeded as error:
-            # A plan from a store in which the same blocks lie otherwise, mostly.
+            # Usually a plan from a store where the same blocks have other sizes at rest.
             hint = "mstore plan makes one for the blocks as they are stored here"
             where = f"plan {self._plan.id().short}"
             raise BudgetExceeded(error.what, where=where, hint=hint) from error
@@ -245,7 +246,7 @@ class Engine:
     # -- what is to be computed ----------------------------------------------------------------
 
     def _slices_to_do(self) -> Iterator[Slice]:
-        """The work, in file order; jobs are filled in with all that needs none."""
+        """Yield the work in file order; fill in jobs with every chunk that needs none."""
         pending = _Pending()
         jobs: list[_Job] = []
         for file in self._layout.base.files:
@@ -270,7 +271,7 @@ class Engine:
             yield self._slice(pending)
 
     def _is_enough(self, jobs: Sequence[_Job]) -> bool:
-        """Whether these are to be looked up: many, or one large one, which is not to wait."""
+        """Return whether to look these up now: many jobs, or one large one, which must not wait."""
         return len(jobs) >= TOGETHER or jobs[-1].shape.blocks > 1
 
     def _cut_all(self, jobs: Sequence[_Job], pending: _Pending) -> Iterator[Slice]:
@@ -286,7 +287,7 @@ class Engine:
         return job
 
     def _runs_of(self, jobs: Sequence[_Job]) -> list[Run]:
-        """What of these tensors is to be computed; one look into memo table and index for all."""
+        """Return what to compute of these tensors, with one memo table and index lookup for all."""
         keys = [self._keys_of(job) for job in jobs]
         known = self._known(jobs, keys)
         wanted = []
@@ -308,7 +309,7 @@ class Engine:
         ]
 
     def _keys_of(self, job: _Job) -> dict[int, bytes]:
-        """Memo keys by number of the chunks that are not the base's own; those are filled in."""
+        """Return memo keys by chunk number, and fill in the chunks that are the base's own."""
         tensor = job.tensor
         reused = self._tasks.reused(tensor).tolist()
         base = job.members.base.blocks
@@ -327,8 +328,7 @@ class Engine:
     def _known(
         self, jobs: Sequence[_Job], keys: Sequence[dict[int, bytes]]
     ) -> list[dict[int, tuple[int, ...]]]:
-        """Of each tensor the chunks whose outcome is known, filled in, and the ties per expert
-        that each took."""
+        """Fill in chunks with a known outcome, and return the ties per expert that each took."""
         if self._sink is None:
             return [{} for _ in jobs]
         hits = [Hits({}, {}) for _ in jobs]
@@ -345,7 +345,7 @@ class Engine:
     ) -> dict[int, tuple[int, ...]]:
         rows: dict[int, Remembered] = dict(hits.known)
         self._hits += len(hits.known)
-        # Collected meanwhile: computed again, they must come out as they did.
+        # gc deleted their blocks: recomputing them must give the same ids.
         self._expected.update((keys[number], row.blocks) for number, row in hits.gone.items())
         if self._leftovers:
             assert self._sink is not None
@@ -376,7 +376,7 @@ class Engine:
             self._blocks_new += self._sink.adopt(pack)
 
     def _cut(self, run: Run, pending: _Pending) -> Iterator[Slice]:
-        """Add a run to the slice being put together, and hand out the slices that are full."""
+        """Add a run to the slice being assembled, and yield the slices that are full."""
         limit = self._means.slice_bytes
         length = sum(task.out_bytes for task in run.chunks)
         if run.tensor.limited:
@@ -449,7 +449,7 @@ class Engine:
                 if writer is not None:
                     self._keep_open(writer)
             except BaseException:
-                # Before the pool ends: it would do all that is waiting first.
+                # Before the pool ends: it would run everything queued first.
                 stream.close()
                 if writer is not None:
                     writer.abandon()
@@ -461,7 +461,7 @@ class Engine:
             self._blocks_new += self._sink.adopt(pack)
 
     def _keep_open(self, writer: SliceWriter) -> None:
-        """The last pack also takes the records: one file less to sync and to open."""
+        """Put the records into the last pack, too: one file less to sync and to open."""
         pack = writer.release()
         if pack is not None:
             assert self._sink is not None
@@ -472,7 +472,7 @@ class Engine:
         waiting: set[Future[Receipt]] = set()
         try:
             for work in self._slices_to_do():
-                # Before it is handed out: no other place knows what the others read.
+                # Before submission: no worker knows what the others read.
                 self._expert_meter.charge(work.expert_bytes)
                 waiting.add(executor.submit(execute, work))
                 if len(waiting) >= _HANDED_OUT:
@@ -483,13 +483,13 @@ class Engine:
             for future in waiting:
                 future.cancel()
             for future in waiting:
-                # It writes into a directory that is about to go.
+                # The slice writes into a directory that is about to be deleted.
                 if not future.cancelled():
                     future.exception()
             raise
 
     def _receive_some(self, waiting: set[Future[Receipt]]) -> None:
-        """Take the receipts that there are, at least one, in whatever order they come."""
+        """Take all available receipts, at least one, in any order."""
         for future in wait(waiting, return_when=FIRST_COMPLETED).done:
             waiting.remove(future)
             self._receive(future.result())
@@ -610,7 +610,7 @@ class Engine:
 
 
 def _seal(writer: SliceWriter) -> SealedPack | None:
-    """Sync a slice's pack and say what it is for; in a thread of its own."""
+    """Sync a slice's pack and record its purpose, in a thread of its own."""
     pack = writer.seal()
     if pack is not None:
         write_receipt(pack, writer.results)

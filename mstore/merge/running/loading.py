@@ -1,13 +1,13 @@
 """Loading: the blocks that chunks need, from packs into memory, each checked against its id.
 
-Undoes how blocks are stored.  What a delta is the difference to is mostly the base's block at the
-same place, which is read anyway; where it is another one, that is read too.
+Decodes stored blocks.  The base of a delta is usually the base's block at the same position, which
+is read anyway; any other block is read as well.
 
 Every read is charged to a meter before it happens: a block of an expert costs its bytes at rest,
-and what is read only to undo a delta is charged to the base.  Needs packs but no index.
+and what is read only to decode a delta is charged to the base.  Needs packs but no index.
 
-Memory: a `Scratch` holds one side a row of the chunks that are loaded together, for each thread
-that uses it, and `SPARE_SIDES` more.  Reading, decoding and hashing release the interpreter lock.
+Memory: a `Scratch` holds, for each thread that uses it, one row per side of the chunks that are
+loaded together, and `SPARE_SIDES` more.  Reading, decoding and hashing release the GIL.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ from mstore.merge.running.task import ChunkTask, Row, Source
 from mstore.numeric.codes import ITEMSIZES
 
 SPARE_SIDES: Final = 3
-"""Sides that loading may need beyond the chunk's own: what the base's deltas are differences to,
-what an expert's are, and payloads before they are decoded."""
+"""Sides that loading may need beyond the chunk's own.
+
+They hold the bases of the base's deltas, those of an expert's deltas, and payloads before they are
+decoded.
+"""
 
 _ROW_ALIGNMENT: Final = 64
 
 Bytes = npt.NDArray[np.uint8]
 
 Moved = Callable[[Source], Location]
-"""Where a block lies now that was somewhere else before; raises MstoreError where it is gone."""
+"""Returns the new location of a moved block; raises MstoreError if the block is gone."""
 
 
 class Scratch(threading.local):
-    """Buffers, each thread's own, grown to the largest that the thread has asked for."""
+    """Buffers, per thread, grown to the largest size that the thread has requested."""
 
     def __init__(self) -> None:
         self._flat = np.empty(0, dtype=np.uint8)
         self._payloads = bytearray()
 
     def rows(self, count: int, length: int) -> Bytes:
-        """uint8[count, >= length], contiguous, each row aligned; contents are anything."""
+        """Return uint8[count, >= length], contiguous, each row aligned; contents undefined."""
         stride = -(-max(length, 1) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         wanted = count * stride
         if self._flat.size < wanted:
@@ -61,7 +64,7 @@ class Scratch(threading.local):
         return self._flat[:wanted].reshape(count, stride)
 
     def payloads(self, length: int) -> memoryview:
-        """Room for so many encoded bytes."""
+        """Return room for this many encoded bytes."""
         if len(self._payloads) < length:
             self._payloads = bytearray(length)
         return memoryview(self._payloads)[:length]
@@ -70,7 +73,7 @@ class Scratch(threading.local):
 class Loaded(msgspec.Struct, frozen=True, gc=False):
     """A chunk in memory: row 0 of `sides` is the base, row 1 + r is `task.rows[r]`.
 
-    plain: the bytes of the blocks of the base, and of those that they are differences to.
+    plain: the bytes of the base's blocks, and of the blocks that they are differences to.
     """
 
     task: ChunkTask
@@ -78,8 +81,10 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
     plain: Mapping[BlockId, memoryview]
 
     def delta_base(self, number: int) -> tuple[BlockId, memoryview]:
-        """What block `number` of an output like the base may be a difference to: no delta itself,
-        and at hand without another read."""
+        """Return what block `number` of an output like the base may be a difference to.
+
+        That block is not itself a delta, and is in memory without another read.
+        """
         source = self.task.base.sources[number]
         id = source.id if source.base is None else source.base.id
         return id, self.plain[id]
@@ -95,9 +100,9 @@ def load(
 ) -> list[Loaded]:
     """Read the chunks of one tensor; valid until the scratch is used again.
 
-    Blocks that are neighbours in a pack are read in one go, also over several chunks.  moved: who
-    is asked where the blocks of a pack lie that is gone; None where no pack goes, because a lease
-    holds it.  Raises BudgetExceeded, Corrupt, StorageFailed.
+    Blocks that are adjacent in a pack are read in one call, also across chunks. moved: finds the
+    new location of blocks whose pack is gone; None if a lease protects the packs.  Raises
+    BudgetExceeded, Corrupt, StorageFailed.
     """
     length = max([task.row_bytes for task in tasks])
     counts = [1 + len(task.rows) for task in tasks]
@@ -117,10 +122,10 @@ def load(
     reader = _Reader(packs, scratch, moved)
     plain |= reader.read_bases(_bases(base_side).values(), lasting, base_meter)
     plain |= reader.read(base_side, plain, base_meter)
-    # Experts of one kind are mostly differences to the same blocks: these are read once.
+    # Experts of one family are mostly differences to the same blocks, which are read once.
     others: dict[BlockId, memoryview] = {}
     used = 0
-    # An expert's blocks in neighbouring chunks are neighbours at rest more often than not.
+    # An expert's blocks in adjacent chunks are usually adjacent at rest.
     for k in range(len(tasks[0].row_of)):
         wanted: Targets = []
         for task, start in zip(tasks, starts, strict=True):
@@ -164,16 +169,16 @@ _NOWHERE = memoryview(b"")
 
 
 def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
-    """Where in `room` the blocks of one side go.
+    """Return where in `room` the blocks of one side go.
 
-    Raises Corrupt where their lengths are not the chunk's.
+    Raises Corrupt if their lengths do not match the chunk.
     """
     targets = _placed(row.sources, room)
     wanted = task.n * ITEMSIZES[row.dtype]
     if sum([source.at.raw_length for source in row.sources]) != wanted or any(
         map(_is_odd, row.sources)
     ):
-        # An index row is not proof that a length is sane.
+        # An index row does not prove that its length is valid.
         raise Corrupt(
             "block lengths differ from the tensor's",
             where=f"{task.tensor.name}, chunk {task.number}",
@@ -183,7 +188,7 @@ def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
 
 
 def _is_odd(source: Source) -> bool:
-    """Whether a block takes more room than its plain bytes, or is not as long as its base."""
+    """Return whether a block is larger at rest than plain, or not as long as its base."""
     at = source.at
     if source.base is not None and (
         source.base.at.raw_length != at.raw_length or _is_odd(source.base)
@@ -195,12 +200,12 @@ def _is_odd(source: Source) -> bool:
 
 
 def _bases(targets: Targets) -> dict[BlockId, Source]:
-    """The blocks that these are differences to."""
+    """Return the blocks that these are differences to."""
     return {source.base.id: source.base for source, _ in targets if source.base is not None}
 
 
 def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
-    """Sources one after the other."""
+    """Place sources one after the other."""
     targets = []
     done = 0
     for source in sources:
@@ -210,7 +215,7 @@ def _placed(sources: Iterable[Source], room: memoryview) -> Targets:
 
 
 class _Reader:
-    """Reads blocks, neighbours at rest in one go, and checks each against its id."""
+    """Reads blocks, adjacent ones in one call, and checks each against its id."""
 
     def __init__(self, packs: PackFiles, scratch: Scratch, moved: Moved | None) -> None:
         self._packs = packs
@@ -220,7 +225,7 @@ class _Reader:
     def read(
         self, targets: Targets, bases: Mapping[BlockId, memoryview], meter: Meter
     ) -> dict[BlockId, memoryview]:
-        """Fill the targets; by id, what is there now.  bases: what the deltas are differences to.
+        """Fill the targets; return their contents by id. bases: the bases of the deltas.
 
         Raises BudgetExceeded, Corrupt, StorageFailed.
         """
@@ -233,9 +238,9 @@ class _Reader:
     def read_bases(
         self, bases: Iterable[Source], room: memoryview, meter: Meter
     ) -> dict[BlockId, memoryview]:
-        """Read into `room` what deltas are differences to.
+        """Read the bases of deltas into `room`.
 
-        Not checked against their ids: what is decoded with them is.  Raises as `read`.
+        They are not checked against their ids; the blocks decoded from them are.  Raises as `read`.
         """
         targets = _placed(bases, room)
         for run in _runs(targets):
@@ -248,7 +253,7 @@ class _Reader:
             decode_into(source.id, source.at, payload, view, _base_of(source, bases))
 
     def _fetched(self, run: Targets) -> list[tuple[Source, memoryview, memoryview]]:
-        """Read neighbours: raw ones into their targets, the payloads of others for decoding."""
+        """Read adjacent blocks: raw ones into their targets, other payloads for decoding."""
         coded = [source.at.stored_length for source, _ in run if source.at.codec != Codec.RAW]
         if not coded:
             self._fill(run, [view for _, view in run])
@@ -273,7 +278,7 @@ class _Reader:
         except PackGone:
             if self._moved is None:
                 raise
-            # Paid for already: what is moved is as long as it was, and nothing was read yet.
+            # Already charged: a moved block has the same length, and nothing was read yet.
             for (source, _), view in zip(run, views, strict=True):
                 place = self._moved(source)
                 self._packs.read_scattered(place.pack, place.offset, [view])
@@ -285,7 +290,7 @@ def _base_of(source: Source, bases: Mapping[BlockId, memoryview]) -> memoryview 
 
 
 def _runs(targets: Targets) -> Iterator[Targets]:
-    """Blocks that follow each other at rest, together."""
+    """Group blocks that are adjacent at rest."""
     run: Targets = []
     pack, end = None, 0
     for target in targets:

@@ -1,8 +1,8 @@
-"""Memo hits: which chunks of a plan need not be computed, because a merge made their output before.
+"""Memo hits: chunks of a plan whose output an earlier merge has already made.
 
 A hit is a row whose output blocks are all still stored.  Reads the memo table and the index, no
-block.  What a merge reads and writes depends on hits; what is selected never does, or a plan would
-not be a function of its inputs.
+block.  Hits change what a merge reads and writes, but never what it selects, or a plan would not be
+a function of its inputs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 
 TOGETHER: Final = 64
-"""Tensors whose chunks are looked up together."""
+"""Number of tensors whose chunks are looked up together."""
 
 _BLOCKS_TOGETHER: Final = 1 << 14
 
 
 class Shape:
-    """How the rows of one tensor's chunks must look."""
+    """What a valid row of one tensor's chunks looks like."""
 
     def __init__(self, tensor: TensorTask, members: Members, block_size: int) -> None:
         self.per_chunk = tensor.chunk_elements * item_size(tensor.out_dtype) // block_size
         self.blocks = block_count(tensor.out_bytes, block_size)
         self._experts = len(members.experts)
-        # Per chunk the experts that take part and whose ties are limited.
+        # Per chunk, the participating experts whose ties are limited.
         self._limited: list[list[int]] | None = None
         if tensor.limited:
             ends = [k for k, quota in enumerate(tensor.quotas.tolist()) if quota != UNLIMITED]
@@ -44,20 +44,20 @@ class Shape:
             self._limited = [[k for k in ends if column[k]] for column in columns]
 
     def fits(self, number: int, row: Remembered) -> bool:
-        """Whether a row can be that of chunk `number`."""
+        """Return whether a row can belong to chunk `number`."""
         blocks = min(self.per_chunk, self.blocks - number * self.per_chunk)
         taken = 0 if self._limited is None else len(self._limited[number])
         return len(row.blocks) == blocks and len(row.taken) == taken
 
     def ties(self, number: int, row: Remembered) -> tuple[int, ...]:
-        """The ties that a chunk took, for every expert; empty where no chunk hands on any."""
+        """Return a chunk's ties for every expert; empty if no chunk passes on ties."""
         if self._limited is None:
             return ()
         return row.per_expert(self._limited[number], self._experts)
 
 
 class Hits(msgspec.Struct, frozen=True, gc=False):
-    """Chunks of one tensor by number: those that are known, and rows whose blocks are gone."""
+    """Chunks of one tensor by number: known ones, and rows whose blocks are gone."""
 
     known: Mapping[int, Remembered]
     gone: Mapping[int, Remembered]
@@ -91,7 +91,7 @@ def _split(rows: Mapping[int, Remembered], stored: set[BlockId]) -> Hits:
 
 
 def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) -> int:
-    """Of the `planned` bytes that a plan reads of experts, those that a merge would not read now.
+    """Return how many of a plan's `planned` expert bytes a merge would not read now.
 
     The plan must fit this store.
     """
@@ -113,7 +113,7 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) ->
         for (tensor, _, named), found in zip(asked, hits, strict=True):
             known.append((tensor, list(found.known)))
             unknown.append((tensor, [number for number in named if number not in found.known]))
-    # What is dear is looking up what a chunk costs: the smaller half says as much.
+    # Looking up what a chunk costs is expensive, so sum over the smaller half.
     if _count(unknown) < _count(known):
         return planned - _expert_bytes(catalog, tasks, unknown)
     return _expert_bytes(catalog, tasks, known)
@@ -124,7 +124,7 @@ def _count(parts: list[tuple[TensorTask, list[int]]]) -> int:
 
 
 def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, list[int]]]) -> int:
-    """What reading the experts of some chunks costs, as `ChunkTask.expert_bytes` has it."""
+    """Return the bytes that reading the experts of some chunks costs (`ChunkTask.expert_bytes`)."""
     total = 0
     size = catalog.block_size
     blocks: list[bytes] = []

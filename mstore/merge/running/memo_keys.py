@@ -1,6 +1,6 @@
-"""Memo keys: the name of everything that decides one chunk's output.
+"""Memo keys: hashes of everything that determines one chunk's output.
 
-Owns which facts go into a key and how a row's value reads; `mstore.store.memo` keeps the rows.
+Owns which facts go into a key and how a row's value is encoded; `mstore.store.memo` keeps the rows.
 
     key    BLAKE3 derive_key("mstore 1 memo") of: version of the arithmetic, mix, element types,
            length, base blocks, and for each expert that takes part, in plan order: weight,
@@ -10,8 +10,9 @@ Owns which facts go into a key and how a row's value reads; `mstore.store.memo` 
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
-So an expert that is absent leaves no trace where its absence has none: K + 1 experts find what K
-made.  Pure functions of plan and records; no block is read or looked up.
+An absent expert does not affect a key if its absence does not affect the output, so a merge of K +
+1 experts finds the results of K.  Pure functions of plan and records; no block is read or looked
+up.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mstore.stats.chunks import blocks_per_chunk
 
 CONTEXT: Final = "mstore 1 memo"
 ARITHMETIC: Final = 2
-"""To be raised whenever the kernels give other bytes for equal inputs."""
+"""Increment whenever the kernels give other bytes for equal inputs."""
 
 _TAKEN = struct.Struct("<I")
 _COUNT = struct.Struct("<H")
@@ -40,8 +41,8 @@ _COUNT = struct.Struct("<H")
 class Remembered(msgspec.Struct, frozen=True, gc=False):
     """A row's value.
 
-    taken: ties that the chunk took, for each expert that takes part and whose quota has a limit,
-    in plan order.
+    taken: ties that the chunk took, for each participating expert whose quota has a limit, in plan
+    order.
     """
 
     blocks: tuple[BlockId, ...]
@@ -49,25 +50,25 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int]) -> Remembered:
-        """From `taken` with one number for every expert of the plan."""
+        """Build from `taken` with one number for every expert of the plan."""
         limited = limited_experts(task) if task.tensor.limited else []
         return cls(tuple(blocks), tuple([taken[k] for k in limited]))
 
     def per_expert(self, positions: Sequence[int], experts: int) -> tuple[int, ...]:
-        """The ties taken with one number for every expert; `positions` of those in `taken`."""
+        """Return the ties with one number for every expert; `positions` of those in `taken`."""
         spread = [0] * experts
         for k, count in zip(positions, self.taken, strict=True):
             spread[k] = count
         return tuple(spread)
 
     def encode(self) -> bytes:
-        """The row's value."""
+        """Encode the row's value."""
         ties = b"".join(map(_TAKEN.pack, self.taken))
         return b"".join(self.blocks) + ties + _COUNT.pack(len(self.taken))
 
     @classmethod
     def decode(cls, value: bytes) -> Remembered | None:
-        """From a row's value; None where it is none."""
+        """Decode a row's value; None if it is invalid."""
         if len(value) < _COUNT.size:
             return None
         (count,) = _COUNT.unpack_from(value, len(value) - _COUNT.size)
@@ -79,7 +80,7 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
 
 
 def limited_experts(task: ChunkTask) -> list[int]:
-    """The experts that take part in a chunk and whose ties are limited over the tensor."""
+    """Return the participating experts whose ties are limited over the tensor."""
     limits = task.tensor.quotas.tolist()
     return [k for k, row in enumerate(task.row_of) if row >= 0 and limits[k] != UNLIMITED]
 
@@ -92,16 +93,16 @@ class MemoKeys:
         self._operation = tasks.operation
         self._weights = tasks.mix.weights.astype("<f4")
         self._head = ARITHMETIC.to_bytes(4, "little") + tasks.mix.signature()
-        # Both by element types: tensors have few.
+        # Both are keyed by element types, of which a plan has few.
         self._heads: dict[tuple[str, str], bytes] = {}
         self._sources: dict[tuple[int, str], bytes] = {}
 
     def of(self, task: ChunkTask) -> bytes:
-        """The key of one chunk."""
+        """Return the key of one chunk."""
         return self.chunks(task.tensor, [task.number])[0]
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
-        """The keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
+        """Return the keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
         operation, block_size = self._operation, self._tasks.plan.block_size
         members = self._tasks.members(tensor.name)
         head = self._head_of(tensor)
@@ -129,7 +130,7 @@ class MemoKeys:
     def _sides(
         self, tensor: TensorTask, members: Members
     ) -> list[tuple[bytes, bytes, int, _Chain | None]]:
-        """What each expert gives to keys: constant bytes, its block list, bytes of that a chunk."""
+        """Return each expert's part of keys: constant bytes, block list, bytes of it per chunk."""
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
         words = tensor.keys.astype("<u4", copy=False).tobytes() if self._operation.is_drawn else b""
         sides = []
@@ -151,7 +152,7 @@ class MemoKeys:
         return sides
 
     def _head_of(self, tensor: TensorTask) -> bytes:
-        """What keys of a tensor of these element types begin with."""
+        """Return the common prefix of keys for a tensor of these element types."""
         types = tensor.base_dtype, tensor.out_dtype
         found = self._heads.get(types)
         if found is None:
@@ -160,7 +161,7 @@ class MemoKeys:
         return found
 
     def _source(self, k: int, dtype: str) -> bytes:
-        """What an expert gives to keys whatever the tensor."""
+        """Return an expert's part of keys that does not depend on the tensor."""
         found = self._sources.get((k, dtype))
         if found is None:
             place = k.to_bytes(2, "little") if self._operation.is_whole else b""
@@ -170,7 +171,7 @@ class MemoKeys:
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
-    """Bytes of a block list that are one chunk's."""
+    """Return the bytes of a block list that belong to one chunk."""
     return ID_BYTES * blocks_per_chunk(dtype, tensor.chunk_elements, block_size)
 
 
@@ -179,10 +180,10 @@ def _text(dtype: str) -> bytes:
 
 
 class _Chain:
-    """What the ties that earlier chunks took follow from, for one expert with a limited quota.
+    """What determines the ties that earlier chunks took, for one expert with a limited quota.
 
-    Both whole tensors, the quota, and which earlier chunks were left out of the plan: all others
-    that are not read have no ties to take.
+    That is both whole tensors, the quota, and which earlier chunks the plan leaves out; other
+    unread chunks have no ties to take.
     """
 
     def __init__(self, tensor: TensorTask, members: Members, k: int) -> None:
@@ -194,7 +195,7 @@ class _Chain:
         self._hash = blake3(derive_key_context=CONTEXT)
 
     def at(self, number: int) -> bytes:
-        """For chunk `number`; numbers only grow."""
+        """Return the bytes for chunk `number`; numbers only grow."""
         while self._seen < len(self._out) and self._out[self._seen] < number:
             self._hash.update(self._out[self._seen].to_bytes(8, "little"))
             self._seen += 1

@@ -1,9 +1,9 @@
 """Memory: how many threads may compute at a time so that a merge stays within its bound.
 
-What grows with a merge is the chunks in flight: a thread holds one group of the base and of every
-expert that takes part, with what decoding them takes, and a few outputs wait to be written.  The
-rest (the interpreter, compiled kernels, what a codec needs for the block that it is at, records of
-the plan's tensors) is a reserve that does not grow with experts.  Arithmetic only.
+The chunks in flight grow with a merge: each thread holds one group of the base and of every
+participating expert, plus decoding buffers, and a few outputs wait to be written.  The rest (the
+interpreter, compiled kernels, a codec's buffers for its current block, records of the plan's
+tensors) is a reserve that does not grow with experts.  Arithmetic only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mstore.merge.running.slices import GROUP_BYTES, group_chunks
 from mstore.merge.running.task import Tasks, item_size
 
 MEMORY: Final = 512 << 20
-"""Most anonymous memory of a merge, in bytes, unless it is told otherwise."""
+"""Default limit of a merge's anonymous memory, in bytes."""
 
 RESERVE: Final = 128 << 20
-"""Of that, the fixed working memory of the process: what is not for chunks."""
+"""The part of it that is not for chunks: the fixed working memory of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """threads: that compute side by side.  ahead: groups under way beyond the one written now.
+    """threads: how many compute in parallel. ahead: groups under way beyond the current one.
 
     together: bytes of a side up to which small tensors share a group (`slices.groups`).
     """
@@ -37,24 +37,24 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Bytes for what one thread has loaded and for one output; the tensor that takes most."""
+    """Bytes for one thread's inputs and for one output, of the largest tensor."""
 
     sides: int
     output: int
     largest: str
 
     def of(self, threads: int) -> int:
-        """Bytes for so many threads."""
-        # Outputs, plain and encoded: those waiting, one a thread, and the one being written.
+        """Return the bytes for this many threads."""
+        # Outputs, plain and encoded: those waiting, one per thread, and the one being written.
         return RESERVE + threads * self.sides + 2 * (2 * threads + 2) * self.output
 
     def fitting(self, memory: int, threads: int) -> int:
-        """As many of these threads as fit, perhaps none."""
+        """Return how many of these threads fit, perhaps none."""
         return next((count for count in range(threads, 0, -1) if self.of(count) <= memory), 0)
 
 
 def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
-    """As many of `threads` as fit.  Raises BadRequest where the largest chunk alone does not."""
+    """Fit as many of `threads` as possible.  Raises BadRequest if the largest chunk is too big."""
     shapes = _shapes(tasks)
     alone = _need(shapes, 0)
     count = alone.fitting(memory, threads)
@@ -73,8 +73,11 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
 
 
 class _Shape(NamedTuple):
-    """What one tensor takes: rows that are held, elements of its own group, bytes of an element of
-    the narrower of base and output, of the widest side and of the output."""
+    """The memory needs of one tensor.
+
+    They are the rows held, the elements of its own group, and the item size of the narrower of base
+    and output, of the widest side and of the output.
+    """
 
     rows: int
     elements: int
@@ -84,7 +87,7 @@ class _Shape(NamedTuple):
 
 
 class _Shapes(NamedTuple):
-    """Those of a plan, each once, with the first tensor that has it; elements of all tensors."""
+    """The distinct shapes of a plan, with the first tensor of each; elements of all tensors."""
 
     first: dict[_Shape, str]
     elements: int
@@ -107,7 +110,7 @@ def _shapes(tasks: Tasks) -> _Shapes:
 
 
 def _need(shapes: _Shapes, together: int) -> _Need:
-    """together: as in Bounds."""
+    """Return the largest need; together: as in Bounds."""
     sides, output, largest = 0, 0, ""
     for one, name in shapes.first.items():
         elements = max(one.elements, min(shapes.elements, together // one.narrow))

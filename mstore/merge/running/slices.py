@@ -1,13 +1,13 @@
-"""Slices: the self-contained pieces of work that a merge is cut into, and what comes back.
+"""Slices: the self-contained pieces of work that a merge is cut into, and their results.
 
-A slice is a run of chunks whose output makes one pack.  `execute` turns it into a sealed pack and
-a receipt, needs no index, and may run in any process that sees the store's packs and its tmp
-directory.  `Stream` computes slices on a pool of threads of this process instead, several
-chunks at a time, and hands the chunks on in order.  Which slices there are, and who publishes
-what they wrote, is the engine's affair.
+A slice is a run of chunks whose output makes one pack.  `execute` turns it into a sealed pack and a
+receipt, needs no index, and may run in any process that sees the store's packs and its tmp
+directory.  `Stream` computes slices on a pool of threads of this process instead, several chunks at
+a time, and yields the chunks in order.  The engine decides which slices there are, and publishes
+what they wrote.
 
-A tensor in which chunks hand on ties is never cut: its chunks lie in one slice.  Slices are
-idempotent; what they write is garbage until somebody publishes it.
+A tensor whose chunks pass on ties is never cut: its chunks are in one slice.  Slices are
+idempotent; what they write is garbage until it is published.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from mstore.merge.running.task import ChunkTask, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 
 SLICE_BYTES: Final = 128 << 20
-"""Plain bytes of output that make a slice, unless a tensor that is not to be cut has more."""
+"""Plain bytes of output per slice, unless a tensor that must not be cut has more."""
 
 GROUP_BYTES: Final = 1 << 20
-"""Small chunks are loaded together until one side of them has so many bytes."""
+"""Small chunks are loaded together until one side of them reaches this many bytes."""
 
 _LEAST_BYTES: Final = 1 << 12
-"""What a chunk counts at least: there are no more than 256 in a group."""
+"""The least that a chunk counts: a group has at most 256 chunks."""
 
 
 class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -62,17 +62,17 @@ class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
     known: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def ledger(self) -> TieLedger:
-        """A fresh ledger for the chunks of this run."""
+        """Return a new ledger for the chunks of this run."""
         numbers = [task.number for task in self.chunks]
         return TieLedger(self.tensor.quotas.tolist(), numbers, self.known)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """One piece of work.  packs: where packs are read.  target: the pack to be written;
-    `execute` adds something of its own to the name.
+    """One piece of work.
 
-    policy: how its output is coded, None where it is not kept.
+    packs: the directory to read packs from. target: the pack to write; `execute` makes the name
+    unique. policy: how its output is coded, None if it is not kept.
     """
 
     packs: Path
@@ -86,14 +86,14 @@ class Slice:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes at rest that it reads of experts."""
+        """Bytes at rest that it reads from experts."""
         return sum(task.expert_bytes for run in self.runs for task in run.chunks)
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):
-    """A chunk that was computed: ids of its output blocks, and its row for the memo table.
+    """A computed chunk: ids of its output blocks, and its row for the memo table.
 
-    expert_bytes: what was read of experts for it.  infinite: elements that overflowed.
+    expert_bytes: bytes read from experts for it. infinite: elements that overflowed.
     """
 
     tensor: str
@@ -107,7 +107,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a slice.  pack: None where every block was there already."""
+    """The result of a slice. pack: None if every block was already stored."""
 
     pack: SealedPack | None
     results: tuple[Result, ...]
@@ -116,7 +116,7 @@ class Receipt:
 
 
 class Part(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Chunks of one tensor in a group, and the tensor's ledger if they hand ties on."""
+    """Chunks of one tensor in a group, and the tensor's ledger if they pass on ties."""
 
     run: Run
     tasks: tuple[ChunkTask, ...]
@@ -136,9 +136,9 @@ class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
         return [task for part in self.parts for task in part.tasks]
 
     def fail(self, *, wholly: bool) -> None:
-        """Nothing will come of it: wake whoever waits for a chunk of it.
+        """Report that this group failed, and wake whoever waits for one of its chunks.
 
-        wholly: nothing comes of any other chunk of its tensors either.
+        wholly: no other chunk of its tensors will be computed either.
         """
         for part in self.parts:
             if part.ledger is not None:
@@ -146,9 +146,9 @@ class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """A block that came out, and where in which output file it lies.
+    """An output block, and its position in the output file.
 
-    encoded: None where it need not be written.
+    encoded: None if it need not be written.
     """
 
     id: BlockId
@@ -158,7 +158,7 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 
 
 class Computed(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A group's outcome.  The outputs lie in `buffer`, until `Computer.recycle`."""
+    """A group's result.  The outputs are in `buffer`, until `Computer.recycle`."""
 
     slice: Slice
     results: tuple[Result, ...]
@@ -170,10 +170,10 @@ Known = Callable[[Sequence[BlockId]], Sequence[bool]]
 
 
 class Computer:
-    """Computes groups; any number of threads may.
+    """Computes groups; safe for any number of threads.
 
-    known: which of some blocks are stored already, so that they need not be encoded; None where
-    nobody can say.  moved: as for `load`.  Both are called from any thread.
+    known: returns which of some blocks are already stored, so that they need no encoding; None if
+    unknown. moved: as for `load`.  Both are called from any thread.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Computer:
         return Computed(group.slice, tuple(results), tuple(outputs), buffer)
 
     def _outputs(self, drafts: Sequence[_Draft], policy: Policy | None) -> list[Output]:
-        """The blocks of chunks, encoded where that is still to be done."""
+        """Return the blocks of chunks, encoding those that are not encoded yet."""
         ids = [id for draft in drafts for id in draft.ids]
         if policy is None:
             known: Sequence[bool] = [True] * len(ids)
@@ -254,7 +254,7 @@ class Computer:
         outputs = []
         for draft in drafts:
             tensor = draft.loaded.task.tensor
-            # Blocks of another dtype lie elsewhere in the tensor than those of the base.
+            # Blocks of another dtype are at other positions in the tensor than those of the base.
             like_base = tensor.out_dtype == tensor.base_dtype
             elements = codecs.elements_of(tensor.out_dtype)
             offset = draft.loaded.task.file_offset
@@ -270,12 +270,12 @@ class Computer:
     def _blend(
         self, loaded: Loaded, part: Part, mix: Mix, out: npt.NDArray[np.uint8]
     ) -> tuple[int, ...]:
-        """Run the kernel; returns the ties that the chunk took, per expert."""
+        """Run the kernel; return the ties that the chunk took, per expert."""
         tensor = part.run.tensor
         if part.ledger is None:
-            # All of a quota is the chunk's own.
+            # The chunk may use the whole quota.
             return blend(loaded, mix, tensor.quotas, out)
-        # Mostly all ties of a chunk are kept or none: mixing at once saves a pass that counts.
+        # Usually all ties of a chunk are kept or none: mixing at once saves a counting pass.
         asked = part.ledger.asked
         ties = blend(loaded, mix, asked, out)
         grant = part.ledger.take(loaded.task.number, ties)
@@ -284,7 +284,7 @@ class Computer:
         return grant.taken
 
     def _buffer(self, length: int) -> npt.NDArray[np.uint8]:
-        # Fresh memory is paid for page by page: what has been written is used again.
+        # New memory costs page faults, so buffers are reused.
         with self._lock:
             for at, free in enumerate(self._free):
                 if free.size >= length:
@@ -293,7 +293,7 @@ class Computer:
         return np.empty(length, dtype=np.uint8)
 
     def recycle(self, computed: Computed) -> None:
-        """Take back the buffer of an outcome that nobody looks at any more."""
+        """Take back the buffer of a result that is no longer used."""
         with self._lock:
             self._free.append(computed.buffer)
 
@@ -306,7 +306,7 @@ def _base_of(loaded: Loaded) -> npt.NDArray[np.uint8]:
 
 
 class _Draft(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A chunk that was mixed: its output as blocks, which nobody has encoded yet."""
+    """A mixed chunk: its output as blocks, not encoded yet."""
 
     loaded: Loaded
     pieces: list[memoryview]
@@ -319,9 +319,9 @@ def _draft(loaded: Loaded, out: memoryview, block_size: int) -> _Draft:
 
 
 def groups(slice: Slice, together: int = GROUP_BYTES) -> Iterator[Group]:
-    """A slice's chunks in order, small ones together.
+    """Group a slice's chunks in order, small ones together.
 
-    together: bytes of a side up to which tensors share a group; 0 where none shall.
+    together: bytes of a side up to which tensors share a group; 0 for no sharing.
     """
     parts: list[Part] = []
     count, longest = 0, 0
@@ -349,10 +349,10 @@ def group_chunks(tensor: TensorTask) -> int:
 
 
 class Stream:
-    """Computes slices on a pool of threads; chunks come out in order.
+    """Computes slices on a pool of threads; yields chunks in order.
 
-    The pool works `ahead` groups ahead of the one handed on, over the ends of slices.  together:
-    as for `groups`.
+    The pool works `ahead` groups ahead of the current one, across slice boundaries. together: as
+    for `groups`.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class Stream:
         self._together = together
 
     def run(self, slices: Iterable[Slice]) -> Generator[Computed]:
-        """Every group of every slice.  The first error in order ends it."""
+        """Yield every group of every slice.  The first error in order ends it."""
         waiting: deque[tuple[Group, Future[Computed]]] = deque()
         try:
             for slice in slices:
@@ -390,10 +390,9 @@ class Stream:
 
 
 class SliceWriter:
-    """Takes the chunks of one slice in order and writes the blocks that are new into its pack.
+    """Takes the chunks of one slice in order and writes the new blocks into its pack.
 
-    written: the blocks that are in this pack or in another of the same run; grows.  Belongs to one
-    thread.
+    written: the blocks in this pack or in another of the same run; grows.  For one thread only.
     """
 
     def __init__(self, slice: Slice, written: set[BlockId]) -> None:
@@ -419,12 +418,12 @@ class SliceWriter:
         return self._writer
 
     def seal(self) -> SealedPack | None:
-        """Finish the pack; None where nothing was new.  May be called from another thread."""
+        """Finish the pack; None if no block was new.  May be called from another thread."""
         writer, self._writer = self._writer, None
         return None if writer is None else writer.seal()
 
     def release(self) -> PackWriter | None:
-        """The unfinished pack, for somebody who goes on writing it; None where nothing was new."""
+        """Return the unfinished pack for the caller to continue; None if no block was new."""
         writer, self._writer = self._writer, None
         return writer
 
@@ -438,9 +437,9 @@ class SliceWriter:
 def execute(slice: Slice) -> Receipt:
     """Compute a slice and write its pack, in this thread.
 
-    For any concurrent.futures.Executor: needs the paths that the slice names and nothing else.
-    Each attempt writes a pack of its own name, so that a slice may run again where a worker died,
-    or twice at once: one receipt counts, and what others wrote is garbage in the same directory.
+    For any concurrent.futures.Executor: needs only the paths that the slice names.  Each attempt
+    writes a pack with a unique name, so a slice may run again after a worker died, or twice at
+    once: one receipt counts, and the packs of other attempts are garbage in the same directory.
     Raises BudgetExceeded, Corrupt, StorageFailed; then nothing is left behind.
     """
     expert_meter, base_meter = Meter("expert", slice.expert_bytes), Meter("base")

@@ -1,12 +1,11 @@
-"""Tasks: all that one chunk of a merge needs to be computed, and where its bytes lie.
+"""Tasks: everything needed to compute one chunk of a merge, and where its bytes are stored.
 
-Owns the step from a plan and the catalog to self-contained work: a `ChunkTask` names packs and
-byte ranges, so whoever computes it needs no index, and can be in another process.  Does not read
-a block, and does not say what is computed when.
+Owns the step from a plan and the catalog to self-contained work: a `ChunkTask` names packs and byte
+ranges, so a worker needs no index and may be in another process.  Does not read blocks, and does
+not schedule tasks.
 
-A task names the blocks of experts that the plan says are read, and no others: this is where a
-merge is kept to its plan.  Values are immutable and picklable; `Tasks` may be used from any
-number of threads.
+A task names the expert blocks that the plan reads, and no others: this is what holds a merge to its
+plan.  Values are immutable and picklable; `Tasks` may be used from any number of threads.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from mstore.store.catalog import Catalog
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
-    """A block at rest: its id, where and how it is stored, and what it is a difference to.
+    """A stored block: its id, its location and codec, and the block it is a difference to.
 
-    base: None unless it is stored as a delta.  It is of the same plain length, and no delta
-    itself.
+    base: None unless it is stored as a delta.  The base has the same plain length and is not itself
+    a delta.
     """
 
     id: BlockId
@@ -56,20 +55,20 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stored_bytes(self) -> int:
-        """What reading it costs, without the blocks that its deltas are differences to."""
+        """Bytes at rest of these blocks, without the bases of their deltas."""
         return sum([source.at.stored_length for source in self.sources])
 
 
 class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What all chunks of one tensor have in common.
 
-    thresholds  float32[K], zeros where nothing is trimmed
+    thresholds  float32[K], zeros if nothing is trimmed
     quotas      int64[K]: elements that tie at the threshold and are kept, over the whole tensor
                 (kernels.UNLIMITED: all of them)
     limited     whether any of the quotas is less than all
-    keys        uint32[K, 2], zeros where nothing is random
-    file        the output file that the tensor lies in, and `offset`, where in it; they only say
-                which blocks are neighbours
+    keys        uint32[K, 2], zeros if nothing is random
+    file        the output file of the tensor, and `offset`, its position there; they only say
+                which blocks are adjacent
     """
 
     name: str
@@ -97,7 +96,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def hands_on(self) -> bool:
-        """Whether chunks hand ties on from one to the next (`mstore.merge.running.ties`)."""
+        """Whether chunks pass on ties from one to the next (`mstore.merge.running.ties`)."""
         return self.limited and self.elements > self.chunk_elements
 
     def chunk_length(self, number: int) -> int:
@@ -108,8 +107,8 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
 class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One chunk to compute: element range [first_index, first_index + n) of `tensor`.
 
-    rows: what is read of experts, each distinct run of blocks once.  row_of: for each expert of
-    the plan the row that it takes, or -1 where it is absent (its delta counts as zero).
+    rows: what is read from experts, each distinct run of blocks once. row_of: for each expert of
+    the plan the row that it uses, or -1 if it is absent (its delta counts as zero).
     """
 
     tensor: TensorTask
@@ -131,17 +130,17 @@ class ChunkTask(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def file_offset(self) -> int:
-        """Where the output lies in `tensor.file`."""
+        """Offset of the output in `tensor.file`."""
         return self.tensor.offset + self.first_index * ITEMSIZES[self.tensor.out_dtype]
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes at rest that are read of experts."""
+        """Bytes at rest that are read from experts."""
         return sum([row.stored_bytes for row in self.rows])
 
     @property
     def narrow_bytes(self) -> int:
-        """Plain bytes of the base or of the output, whichever are fewer."""
+        """Plain bytes of the base or of the output, whichever is smaller."""
         tensor = self.tensor
         return self.n * min(ITEMSIZES[tensor.base_dtype], ITEMSIZES[tensor.out_dtype])
 
@@ -190,7 +189,7 @@ class Tasks:
             catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
         ]
         count = len(plan.experts)
-        # What tensors have where nothing is trimmed, and nothing drawn.
+        # Shared by tensors without trimming or random draws.
         self._nothing = (
             np.zeros(count, dtype=np.float32),
             np.full(count, UNLIMITED, dtype=np.int64),
@@ -203,14 +202,14 @@ class Tasks:
         self.mix = Mix.of(self.operation)
 
     def is_planned(self, name: str, id: TensorId) -> bool:
-        """Whether a tensor of the base, by name and record, is merged.
+        """Return whether a tensor of the base, by name and record, is merged.
 
-        A second tensor of the same name (a consolidated copy) is merged only if it is the same.
+        A second tensor of the same name (a consolidated copy) is merged only if it is identical.
         """
         return self.first[name] in self._planned and id == self._base[name]
 
     def members(self, name: str) -> Members:
-        """The records of a planned tensor, by the name it is planned under."""
+        """Return the records of a planned tensor, by the name it is planned under."""
         found = self._members.get(name)
         if found is None:
             self._load(self._order[name])
@@ -218,7 +217,7 @@ class Tasks:
         return found
 
     def _load(self, first: int) -> None:
-        """The members of a planned tensor, and of those after it: they are read together."""
+        """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
         sides = [self._base, *self._experts]
         ids = [side[tensor.name] for tensor in tensors for side in sides]
@@ -234,7 +233,7 @@ class Tasks:
             )
 
     def tensor(self, name: str, file: str = "", offset: int = 0) -> TensorTask:
-        """What the chunks of a planned tensor share; `file` and `offset` as in TensorTask."""
+        """Return what a planned tensor's chunks share; `file` and `offset` as in TensorTask."""
         planned = self._planned[name]
         base = self.members(name).base
         thresholds, quotas, keys, limited = self._nothing
@@ -261,7 +260,7 @@ class Tasks:
         )
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
-        """bool[chunks]: whose output is the base's own blocks, so that nothing is computed."""
+        """Return bool[chunks]: where the output is the base's own blocks and needs no computing."""
         if not self.operation.keeps_base or tensor.out_dtype != tensor.base_dtype:
             return np.zeros(tensor.chunks, dtype=np.bool_)
         reused: npt.NDArray[np.bool_] = np.logical_not(
@@ -270,17 +269,17 @@ class Tasks:
         return reused
 
     def chunk(self, tensor: TensorTask, number: int) -> ChunkTask:
-        """One chunk.  Raises Corrupt where a block is not stored."""
+        """Return one chunk.  Raises Corrupt if a block is not stored."""
         return self.chunks(tensor, [number])[0]
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[ChunkTask]:
-        """Several chunks of one tensor, with one look into the index.  Raises Corrupt."""
+        """Return several chunks of one tensor, with one index lookup.  Raises Corrupt."""
         return self.chunks_of([(tensor, numbers)])[0]
 
     def chunks_of(
         self, wanted: Sequence[tuple[TensorTask, Sequence[int]]]
     ) -> list[list[ChunkTask]]:
-        """The chunks of several tensors, with one look into the index for all of them."""
+        """Return the chunks of several tensors, with one index lookup for all of them."""
         named = [[self._named(tensor, n) for n in numbers] for tensor, numbers in wanted]
         every = itertools.chain.from_iterable(named)
         sources = self._locate(
@@ -300,7 +299,7 @@ class Tasks:
         return made
 
     def _named(self, tensor: TensorTask, number: int) -> tuple[list[_Named], tuple[int, ...]]:
-        """A chunk before it is known where its blocks lie: base and rows, and `row_of`."""
+        """Return a chunk without block locations: base and rows, and `row_of`."""
         members = self.members(tensor.name)
         size, length = self._catalog.block_size, tensor.chunk_elements
 
@@ -319,9 +318,9 @@ class Tasks:
         return [named(members.base), *rows], tuple(row_of)
 
     def moved(self, source: Source) -> Location:
-        """Where a block lies now whose pack is gone: gc may have copied it into another.
+        """Return the new location of a block whose pack is gone: gc may have copied it.
 
-        Raises Conflict where it is not stored any more as it was, PackGone where it never moved.
+        Raises Conflict if it is no longer stored in the same form, PackGone if it never moved.
         """
         try:
             (place,) = self._catalog.locate([source.id])
@@ -333,7 +332,7 @@ class Tasks:
                 where=f"pack {source.at.pack}",
                 hint="mstore fsck",
             )
-        # Who paid for reading it paid for as many bytes, and knows what they decode with.
+        # The reader was charged for the old length and decodes by the old codec.
         if place is None or msgspec.structs.replace(
             place, pack=source.at.pack, offset=source.at.offset
         ) != (source.at):
@@ -350,7 +349,7 @@ class Tasks:
         deltas = {block: BlockId(at.base) for block, at in places.items() if at.base != NO_BASE}
         others = [block for block in dict.fromkeys(deltas.values()) if block not in places]
         places |= self._places(others)
-        # One object for a block wherever it is named: a slice that is pickled names it once.
+        # One object per block: a pickled slice then stores it once.
         sources: dict[bytes, Source] = {
             block: Source(block, at) for block, at in places.items() if at.base == NO_BASE
         }
@@ -379,7 +378,7 @@ class Tasks:
             ) from error
 
     def _has_inputs(self) -> bool:
-        """Whether the inputs are snapshots' contents still; their records may lie in a cache."""
+        """Return whether the inputs are still snapshots' contents; their records may be cached."""
         index = self._catalog.index
         with index.env.read() as transaction:
             return all(
@@ -389,7 +388,7 @@ class Tasks:
 
 
 def _ids(blocks: bytes) -> list[bytes]:
-    """A block list cut into ids."""
+    """Split a block list into ids."""
     return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
 
 

@@ -1,8 +1,8 @@
-"""The tie ledger: which chunk gets how many of the elements that tie at a trim threshold.
+"""The tie ledger: how many elements that tie at a trim threshold each chunk keeps.
 
 Exactly k elements of a tensor are kept, and of those that equal the threshold the ones with the
 lowest flat index.  So a chunk must know how many ties come before it.  Chunks of a tensor count
-their own ties and hand the sum on in order; everything else in a chunk runs side by side.
+their own ties and pass the sum on in order; all other work on a chunk runs in parallel.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 class Grant(msgspec.Struct, frozen=True, gc=False):
     """What one chunk may keep, per expert.
 
-    quotas: as the kernel takes them (UNLIMITED: all of its ties).  taken: how many of the tensor's
-    limited quota that uses up; 0 where the quota has no limit.
+    quotas: in the kernel's form (UNLIMITED: all of its ties). taken: how much of the tensor's
+    limited quota that uses up; 0 if the quota has no limit.
     """
 
     quotas: tuple[int, ...]
@@ -28,14 +28,14 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 
 
 def grant_of(left: Sequence[int], ties: Sequence[int]) -> Grant:
-    """What a chunk with these ties may keep where so much is `left` of the quotas before it."""
+    """Return what a chunk with these ties may keep if `left` remains of the quotas."""
     quotas, taken = [], []
     for quota, count in zip(left, ties, strict=True):
         if quota == UNLIMITED:
             quotas.append(UNLIMITED)
             taken.append(0)
         else:
-            # With nothing left nobody has counted, and there may be ties.
+            # With no quota left, nobody counted, and there may be ties.
             quotas.append(UNLIMITED if 0 < quota >= count else quota)
             taken.append(min(count, quota))
     return Grant(tuple(quotas), tuple(taken))
@@ -44,8 +44,8 @@ def grant_of(left: Sequence[int], ties: Sequence[int]) -> Grant:
 class TieLedger:
     """For one tensor and all its experts; the chunks of `numbers` report once each, in any order.
 
-    known: (chunk, ties taken per expert) of chunks that do not report because their outcome is
-    known already.  Chunks in neither take no ties.
+    known: (chunk, ties taken per expert) of chunks that do not report because their output is
+    already known.  Chunks in neither take no ties.
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class TieLedger:
 
     @property
     def open(self) -> list[bool]:
-        """Which experts' ties must still be counted: those with a quota that is not used up."""
+        """Return which experts' ties must still be counted: those with quota left."""
         return [quota > 0 for quota in self._left]
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """Per expert what a chunk may hope for: COUNTED where a quota is not used up yet.
+        """Return, per expert, the quota to try: COUNTED if some quota is left.
 
-        Quotas only fall, so an answer that is out of date costs time and no more.
+        Quotas only fall, so an outdated answer costs only time.
         """
         return tuple(COUNTED if quota > 0 else quota for quota in self._left)
 
     def take(self, chunk: int, ties: Sequence[int]) -> Grant:
-        """How many of its `ties` per expert chunk `chunk` may keep.
+        """Return how many of its `ties` per expert chunk `chunk` may keep.
 
-        Waits for earlier chunks.  Where an expert is not `open`, its ties need not be counted.
+        Waits for earlier chunks.  For an expert that is not `open`, ties need not be counted.
 
-        Raises RuntimeError where one of those failed.
+        Raises RuntimeError if one of the earlier chunks failed.
         """
         with self._turn:
             self._turn.wait_for(
@@ -95,7 +95,7 @@ class TieLedger:
             return grant
 
     def _advance(self) -> None:
-        """Book the known chunks that come before the next one to report."""
+        """Account for the known chunks that come before the next one to report."""
         while self._known and (not self._numbers or self._known[-1][0] < self._numbers[-1]):
             self._subtract(self._known.pop()[1])
 
@@ -105,10 +105,10 @@ class TieLedger:
                 self._left[expert] -= min(count, self._left[expert])
 
     def fail(self, chunk: int) -> None:
-        """Chunk `chunk` will never report: wake the later ones.  -1: none will be asked any more.
+        """Report that chunk `chunk` failed, and wake the later ones. -1: no more calls will come.
 
-        Earlier ones go on, so that the first error in the order of chunks is the one that caused
-        the others.
+        Earlier chunks continue, so that the first error in chunk order is the one that caused the
+        others.
         """
         with self._turn:
             self._failed = min(self._failed, chunk)
