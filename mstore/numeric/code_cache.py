@@ -1,21 +1,19 @@
 """Compiled passes that start without the compiler.
 
-Owns how a pass that was compiled once is found again as machine code.  Importing the compiler
-and having it load its own cache takes a third of a second in every process, more than many a
-command has to do; loading the code alone takes a twentieth.  Does not own how code is made
-(`compiling.entry`).
+Owns how a pass that was compiled once is found again as machine code.  Importing the compiler and
+letting it load its own cache takes a third of a second per process, longer than many commands run;
+loading the code alone takes a twentieth.  Does not own how code is made (`compiling.entry`).
 
-Code lies beside the source, in `__pycache__`, as the interpreter's own does and with the same
-trust: who may write there may run what they like; or in a directory that `use_cache` names, where
-nobody but its owner may write.  It is used only where it was made from the
-very same sources by the same compiler for the same processor, and where every byte is there;
-otherwise the compiler is asked.
+Code lies beside the source in `__pycache__`, like the interpreter's own and with the same trust:
+anyone who may write there may run code.  Or it lies in a directory that `use_cache` names, where
+only the owner may write.  It is used only if it was made from exactly the same sources by the same
+compiler for the same processor, and is complete; otherwise the compiler runs.
 
-A pass takes integers and addresses, releases the GIL while it runs, and may run in any thread.
-It checks nothing: its caller owns that addresses and lengths are right.
+A pass takes integers and addresses, releases the GIL while it runs, and may run in any thread.  It
+checks nothing: its caller guarantees that addresses and lengths are right.
 
-File: SHA-256 of what the code was made from (32), SHA-256 of the code (32), an ELF object with
-the one function `mstore_pass`.
+File: SHA-256 of the inputs of the code (32), SHA-256 of the code (32), an ELF object with the one
+function `mstore_pass`.
 """
 
 from __future__ import annotations
@@ -40,22 +38,22 @@ from mstore.errors import Unavailable
 SYMBOL: Final = "mstore_pass"
 LOGGER: Final = "mstore.numeric"
 COMPILING: Final = "compiling kernels that are needed for the first time: up to 15 s or so"
-"""What the logger LOGGER says, at level INFO, before a process compiles its first pass."""
+"""The message of the logger LOGGER, at level INFO, before a process compiles its first pass."""
 _TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p}
 _DIGEST: Final = 32
 _HERE: Final = Path(__file__)
 
 
 _caches: list[Path] = []
-"""The directory of `use_cache`, if there is one."""
+"""The directory of `use_cache`, if set."""
 _told = Event()
 
 
 def use_cache(directory: Path) -> None:
-    """Keep code in this directory from now on, and not beside the sources.
+    """Store code in this directory from now on, and not beside the sources.
 
-    Raises Unavailable where it is no directory, or others than its owner may write there: what they
-    put there would run.
+    Raises Unavailable if it is not a directory, or if others than its owner may write there: their
+    code would run.
     """
     try:
         found = directory.stat()
@@ -77,15 +75,15 @@ def use_cache(directory: Path) -> None:
 
 
 def cache_directory() -> Path | None:
-    """The directory of `use_cache`, if there is one."""
+    """Return the directory of `use_cache`, if set."""
     return _caches[0] if _caches else None
 
 
 class Pass:
     """One compiled pass: `name` of `module`, where `compiling.entry` made it.
 
-    takes: one letter an argument, "i" for an int64 and "p" for an address.  sources: the files
-    that its code comes from, besides this package's `compiling`.
+    takes: one letter per argument, "i" for an int64 and "p" for an address. sources: the files that
+    its code comes from, besides this package's `compiling`.
     """
 
     def __init__(self, module: str, name: str, takes: str, sources: tuple[Path, ...]) -> None:
@@ -95,20 +93,20 @@ class Pass:
         self._sources = (_HERE, _HERE.with_name("compiling.py"), *sources)
         self._lock = Lock()
         self._function: Callable[..., int] | None = None
-        # What must live as long as the code is run.
+        # Must live as long as the code may run.
         self._kept: Any = None
-        # Compiled functions put here what they return and raise: nothing, both.
+        # Compiled functions write their result and exception here: nothing, both.
         self._returned = ctypes.c_void_p()
         self._raised = ctypes.c_void_p()
 
     def __call__(self, *arguments: int) -> None:
-        """Run it."""
+        """Run the pass."""
         function = self._function or self.load()
         status = function(ctypes.byref(self._returned), ctypes.byref(self._raised), *arguments)
         assert status == 0, f"{self._name} was given arguments that contradict each other"
 
     def load(self) -> Callable[..., int]:
-        """Make ready to run: from the file, or by the compiler."""
+        """Prepare to run: load the file, or compile."""
         with self._lock:
             if self._function is None:
                 address, self._kept = self._stored() or self._compiled()
@@ -136,24 +134,24 @@ class Pass:
 
 
 def code_path(source: Path, name: str) -> Path:
-    """Where the code of pass `name`, of a module at `source`, lies for this processor."""
+    """Return the path of the code of pass `name`, of a module at `source`, for this processor."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:12]
     directory = cache_directory() or source.parent / "__pycache__"
     return directory / f"{source.stem}.{name}-{processor}.pass"
 
 
 def _tell() -> None:
-    """Say once that the compiler is at work, to whoever listens: it may take a while."""
+    """Log once that the compiler is running: it may take a while."""
     if not _told.is_set():
         _told.set()
-        # Nearly every process never needs it.
+        # Almost no process needs it.
         import logging
 
         logging.getLogger(LOGGER).info(COMPILING)
 
 
 def made_from(sources: tuple[Path, ...]) -> bytes:
-    """What code depends on, as a digest: sources, compiler, interpreter, processor."""
+    """Return a digest of what code depends on: sources, compiler, interpreter, processor."""
     digest = hashlib.sha256()
     for part in (metadata.version("numba"), llvm.llvm_version_info, sys.version, _processor()):
         digest.update(f"{part}\0".encode())
@@ -164,12 +162,12 @@ def made_from(sources: tuple[Path, ...]) -> bytes:
 
 
 def stored(code: bytes, stamp: bytes) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     return stamp + hashlib.sha256(code).digest() + code
 
 
 def _loaded(code: bytes) -> tuple[int, Any]:
-    """(address of SYMBOL, what must live as long as it is used)."""
+    """Return the address of SYMBOL, and the object that must live as long as it is used."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -177,7 +175,7 @@ def _loaded(code: bytes) -> tuple[int, Any]:
 
 
 def target_machine() -> Any:
-    """What code is made for: this processor, with all that it can do."""
+    """Return the target of compilation: this processor with all its features."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(

@@ -1,7 +1,7 @@
-"""Analysis: statistics of tensors that are stored already, block by block on a pool of threads.
+"""Analysis: statistics of stored tensors, block by block on a pool of threads.
 
-Owns `analyze`, which takes what is missing for a pair of snapshots, and its steps for one tensor.
-An analysis that is interrupted keeps what it took: the next one goes on from there.
+Owns `analyze`, which computes the missing statistics of a pair of snapshots, and its steps for one
+tensor.  An interrupted analysis keeps its results: the next one resumes there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mstore.store.catalog import Catalog
 def measure_pair(
     catalog: Catalog, base: Tensor, expert: Tensor, pool: ThreadPoolExecutor, meter: Meter
 ) -> PairMeasure:
-    """Take the statistics of a stored pair; only blocks that differ are read twice."""
+    """Compute the statistics of a stored pair; only blocks that differ are read twice."""
     chunk = chunk_elements(catalog.block_size, base.dtype, expert.dtype)
     measure = PairMeasure(base.dtype, expert.dtype, math.prod(base.shape), chunk)
 
@@ -49,7 +49,7 @@ def measure_pair(
 
 
 def measure_squares(catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor) -> float:
-    """Sum of squares of a stored tensor."""
+    """Return the sum of squares of a stored tensor."""
     chunk = chunk_elements(catalog.block_size, record.dtype)
     elements = math.prod(record.shape)
 
@@ -62,7 +62,7 @@ def measure_squares(catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor) 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A stored snapshot, and what its user calls it."""
+    """A stored snapshot, and the name that the user gave it."""
 
     snapshot: SnapshotId
     name: str
@@ -79,12 +79,12 @@ def analyze(
     threads: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> AnalyzeReport:
-    """Take the statistics of expert minus base that are not there yet, tensor by tensor.
+    """Compute the missing statistics of expert minus base, tensor by tensor.
 
-    Also the base's own sums of squares, which a bound on an error is relative to.  Tensors that
-    are the base's own have no difference, and those of other dtypes than BF16, F16 and F32 no
-    statistics.  only, skip: patterns of tensor names; what they leave out may be missing, extra or
-    of another shape, and nothing of it is read.  Raises Incompatible where names or shapes
+    Also computes the base's own sums of squares, to which error bounds are relative.  Skips tensors
+    equal to the base's, which have no difference, and those of other dtypes than BF16, F16 and F32,
+    which have no statistics. only, skip: patterns of tensor names; tensors that they leave out may
+    be missing, extra or of another shape, and are not read.  Raises Incompatible if names or shapes
     differ, BadRequest for a pattern that matches nothing, Corrupt, StorageFailed.
     """
     began = time.monotonic()
@@ -98,7 +98,7 @@ def analyze(
         where=expert.name,
         hint=f"mstore diff {base.name} {expert.name}; --skip PATTERN leaves tensors out",
     )
-    # By pair of tensors: tied names are one.
+    # Keyed by pair of tensors, so tied names count once.
     pairs = {
         (base_id, experts[name][0]): (record, experts[name][1])
         for name, (base_id, record) in bases.items()

@@ -61,29 +61,29 @@ CHUNK: Final = np.dtype(
 )
 """A row: 66 bytes, packed, little-endian.
 
-Where a delta is infinite or NaN the sums and the maximum are so too (NaN always as the one
-quiet NaN 0x7FC0...), and the sketch is zero.  Nothing else in the row then says how large the
-rest is: such a row is *unreliable* (`finite` is False), and a planner must not use it.
+If a delta is infinite or NaN, so are the sums and the maximum (NaN always as the one quiet NaN
+0x7FC0...), and the sketch is zero.  The row then says nothing about the finite rest: such a row is
+*unreliable* (`finite` is False), and a planner must not use it.
 """
 
 Rows = npt.NDArray[np.void]
 """CHUNK[chunks]"""
 
-# The largest bucket is scaled into [2^6, 2^7).  What is lost by rounding, at most half of a 64th
-# of the largest bucket, is small beside what the sketch does not know anyhow.
+# The largest bucket is scaled into [2^6, 2^7).  The rounding error, at most half of a 64th of the
+# largest bucket, is small compared with the sketch's own uncertainty.
 _TOP_EXPONENT: Final = 7
 _LARGEST: Final = 127
 
 
 def unchanged(base_squares: float) -> Rows:
-    """CHUNK[1] of a chunk that equals the base: zeros, but for the base's own sum of squares."""
+    """Return CHUNK[1] of a chunk that equals the base: zeros except the base's sum of squares."""
     row = np.zeros(1, dtype=CHUNK)
     row["base_squares"] = base_squares
     return row
 
 
 def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int8], int]:
-    """S, float64[32] and finite, as (sketch, sketch_exponent); to the nearest, ties to even."""
+    """Encode S, float64[32] and finite, as (sketch, sketch_exponent); ties round to even."""
     largest = float(np.abs(sums).max())
     if largest == 0.0:
         return np.zeros(SKETCH_BUCKETS, dtype=np.int8), 0
@@ -94,16 +94,16 @@ def pack_sketch(sums: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int8], in
 
 
 def inner(a: Rows, b: Rows) -> npt.NDArray[np.float64]:
-    """Estimate of <d', d''> chunk by chunk: float64[chunks].  0 where a sketch is zero.
+    """Estimate <d', d''> chunk by chunk: float64[chunks]. 0 where a sketch is zero.
 
-    `a` and `b` are rows of the same chunks of one tensor, from two experts (or one: the estimate
-    is then of |d|^2).  Raises BadRequest where their numbers differ.
+    `a` and `b` are rows of the same chunks of one tensor, from two experts (or one: the estimate is
+    then of |d|^2).  Raises BadRequest if their numbers differ.
     """
     if a.shape != b.shape:
         raise BadRequest(f"rows of the same chunks are needed, not {a.size} and {b.size}")
     products = a["sketch"].astype(np.float64) * b["sketch"].astype(np.float64)
-    # Halving is one fixed order of additions, where np.sum's is numpy's own affair: estimates
-    # order blocks in a plan, and a plan must come out the same everywhere.
+    # Pairwise halving fixes the order of additions; numpy does not specify that of np.sum.
+    # Estimates order blocks in a plan, and every machine must make the same plan.
     while products.shape[-1] > 1:
         half = products.shape[-1] // 2
         products = products[..., :half] + products[..., half:]
@@ -113,7 +113,7 @@ def inner(a: Rows, b: Rows) -> npt.NDArray[np.float64]:
 
 
 def finite(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Which rows are reliable, that is, free of infinities and NaN: bool[chunks]."""
+    """Return which rows are reliable, that is, free of infinities and NaN: bool[chunks]."""
     reliable: npt.NDArray[np.bool_] = np.isfinite(rows["max_abs"])
     for name in ("sum_abs", "sum_squares", "base_squares"):
         reliable = reliable & np.isfinite(rows[name])

@@ -1,8 +1,8 @@
-"""Chunks: the runs of elements that statistics and merges work in, and the blocks they are made of.
+"""Chunks: the runs of elements that statistics and merges work in, and their blocks.
 
-A chunk is as many elements as a block of the narrowest dtype at hand holds, so it is a whole
-number of blocks in every other one.  Chunk `number` of a tensor begins at element
-number * chunk; the last is short.
+A chunk has as many elements as a block of the narrowest dtype involved, so it is a whole number of
+blocks in every other one.  Chunk `number` of a tensor begins at element number * chunk; the last is
+short.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from mstore.store.catalog import Catalog
 
 
 def chunk_elements(block_size: int, *dtypes: str) -> int:
-    """Elements of a chunk: as many as a block of the narrowest dtype holds."""
+    """Return the elements of a chunk: as many as a block of the narrowest dtype holds."""
     return block_size // min(ITEMSIZES[dtype] for dtype in dtypes)
 
 
 def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:
-    """The blocks of chunk `number` of a tensor."""
+    """Return the blocks of chunk `number` of a tensor."""
     per = blocks_per_chunk(record.dtype, chunk, block_size)
     end = min(record.block_count(), (number + 1) * per)
     return [record.block(block) for block in range(number * per, end)]
 
 
 def blocks_per_chunk(dtype: str, chunk: int, block_size: int) -> int:
-    """How many blocks a full chunk has in this dtype."""
+    """Return the number of blocks of a full chunk in this dtype."""
     return chunk * ITEMSIZES[dtype] // block_size
 
 
 def read_chunk(
     catalog: Catalog, record: Tensor, chunk: int, number: int, meter: Meter | None
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The plain bytes of a chunk, checked."""
+    """Read the plain bytes of a chunk, checked."""
     blocks = chunk_blocks(record, chunk, number, catalog.block_size)
     locations = catalog.locate(blocks)
     data = np.empty(sum(location.raw_length for location in locations), dtype=np.uint8)

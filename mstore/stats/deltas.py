@@ -39,7 +39,7 @@ from mstore.stats.scratch import TILE, Scratch
 __all__ = ["CHUNK", "TILE", "base_squares", "collect", "count_low", "measure", "unchanged"]
 
 MAX_ELEMENTS: Final = 2**31
-"""Most elements a call takes: its counts are kept in 32 bits."""
+"""The most elements per call: its counts are kept in 32 bits."""
 
 Bytes = npt.NDArray[np.uint8]
 DenseHistogram = npt.NDArray[np.int64]
@@ -60,7 +60,8 @@ _count_low: Final = Pass("mstore.stats.passes", "count_low", "ipiipiiippp", _SOU
 _collect: Final = Pass("mstore.stats.passes", "collect", "pipp", _SOURCES)
 _scratch: Final = Scratch()
 _ROW: Final = struct.Struct(f"<IddIdh{SKETCH_BUCKETS}s")
-"""A row of CHUNK, the largest |d| as its bits: one call, where numpy takes one a field."""
+"""A row of CHUNK with the largest |d| as its bits; one packing call, unlike numpy's one per field.
+"""
 
 
 def measure(
@@ -72,10 +73,10 @@ def measure(
     first_index: int,
     hist: DenseHistogram,
 ) -> Rows:
-    """Statistics of one chunk's delta: a CHUNK[1] row; `hist` is added to in place.
+    """Compute the statistics of one chunk's delta: a CHUNK[1] row; adds to `hist` in place.
 
     `base` and `expert` are the stored bytes of the chunk's `n` elements, uint8[n * itemsize],
-    little-endian, of the dtypes named ("BF16", "F16" or "F32", not necessarily the same).
+    little-endian, of the named dtypes ("BF16", "F16" or "F32", not necessarily the same).
     `first_index` is the chunk's first element within the tensor, a multiple of TILE.
 
     `hist` is int64[32768, 2]: row t counts elements with d != 0 whose float32 |d| has the top 16
@@ -120,10 +121,9 @@ def measure(
 
 
 def collect(hist: DenseHistogram, largest: float) -> bytes:
-    """What `measure` counted in `hist`, as the byte planes of `mstore.stats.table`; `hist` is zero
-    afterwards.
+    """Return the counts in `hist` as byte planes of `mstore.stats.table`, and zero `hist`.
 
-    largest: no bin above that of this magnitude is occupied.  Looks at each bin up to there.
+    largest: no bin above that of this magnitude is occupied.  Scans each bin up to there.
     """
     _check_counts(hist, (0x8000, 2), "histogram")
     end = bin_of(largest) + 1
@@ -132,10 +132,10 @@ def collect(hist: DenseHistogram, largest: float) -> bytes:
 
 
 def base_squares(base: Bytes, base_dtype: str, n: int) -> float:
-    """Sum of float32(base)^2 over `n` elements: the same float64 that `measure` gives.
+    """Sum float32(base)^2 over `n` elements: the same float64 that `measure` gives.
 
-    With `unchanged` it makes the row of a chunk that equals the base, for half the work and
-    without the expert.  Raises BadRequest as `measure` does.
+    With `unchanged` it makes the row of a chunk that equals the base, for half the work and without
+    the expert.  Raises BadRequest as `measure` does.
     """
     code, stored, address = _elements(base, base_dtype, n, "base")
     scratch = _scratch
@@ -154,8 +154,8 @@ def count_low(
 ) -> None:
     """Second look: count, by the low 16 bits of |d|, the elements whose top 16 bits are `bin`.
 
-    `low_hist`, int64[65536], is added to in place; elements with d == 0 are not counted.  Over
-    all chunks of a tensor it is what `histogram.select_exact` takes.  Other arguments and errors
+    Adds to `low_hist`, int64[65536], in place; elements with d == 0 are not counted.  Summed over
+    all chunks of a tensor, it is the input of `histogram.select_exact`.  Other arguments and errors
     as for `measure`.
     """
     base_code, base_bytes, base_at = _elements(base, base_dtype, n, "base")
@@ -180,7 +180,7 @@ def count_low(
 
 
 def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes, int]:
-    """(code, the bytes as compiled code takes them, where these lie)."""
+    """Return the dtype code, an aligned array for compiled code, and its address."""
     code = CODES.get(dtype)
     if code is None:
         raise BadRequest(
@@ -195,7 +195,7 @@ def _elements(stored: Bytes, dtype: str, n: int, side: str) -> tuple[int, Bytes,
             f"{n} elements of {dtype} are uint8[{length}], not {stored.dtype}{list(stored.shape)}",
             where=side,
         )
-    # Blocks may lie at any offset of a mapped file; compiled code takes aligned elements only.
+    # Blocks may be at any offset of a mapped file; compiled code takes only aligned elements.
     aligned = np.ascontiguousarray(stored)
     address = aligned.ctypes.data
     if address % ITEMSIZES[dtype]:
@@ -213,5 +213,5 @@ def _check_counts(counts: DenseHistogram, shape: tuple[int, ...], what: str) -> 
 
 
 def _one_nan(value: float) -> float:
-    # The sign and payload of a NaN that arithmetic makes differ between processors.
+    # Processors differ in the sign and payload of a NaN that arithmetic makes.
     return float("nan") if value != value else value

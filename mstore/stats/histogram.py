@@ -41,9 +41,9 @@ _DTYPES: Final = (np.dtype("<u2"), np.dtype("<u8"), np.dtype("<u8"))
 class Histogram:
     """The occupied bins, ascending: how many elements each holds, and how many are inexact.
 
-    Holds: bins rise strictly up to NAN_BIN; every count is at least 1; inexact <= counts, equal
-    to it in bin 0, and 0 where the bin is infinity or NaN.  The arrays are read-only.  Elements
-    with d == 0 are in no bin: the caller knows n and `nonzeros` says the rest.
+    Invariants: bins rise strictly up to NAN_BIN; every count is at least 1; inexact <= counts,
+    equal to it in bin 0, and 0 where the bin is infinity or NaN.  The arrays are read-only.
+    Elements with d == 0 are in no bin: the caller knows n, and `nonzeros` gives the rest.
     """
 
     bins: npt.NDArray[np.uint16]
@@ -63,7 +63,7 @@ class Histogram:
                 raise BadRequest(
                     "a bin holds at least one element, and no more inexact ones than that"
                 )
-            # Bins rise: nothing and infinity can only be at the ends.
+            # Bins rise, so bin 0 and infinity can only be at the ends.
             top = int(np.searchsorted(bins, INFINITY_BIN))
             if (bins[0] == 0 and inexact[0] != counts[0]) or inexact[top:].any():
                 raise BadRequest("zeros are not counted, infinity and the quiet NaN are exact")
@@ -83,19 +83,19 @@ class Histogram:
 
     @classmethod
     def from_dense(cls, hist: npt.NDArray[np.int64]) -> Self:
-        """From what `deltas.measure` fills: int64[32768, 2].  Raises BadRequest if it is not so."""
+        """Build from what `deltas.measure` fills: int64[32768, 2].  Raises BadRequest."""
         return cls.from_dense_parts([hist])
 
     @classmethod
     def from_dense_parts(cls, parts: Sequence[npt.NDArray[np.int64]]) -> Self:
-        """The sum of dense histograms, of disjoint element ranges.  Raises BadRequest."""
+        """Add dense histograms of disjoint element ranges.  Raises BadRequest."""
         occupied = np.zeros(BINS, dtype=np.bool_)
         for part in parts:
             if part.shape != (BINS, 2) or part.dtype != np.int64:
                 raise BadRequest(
                     f"a dense histogram is int64[{BINS}, 2], not {part.dtype}{list(part.shape)}"
                 )
-            # Both flags of a bin at once; column by column it takes four times as long.
+            # Tests both flags of a bin at once; column by column takes four times as long.
             occupied |= (np.ascontiguousarray(part) != 0).view(np.uint16).reshape(-1) != 0
         bins = np.flatnonzero(occupied)
         counts = np.zeros((bins.size, 2), dtype=np.int64)
@@ -112,11 +112,11 @@ class Histogram:
 
     @classmethod
     def merge(cls, parts: Iterable[Histogram]) -> Self:
-        """The sum, for histograms of disjoint element ranges.  Order does not matter."""
+        """Add histograms of disjoint element ranges.  Order does not matter."""
         return cls.from_dense_parts([part.to_dense() for part in parts])
 
     def to_dense(self) -> npt.NDArray[np.int64]:
-        """int64[32768, 2]: all, and inexact ones."""
+        """Return int64[32768, 2]: all, and inexact ones."""
         hist = np.zeros((BINS, 2), dtype=np.int64)
         hist[self.bins, 0] = self.counts
         hist[self.bins, 1] = self.inexact
@@ -129,17 +129,17 @@ class Histogram:
 
 
 def bin_of(value: float) -> int:
-    """The bin of a magnitude."""
+    """Return the bin of a magnitude."""
     return _pattern(value) >> 16
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Where the k largest |d| of a tensor end, as far as its histogram says.
+    """Where the k largest |d| of a tensor end, as far as its histogram shows.
 
-    `value` is the edge of the bin in which the k-th largest lies, exactly a float32; `above`
+    `value` is the edge of the bin that contains the k-th largest, exactly a float32.  `above`
     counts elements in higher bins, `in_bin` those in this one, `inexact` those of them off the
-    edge; `needed` of the bin's elements complete the k.  Where fewer than k elements are not zero,
+    edge; `needed` of the bin's elements complete the k.  If fewer than k elements are not zero,
     `value` is 0, `above` is all of them, and the rest is 0: zeros would add nothing.
     """
 
@@ -151,17 +151,17 @@ class Threshold:
 
     @classmethod
     def none(cls) -> Self:
-        """The threshold of a tensor that equals its base: there is nothing to keep."""
+        """Return the threshold of a tensor that equals its base: it keeps nothing."""
         return cls(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
 
     @property
     def exact(self) -> bool:
         """Whether `value` and `quota` keep exactly the k largest, without a second look.
 
-        Inexact elements are larger than those on the edge.  As soon as all of them are needed,
-        the rule "larger than the edge, and so many on it" says exactly which elements; that holds
-        also when the whole bin is needed.  Where only some of the inexact ones are needed, the
-        order among them decides, and the histogram does not know it.
+        Inexact elements are larger than those on the edge.  If all of them are needed, the rule
+        "larger than the edge, and so many on it" selects exactly; that also holds if the whole bin
+        is needed.  If only some of the inexact ones are needed, the order among them decides, and
+        the histogram does not know it.
         """
         return self.needed >= self.inexact
 
@@ -169,7 +169,7 @@ class Threshold:
     def quota(self) -> int:
         """Elements with |d| == value to keep, lowest flat index first.
 
-        Where not `exact`, the bin's edge serves as the threshold, and all on it are kept.
+        If not `exact`, the bin's edge serves as the threshold, and all elements on it are kept.
         """
         return (self.needed if self.exact else self.in_bin) - self.inexact
 
@@ -180,15 +180,15 @@ class Threshold:
 
     @property
     def bin(self) -> int:
-        """The bin of `value`: what `deltas.count_low` is to look into."""
+        """The bin of `value`, the input of `deltas.count_low`."""
         return bin_of(self.value)
 
 
 def select(hist: Histogram, k: int, n: int) -> Threshold:
-    """The threshold that keeps the `k` largest |d| of a tensor of `n` elements.
+    """Return the threshold that keeps the `k` largest |d| of a tensor of `n` elements.
 
-    k may exceed the number of non-zeros (see Threshold).  Raises BadRequest unless
-    1 <= k <= max(1, n), and where the histogram counts more than n elements.
+    k may exceed the number of non-zeros (see Threshold).  Raises BadRequest unless 1 <= k <= max(1,
+    n), and if the histogram counts more than n elements.
     """
     nonzeros = hist.nonzeros
     if not 1 <= k <= max(1, n):
@@ -198,7 +198,7 @@ def select(hist: Histogram, k: int, n: int) -> Threshold:
     if k > nonzeros:
         return Threshold(value=0.0, above=nonzeros, needed=0, in_bin=0, inexact=0)
     at_least = np.cumsum(hist.counts[::-1])[::-1]
-    # The last bin that still has k elements at or above its edge; at_least falls along the bins.
+    # The last bin with k elements at or above its edge; at_least falls along the bins.
     place = int(np.flatnonzero(at_least >= k)[-1])
     in_bin = int(hist.counts[place])
     above = int(at_least[place]) - in_bin
@@ -212,12 +212,12 @@ def select(hist: Histogram, k: int, n: int) -> Threshold:
 
 
 def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple[float, int]:
-    """(value, quota) that keep exactly k, from a second look into the threshold's bin.
+    """Return (value, quota) that keep exactly k, from a second look into the threshold's bin.
 
-    `low_hist`, int64[65536], counts the bin's elements by their low 16 bits, over all of the
-    tensor (`deltas.count_low`).  `value` is exactly a float32 and one that occurs, except where
-    fewer than k elements are not zero.  Raises BadRequest for another shape, and Corrupt where
-    the counts contradict the threshold: then the data are not those of the histogram.
+    `low_hist`, int64[65536], counts the bin's elements by their low 16 bits, over the whole tensor
+    (`deltas.count_low`).  `value` is exactly a float32 and one that occurs, except if fewer than k
+    elements are not zero.  Raises BadRequest for another shape, and Corrupt if the counts
+    contradict the threshold: then the data do not match the histogram.
     """
     if low_hist.shape != (0x10000,) or low_hist.dtype != np.int64:
         raise BadRequest(
@@ -241,18 +241,18 @@ def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple
 
 
 def tail_squares(rows: Rows, value: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Estimate, chunk by chunk, of the sum of d^2 over elements with |d| >= value: float64[chunks].
+    """Estimate, per chunk, the sum of d^2 over elements with |d| >= value: float64[chunks].
 
-    Exact where it is nothing (max_abs < value) or all (value == 0).  Between, |d| of the non-zero
-    elements is taken as exponentially distributed (d as Laplace's) with the mean that was
-    measured: above t = value / mean lies the share exp(-t) (t^2 / 2 + t + 1) of the squares.  That
-    is then held within what is certain: the largest element lies above, all below adds up to at
-    most value * sum |d|, and the part is no more than the whole.  Rows that are not finite give
+    Exact if that is nothing (max_abs < value) or all (value == 0).  Between these, assumes that |d|
+    of the non-zero elements is exponentially distributed (d as Laplace's) with the measured mean:
+    above t = value / mean lies the share exp(-t) (t^2 / 2 + t + 1) of the squares.  Clamps the
+    result to what is certain: the largest element lies above, everything below adds up to at most
+    value * sum |d|, and the part is no more than the whole.  Rows that are not finite give
     infinity: read them first.  The same bits on every machine.  `value` is one threshold, or
-    float64[chunks], one a row.
+    float64[chunks], one per row.
 
-    Raises BadRequest for a negative threshold.  One that is not finite comes from a row that is
-    not either: all other rows then hold nothing above it.
+    Raises BadRequest for a negative threshold.  A threshold that is not finite comes from a row
+    that is not finite either: all other rows then hold nothing above it.
     """
     values = np.broadcast_to(np.asarray(value, dtype=np.float64), rows.shape)
     if np.any(values < 0.0):
@@ -266,7 +266,7 @@ def tail_squares(rows: Rows, value: float | npt.NDArray[np.float64]) -> npt.NDAr
     tail[inside] = total[inside]
     cut = inside & (values > 0.0)
     if cut.any():
-        # Not above 2^11, where the share has long been 0, so that nothing overflows.
+        # Capped at 2^11, where the share has long been 0, so that nothing overflows.
         t = np.minimum(values[cut] * rows["nonzeros"][cut] / magnitudes[cut], 2048.0)
         modelled = total[cut] * (exp_of_minus(t) * (0.5 * t * t + t + 1.0))
         certain = np.maximum(largest[cut] ** 2, total[cut] - values[cut] * magnitudes[cut])
@@ -276,10 +276,10 @@ def tail_squares(rows: Rows, value: float | npt.NDArray[np.float64]) -> npt.NDAr
 
 
 def exp_of_minus(t: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """exp(-t) for 0 <= t, to about 1e-15.
+    """Return exp(-t) for 0 <= t, to about 1e-15.
 
-    np.exp differs in the last bit between processors and libraries; the estimates order blocks
-    in a plan, and a plan must come out the same everywhere.  Only correctly rounded operations.
+    np.exp differs in the last bit between processors and libraries.  The estimates order blocks in
+    a plan, and every machine must make the same plan.  Uses only correctly rounded operations.
     """
     halvings = np.floor(t * 1.4426950408889634)
     rest = (t - halvings * 0.693147180369123816490) - halvings * 1.90821492927058770002e-10

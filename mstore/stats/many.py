@@ -1,10 +1,9 @@
-"""Many tables of one row at once: what tensors of a single chunk have.
+"""Batches of one-row tables, which tensors of a single chunk have.
 
-A call into numpy takes as long for one short histogram as for a hundred, so tables are unpacked
-one by one and opened, checked and cut together, in one compiled pass.  Gives exactly what
-`DeltaTable.decode` and `histogram.select` give; of a table that is anything but plain (damaged, of
-several chunks, empty, with a NaN) it gives nothing, and whoever wants it decodes it by itself.
-Pure functions.
+A numpy call takes as long for one short histogram as for a hundred.  So tables are decompressed one
+by one, then decoded, checked and cut together in one compiled pass.  Gives exactly the results of
+`DeltaTable.decode` and `histogram.select`.  Gives no result for an unusual table (damaged, of
+several chunks, empty, with a NaN); the caller decodes such a table by itself.  Pure functions.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SingleTables:
-    """T tables of one row each: those of `places` among the values that they were decoded from.
+    """T tables of one row each; `places` are their positions among the encoded values.
 
-    rows: CHUNK[T], every one finite.  elements, chunk_elements: int64[T].  thresholds: where
-    trimming cuts each; empty where nothing is trimmed.
+    rows: CHUNK[T], every one finite. elements, chunk_elements: int64[T]. thresholds: where trimming
+    cuts each; empty if nothing is trimmed.
     """
 
     places: Ints
@@ -47,9 +46,9 @@ class SingleTables:
 
     @classmethod
     def decode(cls, values: Sequence[bytes | None], keep: Sequence[int] | None = None) -> Self:
-        """Those of these encoded tables that are plain.
+        """Decode those of these encoded tables that are valid, finite and of one row.
 
-        keep: for each how many elements trimming keeps, at least 1; None for no trimming.
+        keep: for each table how many elements trimming keeps, at least 1; None for no trimming.
         """
         count = len(values)
         plain = [unpacked(value) for value in values]
@@ -77,7 +76,7 @@ class SingleTables:
 
 
 def _sound(rows: Rows, elements: Ints, counted: Ints) -> npt.NDArray[np.bool_]:
-    """bool[T]: whose rows are finite and agree with the histogram."""
+    """Return bool[T]: which rows are finite and agree with the histogram."""
     sound = finite(rows)
     sound &= (counted == rows["nonzeros"]) & (counted <= elements)
     for name in ("sum_abs", "sum_squares", "max_abs", "base_squares"):
@@ -86,7 +85,7 @@ def _sound(rows: Rows, elements: Ints, counted: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _thresholds(keep: Ints, cuts: Any) -> list[Threshold]:
-    """`histogram.select` of each, from what the pass found."""
+    """Return `histogram.select` of each, from the results of the pass."""
     bins, above, in_bin, inexact = cuts.T
     values = (np.maximum(bins, 0) << 16).astype("<u4").view("<f4")
     return [

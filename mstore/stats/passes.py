@@ -1,8 +1,8 @@
 """The compiled passes over a chunk of an expert and its base.
 
-Owns the arithmetic of `deltas`, whose docstring says what it promises: three entries, which take
-addresses and lengths and check nothing.  Importing this module imports the compiler; `deltas`
-does so only where no machine code lies at rest (`mstore.numeric.code_cache`).
+Owns the arithmetic of `deltas`, whose docstring states its promises: three entry points, which take
+addresses and lengths and check nothing.  Importing this module imports the compiler; `deltas` does
+so only if no machine code is cached on disk (`mstore.numeric.code_cache`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TURN_SALT: Final = np.uint32(0x9E3779B9)
 _BUCKETS: Final = SKETCH_LANES - QUARTER
 _STRIDE: Final = 16
 
-# In the compiled functions each loop does few and simple things to a tile that stays in the L1
-# cache: LLVM vectorises such loops whole.  numba widens 32-bit integers to 64 on every operation;
-# the explicit np.uint32 brings them back, so that a vector holds twice as many.
+# Each loop in the compiled functions does few and simple operations on a tile that stays in the L1
+# cache, so that LLVM vectorises the loop whole. numba widens 32-bit integers to 64 on every
+# operation; the explicit np.uint32 narrows them again, so that a vector holds twice as many.
 
 
 @compiled
@@ -45,7 +45,7 @@ def _mix(x: Any) -> Any:
 
 @compiled
 def _widen(code: int, stored: Any, start: int, count: int, bits: Any) -> None:
-    """float32 bits of elements start..start+count, then zeros to the end of the tile."""
+    """Write float32 bits of elements start..start+count, then zeros to the end of the tile."""
     load_bits(code, stored, start, count, bits, 0)
     for j in range(count, bits.size):
         bits[j] = np.uint32(0)
@@ -53,7 +53,7 @@ def _widen(code: int, stored: Any, start: int, count: int, bits: Any) -> None:
 
 @compiled
 def _subtract(expert: Any, base: Any, delta: Any) -> None:
-    """Bits of d for a tile."""
+    """Compute the bits of d for a tile."""
     expert_values = expert.view(np.float32)
     base_values = base.view(np.float32)
     delta_values = delta.view(np.float32)
@@ -65,7 +65,7 @@ def _subtract(expert: Any, base: Any, delta: Any) -> None:
 
 @compiled
 def _subtract_bfloats(expert: Any, base: Any, delta: Any) -> None:
-    """The same for a whole tile of bf16 on both sides, straight from what is stored."""
+    """Do the same for a whole tile of bf16 on both sides, directly from the stored bytes."""
     for j in range(delta.size):
         wide_expert = bfloat_to_bits(expert[j])
         wide_base = bfloat_to_bits(base[j])
@@ -76,17 +76,17 @@ def _subtract_bfloats(expert: Any, base: Any, delta: Any) -> None:
 
 @compiled
 def _classify(delta: Any, keys: Any) -> tuple[Any, Any]:
-    """Make NaN the quiet one, and keys; gives the largest |d| and the smallest that is not 0.
+    """Normalise NaN, write keys, and return the largest and smallest nonzero |d|.
 
-    A key is the top 16 bits of |d|, and bit 15 where the low 16 are not all zero.  Where all of
-    the tile is 0, the smallest comes out as 0 too.  Magnitudes are given as bits.
+    A key is the top 16 bits of |d|, and bit 15 if the low 16 are not all zero.  If the whole tile
+    is 0, the smallest is 0 too.  Magnitudes are returned as bits.
     """
     largest = np.uint32(0)
     smallest = np.uint32(0xFFFFFFFF)
     for j in range(delta.size):
         magnitude = np.uint32(delta[j] & _ABS)
         largest = max(largest, magnitude)
-        # 0 - 1 wraps round to the top, so that zeros never are the smallest.
+        # 0 - 1 wraps around to the maximum, so that zeros are never the smallest.
         smallest = min(smallest, np.uint32(magnitude - np.uint32(1)))
         inexact = _INEXACT if np.uint32(magnitude & _LOW) != np.uint32(0) else np.uint32(0)
         keys[j] = np.uint16(np.uint32(np.uint32(magnitude >> np.uint32(16)) | inexact))
@@ -103,7 +103,7 @@ def _classify(delta: Any, keys: Any) -> tuple[Any, Any]:
 
 @compiled
 def _count(keys: Any, counters: Any) -> None:
-    """Count a tile by key.  Four counters a key: increments of one wait for each other."""
+    """Count a tile by key.  Uses four counters per key: increments of one wait for each other."""
     k0 = keys[:QUARTER]
     k1 = keys[QUARTER : 2 * QUARTER]
     k2 = keys[2 * QUARTER : 3 * QUARTER]
@@ -117,7 +117,7 @@ def _count(keys: Any, counters: Any) -> None:
 
 @compiled
 def _collect(counters: Any, first_bin: Any, last_bin: Any, hist: Any) -> Any:
-    """Add the counters of these bins to `hist`, set them back to zero, give their sum."""
+    """Add the counters of these bins to `hist`, zero them, and return their sum."""
     total = np.int64(0)
     for bin_ in range(first_bin, last_bin + 1):
         exact = np.int64(0)
@@ -223,7 +223,7 @@ def measure(
     hist_address: Any,
     results_address: Any,
 ) -> None:
-    """Results: nonzeros, bits of max |d|, sum |d|, sum d^2, sum base^2, then the sketch.
+    """Write results: nonzeros, bits of max |d|, sum |d|, sum d^2, sum base^2, then the sketch.
 
     `hist` is added to; tiles, keys and lanes are scratch; counters are all zero before and after.
     """
@@ -266,11 +266,11 @@ def measure(
 
     nonzeros = np.int64(0)
     if largest != np.uint32(0):
-        # The key of d == 0 is counted along, which is cheaper than to step over it.
+        # The key of d == 0 is counted too, which is cheaper than skipping it.
         for turn in range(TURNS):
             counters[0, turn] = np.uint32(0)
         nonzeros = _collect(counters, np.int64(smallest >> 16), np.int64(largest >> 16), hist)
-    # The lanes past a whole round hold elements that a turn carried over the end.
+    # The lanes after a whole turn hold elements that a turn moved past the end.
     for j in range(_BUCKETS):
         sketch_lanes[j] += sketch_lanes[QUARTER + j]
     _halve(sketch_lanes[:QUARTER], _BUCKETS)
@@ -291,7 +291,7 @@ def measure(
 def square(
     code: int, address: Any, length: int, n: int, tiles_address: Any, lanes_address: Any
 ) -> None:
-    """Sum of squares, into the first lane."""
+    """Write the sum of squares into the first lane."""
     stored = carray(address, (length,), np.uint8)
     bits = carray(tiles_address, (TILE,), np.uint32)
     lanes = carray(lanes_address, (QUARTER,), np.float64)
@@ -345,9 +345,9 @@ def count_low(
 
 @compiled
 def _split(number: Any, planes: Any, at: Any, stride: Any) -> None:
-    """The bytes of a count, the lowest first, `stride` apart; where they are 0 they are so already.
+    """Write the bytes of a count, lowest first, `stride` apart; assumes zeroed planes.
 
-    Counts of small tensors have one byte, mostly.
+    Counts of small tensors usually have one byte.
     """
     while number != 0:
         planes[at] = np.uint8(number & 0xFF)
@@ -357,7 +357,7 @@ def _split(number: Any, planes: Any, at: Any, stride: Any) -> None:
 
 @compiled
 def _occupied(counts: Any, start: int) -> bool:
-    """Whether one of the next bins is: most of them are empty, and a vector looks at several."""
+    """Return whether one of the next bins is occupied; one vector operation checks several."""
     near = counts[2 * start : 2 * (start + _STRIDE)]
     seen = np.int64(0)
     for j in range(2 * _STRIDE):
@@ -367,9 +367,9 @@ def _occupied(counts: Any, start: int) -> bool:
 
 @entry("pipp", floats, scratch)
 def collect(hist_address: Any, end: int, planes_address: Any, found_address: Any) -> None:
-    """Take a histogram's bins below `end`: as the byte planes of `table`, and set back to zero.
+    """Convert a histogram's bins below `end` to the byte planes of `table`, and zero them.
 
-    found: int64[1], how many are occupied, which take 18 bytes each.
+    found: int64[1], the number of occupied bins, which take 18 bytes each.
     """
     hist = carray(hist_address, (KEYS, 2), np.int64)
     counts = carray(hist_address, (2 * KEYS,), np.int64)

@@ -1,4 +1,4 @@
-"""Scratch of the compiled passes: its sizes, and each thread's own."""
+"""Scratch memory of the compiled passes: its sizes, and each thread's own."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from mstore.stats.chunk import SKETCH_BUCKETS
 
 TILE: Final = 1024
-"""Elements a tile.  A chunk starts at a multiple of it."""
+"""Elements per tile.  A chunk starts at a multiple of it."""
 
 QUARTER: Final = TILE // 4
 SKETCH_LANES: Final = QUARTER + SKETCH_BUCKETS
 LANES: Final = 3 * QUARTER + SKETCH_LANES
 KEYS: Final = 1 << 15
 COUNTERS: Final = 1 << 16
-# Increments of one counter right after each other wait for each other; four counters take turns.
+# Consecutive increments of one counter wait for each other, so four counters alternate.
 TURNS: Final = 4
 
 
 class Scratch(threading.local):
-    """What the passes of this thread work in: 1.6 MiB.
+    """Scratch memory of this thread's passes: 1.6 MiB.
 
-    The counters are all zero between calls, because a pass leaves them so.
+    The counters are all zero between calls, because every pass leaves them so.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Scratch(threading.local):
         self.results = np.zeros(5 + SKETCH_BUCKETS, dtype=np.float64)
         self.planes = np.zeros(KEYS * 18, dtype=np.uint8)
         self.found = np.zeros(1, dtype=np.int64)
-        # Kept as numbers: taking an array's address costs more than a small pass.
+        # Addresses are stored as ints: taking an array's address costs more than a small pass.
         self.counters_at = self.counters.ctypes.data
         self.tiles_at = self.tiles.ctypes.data
         self.keys_at = self.keys.ctypes.data

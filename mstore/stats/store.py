@@ -1,4 +1,4 @@
-"""Statistics at rest: an LMDB environment of its own, because it can be thrown away.
+"""Statistics at rest, in an LMDB environment of their own, because they can be discarded.
 
     pairs        base TensorId + expert TensorId             -> batch u32, offset u32, length u32,
                                                                 check of the table
@@ -11,10 +11,10 @@
                                                                 the quota ends, check; nothing but
                                                                 the check where all are kept
 
-All of it is a pure function of tensors, so nothing is ever updated; a row that is missing or does
-not match its check (`mstore.blocks.checked_rows`) is taken again.  Tables go into batches because
-LMDB gives a value of more than half a page whole pages, and most tables are about that large.
-Integers are big-endian.
+All of it is a pure function of tensors, so nothing is ever updated.  A row that is missing or does
+not match its check (`mstore.blocks.checked_rows`) is computed again.  Tables are stored in batches
+because LMDB rounds values above half a page up to whole pages, and most tables are about that
+large.  Integers are big-endian.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PENDING_ROWS = 256
 PENDING_BYTES = 4 << 20
 BATCH_BYTES = 1 << 16
 _OF_ROW = 256
-"""What a row that is pending takes beside its bytes."""
+"""Memory overhead of a pending row, beside its bytes."""
 _PLACE = struct.Struct(f">III{CHECK_BYTES}s")
 _NUMBER = struct.Struct(">I")
 _SQUARES = struct.Struct(">d")
@@ -54,13 +54,13 @@ _TIES = np.dtype(">u4")
 class StatsStore:
     """Open statistics of one store; safe for any number of threads.
 
-    What is put is found at once, and on disk after `flush`: a synced commit a tensor would cost
-    more than the statistics themselves.  What a crash loses is taken again.  Whoever may not write
-    them keeps what he puts to himself, and to this object.
+    New entries are visible at once, and on disk after `flush`: a synced commit per tensor would
+    cost more than the statistics themselves.  Entries lost in a crash are computed again.  For a
+    user without write permission, new entries stay in this object.
     """
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
-        """Open them, or begin anew where they are missing or damaged; `tell` hears of damage."""
+        """Open the statistics; recreate them if missing or damaged, and report damage to `tell`."""
         self._env = disposable.acquire(path, DATABASES, "statistics table", tell)
         self._lock = Lock()
         self._is_closed = False
@@ -68,7 +68,7 @@ class StatsStore:
         self._pending_bytes = 0
 
     def close(self) -> None:
-        """Release the environment when the reads that run have ended; idempotent.
+        """Release the environment once running reads have ended; idempotent.
 
         Raises Unavailable inside a call of this thread's own.
         """
@@ -103,7 +103,7 @@ class StatsStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending in one transaction.  Raises StorageFailed."""
+        """Write pending entries in one transaction.  Raises StorageFailed."""
         env = self._env
         if env is None or not env.may_write():
             return
@@ -138,15 +138,15 @@ class StatsStore:
             transaction.put(_NUMBER.pack(number), bytes(batch), db=batches)
 
     def pair(self, base: TensorId, expert: TensorId) -> DeltaTable | None:
-        """Statistics of expert minus base, or None."""
+        """Return statistics of expert minus base, or None."""
         return self.pairs([(base, expert)])[0]
 
     def pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[DeltaTable | None]:
-        """`pair` of each (base, expert): one look at the disk for all of them."""
+        """Return `pair` of each (base, expert), with one lookup for all of them."""
         return [_table(value) for value in self.encoded_pairs(keys)]
 
     def encoded_pairs(self, keys: Sequence[tuple[TensorId, TensorId]]) -> list[bytes | None]:
-        """The same as they are at rest: for who decodes many together (`mstore.stats.many`)."""
+        """Return encoded statistics, for callers that decode many at once (`mstore.stats.many`)."""
         wanted = [base + expert for base, expert in keys]
         with self._lock:
             found = {key: self._pending.get(("pairs", key)) for key in wanted}
@@ -155,7 +155,7 @@ class StatsStore:
         if asked and env is not None:
             with env.read() as transaction:
                 rows = _many(env, transaction, "pairs", asked)
-                # A row of another length is as good as none.
+                # A row of another length counts as missing.
                 places = {k: _PLACE.unpack(r) for k, r in rows.items() if len(r) == _PLACE.size}
                 numbers = sorted({_NUMBER.pack(number) for number, *_ in places.values()})
                 batches = _many(env, transaction, "tables", numbers)
@@ -166,18 +166,18 @@ class StatsStore:
         return [found[key] for key in wanted]
 
     def put_pair(self, pair: MeasuredPair) -> None:
-        """Keep a finished measure; a pair without a difference leaves only the base's squares."""
+        """Add a finished measurement; a pair without a difference adds only the base's squares."""
         if pair.table is not None:
             self._put("pairs", pair.base + pair.expert, pair.table)
         self.put_squares(pair.base, pair.base_squares)
 
     def squares(self, tensor: TensorId) -> float | None:
-        """Sum of squares of a tensor, or None."""
+        """Return the sum of squares of a tensor, or None."""
         value = self._get("squares", tensor)
         return None if value is None else float(_SQUARES.unpack(value)[0])
 
     def squares_of(self, tensors: Sequence[TensorId]) -> list[float | None]:
-        """`squares` of each tensor: one look at the disk for all of them."""
+        """Return `squares` of each tensor, with one lookup for all of them."""
         with self._lock:
             found = {id: self._pending.get(("squares", id)) for id in tensors}
         asked = sorted(id for id, value in found.items() if value is None)
@@ -190,25 +190,25 @@ class StatsStore:
         return [None if value is None else float(_SQUARES.unpack(value)[0]) for value in values]
 
     def put_squares(self, tensor: TensorId, value: float) -> None:
-        """Keep a sum of squares."""
+        """Add a sum of squares."""
         self._put("squares", bytes(tensor), _SQUARES.pack(value))
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
-        """Exact magnitude of the `keep`-th largest delta and its quota, or None."""
+        """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""
         value = self._get("thresholds", base + expert + keep.to_bytes(8, "big"))
         return None if value is None else _THRESHOLD.unpack(value)
 
     def put_threshold(
         self, base: TensorId, expert: TensorId, keep: int, value: float, quota: int
     ) -> None:
-        """Keep an exact threshold."""
+        """Add an exact threshold."""
         key = base + expert + keep.to_bytes(8, "big")
         self._put("thresholds", key, _THRESHOLD.pack(value, quota))
 
     def ties(
         self, base: TensorId, expert: TensorId, keep: int, chunk: int
     ) -> npt.NDArray[np.int64] | None:
-        """Elements at the threshold chunk by chunk, or None; empty: all of them are kept."""
+        """Return the elements at the threshold per chunk, or None; empty: all of them are kept."""
         value = self._get("ties", base + expert + _KEEP.pack(keep, chunk))
         if value is None or len(value) % _TIES.itemsize:
             return None
@@ -222,12 +222,12 @@ class StatsStore:
         chunk: int,
         counts: npt.NDArray[np.int64],
     ) -> None:
-        """Keep such counts: int64[chunks], as far as the quota goes."""
+        """Add such counts: int64[chunks], up to the chunk where the quota ends."""
         key = base + expert + _KEEP.pack(keep, chunk)
         self._put("ties", key, counts.astype(_TIES).tobytes())
 
     def tidy(self, stored: Callable[[Sequence[bytes]], list[bool]]) -> None:
-        """Drop what is known of tensors that are not stored, and batches that nothing is in."""
+        """Drop entries of tensors that are not stored, and empty batches."""
         env = self._env
         if env is None:
             return
@@ -244,7 +244,7 @@ class StatsStore:
                 transaction.delete(key, db=tables)
 
     def file_bytes(self) -> int:
-        """Size on disk; 0 where there are none, or none that this user reads."""
+        """Return the size on disk; 0 if there are no statistics, or this user cannot read them."""
         return 0 if self._env is None else self._env.file_bytes()
 
 
@@ -277,12 +277,12 @@ def _many(
 
 
 def _tensors(key: bytes) -> list[bytes]:
-    """The one or two tensors that a key begins with."""
+    """Return the one or two tensors that a key begins with."""
     return [key[at : at + ID_BYTES] for at in range(0, len(key) // ID_BYTES * ID_BYTES, ID_BYTES)]
 
 
 def _table(value: bytes | None) -> DeltaTable | None:
-    """The table at rest; a damaged one is as good as none."""
+    """Decode a stored table; a damaged one counts as missing."""
     if value is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Statistics of one pair of tensors, taken chunk by chunk from any number of threads.
+"""Statistics of one pair of tensors, computed chunk by chunk from any number of threads.
 
-Owns the bookkeeping between the compiled passes (`deltas`) and the table at rest (`table`):
-where a chunk's row goes, and the histogram that its deltas are counted in.  Pure function of
-the two tensors' bytes: the order in which chunks arrive does not change the result.
+Owns the bookkeeping between the compiled passes (`deltas`) and the stored table (`table`): the
+position of a chunk's row, and the histogram that counts its deltas.  A pure function of the two
+tensors' bytes: the order in which chunks arrive does not change the result.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from mstore.store.catalog import Catalog
 
 
 class BaseBlocks:
-    """Blocks of the base, read into a buffer that each thread keeps: fresh memory costs time."""
+    """Blocks of the base, read into a buffer that each thread reuses: new memory is slow."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._own = local()
 
     def locate(self, blocks: Sequence[BlockId | None]) -> list[Location | None]:
-        """Where each lies, in one look; None for None.  Raises Corrupt."""
+        """Locate all blocks in one lookup; None for None.  Raises Corrupt."""
         wanted = [block for block in blocks if block is not None]
         found = iter(self._catalog.locate(wanted) if wanted else ())
         return [None if block is None else next(found) for block in blocks]
 
     def locate_stored(self, blocks: Sequence[BlockId | None]) -> list[Location | None]:
-        """The same, and None too for each that is not stored."""
+        """Do the same, with None also for each block that is not stored."""
         wanted = [block for block in blocks if block is not None]
         stored = dict(zip(wanted, self._catalog.has_blocks(wanted), strict=True)) if wanted else {}
         return self.locate([block if block and stored[block] else None for block in blocks])
 
     def read(self, block: BlockId, location: Location) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Its plain bytes, checked; they last until this thread's next call."""
+        """Read plain bytes, checked; valid until this thread's next call."""
         return self._read(0, block, location)
 
     def delta_base(
         self, block: BlockId, location: Location, data: np.ndarray[Any, np.dtype[np.uint8]]
     ) -> tuple[BlockId, memoryview]:
-        """What may be stored as a difference to this block, which `data` was read from, refers to.
+        """Return the base for a delta against this block; `data` was read from it.
 
-        It is this block, or, where this is itself a difference to another, that one.  The bytes
-        last until this thread's next call.
+        That is this block, or, if this block is itself a delta, its base.  The bytes are valid
+        until this thread's next call.
         """
         if location.base == NO_BASE:
             return block, data.data
@@ -78,8 +78,8 @@ class BaseBlocks:
 class PairMeasure:
     """The growing statistics of (base tensor, expert tensor).
 
-    Each chunk is taken once.  Whoever takes the last one encodes the table and lets go of the
-    dense histograms: half a MiB a tensor that is under way, and not one of a file.
+    Each chunk is added once.  The thread that adds the last one encodes the table and releases the
+    dense histograms, so they take half a MiB per tensor in progress, not per tensor of a file.
     """
 
     def __init__(self, base_dtype: str, expert_dtype: str, elements: int, chunk: int) -> None:
@@ -89,7 +89,7 @@ class PairMeasure:
         self.chunk = chunk
         self.changed = False
         self._rows = np.zeros(-(-elements // chunk), dtype=CHUNK)
-        # One histogram a thread: counting needs no lock, and adding up is exact in any order.
+        # One histogram per thread: counting needs no lock, and their sum is exact in any order.
         self._counts: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._lock = Lock()
         self._left = len(self._rows)
@@ -99,10 +99,10 @@ class PairMeasure:
     def begin(
         cls, base: Tensor | None, dtype: str, shape: tuple[int, ...], block_size: int
     ) -> Self | None:
-        """For a tensor that streams past in blocks; None where a block is not a chunk.
+        """Start for a tensor that arrives in blocks; None if a block is not a chunk.
 
-        That is: no base, another dtype or shape than the base's, no elements, or a dtype whose
-        deltas are not measured.
+        That is the case without a base, for another dtype or shape than the base's, without
+        elements, or for a dtype whose deltas are not measured.
         """
         if base is None or base.dtype != dtype or base.shape != shape or base.nbytes == 0:
             return None
@@ -114,7 +114,7 @@ class PairMeasure:
         return min(self.chunk, self.elements - number * self.chunk)
 
     def take_equal(self, number: int, base: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Chunk `number` is the same on both sides."""
+        """Add chunk `number`, which is equal on both sides."""
         squares = deltas.base_squares(base, self.base_dtype, self._length(number))
         self._rows[number] = deltas.unchanged(squares)[0]
         self._count_down()
@@ -125,7 +125,7 @@ class PairMeasure:
         base: np.ndarray[Any, np.dtype[np.uint8]],
         expert: np.ndarray[Any, np.dtype[np.uint8]],
     ) -> None:
-        """Chunk `number` differs, or may; both sides as stored bytes."""
+        """Add chunk `number`, which differs or may differ; both sides as stored bytes."""
         counts = self._counts.get(get_ident())
         if counts is None:
             counts = self._counts[get_ident()] = _no_counts()
@@ -147,7 +147,7 @@ class PairMeasure:
             self._left -= 1
             if self._left or not self.changed:
                 return
-        # A NaN is the largest of all: np.max says so, and so does its pattern.
+        # A NaN is the largest of all, both for np.max and by its bit pattern.
         largest = float(self._rows["max_abs"].max())
         whole, *others = self._counts.values()
         for part in others:
@@ -162,13 +162,13 @@ class PairMeasure:
         return math.fsum(self._rows["base_squares"].tolist())
 
     def finish(self, base: TensorId, expert: TensorId) -> MeasuredPair:
-        """The finished statistics; every chunk must have been taken."""
+        """Return the finished statistics; every chunk must have been added."""
         assert not self._left, "a chunk of this tensor was not taken"
         return MeasuredPair(base, expert, self._table, self.base_squares())
 
 
-# Histograms that are all zero again: half a MiB of fresh memory a tensor would take longer to
-# make and to search than most tensors to measure.  What is lost between threads is only time.
+# Zeroed histograms for reuse: allocating and scanning half a MiB per tensor would take longer than
+# measuring most tensors.  Races between threads only cost time.
 _spare: deque[np.ndarray[Any, np.dtype[np.int64]]] = deque(maxlen=16)
 
 

@@ -45,25 +45,25 @@ MAGIC: Final = b"MDT2"
 LEVEL: Final = 3
 
 DEFAULT_LIMIT: Final = 64 << 20
-"""Most plain bytes that `decode` takes unless told otherwise: half a million rows."""
+"""The most plain bytes that `decode` accepts by default: half a million rows."""
 
 MAX_ELEMENTS: Final = 1 << 48
-"""Most elements of a tensor: keeps every sum of counts within 64 bits."""
+"""The most elements of a tensor: keeps every sum of counts within 64 bits."""
 
 _HEAD: Final = struct.Struct("<QQI")
 HEAD_BYTES: Final = _HEAD.size
 BIN_BYTES: Final = 2 + 8 + 8
 _SINGLE_BYTES: Final = HEAD_BYTES + CHUNK.itemsize + (NAN_BIN + 1) * BIN_BYTES
-"""What a table of one row takes at most, as plain bytes."""
+"""The most plain bytes of a table of one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A tensor's statistics in one line; units as in chunk.CHUNK.
+    """Totals of one tensor's statistics; units as in chunk.CHUNK.
 
-    Sums are correctly rounded sums of the rows' (math.fsum), so no order of chunks changes them.
-    `reliable` is False where anything was infinite or NaN, the base's own squares included: a
-    bound relative to the base would mean nothing.
+    Sums are correctly rounded sums of the rows' (math.fsum), so the order of chunks does not
+    matter.  `reliable` is False if anything was infinite or NaN, including the base's own squares:
+    a bound relative to the base would then be meaningless.
     """
 
     nonzeros: int
@@ -78,9 +78,9 @@ class Totals:
 class DeltaTable:
     """Statistics of the delta of one tensor pair.
 
-    Holds: `rows` is CHUNK[ceil(elements / chunk_elements)], in flat order, read-only; the rows'
-    non-zeros add up to the histogram's; no row counts more than its chunk has; no sum is negative.
-    The constructor raises BadRequest where that is not so.
+    Invariants: `rows` is CHUNK[ceil(elements / chunk_elements)], in flat order, read-only; the
+    rows' non-zeros add up to the histogram's; no row counts more than its chunk has; no sum is
+    negative.  The constructor raises BadRequest if one does not hold.
     """
 
     rows: Rows
@@ -112,7 +112,7 @@ class DeltaTable:
             return NotImplemented
         return (
             (self.elements, self.chunk_elements) == (other.elements, other.chunk_elements)
-            # By bytes, so that a NaN equals itself.
+            # Compare bytes, so that a NaN equals itself.
             and self.rows.tobytes() == other.rows.tobytes()
             and self.histogram == other.histogram
         )
@@ -120,7 +120,7 @@ class DeltaTable:
     __hash__ = None  # type: ignore[assignment]
 
     def combined(self) -> Totals:
-        """Totals over all chunks."""
+        """Return totals over all chunks."""
         rows = self.rows
         return Totals(
             nonzeros=self.histogram.nonzeros,
@@ -132,7 +132,7 @@ class DeltaTable:
         )
 
     def encode(self) -> bytes:
-        """The table as bytes; see the module's docstring."""
+        """Encode the table; see the module's docstring."""
         hist = self.histogram
         steps = hist.bins.astype("<u2")
         steps[1:] -= hist.bins[:-1]
@@ -143,9 +143,9 @@ class DeltaTable:
 
     @classmethod
     def decode(cls, data: Buffer, *, limit: int = DEFAULT_LIMIT) -> Self:
-        """The table that `encode` made these bytes from.
+        """Decode the table that `encode` encoded.
 
-        Raises Corrupt for anything else, and where the table takes more than `limit` plain bytes.
+        Raises Corrupt for anything else, and if the table takes more than `limit` plain bytes.
         """
         plain = _decompress(bytes(data), limit)
         if len(plain) < _HEAD.size:
@@ -158,9 +158,10 @@ class DeltaTable:
             raise Corrupt("statistics are not as long as their lengths say", where=_WHERE)
         rows = _rows(plain, _HEAD.size, chunks)
         steps, exact, inexact = _counts(plain, _HEAD.size + chunks * CHUNK.itemsize, occupied)
-        # In 64 bits, so that steps that run past the last bin are seen and not wrapped round.
+        # In 64 bits, so that steps past the last bin are detected instead of wrapping around.
         bins = steps.cumsum(dtype=np.int64)
-        # Each part within MAX_ELEMENTS: then neither their sum nor that of all bins overflows.
+        # Limits each part to MAX_ELEMENTS, so that neither their sum nor that of all bins
+        # overflows.
         if occupied and (bins[-1] > NAN_BIN or max(exact.max(), inexact.max()) > elements):
             raise Corrupt("statistics count elements that cannot be", where=_WHERE)
         try:
@@ -171,7 +172,7 @@ class DeltaTable:
 
 
 def unpacked(value: bytes | None) -> bytes:
-    """The plain bytes of an encoded table of one row; none where there are none, or too many."""
+    """Return the plain bytes of an encoded one-row table; empty if missing or too large."""
     if value is None:
         return b""
     try:
@@ -181,7 +182,7 @@ def unpacked(value: bytes | None) -> bytes:
 
 
 class _Own(threading.local):
-    """What each thread packs with: it is not for two at once, and making it takes time."""
+    """Each thread's own compressor: it is not thread-safe, and slow to create."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor()
@@ -196,13 +197,13 @@ _WHERE: Final = "delta table"
 
 
 def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) -> bytes:
-    """The table of these rows and of this histogram, in its byte planes, as bytes.
+    """Encode the table of these rows and of this histogram, given as byte planes.
 
-    Checks nothing: its caller counted them, or has a table, which is checked when it is made.
+    Checks nothing: the caller computed them, or has a table, which was checked when created.
     """
     parts = [_HEAD.pack(elements, chunk_elements, len(histogram) // BIN_BYTES)]
     if rows.size == 1:
-        # The lowest byte of its one entry, then the second, ...: the row as it is.
+        # The byte planes of a single entry are the row itself.
         parts.append(rows.tobytes())
     else:
         parts += [_planes(rows[name]) for name in _COLUMNS]
@@ -211,7 +212,7 @@ def encoded(rows: Rows, elements: int, chunk_elements: int, histogram: bytes) ->
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """Finished statistics of a pair: the encoded table (None where nothing differs)."""
+    """Finished statistics of a pair: the encoded table (None if nothing differs)."""
 
     base: TensorId
     expert: TensorId
@@ -220,7 +221,7 @@ class MeasuredPair:
 
 
 def _rows(plain: bytes, at: int, count: int) -> Rows:
-    """Rows from their byte planes: those of plain numbers lie one after the other."""
+    """Decode rows from their byte planes."""
     rows = np.empty(count, dtype=CHUNK)
     raw = rows.view(np.uint8).reshape(count, CHUNK.itemsize)
     narrow = CHUNK.itemsize - SKETCH_BUCKETS
@@ -233,7 +234,7 @@ def _rows(plain: bytes, at: int, count: int) -> Rows:
 
 
 def _counts(plain: bytes, at: int, count: int) -> tuple[Any, Any, Any]:
-    """Steps u16[count], exact and inexact counts u64[count], from their byte planes."""
+    """Decode steps u16[count], exact and inexact counts u64[count], from their byte planes."""
     split = np.frombuffer(plain, dtype=np.uint8, count=BIN_BYTES * count, offset=at)
     planes = split.reshape(BIN_BYTES, count)
     return (
@@ -244,7 +245,7 @@ def _counts(plain: bytes, at: int, count: int) -> tuple[Any, Any, Any]:
 
 
 def _planes(column: npt.NDArray[np.generic]) -> bytes:
-    """The lowest byte of every entry, then the second, ..."""
+    """Return the lowest byte of every entry, then the second, ..."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return flat.view(np.uint8).reshape(flat.size, flat.itemsize).T.tobytes()
 
@@ -254,7 +255,7 @@ def _decompress(data: bytes, limit: int) -> bytes:
         raise Corrupt("not statistics, or of a format unknown to this version", where=_WHERE)
     frame = data[len(MAGIC) :]
     try:
-        # The size is checked before anything of that size is made room for.
+        # Check the size before allocating memory of that size.
         claimed = zstandard.get_frame_parameters(frame).content_size
         if not 0 <= claimed <= limit:
             raise Corrupt(

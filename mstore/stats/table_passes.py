@@ -1,8 +1,8 @@
-"""The compiled pass over unpacked tables of one row each.
+"""The compiled pass over decompressed tables of one row each.
 
-Owns what `many` asks of each: is it sound, what is its row, where does trimming cut.  Takes
-addresses and lengths, which its caller owns; whatever the tables' own bytes claim it checks.
-Importing this module imports the compiler; `many` does so only where no machine code lies at rest
+Owns what `many` needs of each table: whether it is valid, its row, and where trimming cuts.  Trusts
+the addresses and lengths from its caller; checks everything that the tables' own bytes claim.
+Importing this module imports the compiler; `many` does so only if no machine code is cached on disk
 (`mstore.numeric.code_cache`).
 """
 
@@ -26,7 +26,7 @@ _MAX_BINS: Final = NAN_BIN + 1
 
 @compiled
 def _number(plain: Any, at: int, width: int) -> Any:
-    """A little-endian number; negative where it takes the 64th bit."""
+    """Read a little-endian number; negative if it uses the 64th bit."""
     found = np.int64(0)
     for byte in range(width):
         found |= np.int64(plain[at + byte]) << np.int64(8 * byte)
@@ -35,7 +35,7 @@ def _number(plain: Any, at: int, width: int) -> Any:
 
 @compiled
 def _join(plain: Any, at: int, words: Any) -> None:
-    """Numbers of eight bytes from their byte planes, which begin at `at`."""
+    """Read numbers of eight bytes from their byte planes, which begin at `at`."""
     size = words.size
     words[:] = 0
     for byte in range(_WORD):
@@ -52,9 +52,9 @@ def _join(plain: Any, at: int, words: Any) -> None:
 
 @compiled
 def _counted(plain: Any, at: int, limit: int, bins: Any, counts: Any, inexact: Any) -> Any:
-    """Open a histogram that begins at `at`; how many elements it counts, -1 where it is not plain.
+    """Decode a histogram at `at`; return the elements that it counts, -1 if it is unusual.
 
-    counts: of all elements of a bin.  limit: elements of the tensor.
+    counts: of all elements of a bin. limit: elements of the tensor.
     """
     size = bins.size
     _join(plain, at + 2 * size, counts)
@@ -67,13 +67,14 @@ def _counted(plain: Any, at: int, limit: int, bins: Any, counts: Any, inexact: A
         place += step
         bins[j] = place
         exact, rest = counts[j], inexact[j]
-        # A number that is negative here is larger than any number of elements.
+        # A number that is negative here exceeds any number of elements.
         odd |= exact < 0 or exact > limit or rest < 0 or rest > limit
         odd |= exact + rest == 0
         odd |= j > 0 and step == 0
         counts[j] = exact + rest
         total += exact + rest
-    # Bins rise: the first may be that of zeros, which are not counted, the last that of infinity.
+    # Bins rise: the first may be the zero bin, where zeros are not counted; the last may be
+    # infinity.
     odd |= bins[0] == 0 and counts[0] != inexact[0]
     if odd or place >= INFINITY_BIN:
         return np.int64(-1)
@@ -82,7 +83,7 @@ def _counted(plain: Any, at: int, limit: int, bins: Any, counts: Any, inexact: A
 
 @compiled
 def _cut(keep: int, bins: Any, counts: Any, inexact: Any, cut: Any) -> None:
-    """The bin in which the `keep`-th largest lies, elements above it, in it, and inexact ones."""
+    """Return the bin of the `keep`-th largest, elements above it, in it, and inexact ones."""
     above = np.int64(0)
     for back in range(bins.size):
         j = bins.size - 1 - back
@@ -106,13 +107,12 @@ def open_singles(
     counted_address: Any,
     cuts_address: Any,
 ) -> None:
-    """Open tables that lie one after the other.
+    """Decode tables that are stored one after the other.
 
-    plain: their bytes.  ends: int64[T + 1], where each begins and the last ends.  keep: int64[T],
-    elements that trimming keeps, 0 for no trimming.  words: scratch, int64[3, NAN_BIN + 1].  rows:
-    CHUNK[T].  elements, chunks, counted: int64[T]; counted is -1 for a table that is not
-    plain, and all else is then undefined.  cuts: int64[T, 4], see
-    `_cut`.
+    plain: their bytes. ends: int64[T + 1], where each begins and the last ends. keep: int64[T],
+    elements that trimming keeps, 0 for no trimming. words: scratch, int64[3, NAN_BIN + 1]. rows:
+    CHUNK[T]. elements, chunks, counted: int64[T]; counted is -1 for an unusual table, for which all
+    else is undefined. cuts: int64[T, 4], see `_cut`.
     """
     ends = carray(ends_address, (tables + 1,), np.int64)
     plain = carray(plain_address, (ends[tables],), np.uint8)
