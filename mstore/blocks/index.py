@@ -12,16 +12,16 @@ Named databases of one LMDB environment, keys fixed-width and big-endian:
     location =  pack number u32, offset u64, stored length u32, raw length u32, codec u8, width u8
                 [, base BlockId]
 
-A pack number is never used twice, so that whoever remembers one is right for ever.  A condemned
-pack is named by no row any more; its file goes once the leases that were there have ended
+A pack number is never reused, so a remembered number stays valid for ever.  No row names a
+condemned pack; its file is deleted once the leases of that moment have ended
 (`mstore.store.condemned`).
 
-Payloads and footers prove the rows of blocks and records.  Nothing proves the others, so each
-ends with a check of its database, key and value (`checked_rows`), and is read through `get` and
-`walk`, which refuse a row that does not match.
+Payloads and footers prove the rows of blocks and records.  Nothing proves the others, so each ends
+with a check of its database, key and value (`checked_rows`), and is read through `get` and `walk`,
+which refuse a row that does not match.
 
-Everything here can be rebuilt from packs and the ref mirror.  Functions take an open
-transaction, so that the caller decides what is one atomic step.
+Everything here can be rebuilt from packs and the ref mirror.  Functions take an open transaction,
+so that the caller decides what is one atomic step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _LEASE_NAME_BYTES = 16
 
 
 class Location(msgspec.Struct, frozen=True, gc=False):
-    """Where a payload lies.  `pack` is resolved, so a location outlives its transaction."""
+    """Where a payload is stored.  `pack` is resolved, so a location outlives its transaction."""
 
     pack: PackId
     offset: int
@@ -86,7 +86,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """A pack that no row names any more, and the leases that were there when it was condemned."""
+    """A pack that no row names any more, with the leases that existed when it was condemned."""
 
     number: int
     pack: PackId
@@ -95,22 +95,22 @@ class Condemned:
 
 
 def sealed(database: str, key: bytes, value: bytes) -> bytes:
-    """The row of a value: the value and its check."""
+    """Return the row of a value: the value and its check."""
     return checked_rows.sealed(database, _hashed(key), value)
 
 
 def opened(database: str, key: bytes, row: bytes | None) -> bytes | None:
-    """The value of a row; None where there is no row, or one that does not match its check."""
+    """Return the value of a row; None if there is no row or it does not match its check."""
     return checked_rows.opened(database, _hashed(key), row)
 
 
 def subject(database: str, key: bytes) -> tuple[str, str]:
-    """What a row is about: a kind and a name for people."""
+    """Return what a row is about: a kind and a readable name."""
     match database:
         case "refs":
             return "ref", key.decode(errors="backslashreplace")
         case "reflog":
-            # Name, a zero byte, eight bytes of position.
+            # The key is the name, a zero byte, and eight bytes of position.
             return "reflog", key[:-9].decode(errors="backslashreplace")
         case "plans":
             return "plan", key.hex()
@@ -118,7 +118,7 @@ def subject(database: str, key: bytes) -> tuple[str, str]:
 
 
 def damaged(database: str, key: bytes) -> Corrupt:
-    """The error for a row that does not match its check."""
+    """Return the error for a row that does not match its check."""
     kind, name = subject(database, key)
     return Corrupt(
         f"the index's row of this {kind} does not match its check",
@@ -128,12 +128,12 @@ def damaged(database: str, key: bytes) -> Corrupt:
 
 
 def _hashed(key: bytes) -> bytes:
-    # Keys differ in length: without it, a bit could pass from a key to its value.
+    # Keys differ in length: without the prefix, a byte could move from a key to its value.
     return len(key).to_bytes(2, "big") + key
 
 
 def stored_lengths(rows: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Bytes at rest of many blocks: int64[rows], from their rows alone."""
+    """Return the stored bytes of many blocks, int64[rows], read from their rows alone."""
     # Rows differ in length (some name a base block); their heads do not.
     import numpy as np  # late: reading a log needs no numpy
 
@@ -148,7 +148,7 @@ class Index:
         self.path = path
         self.env = Environment.acquire(path, DATABASES, create=create)
         self.moved: set[str] = set()
-        """Refs that were moved since it was cleared, by this process: for the mirror."""
+        """Refs that this process moved since the set was cleared; the mirror needs them."""
         self._pack_ids: dict[int, PackId] = {}
         self._epoch = 0
         self._closing = Lock()
@@ -162,13 +162,13 @@ class Index:
                 self._released = self.env
 
     def db(self, name: str) -> Any:
-        """The handle of a named database."""
+        """Return the handle of a named database."""
         return self.env.databases[name]
 
     # -- rows with a check -------------------------------------------------------------------
 
     def get(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
-        """The value of a row, None where there is none.  Raises Corrupt where it is damaged."""
+        """Return the value of a row, None if there is none.  Raises Corrupt if it is damaged."""
         row = transaction.get(key, db=self.db(database))
         return None if row is None else _opened(database, key, row)
 
@@ -188,7 +188,7 @@ class Index:
     def walk(
         self, transaction: IndexTransaction, database: str, prefix: bytes = b""
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Key and value of every row whose key begins so.  Raises Corrupt at a damaged one."""
+        """Yield key and value of rows with this key prefix.  Raises Corrupt if one is damaged."""
         with transaction.cursor(db=self.db(database)) as cursor:
             more = cursor.set_range(prefix) if prefix else cursor.first()
             while more and cursor.key().startswith(prefix):
@@ -197,24 +197,24 @@ class Index:
                 more = cursor.next()
 
     def generation(self, transaction: IndexTransaction) -> int:
-        """How often something was published.  Raises Corrupt where the row is damaged."""
+        """Return how many commits were published.  Raises Corrupt if the row is damaged."""
         value = self.get(transaction, "counters", GENERATION)
         return 0 if value is None else _SIZE.unpack(value)[0]
 
     def set_generation(self, transaction: IndexTransaction, generation: int) -> None:
-        """Say how often something was published, in the transaction that does so."""
+        """Record how many commits were published, in the transaction that publishes one."""
         self.put(transaction, "counters", GENERATION, _SIZE.pack(generation))
 
     # -- locations ---------------------------------------------------------------------------
 
     def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
-        """Where a block lies, or None."""
+        """Return the location of a block, or None."""
         return self._decode(transaction, transaction.get(block, db=self.db("blocks")))
 
     def block_rows(
         self, transaction: IndexTransaction, blocks: Sequence[bytes]
     ) -> list[bytes | None]:
-        """The rows of many blocks, in one call into LMDB; None for one that is not stored."""
+        """Return the rows of many blocks in one call into LMDB; None for a block not stored."""
         with transaction.cursor(db=self.db("blocks")) as cursor:
             found = cursor.getmulti(blocks)
         if len(found) == len(blocks):
@@ -223,17 +223,17 @@ class Index:
         return [rows.get(bytes(block)) for block in blocks]
 
     def location(self, transaction: IndexTransaction, row: bytes) -> Location:
-        """What a row of a block or record says."""
+        """Decode the row of a block or record."""
         location = self._decode(transaction, row)
         assert location is not None
         return location
 
     def has_block(self, transaction: IndexTransaction, block: BlockId) -> bool:
-        """Whether the block is stored."""
+        """Return whether the block is stored."""
         return transaction.get(block, db=self.db("blocks")) is not None
 
     def record(self, transaction: IndexTransaction, kind: Kind, id: Id) -> Location | None:
-        """Where a record lies, or None."""
+        """Return the location of a record, or None."""
         return self._decode(
             transaction, transaction.get(_record_key(kind, id), db=self.db("records"))
         )
@@ -241,12 +241,12 @@ class Index:
     def record_rows(
         self, transaction: IndexTransaction, keys: Sequence[bytes]
     ) -> dict[bytes, bytes]:
-        """The rows of many records, by kind and id, in one call into LMDB; those that are there."""
+        """Return the existing rows of many records, by kind and id, in one call into LMDB."""
         with transaction.cursor(db=self.db("records")) as cursor:
             return dict(cursor.getmulti(keys))
 
     def span(self, transaction: IndexTransaction, row: bytes) -> tuple[PackId, int, int, int]:
-        """Pack, offset, stored length and codec of a row: `location` for those who read many."""
+        """Return pack, offset, stored length and codec of a row: a fast `location` for bulk use."""
         number, offset, stored, _, codec, _ = _LOCATION.unpack_from(row)
         return self._pack_id(transaction, number), offset, stored, codec
 
@@ -259,7 +259,7 @@ class Index:
 
     def _pack_id(self, transaction: IndexTransaction, number: int) -> PackId:
         if self._epoch != self.env.epoch:
-            # A number that was given in a dropped transaction is given again.
+            # A number assigned in an aborted transaction is assigned again.
             self._epoch = self.env.epoch
             self._pack_ids.clear()
         pack = self._pack_ids.get(number)
@@ -271,17 +271,17 @@ class Index:
                     where=f"pack number {number}",
                     hint="mstore fsck",
                 )
-            # Numbers are never given twice, so remembering them is safe.
+            # Numbers are never reused, so caching them is safe.
             pack = self._pack_ids[number] = PackId(row[:32])
         return pack
 
     # -- writing -----------------------------------------------------------------------------
 
     def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
-        """Rows for a pack and all its entries.
+        """Insert rows for a pack and all its entries.
 
-        A block that another writer stored meanwhile keeps its row; this pack's copy is dead
-        weight that gc collects.
+        A block that another writer stored meanwhile keeps its row; this pack's copy is dead weight
+        that gc collects.
         """
         number = self._number_pack(transaction, pack)
         rows: dict[str, list[tuple[bytes, bytes]]] = {"blocks": [], "records": []}
@@ -293,7 +293,7 @@ class Index:
                 cursor.putmulti(items, overwrite=False)
 
     def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
-        """Rows for the pack itself; returns its number, which no pack had before."""
+        """Insert rows for the pack itself and return its number, which no pack had before."""
         counter = self.get(transaction, "counters", _NEXT_PACK)
         number = 0 if counter is None else _NUMBER.unpack(counter)[0]
         for database in ("packs", "condemned"):
@@ -312,10 +312,10 @@ class Index:
         pack: SealedPack,
         rows: Mapping[tuple[str, bytes], bytes],
     ) -> list[bytes]:
-        """Rows for a pack of copies: each entry whose row still is the one given now lies there.
+        """Repoint rows to a pack of copies: each entry whose row is unchanged since the copy.
 
-        rows: by database and key, what the row was when the payload was copied.  Returns those
-        that were replaced; where none was, the pack is not named at all.
+        rows: by database and key, the row at the time the payload was copied.  Returns the rows
+        that were replaced; if none was, no row names the pack at all.
         """
         moved = [
             entry
@@ -331,14 +331,14 @@ class Index:
         return [rows[_entry_key(entry)] for entry in moved]
 
     def row(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
-        """A row as it is."""
+        """Return a row as stored."""
         found: bytes | None = transaction.get(key, db=self.db(database))
         return found
 
     def condemn(self, transaction: IndexTransaction, pack: PackId) -> None:
-        """Take a pack out of the index; no row may name it any more.
+        """Remove a pack from the index; no row may name it any more.
 
-        Its file may still be read by whoever holds a lease that is in the index now.
+        Holders of a lease that is in the index now may still read its file.
         """
         number = self.get(transaction, "pack_ids", pack)
         if number is None:
@@ -353,7 +353,7 @@ class Index:
         transaction.delete(pack, db=self.db("pack_ids"))
 
     def condemned(self, transaction: IndexTransaction) -> list[Condemned]:
-        """Every condemned pack whose file may still be there."""
+        """Return every condemned pack whose file may still exist."""
         found = []
         for key, value in self.walk(transaction, "condemned"):
             names = value[40:].decode("ascii", "replace")
@@ -368,19 +368,19 @@ class Index:
         return found
 
     def forget_condemned(self, transaction: IndexTransaction, packs: Iterable[Condemned]) -> None:
-        """The files of these are gone."""
+        """Remove the rows of condemned packs whose files are deleted."""
         for pack in packs:
             transaction.delete(_NUMBER.pack(pack.number), db=self.db("condemned"))
 
     # -- walking -----------------------------------------------------------------------------
 
     def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
-        """(PackId, size in bytes) of every pack."""
+        """Yield (PackId, size in bytes) of every pack."""
         for _, value in self.walk(transaction, "packs"):
             yield PackId(value[:32]), int.from_bytes(value[32:40], "big")
 
     def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
-        """Every block and its location, in id order."""
+        """Yield every block with its location, in id order."""
         with transaction.cursor(db=self.db("blocks")) as cursor:
             for key, value in cursor:
                 location = self._decode(transaction, value)
@@ -388,7 +388,7 @@ class Index:
                 yield BlockId(key), location
 
     def records(self, transaction: IndexTransaction) -> Iterator[tuple[Kind, bytes, Location]]:
-        """Every record's kind, id and location."""
+        """Yield every record's kind, id and location."""
         with transaction.cursor(db=self.db("records")) as cursor:
             for key, value in cursor:
                 location = self._decode(transaction, value)
@@ -396,7 +396,7 @@ class Index:
                 yield Kind(key[0]), key[1:], location
 
     def record_ids(self, transaction: IndexTransaction, kind: Kind) -> Iterator[bytes]:
-        """The ids of every record of one kind, in order."""
+        """Yield the ids of every record of one kind, in order."""
         prefix = bytes([kind])
         with transaction.cursor(db=self.db("records")) as cursor:
             more = cursor.set_range(prefix)
@@ -405,7 +405,7 @@ class Index:
                 more = cursor.next()
 
     def count(self, transaction: IndexTransaction, name: str) -> int:
-        """Rows of a named database."""
+        """Return the number of rows of a named database."""
         return int(transaction.stat(self.db(name))["entries"])
 
 
@@ -417,7 +417,7 @@ def _opened(database: str, key: bytes, row: bytes) -> bytes:
 
 
 def _entry_key(entry: Entry) -> tuple[str, bytes]:
-    """Database and key of an entry's row."""
+    """Return database and key of an entry's row."""
     if entry.kind == Kind.BLOCK:
         return "blocks", entry.id
     return "records", bytes([entry.kind]) + entry.id

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 
 class Cursor(Protocol):
-    """A place in a database of a transaction."""
+    """A position in a database of a transaction."""
 
     def key(self) -> bytes:
-        """Return the key at this place; empty where there is none."""
+        """Return the key at this position; empty if there is none."""
         ...
 
     def value(self) -> bytes:
-        """Return the value at this place; empty where there is none."""
+        """Return the value at this position; empty if there is none."""
         ...
 
     def item(self) -> tuple[bytes, bytes]:
@@ -23,11 +23,11 @@ class Cursor(Protocol):
         ...
 
     def first(self) -> bool:
-        """Go to the first row; False where the database is empty."""
+        """Go to the first row; False if the database is empty."""
         ...
 
     def last(self) -> bool:
-        """Go to the last row; False where the database is empty."""
+        """Go to the last row; False if the database is empty."""
         ...
 
     def next(self) -> bool:
@@ -39,7 +39,7 @@ class Cursor(Protocol):
         ...
 
     def set_range(self, key: bytes) -> bool:
-        """Go to the first row whose key is not less; False where there is none."""
+        """Go to the first row whose key is not less; False if there is none."""
         ...
 
     def getmulti(self, keys: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
@@ -49,7 +49,7 @@ class Cursor(Protocol):
     def putmulti(
         self, items: Iterable[tuple[bytes, bytes]], *, overwrite: bool = True, append: bool = False
     ) -> tuple[int, int]:
-        """Write rows; returns how many were asked for and how many were written."""
+        """Write rows; return how many were given and how many were written."""
         ...
 
     def iternext(self, keys: bool = True, values: bool = True) -> Iterator[Any]:
@@ -68,7 +68,7 @@ class Cursor(Protocol):
 class IndexTransaction(Protocol):
     """A read or write transaction of an environment; only its own thread may use it.
 
-    db: a handle, as `Index.db` gives it.  Raises lmdb's errors, which the environment translates.
+    db: a handle from `Index.db`.  Raises lmdb's errors, which the environment translates.
     """
 
     def get(self, key: bytes, default: Any = None, *, db: Any = None) -> bytes | None:
@@ -100,15 +100,15 @@ class IndexTransaction(Protocol):
         ...
 
     def drop(self, db: Any, delete: bool = True) -> None:
-        """Remove all rows of a database, and itself if `delete`."""
+        """Remove all rows of a database, and with `delete` the database itself."""
         ...
 
     def stat(self, db: Any) -> dict[str, int]:
-        """Return LMDB's figures of a database."""
+        """Return LMDB's statistics of a database."""
         ...
 
     def id(self) -> int:
-        """Return the number of the commit that is read, or that will be made."""
+        """Return the number of the commit that this transaction reads or will make."""
         ...
 
     def commit(self) -> None:

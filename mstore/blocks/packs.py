@@ -14,14 +14,14 @@
 
 All integers are little-endian.  The file's size is a multiple of 4096.  PackId = BLAKE3 with the
 "mstore 1 pack" context over the first 72 header bytes and the table.  The generation is the one
-after the index's when the writer began: the commit that publishes the pack has this generation or
-a later one (`mstore.store.generation`).  Version 1 has no generation: the bytes are zero, and its
-PackId covers the first 64.  Raw payloads of one file
-follow each other in file order; such a run starts at a pack offset congruent to its file offset
-modulo 4096, so that whole pages of the file are whole pages of the pack.
+after the index's when the writer began: the commit that publishes the pack has this generation or a
+later one (`mstore.store.generation`).  Version 1 has no generation: the bytes are zero, and its
+PackId covers the first 64.  Raw payloads of one file follow each other in file order; such a run
+starts at a pack offset congruent to its file offset modulo 4096, so that whole pages of the file
+are whole pages of the pack.
 
-Crash promise: a pack gets its final name only after its bytes are synced; a name in packs/ is a
-whole pack.  Writers are for one thread; `PackFiles` may be used from any number.
+Crash promise: a pack gets its final name only after its bytes are synced, so every name in packs/
+is a complete pack.  A writer belongs to one thread; any number of threads may use `PackFiles`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from mstore.ids import Buffer, PackId
 PAGE = 4096
 VERSION = 2
 VERSIONS = (1, 2)
-"""What is read here."""
+"""Pack versions that this code reads."""
 MAGIC = b"MSTOREPK"
 TAIL_MAGIC = b"KPEROTSM"
 NONCE_BYTES = 32
 NO_BASE = bytes(32)
 WRITE_BACK_BYTES = 8 << 20
-"""After so many the disk begins with them, so that the sync at the end has little to wait for."""
+"""Start write-back after this many bytes, so that the final sync has little left to wait for."""
 GATHERED_BYTES = 1 << 20
-"""Small payloads are written together once there are so many bytes of them."""
+"""Small payloads are gathered and written together once they reach this many bytes."""
 IOV_MAX = 1024
-"""Buffers that Linux takes in one call (readv(2))."""
+"""The most buffers that Linux takes in one call (readv(2))."""
 
 _HEADER = struct.Struct("<8sI4x16s32sQ")
 _OLD_HEADER_BYTES = 64
@@ -70,10 +70,10 @@ ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
 
 class PackGone(Corrupt):
-    """The pack that a location names is not there.
+    """The pack that a location names is missing.
 
-    To whoever looked the location up a while ago it may mean only that its payload was moved: he
-    looks again.  To everybody else it is what it says.
+    If the location was looked up earlier, gc may have moved the payload: look it up again.
+    Otherwise the pack is really lost.
     """
 
 
@@ -103,7 +103,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     base: bytes = NO_BASE
 
     def encode(self) -> bytes:
-        """The 88 bytes of this entry."""
+        """Encode this entry in 88 bytes."""
         return ENTRY.pack(
             self.id,
             self.base,
@@ -118,7 +118,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class SealedPack:
-    """A pack that is whole and synced, still under its temporary name."""
+    """A complete and synced pack, still under its temporary name."""
 
     id: PackId
     path: Path
@@ -127,7 +127,7 @@ class SealedPack:
 
 
 def pack_path(packs: Path, pack: PackId) -> Path:
-    """Where a pack of this id lies below the packs directory."""
+    """Return the path of a pack below the packs directory."""
     name = pack.hex()
     return packs / name[:2] / f"{name}.pack"
 
@@ -135,9 +135,9 @@ def pack_path(packs: Path, pack: PackId) -> Path:
 class PackWriter:
     """Writes one pack under a temporary name.
 
-    Small payloads (records, constants) are held back and written behind the raw runs, so that a
-    run is never broken by them, but for one flush each `held_limit` bytes.  Of the others, short
-    ones are gathered, and written in one call.  After `seal` or `abandon` the writer is done.
+    Holds back small payloads (records, constants) and writes them behind the raw runs, so that they
+    never break a run, except for one flush every `held_limit` bytes.  Gathers other short payloads
+    into one write.  After `seal` or `abandon` the writer is done.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class PackWriter:
 
     @property
     def size(self) -> int:
-        """Bytes that the pack will take, but for its footer."""
+        """Size of the pack so far, without its footer."""
         return self._end + self._held_bytes
 
     @property
     def _end(self) -> int:
-        """Where the next payload goes."""
+        """The offset of the next payload."""
         return self._file.size + len(self._gathered)
 
     def append_raw(self, id: bytes, data: Buffer, width: int, file: str, file_offset: int) -> None:
@@ -182,7 +182,7 @@ class PackWriter:
     def append_encoded(self, id: bytes, encoded: Encoded, file: str, file_offset: int) -> None:
         """Append a block that lies at `file_offset` of `file`, however it is encoded.
 
-        But for constants, payloads lie in the order in which they come.
+        Except for constants, payloads are stored in the order of the calls.
         """
         if encoded.codec is Codec.RAW:
             self.append_raw(id, encoded.payload, encoded.width, file, file_offset)
@@ -215,7 +215,7 @@ class PackWriter:
     def _append(self, data: Buffer) -> int:
         offset = self._end
         if len(data) < GATHERED_BYTES:
-            # A copy: the caller may use his memory again.
+            # A copy: the caller may reuse its memory.
             self._gathered += data
             if len(self._gathered) >= GATHERED_BYTES:
                 self._write_gathered()
@@ -236,7 +236,7 @@ class PackWriter:
     def append_small(
         self, id: bytes, kind: Kind, codec: Codec, width: int, payload: bytes, raw_length: int
     ) -> None:
-        """Append a record or an encoded block whose place does not matter."""
+        """Append a record or an encoded block whose position does not matter."""
         entry = Entry(id, kind, codec, width, 0, len(payload), raw_length)
         self._held.append((entry, payload))
         self._held_bytes += len(payload)
@@ -261,7 +261,7 @@ class PackWriter:
         self._held_bytes = 0
 
     def seal(self) -> SealedPack:
-        """Write the footer and sync.  On any failure the file is removed and the error goes on."""
+        """Write the footer and sync.  On any failure, remove the file and re-raise the error."""
         try:
             self._flush()
             self._write_gathered()
@@ -287,9 +287,9 @@ class PackWriter:
 
 
 def open_pack(path: Path) -> int:
-    """A descriptor of a regular file that is no symbolic link.  Raises OSError, Corrupt."""
+    """Open a regular file that is not a symbolic link.  Raises OSError, Corrupt."""
     try:
-        # O_NONBLOCK: opening a fifo without it waits for a writer for ever.
+        # Without O_NONBLOCK, opening a fifo waits for a writer for ever.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags)
     except OSError as error:
@@ -303,7 +303,7 @@ def open_pack(path: Path) -> int:
 
 
 def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
-    """The id and the entries of a pack, checked against its footer's hash and its own size.
+    """Return the id and entries of a pack, checked against its footer's hash and its own size.
 
     Raises Corrupt naming the pack, Incompatible for a newer version, StorageFailed on I/O errors.
     """
@@ -315,12 +315,12 @@ def read_table(path: Path) -> tuple[PackId, tuple[Entry, ...]]:
 
 
 def store_of(path: Path) -> bytes:
-    """The UUID of the store that a pack was written for.  Raises as `read_table` does."""
+    """Return the UUID of the store that a pack was written for.  Raises as `read_table` does."""
     return _covered_head(path)[_STORE_UUID]
 
 
 def generation_of(path: Path) -> int:
-    """The generation that a pack was written for; 0 of version 1.  Raises as `read_table` does."""
+    """Return a pack's generation; 0 for version 1.  Raises as `read_table` does."""
     head = _covered_head(path)
     return int(_HEADER.unpack(head)[4]) if len(head) == _HEADER.size else 0
 
@@ -331,9 +331,9 @@ def _covered_head(path: Path) -> bytes:
 
 
 def dead_bytes(path: Path, rows: int, stored: int) -> int:
-    """The payload bytes of a pack that are not those of `rows` entries of `stored` bytes in all.
+    """Return a pack's payload bytes beyond those of `rows` live entries of `stored` bytes in all.
 
-    Reads the footer's table only where there are more entries.  Raises as `read_table` does.
+    Reads the footer's table only if there are more entries.  Raises as `read_table` does.
     """
     where = str(path)
     with fs.translated(path), os.fdopen(open_pack(path), "rb") as file:
@@ -345,7 +345,7 @@ def dead_bytes(path: Path, rows: int, stored: int) -> int:
 
 
 def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
-    """What a PackId covers of the header; where the table lies, its length and its hash."""
+    """Return the header bytes that a PackId covers, and the table's offset, length and hash."""
     with fs.translated(Path(where)):
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER.size)
@@ -406,7 +406,7 @@ class PackFiles:
                 )
             opened = self._open.get(pack)
             if opened is not None and os.fstat(opened.fd).st_nlink == 0:
-                # Collected meanwhile: kept open, its space would never come back.
+                # gc deleted the file meanwhile: an open descriptor would keep its space occupied.
                 self._drop_unlinked()
                 opened = None
             if opened is None:
@@ -424,7 +424,8 @@ class PackFiles:
                         str(error.strerror), where=str(path), errno=error.errno
                     ) from error
                 opened = self._open[pack] = _OpenPack(fd)
-                # In use before room is made: where all others are in use it would be the one to go.
+                # Count the user before eviction: if all others are in use, this one would be
+                # evicted.
                 opened.users += 1
                 self._evict()
             else:
@@ -441,7 +442,7 @@ class PackFiles:
                 del self._open[pack]
 
     def forget_removed(self) -> None:
-        """Let go of packs whose files were removed, so that their space comes back."""
+        """Close packs whose files were removed, so that their space is freed."""
         with self._lock:
             self._drop_unlinked()
 
@@ -463,9 +464,9 @@ class PackFiles:
 
     @contextmanager
     def _reading(self, pack: PackId) -> Iterator[int]:
-        """A descriptor of the pack; OSError becomes StorageFailed that names the file.
+        """Yield a descriptor of the pack; an OSError becomes StorageFailed that names the file.
 
-        Raises Corrupt for an offset that no file can have.
+        Raises Corrupt for an impossible offset.
         """
         opened = self._acquire(pack)
         try:
@@ -478,7 +479,7 @@ class PackFiles:
                 hint="mstore fsck --read-data",
             ) from error
         except OverflowError as error:
-            # A damaged row may name a place that no file can have.
+            # A damaged row may name an offset that no file can have.
             raise self._too_short(pack) from error
         finally:
             self._release(opened)
@@ -488,7 +489,7 @@ class PackFiles:
         self.read_scattered(pack, offset, [target])
 
     def read_scattered(self, pack: PackId, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill targets with neighbouring bytes of the pack, in one call of the system if it can.
+        """Fill targets with adjacent bytes of the pack, in one system call if possible.
 
         Raises as `read_into`.
         """
@@ -506,7 +507,7 @@ class PackFiles:
                         waiting[0] = waiting[0][got:]
 
     def read(self, pack: PackId, offset: int, length: int) -> bytes:
-        """`length` bytes of the pack at `offset`.  Raises as `read_into`."""
+        """Return `length` bytes of the pack at `offset`.  Raises as `read_into`."""
         with self._reading(pack) as fd:
             data = os.pread(fd, length, offset)
         if len(data) != length:
@@ -519,21 +520,21 @@ class PackFiles:
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
         """Ask the kernel to read ahead; advice only, never an error."""
         with suppress(MstoreError), self._reading(pack) as fd:
-            # The advice looks at every page, which costs as much as copying some of them.
+            # The advice scans every page, which costs as much as copying some of them.
             if not _is_cached(fd, offset + length - 1):
                 os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def path(self, pack: PackId) -> Path:
-        """Where this pack lies."""
+        """Return the path of this pack."""
         return pack_path(self.directory, pack)
 
     def close(self) -> None:
-        """Close all descriptors when the reads that run have ended; idempotent.
+        """Close all descriptors once running reads have ended; idempotent.
 
-        Whoever reads later is refused with Unavailable.
+        Later reads raise Unavailable.
         """
         if self._pid != os.getpid():
-            # In a forked child the lock may be held by a thread that is not there.
+            # In a forked child, a thread that does not exist there may hold the lock.
             self._close_all()
             return
         with self._lock:
@@ -549,7 +550,7 @@ class PackFiles:
 
 
 def _is_cached(fd: int, offset: int) -> bool:
-    """Whether the byte at `offset` can be had without waiting; False where nobody can say."""
+    """Return whether reading the byte at `offset` would not block; False if unknown."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):
@@ -562,5 +563,5 @@ class _OpenPack:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.users = 0
-        # No longer among the open ones: whoever reads last closes it.
+        # No longer in the table of open packs: the last reader closes it.
         self.dropped = False

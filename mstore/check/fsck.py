@@ -1,8 +1,8 @@
 """One run of fsck: all passes over one store.  Reads only.
 
-Findings are collected, not raised.  Others may add, move and collect meanwhile: what looks wrong
-is looked at once more at the end, and dropped where its row has changed, its pack was collected in
-an orderly way, or nothing that is there now asks for it.
+Collects findings instead of raising them.  Other processes may add, move and collect meanwhile.  So
+every finding is checked again at the end, and dropped if its row has changed, gc collected its
+pack, or nothing in the store refers to it any more.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How much is read.  share: of all blocks, 0 for none; a seed draws those of a sample."""
+    """How much to read. share: of all blocks, 0 for none; the seed selects those of a sample."""
 
     share: float = 0.0
     seed: int = 0
 
     @classmethod
     def chosen(cls, *, read_data: bool, sample: float | None, seed: int) -> Scope:
-        """Of what a caller asked for.  Raises BadRequest for both, or a share that is none."""
+        """Build the scope of a request.  Raises BadRequest for both options or an invalid share."""
         if sample is None:
             return cls(1.0 if read_data else 0.0, seed)
         if read_data:
@@ -57,9 +57,9 @@ class Scope:
 
 
 class Checker:
-    """One check of one store.  `findings` is what repair works on.
+    """One check of one store.  `findings` is the input of repair.
 
-    It opens the store by itself: what somebody else has read and kept would hide what is on disk.
+    Opens the store itself: caches of an open store would hide what is on disk.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Checker:
         self.findings = Findings()
 
     def run(self) -> CheckReport:
-        """Check everything.  Raises Corrupt where the index cannot be walked at all."""
+        """Check everything.  Raises Corrupt if the index cannot be walked at all."""
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read():
                 found = index_file.faults(self._layout, catalog.index.env.data)
@@ -102,14 +102,14 @@ class Checker:
         return self._report(catalog, totals, graph, bytes_read, began)
 
     def _index(self, catalog: Catalog) -> None:
-        """What only a new index mends; by the word of such a one, nothing else can be judged."""
+        """Find faults that only a new index fixes; with such an index, nothing else is judged."""
         findings = self.findings
         for database, key in rows.damaged(catalog.index):
             kind, name = subject(database, key)
             findings.tell(kind, name, "the row does not match its check")
         why = generation.doubt(catalog.layout, catalog.index, packs=True)
         if why is not None:
-            # Once more, with the index as it is by now: others publish meanwhile.
+            # Check again with the current index: others publish meanwhile.
             why = generation.doubt(catalog.layout, catalog.index, packs=True)
         if why is not None:
             findings.tell("index", str(catalog.layout.index), why)
@@ -153,7 +153,7 @@ class Checker:
 
         def tick(done: int) -> None:
             if self._progress is not None:
-                # A sample's size is known when it has been read.
+                # The size of a sample is known only after reading it.
                 self._progress(Progress("fsck", done, max(done, expected)))
 
         payloads = Payloads(
@@ -168,18 +168,18 @@ class Checker:
         return payloads.bytes_read
 
     def _side_tables(self) -> None:
-        """The files of what can be thrown away; their rows carry checks of their own."""
+        """Check the files that can be discarded; their rows carry their own checks."""
         for kind, path in (("statistics", self._layout.stats), ("memo", self._layout.memo)):
             found = lmdb_check.faults(path)
             if found:
-                # Others write here all the time: damage is there each time.
+                # Other processes write here all the time: real damage shows up both times.
                 again = set(lmdb_check.faults(path))
                 for what in found:
                     if what in again:
                         self.findings.tell(kind, str(path), what)
 
     def _settle(self, catalog: Catalog) -> None:
-        """Drop what somebody else's commit explains."""
+        """Drop findings that another process's commit explains."""
         findings, index = self.findings, catalog.index
         index.env.refresh()
         with index.env.read() as transaction:
@@ -192,7 +192,7 @@ class Checker:
                     findings.forget_pack(pack)
 
     def _damaged_packs(self, index: Index) -> set[PackId]:
-        """Those with anything wrong in them; a pack that is missing is one too."""
+        """Return the packs with any problem; a missing pack counts."""
         numbers = {rows.pack_number(row) for row in self.findings.broken.values() if row}
         with index.env.read() as transaction:
             named = {
@@ -215,7 +215,7 @@ class Checker:
         damaged = self._damaged_packs(catalog.index)
         is_lacking = bool(findings.broken or findings.packs or findings.incomplete)
         if (damaged or is_lacking) and generation.is_backup(self._layout, catalog.index):
-            # A repair would make it a store of its own, and no backup goes there any more.
+            # A repair would make it a separate store, which can no longer be a backup target.
             own = damaged - generation.damaged_when_copied(catalog.index)
             return _back_up_again(self._layout, own)
         if is_lacking:
@@ -229,16 +229,16 @@ class Checker:
         if findings.stale_mirror or kinds <= {"statistics", "memo"}:
             return "mstore fsck --repair"
         names = [problem.where for problem in findings.problems if problem.kind == "ref"]
-        # Of a ref whose row cannot be read, the mirror has what it said.
+        # If a ref's row cannot be read, the mirror still has its value.
         if names and all(name in refs for name in names):
             return f"mstore rm {names[0]}"
         return "mstore reindex"
 
 
 def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
-    """What mends a backup: packs that were damaged here give way to new copies of its store's.
+    """Return what fixes a backup: new copies from its store replace packs damaged here.
 
-    Without any it is as its store was, and can be no source for that.
+    Without damage of its own, the backup matches its store and cannot be a source for repair.
     """
     again = f"mstore --store STORE backup {shlex.quote(str(layout.root))}"
     if not damaged:
@@ -252,7 +252,7 @@ def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
 
 
 def _confirmed(catalog: Catalog, graph: Graph) -> Graph:
-    """What is wrong along names and snapshots, now and before: not what somebody just collected."""
+    """Return problems of names and snapshots that were seen in both passes, so not due to gc."""
     if not graph.findings.problems:
         return graph
     catalog.index.env.refresh()

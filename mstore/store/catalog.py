@@ -1,8 +1,8 @@
 """The catalog: an open store, for reading.
 
-Owns the index, the open packs and a cache of decoded records.  Answers where things are, reads
-blocks and records with their ids checked, and resolves revisions.  Publishing is
-`mstore.store.transaction`'s; it borrows the writer lock from here.
+Owns the index, the open packs and a cache of decoded records.  Locates objects, reads blocks and
+records with their ids checked, and resolves revisions.  `mstore.store.transaction` publishes, using
+the writer lock from here.
 
 Safe for any number of threads.  Readers never wait for writers: a lookup is one short index
 transaction, and packs do not change.
@@ -66,7 +66,7 @@ class Catalog:
 
     @classmethod
     def over(cls, layout: Layout, config: Config, index: Index, packs: PackFiles) -> Self:
-        """An index and packs that are not in their places yet; whoever opened them closes them."""
+        """Wrap an index and packs that are not in their places yet; their opener closes them."""
         catalog = cls.__new__(cls)
         catalog._take(layout, config, index, packs)
         return catalog
@@ -82,7 +82,7 @@ class Catalog:
 
     @classmethod
     def create(cls, root: Path, block_size: int, config: Config | None = None) -> Catalog:
-        """A new, empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
+        """Create an empty store.  Raises Conflict, BadRequest, Incompatible, StorageFailed."""
         config = config or Config()
         with layouts.creating(root, block_size, config.shared) as layout:
             config.save(layout)
@@ -95,11 +95,11 @@ class Catalog:
 
     @classmethod
     def open(cls, root: Path) -> Catalog:
-        """An existing store.  Raises NotFound, Incompatible, Corrupt."""
+        """Open an existing store.  Raises NotFound, Incompatible, Corrupt."""
         return cls(layouts.locate(root))
 
     def close(self) -> None:
-        """Close packs and index when the reads that run have ended; idempotent.
+        """Close packs and index once running reads have ended; idempotent.
 
         Raises Unavailable, and closes nothing, inside a call of this thread's own.
         """
@@ -113,7 +113,7 @@ class Catalog:
         return self.layout.block_size
 
     def configure(self, changes: Mapping[str, object]) -> None:
-        """Change settings of the store, now and for those who open it later.  Raises BadRequest."""
+        """Change settings of the store, now and for later opens.  Raises BadRequest."""
         with self.publishing():
             config = Config.load(self.layout).changed(changes)
             if "shared" in changes:
@@ -123,14 +123,14 @@ class Catalog:
 
     @contextmanager
     def publishing(self, *, packs: bool = False) -> Iterator[None]:
-        """Hold the writer lock: one publisher at a time, over all processes.
+        """Hold the writer lock: one publisher at a time, across all processes.
 
-        What is read inside the block has all that was committed before.  packs: what is done inside
-        trusts the index with packs, so these are asked as well whether it is the newest.  Raises
-        Corrupt where it is not, Unavailable where it was replaced.
+        Reads inside the block see everything committed before. packs: the caller trusts the index
+        with packs, so the packs are also checked for signs of a newer index.  Raises Corrupt if the
+        index is not the newest, Unavailable if it was replaced.
         """
         layouts.require_writable(self.layout)
-        # A copy of a store need not have it.
+        # A copied store may lack it.
         fs.make_directory(self.layout.tmp, private=True, exist_ok=True)
         lock = fs.LockFile(self.layout.lock)
         try:
@@ -139,8 +139,8 @@ class Catalog:
             unseen.show(self.index)
             generation.require_current(self.layout, self.index, packs=packs)
             if packs and mirror.generation(self.layout) is None:
-                # Nothing speaks against the index: it has all packs.  Without a mirror, the packs
-                # of whoever publishes now would, before their commit.
+                # The index has all packs, so it is current.  Without a mirror, the packs of the
+                # current publisher would make it look outdated before their commit.
                 mirror.write(self.layout, self.index)
             yield
         finally:
@@ -148,7 +148,7 @@ class Catalog:
 
     @contextmanager
     def advancing(self) -> Iterator[Any]:
-        """The index transaction that publishes: the next generation, and the mirror after it.
+        """Open the publishing transaction: it sets the next generation, then the mirror follows.
 
         Call with the writer lock held.
         """
@@ -156,20 +156,21 @@ class Catalog:
         with self.index.env.write() as transaction:
             self.index.set_generation(transaction, self.index.generation(transaction) + 1)
             yield transaction
-        # The commit stands whatever happens here, and the next one writes the mirror.
+        # The commit stands whatever happens here; the next one writes the mirror.
         with suppress(StorageFailed, Corrupt):
             mirror.follow(self.layout, self.index, self.index.moved)
 
     @contextmanager
     def committing(self) -> Iterator[Any]:
-        """The writer lock, and within it the one index transaction that publishes."""
+        """Take the writer lock and open the one index transaction that publishes."""
         with self.publishing(), self.advancing() as transaction:
             yield transaction
 
     def doubt(self) -> str | None:
-        """Why nothing can be written: the index is not the newest word; None where it is.
+        """Return why nothing can be written, because the index is outdated; None if it is current.
 
-        Also where nobody can tell, because the mirror cannot be read: reading goes on.
+        Also returns a reason if the mirror cannot be read, so that the state is unknown; reading
+        still works.
         """
         try:
             return generation.doubt(self.layout, self.index)
@@ -177,25 +178,25 @@ class Catalog:
             return None
 
     def new_pack(self, path: Path) -> PackWriter:
-        """A pack of this store, to be published by its next commit or a later one."""
+        """Start a pack of this store; its next commit or a later one publishes it."""
         return PackWriter(path, self.layout.uuid.bytes, self.next_generation())
 
     def next_generation(self) -> int:
-        """What the next commit makes of the generation, unless another comes before it."""
+        """Return the generation of the next commit, unless another comes first."""
         with self.index.env.read() as transaction:
             return self.index.generation(transaction) + 1
 
     # -- blocks ------------------------------------------------------------------------------
 
     def locate(self, blocks: Iterable[BlockId]) -> list[Location]:
-        """Where each block lies.  Raises Corrupt naming the first that is not stored."""
+        """Locate each block.  Raises Corrupt naming the first that is not stored."""
         wanted = list(blocks)
         with self.index.env.read() as transaction:
             rows = _all_stored(wanted, self.index.block_rows(transaction, wanted))
             return [self.index.location(transaction, row) for row in rows]
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Bytes at rest of each block, int64[blocks]: `locate` for those who only count.
+        """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
 
         Raises Corrupt naming the first that is not stored.
         """
@@ -204,17 +205,17 @@ class Catalog:
         return stored_lengths(_all_stored(blocks, rows))
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
-        """Whether each block is stored."""
+        """Return whether each block is stored."""
         with self.index.env.read() as transaction:
             return [row is not None for row in self.index.block_rows(transaction, blocks)]
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
-        """Those whose own bytes, or those of the base of a delta, lie in a pack that is missing.
+        """Return blocks whose bytes, or those of their delta base, are in a missing pack.
 
-        One that is not stored is not among them.  Looks at names of files only.
+        Blocks that are not stored are not included.  Checks file names only.
         """
         lost = self._in_missing_packs(blocks)
-        # What gc moved meanwhile has its row elsewhere by now.
+        # Look up again: gc may have moved some of them meanwhile.
         return self._in_missing_packs(lost) if lost else []
 
     def _in_missing_packs(self, blocks: Collection[BlockId]) -> list[BlockId]:
@@ -244,10 +245,10 @@ class Catalog:
     def read_block(
         self, block: BlockId, location: Location | None = None, meter: Meter | None = None
     ) -> Buffer:
-        """The plain bytes of a block, checked against its id.  Raises Corrupt naming it.
+        """Read the plain bytes of a block, checked against its id.  Raises Corrupt naming it.
 
-        A location may be old: where its pack is gone meanwhile, the block is looked up again.  The
-        meter counts the block's own bytes at rest, not those of the base of a delta.
+        The location may be outdated: if its pack is gone, the block is looked up again.  The meter
+        counts the block's own bytes at rest, not those of the base of a delta.
         """
         if location is None:
             location = self.locate([block])[0]
@@ -261,7 +262,7 @@ class Catalog:
         except PackGone:
             fresh = self.locate([block])[0]
             if fresh == location:
-                # Or the index itself was replaced, and its packs were moved since.
+                # Or the index itself was replaced, and its packs have moved since.
                 if not self.index.env.follow():
                     raise
                 fresh = self.locate([block])[0]
@@ -272,7 +273,7 @@ class Catalog:
         return self._reader.block(block, location, self._base(block, location))
 
     def _base(self, block: BlockId, location: Location) -> Buffer | None:
-        """The bytes that a delta is a difference to, not checked: the block itself is."""
+        """Read the base of a delta, not checked: the decoded block itself is."""
         if not _is_delta(location):
             return None
         base = BlockId(location.base)
@@ -286,7 +287,7 @@ class Catalog:
         return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
 
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
-        # Looked up again, it may be anything.
+        # After a new lookup the location may be of any kind.
         if _is_delta(location):
             raise Corrupt("a delta cannot be a base", where=f"block {block}", hint=FSCK)
         self._reader.check_lengths(block, location)
@@ -295,7 +296,7 @@ class Catalog:
         return found
 
     def _room(self, length: int) -> memoryview:
-        """Memory for a base; valid until the thread's next call.  Fresh memory costs time."""
+        """Return memory for a base, valid until the thread's next call.  New memory is slow."""
         room: memoryview | None = getattr(self._own, "room", None)
         if room is None:
             room = self._own.room = memoryview(bytearray(self.block_size))
@@ -316,7 +317,7 @@ class Catalog:
     # -- records -----------------------------------------------------------------------------
 
     def record(self, kind: type[R], id: Id) -> R:
-        """A decoded record, its bytes checked against its id.  Raises NotFound, Corrupt."""
+        """Return a decoded record, its bytes checked against its id.  Raises NotFound, Corrupt."""
         key = bytes([kind.kind]) + id
         cached = self._records.get(key)
         if cached is not None:
@@ -344,11 +345,11 @@ class Catalog:
         return record
 
     def record_bytes(self, id: Id, location: Location) -> bytes:
-        """The canonical bytes of a record, checked against its id."""
+        """Return the canonical bytes of a record, checked against its id."""
         return self._reader.record(id, location)
 
     def tensor(self, id: TensorId) -> Tensor:
-        """A tensor record that fits this store's block size.
+        """Return a tensor record that fits this store's block size.
 
         Raises NotFound, Corrupt, and BadRequest for a virtual tensor, which has no blocks.
         """
@@ -362,7 +363,7 @@ class Catalog:
         return content
 
     def tensors(self, ids: Sequence[TensorId]) -> list[Tensor]:
-        """Many tensor records, in the order of `ids`: neighbours at rest are read in one go.
+        """Return many tensor records, in the order of `ids`; reads adjacent ones together.
 
         Raises as `tensor` does.
         """
@@ -375,19 +376,19 @@ class Catalog:
             if isinstance(record, Tensor) and record.fits(size):
                 tensors.append(record)
             else:
-                # Missing, virtual, damaged or moved: whichever, it is said or mended there.
+                # Missing, virtual, damaged or moved: `tensor` handles each case.
                 tensors.append(self.tensor(id))
         return tensors
 
     def preload_tensors(self, ids: Sequence[TensorId]) -> None:
-        """Read tensor records together that are asked for one by one in a moment.
+        """Preload tensor records that will soon be requested one by one.
 
-        One that is virtual, missing or damaged is left to who asks for it.
+        Skips virtual, missing and damaged ones; the later request reports those.
         """
         self._found_tensors([_TENSOR + id for id in ids])
 
     def _found_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
-        """Those of these records that are kept, or can be read; the rest is for `record`."""
+        """Return the records that are cached or can be read; `record` handles the others."""
         found = self._records.get_many(keys)
         missing = [key for key in dict.fromkeys(keys) if key not in found]
         if missing:
@@ -395,7 +396,7 @@ class Catalog:
         return found
 
     def _read_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
-        """Those of these records that are where the index says and what their ids say."""
+        """Return the records that are where the index says and match their ids."""
         index = self.index
         with index.env.read() as transaction:
             rows = index.record_rows(transaction, keys)
@@ -415,9 +416,9 @@ class Catalog:
         return {key: record for key, record, _ in news}
 
     def content(self, id: TensorId | VirtualId) -> Tensor | VirtualTensor:
-        """The record that a part of a manifest names: a tensor, or one that is yet to be computed.
+        """Return the record that a part of a manifest names: a tensor or a virtual tensor.
 
-        The one place that tells which of the two it is.  Raises NotFound, Corrupt.
+        The only place that distinguishes the two.  Raises NotFound, Corrupt.
         """
         try:
             tensor = self.record(Tensor, id)
@@ -433,27 +434,27 @@ class Catalog:
         return tensor
 
     def manifest(self, id: ManifestId) -> Manifest:
-        """A manifest."""
+        """Return a manifest."""
         return self.record(Manifest, id)
 
     def manifest_if_there(self, id: ManifestId) -> Manifest | None:
-        """A manifest; None where it is missing, damaged, or in a pack that is lost."""
+        """Return a manifest; None if it is missing, damaged, or in a lost pack."""
         with suppress(NotFound, Corrupt):
             return self.manifest(id)
         return None
 
     def snapshot(self, id: SnapshotId) -> SnapshotRecord:
-        """A snapshot record."""
+        """Return a snapshot record."""
         return self.record(SnapshotRecord, id)
 
     def snapshot_if_there(self, id: SnapshotId) -> SnapshotRecord | None:
-        """A snapshot record; None where it is missing, damaged, or in a pack that is lost."""
+        """Return a snapshot record; None if it is missing, damaged, or in a lost pack."""
         with suppress(NotFound, Corrupt):
             return self.snapshot(id)
         return None
 
     def require_real(self, id: SnapshotId, called: str) -> None:
-        """Raise BadRequest if a snapshot is virtual: what it lacks is the bytes themselves."""
+        """Raise BadRequest if a snapshot is virtual, because its bytes do not exist yet."""
         if self.snapshot(id).is_virtual:
             raise BadRequest(
                 "is a virtual merge: its bytes are computed when they are read, and not stored",
@@ -464,7 +465,7 @@ class Catalog:
     # -- names -------------------------------------------------------------------------------
 
     def resolve(self, revision: str | SnapshotId) -> SnapshotId:
-        """The snapshot that a revision names.  Raises NotFound, BadName, BadRequest (no text)."""
+        """Return the snapshot of a revision.  Raises NotFound, BadName, BadRequest (no text)."""
         if isinstance(revision, SnapshotId):
             self.snapshot(revision)
             return revision
@@ -473,7 +474,7 @@ class Catalog:
             with self.index.env.read() as transaction:
                 snapshot = revisions.start(self.index, transaction, parsed)
         except NotFound:
-            # A model card names its parents by their contents.
+            # A model card names its parents by content, that is by ManifestId.
             found = self._of_content(parsed)
             if found is None:
                 raise
@@ -481,7 +482,7 @@ class Catalog:
         return revisions.walk_back(snapshot, parsed.steps, self.snapshot, revision)
 
     def _of_content(self, revision: revisions.Revision) -> SnapshotId | None:
-        """The newest snapshot of a ManifestId in full."""
+        """Return the newest snapshot of a ManifestId in full."""
         if revision.back is not None or len(revision.name) != 2 * ID_BYTES:
             return None
         try:
@@ -492,22 +493,22 @@ class Catalog:
         return found[0] if found else None
 
     def refs(self) -> dict[str, ref_rows.Ref]:
-        """All refs by name."""
+        """Return all refs by name."""
         with self.index.env.read() as transaction:
             return dict(ref_rows.walk(self.index, transaction))
 
     def ref(self, name: str) -> ref_rows.Ref | None:
-        """One ref, or None."""
+        """Return one ref, or None."""
         with self.index.env.read() as transaction:
             return ref_rows.get(self.index, transaction, name)
 
     def snapshot_ids(self) -> list[SnapshotId]:
-        """Every stored snapshot, by id."""
+        """Return every stored snapshot, by id."""
         with self.index.env.read() as transaction:
             return [SnapshotId(key) for key, _ in self.index.walk(transaction, "snapshots")]
 
     def children(self, id: SnapshotId) -> set[SnapshotId]:
-        """The snapshots that came from this one, as the index has it."""
+        """Return the snapshots that have this one as a parent, from the index."""
         prefix = PARENT_EDGE + id
         with self.index.env.read() as transaction:
             return {
@@ -516,7 +517,7 @@ class Catalog:
             }
 
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
-        """The snapshots with this content, newest first (ties by id)."""
+        """Return the snapshots with this content, newest first (ties by id)."""
         prefix = MANIFEST_EDGE + manifest
         with self.index.env.read() as transaction:
             found = [
@@ -527,7 +528,7 @@ class Catalog:
 
 
 def _is_delta(location: Location) -> bool:
-    # A code of a newer version is the decoder's to refuse.
+    # The decoder refuses a codec of a newer version.
     return location.codec in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
 
 
@@ -540,7 +541,7 @@ def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[b
 
 
 def _neighbours(places: list[_Span]) -> Iterator[list[_Span]]:
-    """Records in the order in which they lie, those that follow each other closely together."""
+    """Group records in stored order, those close together in one group."""
     run: list[_Span] = []
     start = end = 0
     last: PackId | None = None
@@ -562,19 +563,19 @@ def _neighbours(places: list[_Span]) -> Iterator[list[_Span]]:
 
 
 _Span = tuple[PackId, int, int, int, Key]
-"""Where a record lies: pack, offset, stored length, codec; and its kind and id."""
+"""A record's place: pack, offset, stored length, codec; and its kind and id."""
 _TENSOR = bytes([Tensor.kind])
 _GAP = 4096
-"""Bytes between two records that are read rather than skipped."""
+"""A gap between two records up to this size is read rather than skipped."""
 _TOGETHER = 1 << 20
-"""Bytes from the first record of a read to its last."""
+"""The most bytes from the first record of a read to the end of its last."""
 
 MANIFEST_EDGE = b"m"
 PARENT_EDGE = b"p"
 
 
 def insert_snapshot(index: Index, transaction: IndexTransaction, snapshot: SnapshotRecord) -> None:
-    """Rows of a snapshot: its own, content -> snapshot, and parent -> child edges.
+    """Insert the rows of a snapshot: its own, content -> snapshot, and parent -> child edges.
 
     snapshots   SnapshotId                   -> ManifestId + time_ns u64
     edges       "m" ManifestId SnapshotId    -> empty
@@ -590,12 +591,12 @@ def insert_snapshot(index: Index, transaction: IndexTransaction, snapshot: Snaps
 
 
 def unlist_snapshot(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
-    """Take back the rows by which a snapshot is found, where its record is lost."""
+    """Remove the rows that list a snapshot whose record is lost."""
     row = transaction.pop(id, db=index.db("snapshots"))
     if row is not None:
         transaction.delete(MANIFEST_EDGE + row[:ID_BYTES] + id, db=index.db("edges"))
 
 
 def now_ns() -> int:
-    """The time that snapshots and reflog lines carry: a count, whatever the clock says."""
+    """Return the time for snapshots and reflog lines, in nanoseconds since the epoch."""
     return min(max(time.time_ns(), 0), MAX_COUNT)

@@ -1,17 +1,17 @@
-"""Generations: how a store notices that its index is not the newest word about it.
+"""Generations: how a store detects that its index is outdated.
 
-Each commit that publishes something gives the index the next *generation*.  The mirror of the refs
-says which one it was written after, and a pack which one it was begun for.  Both are written to
-other files than the index, so an index that was replaced by an older one, or that fell back to an
-earlier state because of damage, is behind them:
+Each commit that publishes something gives the index the next *generation*. The mirror of the refs
+records the generation after which it was written, and a pack the one for which it was begun.  Both
+are in other files than the index.  So they reveal an index that was replaced by an older one, or
+that fell back to an earlier state because of damage:
 
     mirror        never has a later generation than the index that it was written from
     pack          is published by a commit of its generation or a later one; one that the index
                   does not name may be a writer's that was killed before its commit, but then the
                   index is at most one generation behind it
 
-An index that is behind is read, and nothing more: whoever would write refuses, and `reindex`
-settles it.  Functions change nothing.
+An outdated index can only be read: writers refuse it until `reindex` rebuilds it.  Functions change
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKUP = b"backup"
 
 
 def is_backup(layout: Layout, index: Index) -> bool:
-    """Whether the store is a backup that nobody has written to."""
+    """Return whether the store is a backup that nobody has written to."""
     if not (layout.root / BACKUP_MARKER).exists():
         return False
     with index.env.read() as transaction:
@@ -46,7 +46,7 @@ def is_backup(layout: Layout, index: Index) -> bool:
 
 
 def damaged_when_copied(index: Index) -> frozenset[PackId]:
-    """Of a backup, the packs that were damaged in its store already."""
+    """Return the packs of a backup that were already damaged in its store."""
     with index.env.read() as transaction:
         row = index.get(transaction, "counters", BACKUP) or b""
     starts = range(8, len(row), ID_BYTES)
@@ -54,15 +54,15 @@ def damaged_when_copied(index: Index) -> frozenset[PackId]:
 
 
 def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
-    """Why the index is not believed; None where nothing speaks against it.
+    """Return why the index is not trusted; None if it is current.
 
-    packs: ask those too that the index does not know, and not only the mirror.
+    packs: also check packs that the index does not know, not only the mirror.
     """
-    # Witnesses first: what is published in between is in the index then.
+    # Read the evidence first: the index then includes anything published in between.
     told = mirror.generation(layout)
     newest = max(told or 0, mirror.earlier_generation(layout))
     try:
-        # A mirror that can be read tells what the last acknowledged commit was.
+        # A readable mirror records the last acknowledged commit.
         unknown = unknown_packs(layout, index) if packs or told is None else []
         index.env.refresh()
         with index.env.read() as transaction:
@@ -85,14 +85,14 @@ def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:
 
 
 def require_current(layout: Layout, index: Index, *, packs: bool = False) -> None:
-    """Raise Corrupt where the index is not believed: nothing may be written by its word."""
+    """Raise Corrupt if the index is not trusted: nothing may be written based on it."""
     why = doubt(layout, index, packs=packs)
     if why is not None:
         raise Corrupt(why, where=str(layout.index), hint="mstore reindex")
 
 
 def listed_packs(layout: Layout) -> Iterator[Path]:
-    """Every file in packs/ that has the name of a pack, in the order of names.
+    """Yield every file in packs/ that has the name of a pack, sorted by name.
 
     Raises StorageFailed.
     """
@@ -105,13 +105,13 @@ def listed_packs(layout: Layout) -> Iterator[Path]:
 
 
 def unknown_packs(layout: Layout, index: Index) -> list[Path]:
-    """Packs that the index does not name.  A running writer's may be among them."""
-    # Files first: whoever publishes in between is in the index then.
+    """Return packs that the index does not name.  A running writer's may be among them."""
+    # List files first: the index then includes anything published in between.
     return unknown_among(list(listed_packs(layout)), index)
 
 
 def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
-    """Those of these packs that the index, as it is now, does not name."""
+    """Return those of these packs that the index does not name now."""
     index.env.refresh()
     with index.env.read() as transaction:
         known = known_packs(index, transaction)
@@ -119,7 +119,7 @@ def unknown_among(listed: Sequence[Path], index: Index) -> list[Path]:
 
 
 def known_packs(index: Index, transaction: IndexTransaction) -> set[PackId]:
-    """The packs that the index names, condemned ones too."""
+    """Return the packs that the index names, including condemned ones."""
     known = {pack for pack, _ in index.packs(transaction)}
     return known | {pack.pack for pack in index.condemned(transaction)}
 
@@ -128,5 +128,5 @@ def _pack_generation(path: Path) -> int:
     try:
         return generation_of(path)
     except MstoreError:
-        # Damaged, or gone meanwhile: it says nothing.
+        # Damaged, or deleted meanwhile: it proves nothing.
         return 0

@@ -29,13 +29,13 @@ from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound,
 from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
-"""The file that says whose backup a directory is (`mstore.backup.destination`)."""
+"""The file that says which store a directory is a backup of (`mstore.backup.destination`)."""
 FORMAT_VERSION = 2
 MIN_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_SIZE = 1 << 24
 DEFAULT_BLOCK_SIZE = 1 << 20
 FORMAT_LIMIT = 4096
-"""Bytes of a format file that are looked at."""
+"""The most bytes of a format file that are read."""
 
 _VERSION = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def packs(self) -> Path:
-        """Sealed packs, two hex digits a directory."""
+        """Sealed packs, in one directory per two hex digits."""
         return self.root / "packs"
 
     @property
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def memo(self) -> Path:
-        """The LMDB environment of the memo table; missing until something is remembered."""
+        """The LMDB environment of the memo table; missing until the first row is written."""
         return self.root / "memo"
 
     @property
@@ -75,17 +75,17 @@ class Layout:
 
     @property
     def lost_found(self) -> Path:
-        """What no row names, and nobody deletes unasked; may be missing."""
+        """Packs that no row names; deleted only on request.  May be missing."""
         return self.root / "lost+found"
 
     @property
     def tmp(self) -> Path:
-        """What is being written."""
+        """Files being written."""
         return self.root / "tmp"
 
     @property
     def incoming(self) -> Path:
-        """Where copies from another store lie until all of them are there (`mstore.backup`)."""
+        """Copies from another store, until all of them are complete (`mstore.backup`)."""
         return self.tmp / "incoming"
 
     @property
@@ -104,7 +104,7 @@ def _is_block_size(size: int) -> bool:
 
 
 def _nearest_block_size(size: int) -> str:
-    """The allowed size that is nearest, as people write it."""
+    """Return the nearest allowed size, as people write it."""
     within = min(max(size, MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
     lower = 1 << (within.bit_length() - 1)
     nearest = lower if within - lower <= 2 * lower - within else 2 * lower
@@ -115,7 +115,7 @@ def _format_line(layout: Layout, version: int = FORMAT_VERSION) -> str:
     return f"mstore {version} {layout.uuid} {layout.block_size}\n"
 
 
-# All that a `creating` which was killed can leave behind.  Anything else is somebody's.
+# Everything that a killed `creating` can leave behind.  Anything else belongs to somebody.
 _UNFINISHED = re.compile(
     r"lock|config|packs|refs(/mirror)?|tmp(/\.(mirror|format|config)\.[0-9a-f]{8}|/incoming(/.*)?)?"
     r"|(index|stats)(/(data\.mdb|lock\.mdb|\.lock\.mdb\.[0-9a-f]{8}))?"
@@ -124,11 +124,11 @@ _UNFINISHED = re.compile(
 
 @contextmanager
 def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> Iterator[Layout]:
-    """Lay out a new store; the format file comes last: without it there is no store.
+    """Lay out a new store; writes the format file last, which makes it a store.
 
-    The block puts the first contents in place.  If it fails, or anything here, what was made is
-    removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad block
-    size, Incompatible on a network filesystem.
+    The caller's block adds the first contents.  If that or anything here fails, everything created
+    is removed.  Raises Conflict if `root` holds a store or anything else, BadRequest for a bad
+    block size, Incompatible on a network filesystem.
     """
     if not _is_block_size(block_size):
         raise BadRequest(
@@ -145,14 +145,14 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
         share(layout, sharing)
         lock = fs.LockFile(layout.lock)
     except BaseException as error:
-        # Nothing is locked yet: what lies there may be somebody else's.
+        # Nothing is locked yet: existing files may belong to another process.
         if is_new and root.is_dir() and not any(root.iterdir()):
             fs.remove_empty(root)
         if isinstance(error, StorageFailed) and error.hint is None:
             error.hint = "name a new directory, in one that you may write to"
         raise
     try:
-        # Of two at a time the second waits here, and then finds a store.
+        # Of two concurrent calls the second waits here, and then finds a store.
         lock.acquire()
         _require_unused(root)
         try:
@@ -161,7 +161,8 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
                 fs.make_directory(directory)
             fs.make_directory(layout.tmp, private=True)
             yield layout
-            # Or the format's name could outlive a power loss that theirs did not.
+            # Otherwise the name of the format file could survive a power loss that the other names
+            # did not.
             fs.sync_directory(root)
             write_format(layout)
             fs.sync_directory(root.parent)
@@ -177,12 +178,12 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
 
 
 def write_format(layout: Layout) -> None:
-    """Make a directory a store: the last thing that is written of one."""
+    """Write the format file, the last file of a new store."""
     fs.replace_text(layout.root / "format", _format_line(layout), staging=layout.tmp)
 
 
 def _require_unused(root: Path) -> None:
-    """Raise Conflict unless `root` is missing, empty, or what a killed `creating` left."""
+    """Raise Conflict unless `root` is missing, empty, or left by a killed `creating`."""
     if (root / "format").exists():
         raise Conflict(
             "there is a store already", where=str(root), hint=f"mstore --store {root} stats"
@@ -213,7 +214,7 @@ def _no_store(root: Path) -> NotFound:
             where=str(root),
             hint=f"of its store run again: mstore --store STORE backup {shlex.quote(str(root))}",
         )
-    # What a killed `init` leaves has no pack.
+    # A killed `init` leaves no packs.
     if any(root.glob("packs/*")) and (root / "refs").is_dir():
         return NotFound(
             "this looks like a store without its file format",
@@ -228,7 +229,7 @@ def _copy_format(root: Path) -> str:
 
 
 def _format_fields(root: Path) -> tuple[str, list[str]]:
-    """The line of the format file and its fields.  Raises NotFound, Corrupt, StorageFailed."""
+    """Return the format file's line and its fields.  Raises NotFound, Corrupt, StorageFailed."""
     path = root / "format"
     try:
         with fs.translated(path), path.open("rb") as file:
@@ -244,12 +245,12 @@ def _format_fields(root: Path) -> tuple[str, list[str]]:
 
 
 def version_of(root: Path) -> int:
-    """The format version of the store at `root`, whatever it is.  Raises NotFound, Corrupt."""
+    """Return the format version of the store at `root`, known or not.  Raises NotFound, Corrupt."""
     return int(_format_fields(root)[1][1])
 
 
 def too_new(root: Path, version: int) -> Incompatible:
-    """The error for a store of a newer format."""
+    """Return the error for a store of a newer format."""
     return Incompatible(
         f"store format {version}; this mstore reads format {FORMAT_VERSION}",
         where=str(root),
@@ -275,16 +276,16 @@ def locate(root: Path) -> Layout:
 
 
 def share(layout: Layout, sharing: Sharing) -> None:
-    """Have a store's files, those that are there and those to come, be for whom `sharing` names.
+    """Apply `sharing` to a store's files, existing and future.
 
-    Nobody loses what he may do now.  Raises StorageFailed where some are another user's.
+    Never removes permissions.  Raises StorageFailed if some files are another user's.
     """
     fs.share_tree(layout.root, sharing, private=(layout.tmp, layout.lock))
     fs.share(layout.root, sharing)
 
 
 def require_writable(layout: Layout) -> None:
-    """Raise StorageFailed where this user may read the store and not write it; say what to do."""
+    """Raise StorageFailed, with a hint, if this user may read the store but not write it."""
     fs.require_writable(
         layout.root,
         [
@@ -299,7 +300,7 @@ def require_writable(layout: Layout) -> None:
 
 
 def read(root: Path) -> Layout:
-    """The same of a store of any version whose paths are these.  Raises NotFound, Corrupt."""
+    """Do `locate` for any version with these paths.  Raises NotFound, Corrupt."""
     path = root / "format"
     line, fields = _format_fields(root)
     try:

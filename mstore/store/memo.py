@@ -1,12 +1,12 @@
-"""The memo table at rest: what merges made before, so that it need not be made again.
+"""The memo table at rest: outputs of earlier merges, for reuse.
 
     outputs      memo key (32 bytes)     -> BlockIds of a chunk's output, the ties it took, check
     requests     request key (32 bytes)  -> PlanId, check
 
-An LMDB environment of its own, because all of it can be thrown away: a row that is missing, or
-does not match its check (`mstore.blocks.checked_rows`), costs a computation and changes no
-result.  What goes into a key and what a row's value means is for
-`mstore.merge` to say; whether the named blocks and plans still exist is for whoever asks.
+Has its own LMDB environment, because all of it can be discarded: a row that is missing, or does not
+match its check (`mstore.blocks.checked_rows`), costs a computation and changes no result.
+`mstore.merge` owns what goes into a key and what a row's value means; callers check whether the
+named blocks and plans still exist.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OUTPUTS, REQUESTS = DATABASES
 class Memo:
     """The open memo table of one store; safe for any number of threads.
 
-    What is put is found at once, and on disk after `flush`, in one transaction.  The environment
-    is made by the first flush: a store that never merges has none, and reading makes nothing.
-    Whoever may not write it keeps what he puts to himself, and to this object.
+    New rows are visible at once, and on disk after `flush`, in one transaction.  The first flush
+    creates the environment: a store that never merges has none, and reading creates nothing.  For a
+    user without write permission, new rows stay in this object.
     """
 
     def __init__(self, path: Path, tell: Tell = silent) -> None:
@@ -48,9 +48,9 @@ class Memo:
         self._pending: dict[tuple[str, bytes], bytes] = {}
 
     def close(self) -> None:
-        """Release the environment when the reads that run have ended; idempotent.
+        """Release the environment once running reads have ended; idempotent.
 
-        What was not flushed is forgotten.  Raises Unavailable inside a call of this thread's own.
+        Unflushed rows are lost.  Raises Unavailable inside a call of this thread's own.
         """
         self.require_outside()
         with self._lock:
@@ -66,12 +66,13 @@ class Memo:
             env.require_outside()
 
     def outputs(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The rows of these memo keys, None where there is none; one read transaction."""
+        """Return the rows of these memo keys, None for a missing one; one read transaction."""
         return self._get(OUTPUTS, keys)
 
     def has_outputs(self) -> bool:
-        """Whether anything is remembered of what merges made: the memo table of a store that was
-        only planned in has requests, and nothing else.
+        """Return whether any merge outputs are stored.
+
+        A store that was only used for planning has requests and no outputs.
         """
         with self._lock:
             if any(database == OUTPUTS for database, _ in self._pending):
@@ -83,11 +84,11 @@ class Memo:
             return bool(transaction.stat(env.databases[OUTPUTS])["entries"])
 
     def put_outputs(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
-        """Keep (memo key, value) rows."""
+        """Add (memo key, value) rows."""
         self._put(OUTPUTS, rows)
 
     def plan(self, key: bytes) -> PlanId | None:
-        """The plan that a request led to, or None.  It may not be stored any more."""
+        """Return the plan made for a request, or None.  The plan may no longer be stored."""
         value = self._get(REQUESTS, [key])[0]
         return None if value is None or len(value) != ID_BYTES else PlanId(value)
 
@@ -96,7 +97,7 @@ class Memo:
         self._put(REQUESTS, [(key, bytes(plan))])
 
     def flush(self) -> None:
-        """Write what is pending in one transaction.  Raises StorageFailed, Corrupt."""
+        """Write pending rows in one transaction.  Raises StorageFailed, Corrupt."""
         if not self._pending:
             return
         env = self._open(create=True)
@@ -114,9 +115,9 @@ class Memo:
     def tidy(
         self, stored: Callable[[Sequence[bytes]], list[bool]], planned: Callable[[PlanId], bool]
     ) -> None:
-        """Drop rows whose blocks are not stored; all requests, if a plan of theirs is not.
+        """Drop rows whose blocks are not stored; drop all requests if any of their plans is not.
 
-        What a plan costs may have changed with what is stored, so none is kept half-heartedly.
+        What a plan costs may have changed with the stored blocks, so requests are kept all or none.
         """
         env = self._open(create=False)
         if env is None:
@@ -136,7 +137,7 @@ class Memo:
                 transaction.drop(env.databases[REQUESTS], delete=False)
 
     def file_bytes(self) -> int:
-        """Size on disk; 0 where there is no table yet."""
+        """Return the size on disk; 0 if there is no table yet."""
         env = self._open(create=False)
         return 0 if env is None else env.file_bytes()
 
@@ -173,7 +174,7 @@ class Memo:
 def _dead_outputs(
     rows: Iterable[tuple[bytes, bytes]], stored: Callable[[Sequence[bytes]], list[bool]]
 ) -> Iterator[bytes]:
-    """The keys of rows that are damaged or name a block which is not stored."""
+    """Yield the keys of rows that are damaged or name a block that is not stored."""
     every: Iterator[Any] = iter(rows)
     while batch := list(islice(every, _BATCH)):
         named = [_blocks(opened(OUTPUTS, key, row)) for key, row in batch]
@@ -185,7 +186,7 @@ def _dead_outputs(
 
 
 def _blocks(value: bytes | None) -> list[bytes]:
-    """The blocks that a row of `outputs` names; none where it is no such row."""
+    """Return the blocks that a row of `outputs` names; none for an invalid row."""
     if value is None or len(value) < _TIES.size:
         return []
     end = len(value) - _TIES.size - 4 * _TIES.unpack_from(value, len(value) - _TIES.size)[0]

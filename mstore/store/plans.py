@@ -1,9 +1,9 @@
-"""Where a plan's inputs came from: the snapshots and the names that a person gave.
+"""The origin of a plan's inputs: snapshots, and the names that the user gave them.
 
     plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?, overflow?]
 
-A plan names contents; a merge's parents are snapshots.  Where the row is missing (an index that
-was rebuilt, a plan from elsewhere), the newest snapshot with the same content stands in.
+A plan names contents; a merge's parents are snapshots.  If the row is missing (a rebuilt index, an
+imported plan), the newest snapshot with the same content takes its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mstore.store.catalog import Catalog
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot and what it was called."""
+    """A snapshot and the name it was given."""
 
     snapshot: bytes
     name: str
@@ -36,10 +36,10 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Overflow(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a plan's output whose type cannot hold all that comes out.
+    """A tensor of a plan's output whose type cannot hold all results.
 
-    elements: how many became infinite; None where it is only known that some may.  of: how many
-    there are.
+    elements: how many became infinite; None if it is only known that some may. of: the number of
+    elements.
     """
 
     tensor: str
@@ -51,8 +51,8 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
     """The inputs of a plan, experts in plan order.
 
     change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
-    where it is not known, and in rows of earlier versions.  overflow: what became infinite when the
-    plan was run, else what may, worst first; None where nobody looked.
+    if unknown, and in rows of earlier versions. overflow: what became infinite when the plan was
+    run, otherwise what may, worst first; None if not checked.
     """
 
     base: Source
@@ -62,7 +62,7 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_counts(self) -> bool:
-        """Whether the plan was run, so that `overflow` is what came out."""
+        """Whether the plan was run, so that `overflow` holds actual counts."""
         return self.overflow is not None and all(one.elements is not None for one in self.overflow)
 
 
@@ -71,7 +71,7 @@ _sources = msgspec.msgpack.Decoder(Sources)
 
 
 def decode_sources(id: PlanId, row: bytes) -> Sources:
-    """The inputs that a row names.  Raises Corrupt."""
+    """Decode the inputs that a row names.  Raises Corrupt."""
     try:
         sources = _sources.decode(row)
         for source in (sources.base, *sources.experts):
@@ -88,10 +88,10 @@ def decode_sources(id: PlanId, row: bytes) -> Sources:
 def put_sources(
     catalog: Catalog, transaction: IndexTransaction, plan: PlanId, sources: Sources
 ) -> None:
-    """Remember the inputs, within an open index transaction.
+    """Store the inputs, within an open index transaction.
 
-    A snapshot that the row has by the name of a ref of it keeps that name: whoever asks for the
-    same plan in other words does not rename what others merged by it.
+    If the row already names a snapshot by one of its refs, that name stays: repeating the request
+    under other names does not rename the inputs of existing merges.
     """
     known = catalog.index.get(transaction, "plans", plan)
     if known is not None:
@@ -118,10 +118,10 @@ def _named_before(
 
 
 def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotRecord) -> Sources:
-    """The inputs of the plan of a merged snapshot: its own parents, by their names.
+    """Return the inputs of a merged snapshot's plan: its own parents, by their names.
 
-    The plan's row may name others with the same contents, which a later request gave.  A parent
-    that it does not have, or has by an id, is called as a ref of it is, else by its id's beginning.
+    The plan's row may name other snapshots with the same contents, from a later request.  A parent
+    that the row lacks, or names by an id, is named by one of its refs, otherwise by an id prefix.
     """
     told = sources_of(catalog, id, plan)
     parents = [one.snapshot for one in record.parents if one.role in (BASE, EXPERT)]
@@ -143,7 +143,7 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
 
 
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
-    """The inputs of a plan.  Raises NotFound for one that this store does not have, Corrupt."""
+    """Return the inputs of a plan.  Raises NotFound if this store lacks one, Corrupt."""
     with catalog.index.env.read() as transaction:
         row = catalog.index.get(transaction, "plans", id)
     if row is not None:
@@ -155,14 +155,14 @@ def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
 
 
 def overflow_of(catalog: Catalog, id: PlanId) -> tuple[TensorOverflow, ...]:
-    """What is known of overflow in a plan's output, if its row is there.  Raises Corrupt."""
+    """Return the known overflow of a plan's output, if its row exists.  Raises Corrupt."""
     with catalog.index.env.read() as transaction:
         row = catalog.index.get(transaction, "plans", id)
     return () if row is None else reported(decode_sources(id, row).overflow)
 
 
 def reported(overflow: tuple[Overflow, ...] | None) -> tuple[TensorOverflow, ...]:
-    """The same as reports have it."""
+    """Convert overflow to its report form."""
     return tuple(TensorOverflow(one.tensor, one.elements, one.of) for one in overflow or ())
 
 
@@ -178,7 +178,7 @@ def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
 
 
 def find(catalog: Catalog, text: str) -> PlanId:
-    """The plan of this id or unique prefix (four digits or more).  Raises NotFound, BadName."""
+    """Return the plan of this id or unique prefix (4 digits or more).  Raises NotFound, BadName."""
     if len(text) < 4 or not set(text) <= set("0123456789abcdef") or len(text) > 64:
         raise BadName(f"{text!r} is not a plan id", hint="mstore plan prints it")
     matches = [id for id in _ids(catalog) if id.hex().startswith(text)]
@@ -190,7 +190,7 @@ def find(catalog: Catalog, text: str) -> PlanId:
 
 
 def plan_of(snapshot: SnapshotId, record: SnapshotRecord, *, so: str) -> PlanId:
-    """The plan of a merge.  Raises BadRequest where no merge made it; so: what follows of that."""
+    """Return the plan of a merge.  Raises BadRequest if it is not one; so: the consequence."""
     id = record.plan_id()
     if id is None:
         raise BadRequest(
@@ -202,7 +202,7 @@ def plan_of(snapshot: SnapshotId, record: SnapshotRecord, *, so: str) -> PlanId:
 
 
 def plan_ids(catalog: Catalog) -> list[PlanId]:
-    """Every stored plan, by id."""
+    """Return every stored plan, by id."""
     return list(_ids(catalog))
 
 
@@ -213,6 +213,6 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
 
 
 def all_sources(catalog: Catalog, transaction: IndexTransaction) -> list[tuple[PlanId, Sources]]:
-    """The inputs of every plan that has them kept.  Raises Corrupt."""
+    """Return the inputs of every plan that has a row.  Raises Corrupt."""
     rows = catalog.index.walk(transaction, "plans")
     return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in rows]
