@@ -1,10 +1,10 @@
 """Canonical encoding: one value, one byte string, one id.
 
-Records are MessagePack arrays whose first element names kind and version ("tensor/1").
-Integers take their shortest form, floats are 64-bit, strings UTF-8, maps do not occur.  A record
-that decodes but does not encode back to the same bytes is refused, so two different byte
-strings never mean the same record.  So is one that contradicts itself or breaks a limit
-(`Record.problem`): records may come from strangers.
+Records are MessagePack arrays whose first element names kind and version ("tensor/1").  Integers
+take their shortest form, floats are 64-bit, strings UTF-8, maps do not occur.  A record that
+decodes but does not encode back to the same bytes is refused, so two different byte strings never
+mean the same record.  So is one that contradicts itself or exceeds a limit (`Record.problem`):
+records may come from untrusted sources.
 
 Each record class names its `kind` (where it is stored) and its `id_type` (its hash domain).
 """
@@ -22,14 +22,14 @@ from mstore.objects.limits import DEFAULT_LIMITS, MAX_COUNT, RecordLimits
 
 
 def plain_id(value: object) -> bytes:
-    """For msgspec, which does not look through subclasses: an id is its 32 bytes."""
+    """Encode an id as its 32 bytes; msgspec does not handle subclasses."""
     if isinstance(value, Id):
         return bytes(value)
     raise NotImplementedError(f"a record cannot hold {type(value).__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain_id)
-# What a field may hold is checked when it is decoded.
+# Decoding checks these constraints.
 IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
@@ -43,7 +43,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     id_type: ClassVar[type[Id]]
 
     def encode(self) -> bytes:
-        """The canonical bytes."""
+        """Return the canonical bytes."""
         return _encoder.encode(self)
 
     def id(self) -> Id:
@@ -51,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.id_type.of(self.encode())
 
     def problem(self, limits: RecordLimits) -> str | None:
-        """What is unsound about it: a limit that it breaks, or fields that contradict each other.
+        """Return what is invalid: an exceeded limit, or fields that contradict each other.
 
         Takes time linear in the record; follows no id to another one.
         """
@@ -62,7 +62,7 @@ R = TypeVar("R", bound=Record)
 
 
 def decode(kind: type[R], data: Buffer, where: str, limits: RecordLimits = DEFAULT_LIMITS) -> R:
-    """Decode, check canonical form and that the record is sound.  Raises Corrupt naming `where`."""
+    """Decode, and check canonical form and validity.  Raises Corrupt naming `where`."""
     if len(data) > limits.bytes_of(kind.kind):
         raise Corrupt(
             f"a {kind.__name__} record of {len(data)} bytes; the limit is "

@@ -17,7 +17,7 @@ class TensorCoverage(
 ):
     """One merged tensor.  Bit i of a bitmap (least significant first) is output block i.
 
-    reused: blocks that are the base's own.  contributed: per expert, the blocks it went into.
+    reused: blocks that are the base's own. contributed: per expert, the blocks it contributed to.
     """
 
     name: str
@@ -26,7 +26,7 @@ class TensorCoverage(
     contributed: tuple[bytes, ...]
 
     def problem(self, limits: RecordLimits) -> str | None:
-        """What is wrong with its bitmaps, or None."""
+        """Return what is wrong with its bitmaps, or None."""
         if any(not _is_bitmap(bits, self.blocks) for bits in (self.reused, *self.contributed)):
             return "a bitmap that does not fit the blocks"
         return too_many("experts", len(self.contributed), limits.experts) or too_long(
@@ -56,7 +56,7 @@ class Coverage(Record, frozen=True, array_like=True, tag="coverage/1"):
 
 
 def bitmap(flags: list[bool]) -> bytes:
-    """Flags as bits, least significant first."""
+    """Pack flags into bits, least significant first."""
     data = bytearray(-(-len(flags) // 8))
     for number, flag in enumerate(flags):
         if flag:
@@ -70,5 +70,5 @@ def bit(data: bytes, number: int) -> bool:
 
 
 def _is_bitmap(data: bytes, count: int) -> bool:
-    """Whether these are `count` flags, the spare bits zero."""
+    """Return whether these are `count` flags with zero spare bits."""
     return len(data) == -(-count // 8) and not (count & 7 and data[-1] >> (count & 7))

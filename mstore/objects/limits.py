@@ -1,8 +1,8 @@
-"""What a record may hold: the numbers beyond which it is refused, all in one place.
+"""Limits on records, all in one place; a record that exceeds one is refused.
 
-Records may come from strangers.  A decoded record takes time and memory linear in its bytes (at
-most about 25 bytes of memory a byte), so bounding the bytes bounds the cost; the counts bound
-what is done with a record afterwards.  docs/security.md has the table.
+Records may come from untrusted sources.  A decoded record takes time and memory linear in its bytes
+(at most about 25 bytes of memory per byte), so bounding the bytes bounds the cost; the counts bound
+later work on a record. docs/security.md has the table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mstore.blocks.reader import RECORD_LIMIT
 
 MIB = 1 << 20
 MAX_COUNT = (1 << 63) - 1
-"""The largest length, offset, dimension or time in any record: what an off_t can say."""
+"""The largest length, offset, dimension or time in any record: the maximum of an off_t."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLimits:
-    """A caller who trusts a record raises them; counts are of items, the rest is in bytes.
+    """Limits on one record; counts are of items, the rest is in bytes.  Raise them if trusted.
 
     `tensors` are those that a manifest, plan or coverage names; `name_bytes` is for the names of
     tensors, methods, parameters and patterns; `text_bytes` for messages, notes and reasons.
@@ -40,7 +40,7 @@ class RecordLimits:
     text_bytes: int = MIB
 
     def bytes_of(self, kind: Kind) -> int:
-        """The most bytes that a record of this kind may take."""
+        """Return the most bytes that a record of this kind may take."""
         if kind == Kind.TENSOR:
             return self.tensor_record_bytes
         if kind in (Kind.MANIFEST, Kind.PLAN, Kind.COVERAGE):
@@ -52,13 +52,13 @@ DEFAULT_LIMITS = RecordLimits()
 
 
 def too_many(what: str, count: int, limit: int) -> str | None:
-    """The complaint about a count, or None."""
+    """Return the error message for a count above its limit, or None."""
     return f"{count} {what}; the limit is {limit}" if count > limit else None
 
 
 def too_long(what: str, text: str, limit: int) -> str | None:
-    """The complaint about a text of more than `limit` bytes of UTF-8, or None."""
-    # A character is at most four bytes: nearly every name is short without being encoded.
+    """Return the error message for a text of more than `limit` bytes of UTF-8, or None."""
+    # A character takes at most four bytes, so short names need no encoding.
     if 4 * len(text) > limit and len(text.encode()) > limit:
         return f"{what} of more than {limit} bytes"
     return None

@@ -1,9 +1,9 @@
-"""The manifest: every file of a snapshot as a run of parts.
+"""The manifest: every file of a snapshot as a list of parts.
 
-A file is the concatenation of its parts.  Of a safetensors file the first part is the verbatim
-header (eight length bytes and JSON) and the others are its tensors in data order; any other
-file is one unnamed part.  No part of a manifest depends on how or when it was made: equal
-contents have equal ManifestIds.
+A file is the concatenation of its parts.  In a safetensors file the first part is the verbatim
+header (eight length bytes and JSON) and the others are its tensors in data order; any other file is
+one unnamed part.  No part of a manifest depends on how or when it was made: equal contents have
+equal ManifestIds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SAFETENSORS = 1
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A tensor (`name` set), or a header or plain bytes (`name` None), of `nbytes` bytes.
 
-    `tensor` names a tensor record, or, in a virtual snapshot, a virtual tensor's; which of the two
-    is for `Catalog.content` to say.
+    `tensor` names a tensor record, or, in a virtual snapshot, a virtual tensor record;
+    `Catalog.content` tells which.
     """
 
     name: str | None
@@ -55,7 +55,7 @@ class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return (part for part in self.parts if part.name is not None)
 
     def problem(self, limits: RecordLimits) -> str | None:
-        """What is wrong with this file, or None."""
+        """Return what is wrong with this file, or None."""
         try:
             check_relative(self.path, "")
         except BadCheckpoint as error:
@@ -99,10 +99,10 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True
         return next((file for file in self.files if file.path == path), None)
 
     def tensors(self) -> Mapping[str, TensorId]:
-        """Every tensor by name, in file and data order; found once.
+        """Every tensor by name, in file and data order; computed once.
 
-        A name that occurs in two files (an original and a consolidated copy, say) stands for
-        its first occurrence.
+        A name that occurs in two files (an original and a consolidated copy, say) stands for its
+        first occurrence.
         """
         return self._tensors
 
@@ -121,7 +121,7 @@ class Manifest(Record, frozen=True, array_like=True, tag="manifest/1", dict=True
 
 
 def _clash(paths: Sequence[str]) -> str | None:
-    """A path that is a file and a directory at once, or None."""
+    """Return a path that is both a file and a directory, or None."""
     files = set(paths)
     for path in paths:
         at = path.find("/")

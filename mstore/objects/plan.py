@@ -1,12 +1,12 @@
 """The plan record: which blocks of which experts a merge reads, and what that costs.
 
 Content-addressed: inputs are named by their ManifestIds, so equal inputs and parameters give the
-same PlanId on any machine.  What a person called the inputs is kept beside the plan (see
+same PlanId on any machine.  The names that a user gave the inputs are stored beside the plan (see
 `mstore.store.plans`), not in it.
 
-Per tensor and expert there is one state byte a *chunk*.  A chunk is a run of elements that is a
-whole number of blocks of the base, of every expert and of the output; where all have one dtype,
-it is a block.
+Per tensor and expert there is one state byte per *chunk*. A chunk is a run of elements that is a
+whole number of blocks of the base, of every expert and of the output; if all have one dtype, it is
+a block.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mstore.objects.limits import MAX_COUNT, RecordLimits, too_long, too_many
 READ = 0
 """The expert's blocks are read."""
 SHARED = 1
-"""They are those of an earlier expert, and read once for both."""
+"""They are an earlier expert's blocks, read once for both."""
 EQUAL = 2
 """They are the base's blocks: the delta is zero."""
 BELOW = 3
 """No element reaches the trim threshold: the sparsified delta is zero."""
 OMITTED = 4
-"""They are left out for the budget."""
+"""They are left out because of the budget."""
 DROPPED = 5
-"""They would be read, but the output's block is outside the top-p share: it is the base's own."""
+"""They matter, but the output block is outside the top-p share, so it is the base's own."""
 
 
 class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -47,9 +47,9 @@ class PlanTensor(
 ):
     """One tensor to be merged.
 
-    states: a byte a chunk, per expert.  thresholds: per expert, or empty where nothing is
-    trimmed.  omitted: per expert the L2 norm of the (sparsified) delta that is left out, -1 where
-    it is not known.
+    states: a byte per chunk, per expert. thresholds: per expert, or empty if nothing is trimmed.
+    omitted: per expert the L2 norm of the part of the (sparsified) delta that is left out, -1 if
+    unknown.
     """
 
     name: str
@@ -59,7 +59,7 @@ class PlanTensor(
     omitted: tuple[float, ...]
 
     def problem(self, experts: int, limits: RecordLimits) -> str | None:
-        """What is wrong with it in a plan of so many experts, or None."""
+        """Return what is wrong with it in a plan of this many experts, or None."""
         if len(self.states) != experts or len(self.omitted) != experts:
             return "a tensor with another number of experts"
         if len(self.thresholds) not in (0, experts):
@@ -85,12 +85,12 @@ class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the selection was asked to keep to, besides the budget.
+    """The constraints on the selection, besides the budget.
 
-    score: by which blocks were ranked (`merge.planning.scores`).  max_error: relative, None where
-    none was asked for.  expert_budget: most bytes to read from any one expert.  only, skip:
-    patterns of tensor names, sorted.  top_p: share of the output's blocks that may differ from
-    the base's, None for all.
+    score: how blocks were ranked (`merge.planning.scores`). max_error: relative, None if not
+    requested. expert_budget: most bytes to read from any one expert. only, skip: patterns of tensor
+    names, sorted. top_p: share of the output's blocks that may differ from the base's, None for
+    all.
     """
 
     score: str
@@ -104,10 +104,10 @@ class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
     """Inputs, parameters, selection, expected cost and error bound.
 
-    parameters: complete, sorted by name.  dtype: of the output, None for that of the base.
-    budget: bytes, None for no limit.  criteria: what else was asked for.  tensors: those that are
-    merged, in the order of the base; all others are the base's own, and `copied` says of which
-    that is remarkable and why.
+    parameters: complete, sorted by name. dtype: of the output, None for that of the base. budget:
+    bytes, None for no limit. criteria: the other constraints. tensors: those that are merged, in
+    the order of the base; all others are the base's own, and `copied` lists the remarkable ones
+    with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
     """
 

@@ -1,6 +1,6 @@
-"""Whether a fine-tune and its base are the same architecture: equal tensor names and shapes.
+"""Whether a fine-tune and its base have the same architecture: equal tensor names and shapes.
 
-Patterns (`--only`, `--skip`) say which tensors matter for that; others may be missing, extra or of
+Patterns (`--only`, `--skip`) select the tensors to compare; others may be missing, extra or of
 another shape.
 """
 
@@ -14,26 +14,26 @@ from mstore.errors import BadRequest, Incompatible
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
-# Of every format in which people publish adapters (PEFT, diffusers, kohya).
+# Name parts of all common adapter formats (PEFT, diffusers, kohya).
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names that one of the patterns matches (fnmatch, case counts)."""
+    """Return the names that one of the patterns matches (fnmatch, case-sensitive)."""
     known = list(names)
     found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
     return {name for match in found for name in known if match(name)}
 
 
 def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:
-    """Those of some tensors that patterns do not leave out."""
+    """Return the tensors that the patterns do not leave out."""
     kept = matching(shapes, only) if only else shapes.keys()
     wanted = kept - matching(shapes, skip)
     return {name: shape for name, shape in shapes.items() if name in wanted}
 
 
 def require_patterns(patterns: Sequence[str], option: str) -> None:
-    """Raise BadRequest for what is no list of patterns, or has an empty one."""
+    """Raise BadRequest unless this is a list of patterns without empty ones."""
     if isinstance(patterns, str) or not all(patterns):
         raise BadRequest(
             "patterns of tensor names are a list of texts that are not empty",
@@ -58,7 +58,7 @@ def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[
 def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: str) -> None:
     """Raise Incompatible listing the tensors that are missing, extra, or of another shape.
 
-    Of an adapter it says that it is one.
+    The error says so if `other` is an adapter.
     """
     if any(mark in name for name in other for mark in _ADAPTER) and not other.keys() & base.keys():
         raise Incompatible(

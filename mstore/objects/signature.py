@@ -1,9 +1,9 @@
-"""The signature record: somebody's word for one snapshot.
+"""The signature record: a key's signature of one snapshot.
 
-What is signed is `signed_message`: one line of text that holds the SnapshotId, wrapped as OpenSSH
-wraps what `ssh-keygen -Y sign` signs.  Through the hashes in its record the SnapshotId names
-every byte, the lineage and the plan, so all of them are signed.  What the record says besides
-(`signer`, `time_ns`) is not: who a key belongs to is for whoever trusts it to say.
+The signed text is `signed_message`: one line that holds the SnapshotId, wrapped as OpenSSH wraps
+the input of `ssh-keygen -Y sign`.  Through the hashes in its record the SnapshotId names every
+byte, the lineage and the plan, so all of them are signed.  The other fields (`signer`, `time_ns`)
+are not: the verifier decides whom a key belongs to.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ NAMESPACE = "mstore"
 
 
 def signed_text(snapshot: SnapshotId) -> bytes:
-    """The line that is signed, as a file that `ssh-keygen -Y` could be given."""
+    """Return the signed line, as the content of a file for `ssh-keygen -Y`."""
     return f"mstore 1 snapshot {snapshot}\n".encode()
 
 
 def signed_message(snapshot: SnapshotId) -> bytes:
-    """The bytes that the key itself signs: the SSHSIG blob of `signed_text`.
+    """Return the bytes that the key itself signs: the SSHSIG blob of `signed_text`.
 
-    Magic and namespace keep a signature that was made for anything else (a login, a commit) from
-    meaning something here, and one made here from meaning something there.
-    Source: PROTOCOL.sshsig of OpenSSH, section 2.
+    Magic and namespace separate domains: a signature made for anything else (a login, a commit)
+    means nothing here, and the reverse.  Source: PROTOCOL.sshsig of OpenSSH, section 2.
     """
     fields = (NAMESPACE.encode(), b"", b"sha512", sha512(signed_text(snapshot)).digest())
     return b"SSHSIG" + b"".join(ssh_string(field) for field in fields)
 
 
 def ssh_string(data: bytes) -> bytes:
-    """A string of the SSH protocol (RFC 4251): a u32 length in big-endian, and the bytes."""
+    """Encode a string of the SSH protocol (RFC 4251): a big-endian u32 length, and the bytes."""
     return len(data).to_bytes(4, "big") + data
 
 
@@ -60,7 +59,7 @@ class Signature(Record, frozen=True, array_like=True, tag="signature/1"):
         return SignatureId.of(self.encode())
 
     def snapshot_id(self) -> SnapshotId:
-        """What is signed."""
+        """The signed snapshot."""
         return SnapshotId(self.snapshot)
 
     def problem(self, limits: RecordLimits) -> str | None:

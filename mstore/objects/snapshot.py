@@ -31,11 +31,11 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
-    """Manifest, parents in the order previous, base, experts; how it was made; message and time.
+    """Manifest, parents in the order previous, base, experts; origin, message and time.
 
-    origin: "add" or "merge".  plan and coverage are set for merges; without coverage a merge is
-    virtual: planned and not computed.  time_ns: nanoseconds since
-    the epoch, UTC.  tool: name and version of the program that wrote it.
+    origin: "add" or "merge". plan and coverage are set for merges; a merge without coverage is
+    virtual: planned and not computed. time_ns: nanoseconds since the epoch, UTC. tool: name and
+    version of the program that wrote it.
     """
 
     kind: ClassVar[Kind] = Kind.SNAPSHOT
@@ -74,7 +74,7 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
         )
 
     def manifest_id(self) -> ManifestId:
-        """What it contains."""
+        """Its content."""
         return ManifestId(self.manifest)
 
     def plan_id(self) -> PlanId | None:
@@ -83,7 +83,7 @@ class SnapshotRecord(Record, frozen=True, array_like=True, tag="snapshot/1"):
 
     @property
     def is_virtual(self) -> bool:
-        """Whether its merged tensors are computed when they are read."""
+        """Whether its merged tensors are computed on read."""
         return self.plan is not None and self.coverage is None
 
     def coverage_id(self) -> CoverageId | None:

@@ -56,7 +56,7 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1", gc=False):
         return min(block_size, self.nbytes - number * block_size)
 
     def fits(self, block_size: int) -> bool:
-        """Whether the block list fits the length."""
+        """Return whether the block list fits the length."""
         return len(self.blocks) == ID_BYTES * -(-self.nbytes // block_size)
 
     def check(self, block_size: int, where: str) -> None:
@@ -68,7 +68,7 @@ class Tensor(Record, frozen=True, array_like=True, tag="tensor/1", gc=False):
 def shape_problem(
     dtype: str, shape: tuple[int, ...], length: int, limits: RecordLimits
 ) -> str | None:
-    """Why dtype and shape do not give a tensor of `length` bytes, or None."""
+    """Return why dtype and shape do not give a tensor of `length` bytes, or None."""
     problem = too_many("dimensions", len(shape), limits.rank)
     if problem is not None:
         return problem

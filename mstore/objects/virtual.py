@@ -1,9 +1,9 @@
-"""The virtual tensor record: a tensor of a merge that has been planned and not been computed.
+"""The virtual tensor record: a tensor of a merge that was planned but not computed.
 
-It stands where a tensor record would stand in the manifest of a real merge.  Everything that a
-reader of headers, configs and sizes needs is in it; its bytes are what the plan makes of its
-inputs, and `merge.virtual` computes them when somebody asks.  Equal ids, equal bytes; the
-same bytes may have several ids (one a plan), and a TensorId once they are stored.
+It takes the place of a tensor record in a real merge's manifest.  It holds everything that a reader
+of headers, configs and sizes needs.  Its bytes are the plan's output for its inputs;
+`merge.virtual` computes them on demand.  Equal ids mean equal bytes.  The same bytes may have
+several ids (one per plan), and a TensorId once they are stored.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class VirtualTensor(Record, frozen=True, array_like=True, tag="virtual/1"):
         )
 
     def plan_id(self) -> PlanId:
-        """The plan that it is computed by."""
+        """The plan that computes it."""
         return PlanId(self.plan)
 
     def blocks(self, block_size: int) -> int:
-        """How many blocks it has; 0 for an empty tensor."""
+        """Return the number of blocks; 0 for an empty tensor."""
         return -(-self.nbytes // block_size)
 
     def block_length(self, number: int, block_size: int) -> int:
