@@ -1,4 +1,4 @@
-"""Work ahead: results in order, while a pool is already at the next ones."""
+"""Run work ahead on a pool and return the results in order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def in_order(
     ahead: int,
     stopping: Callable[[Sequence[Item]], None] | None = None,
 ) -> Generator[tuple[Item, Result]]:
-    """Each item with what `submit` makes of it, in the order of the items.
+    """Yield each item with the result of `submit`, in the order of the items.
 
-    submit: hands an item to a pool.  ahead: how many items at most are under way, or done, while
-    one is handed on.  The first error, in the order of the items, ends it.
+    submit: hands an item to a pool.
+    ahead: the most items that may be running or finished while one is handed on.  The first error,
+    in the order of the items, ends the iteration.
 
-    Where it ends early, or is closed, what has not begun is cancelled and what has is waited for:
-    afterwards no work of it runs.  stopping: is called before that with the items that were not
-    handed on, to wake workers that wait for each other.
+    When the iteration ends early or is closed, it cancels what has not begun and waits for what
+    has: afterwards none of its work is running.
+    stopping: called before that with the items that were not handed on, to wake workers that wait
+    for each other.
     """
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
@@ -46,6 +48,6 @@ def in_order(
 
 
 def _first(waiting: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
-    # It leaves the queue first: where it failed there is nothing more to wait for.
+    # Remove it from the queue first: if it failed, there is nothing left to wait for.
     item, future = waiting.popleft()
     return item, future.result()

@@ -1,11 +1,11 @@
-"""Compare: is a directory what a snapshot holds?
+"""Compare a directory with what a snapshot holds.
 
-The directory is read as `add` reads it, by the same rules for links, special files and what is no
-part of a model, and hashed; stored blocks are only read where they have no ids yet (virtual
-tensors).  Nothing is written, to the store or to the directory.  A file whose safetensors header
-cannot be read is no error here: it differs, and a note says why.
+Reads the directory as `add` does, by the same rules for links, special files and excluded files,
+and hashes it.  Reads stored blocks only if they have no ids yet (virtual tensors).  Writes nothing,
+neither to the store nor to the directory.  A file whose safetensors header cannot be read is not an
+error here: it counts as different, and a note says why.
 
-What the snapshot holds is looked for whatever patterns say: only what it does not hold is left out.
+Patterns never exclude a file that the snapshot holds.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def compare(
     computing: Callable[[], Computing] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> DirectoryDiffReport:
-    """From a snapshot to a directory.  `blocks` lists the numbers of the changed blocks.
+    """Report differences from a snapshot to a directory.  `blocks` lists the changed block numbers.
 
-    Raises NotFound, BadCheckpoint where the directory cannot be a checkpoint's at all, or changes
-    while it is read, Corrupt, StorageFailed.
+    Raises NotFound, BadCheckpoint if the directory cannot be a checkpoint at all or changes while
+    it is read, Corrupt, StorageFailed.
     """
     manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
     tree = walk(
@@ -67,7 +67,7 @@ def compare(
 
 
 class _Directory:
-    """The files of a directory, their headers, and the ids of blocks that were asked for."""
+    """The files of a directory, their headers, and the block ids computed so far."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Directory:
                     self.notes.append(str(error))
 
     def ids(self, path: str, begin: int, nbytes: int) -> list[BlockId]:
-        """The ids of a part's blocks, hashed once.  Raises BadCheckpoint where the file changes."""
+        """Return a part's block ids, hashed once.  Raises BadCheckpoint if the file changes."""
         place = (path, begin, nbytes)
         if place not in self._ids:
             self._ids[place] = self._hashed(self.files[path], begin, nbytes)
@@ -130,7 +130,7 @@ class _Directory:
         return ids
 
     def data(self, path: str, begin: int, length: int) -> bytes:
-        """Bytes of a file, for those that have to be compared as they are."""
+        """Return bytes of a file, for comparisons that need the data itself."""
         found = self.files[path]
         descriptor = open_stamped(found.absolute, found.stamp)
         try:
@@ -141,7 +141,7 @@ class _Directory:
 
 
 class _Comparison:
-    """One snapshot and one directory."""
+    """One comparison of a snapshot with a directory."""
 
     def __init__(
         self,
@@ -193,10 +193,10 @@ class _Comparison:
         return tuple(found), equal
 
     def _is_same(self, stored: File, there: Found) -> bool:
-        """Whether a file has the very bytes that are stored."""
+        """Return whether a file has exactly the stored bytes."""
         if stored.size != there.status.st_size:
             return False
-        # As long, so the parts lie where they lay.
+        # The length is equal, so the parts are at the same offsets.
         first, *rest = stored.parts
         ids = self._side.ids(stored.path, 0, first.nbytes)
         head = Tensor(BYTES, (first.nbytes,), first.nbytes, b"".join(ids))
@@ -205,7 +205,7 @@ class _Comparison:
         header = self._side.headers.get(stored.path)
         if header is None:
             return not rest
-        # The same header: the same names, forms and places.
+        # The header is the same: the same names, dtypes, shapes and offsets.
         return all(
             self._tensor(part.name, part.tensor_id(), stored.path).status == "equal"
             for part in rest
@@ -213,7 +213,7 @@ class _Comparison:
         )
 
     def _tensor(self, name: str, id: TensorId, path: str) -> TensorDiff:
-        """A stored tensor and the one of this name in a file."""
+        """Compare a stored tensor with the one of this name in a file."""
         key = (id, path, name)
         if key not in self._found:
             self._found[key] = self._compared(name, id, path)
@@ -246,7 +246,7 @@ class _Comparison:
         )
 
     def _computed(self, id: TensorId, path: str, begin: int, nbytes: int) -> list[int]:
-        """Numbers of the blocks that differ from those of a virtual tensor."""
+        """Return the numbers of the blocks that differ from those of a virtual tensor."""
         numbers = []
         count = 0
         for number, block in enumerate(tensor_blocks(self._catalog, self._cache, id)):
@@ -261,13 +261,13 @@ class _Comparison:
         return -(-nbytes // self._block_size)
 
     def _tensors(self) -> tuple[Sequence[TensorDiff], int, int, int]:
-        """Those that differ; how many are equal; blocks in all and blocks that differ."""
+        """Return the differing tensors, and counts: equal tensors, all blocks, differing blocks."""
         ours = self._manifest.tensors()
         stored = {part.name: file.path for file in self._manifest.files for part in file.tensors()}
         homes: dict[str, str] = {}
         for path, slots in sorted(self._side.slots.items()):
             for name in slots:
-                # Of two, the one that lies where it is stored.
+                # Of two, take the one in the file where it is stored.
                 if name not in homes or path == stored.get(name):
                     homes[name] = path
         found: list[TensorDiff] = []

@@ -1,10 +1,10 @@
 """Diff: how two snapshots differ, in files, tensors, blocks and norm.
 
-Equal ids need no look at the data.  The relative distance of a changed tensor reads only the
-blocks that differ, and the other side's norm comes from the same pass or from the statistics.
+Equal ids need no look at the data.  The relative distance of a changed tensor reads only the blocks
+that differ; the other side's norm comes from the same pass or from the statistics.
 
-Virtual tensors have no block ids.  Where the tensors' own ids differ, their blocks are computed,
-which also may show that the contents are the same: then they are equal, whatever they are called.
+Virtual tensors have no block ids.  If the ids of two tensors differ, their blocks are computed.
+That may show that the contents are the same: then the tensors count as equal, whatever their ids.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mstore.view import BlockCache, Computing, array_dtype, tensor_blocks
 
 _AHEAD = 4
 _TOGETHER = 256
-"""Tensors whose records are read together."""
+"""How many tensor records are read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One snapshot's tensor: its id, its record, and its blocks one after the other."""
+    """One snapshot's tensor: its id, its record, and its blocks in order."""
 
     id: TensorId
     tensor: Tensor | VirtualTensor
@@ -55,13 +55,13 @@ class _Differ:
         self._pool = pool
 
     def side(self, id: TensorId | None) -> _Side | None:
-        """A tensor by its id."""
+        """Return a tensor by its id."""
         return None if id is None else _Side(id, self._catalog.content(id))
 
     def compare(
         self, name: str, before: _Side | None, after: _Side | None, list_blocks: bool
     ) -> TensorDiff:
-        """Two tensors whose ids differ, or one that only one side has."""
+        """Compare two tensors whose ids differ, or report one that only one side has."""
         sides = [side for side in (before, after) if side is not None]
         count = max(side.block_count(self._catalog.block_size) for side in sides)
         if before is None or after is None:
@@ -84,7 +84,7 @@ class _Differ:
         )
 
     def _blocks(self, before: _Side, after: _Side) -> tuple[list[int], float | None]:
-        """Numbers of the blocks that differ, and ||after - before|| / ||before|| in float64."""
+        """Return the numbers of differing blocks, and ||after - before|| / ||before||, float64."""
         dtype = _values_of(before) if _same_form(before, after) else None
         left, right = before.tensor, after.tensor
         if isinstance(left, Tensor) and isinstance(right, Tensor):
@@ -101,13 +101,14 @@ class _Differ:
                     new = self._catalog.read_block(right.block(number))
                 return _sums(old, new, dtype)
 
-            # One block waits for no other: handing it to a thread costs more than reading it.
+            # A single block has nothing to overlap with: passing it to a thread costs more than
+            # reading it.
             every = map if left.block_count() == 1 else self._pool.map
             return numbers, _ratio(list(every(read, range(left.block_count()))))
         return self._computed(before, after, dtype)
 
     def _computed(self, before: _Side, after: _Side, dtype: Any) -> tuple[list[int], float | None]:
-        """The same where a side is virtual: all blocks of both, in step, a few at a time."""
+        """Do the same if a side is virtual: all blocks of both, in step, a few at a time."""
         size = self._catalog.block_size
         numbers: list[int] = []
         sums: deque[Any] = deque()
@@ -139,9 +140,9 @@ def diff(
     threads: int,
     computing: Callable[[], Computing] | None = None,
 ) -> DiffReport:
-    """From snapshot a to snapshot b.  `blocks` lists the numbers of the changed blocks.
+    """Report differences from snapshot a to b.  `blocks` lists the numbers of the changed blocks.
 
-    `computing` gives what computes the blocks of virtual snapshots.
+    `computing` returns what computes the blocks of virtual snapshots.
     """
     left = catalog.manifest(catalog.snapshot(a).manifest_id())
     right = catalog.manifest(catalog.snapshot(b).manifest_id())
@@ -199,7 +200,7 @@ def _files(
 
 
 def _same_file(before: File, after: File, same: set[tuple[bytes, bytes]]) -> bool:
-    """Equal records, or records of tensors that were found to have the same content."""
+    """Return whether records are equal, or name tensors found to have the same content."""
     if before == after:
         return True
     return (before.form, len(before.parts)) == (after.form, len(after.parts)) and all(
@@ -218,7 +219,7 @@ def _block(tensor: Tensor, number: int) -> BlockId | None:
 
 
 def _values_of(side: _Side) -> np.dtype[Any] | None:
-    """The numpy dtype in which distances of a tensor are measured, None where there are none."""
+    """Return the numpy dtype for a tensor's distances; None if it has no distances."""
     if not DTYPES[side.tensor.dtype].floating:
         return None
     try:
@@ -228,7 +229,7 @@ def _values_of(side: _Side) -> np.dtype[Any] | None:
 
 
 def _sums(old: Buffer, new: Buffer, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """||old||^2 and ||new - old||^2 of one block."""
+    """Return ||old||^2 and ||new - old||^2 of one block."""
     with np.errstate(all="ignore"):
         before = np.frombuffer(old, dtype=dtype).astype(np.float64)
         if new is old:

@@ -1,20 +1,20 @@
 """Every error the library raises, grouped by what a caller would do about it.
 
     MstoreError
-    ├── InvalidInput          mend the input and call again
-    │   ├── BadCheckpoint     a file or directory that is not a sound checkpoint
-    │   ├── BadRequest        an unknown method or parameter, a senseless budget
-    │   └── BadName           a ref, tag or revision that cannot be a name
+    ├── InvalidInput          fix the input and call again
+    │   ├── BadCheckpoint     a file or directory that is not a valid checkpoint
+    │   ├── BadRequest        an unknown method or parameter, an invalid budget
+    │   └── BadName           an invalid name for a ref, tag or revision
     ├── NotFound              name something that exists
-    ├── Conflict              look at what is there now, then decide
+    ├── Conflict              look at the current state, then decide
     ├── Incompatible          another version, another filesystem, another model
-    ├── Corrupt               stored bytes are not what their id says
+    ├── Corrupt               stored bytes do not match their id
     ├── BudgetExceeded        a read outside the plan was refused
-    ├── StorageFailed         the disk said no (carries errno)
+    ├── StorageFailed         a file operation failed (carries errno)
     └── Unavailable           something outside the store is missing (FUSE, a lock)
 
-An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next
-command to type.  `str(error)` is one line without the hint.
+An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next command
+to type.  `str(error)` is one line without the hint.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class InvalidInput(MstoreError):
 
 
 class BadCheckpoint(InvalidInput):
-    """A checkpoint on disk is not sound: `where` is the file."""
+    """A checkpoint on disk is invalid: `where` is the file."""
 
 
 class BadRequest(InvalidInput):
-    """An argument of a command or call makes no sense."""
+    """An argument of a command or call is invalid."""
 
 
 class BadName(InvalidInput):
@@ -65,23 +65,23 @@ class NotFound(MstoreError):
 
 
 class Conflict(MstoreError):
-    """The thing exists already, or changed since it was looked at."""
+    """The thing already exists, or changed since it was read."""
 
 
 class Incompatible(MstoreError):
-    """Versions, filesystems or model shapes that do not go together."""
+    """Versions, filesystems or model shapes do not match."""
 
 
 class Corrupt(MstoreError):
-    """Stored bytes are not what their id, checksum or length says."""
+    """Stored bytes do not match their id, checksum or length."""
 
 
 class BudgetExceeded(MstoreError):
-    """A read of expert bytes would have left the plan; it was not done."""
+    """A read of expert bytes would have exceeded the plan; it did not happen."""
 
 
 class StorageFailed(MstoreError):
-    """The operating system refused a file operation; `errno` says which way."""
+    """The operating system refused a file operation; `errno` says why."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Unavailable(MstoreError):
 
 
 def did_you_mean(given: str, known: Iterable[str], hint: str | None = None) -> str | None:
-    """A hint: the known name that was probably meant, if one is near, then `hint` if there is one.
+    """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
-    A name whose last part was given alone is near, and one with few other letters.
+    A name is a candidate if its last part alone was given, or if few letters differ.
     """
     from difflib import get_close_matches
 

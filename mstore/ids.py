@@ -23,7 +23,7 @@ def _is_hexadecimal(given: object) -> bool:
 
 
 class Id(bytes):
-    """A 32-byte name.  Subclasses are distinct types; equal bytes of two kinds stay two things."""
+    """A 32-byte name.  Each subclass is its own type; equal bytes of two kinds are not equal."""
 
     __slots__ = ()
     context: ClassVar[str | None] = None
@@ -35,15 +35,15 @@ class Id(bytes):
 
     @classmethod
     def of(cls, data: Buffer) -> Self:
-        """The id of these bytes, in this kind's own hash domain."""
-        # A digest is as long as an id: nothing to check.
+        """Hash these bytes in this kind's own hash domain."""
+        # A digest has the length of an id: nothing to check.
         if cls.context is None:
             return bytes.__new__(cls, blake3(data).digest())
         return bytes.__new__(cls, blake3(data, derive_key_context=cls.context).digest())
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From 64 hexadecimal digits.  Raises BadName for anything else."""
+        """Parse 64 hexadecimal digits.  Raises BadName for anything else."""
         if not _is_hexadecimal(text):
             raise BadName(f"not a {cls.__name__} (64 lowercase hex digits): {text!r}")
         return cls(bytes.fromhex(text))
@@ -74,7 +74,7 @@ class TensorId(Id):
 
 
 class VirtualId(Id):
-    """Names a virtual tensor record: dtype, shape, and the plan that it is computed by."""
+    """Names a virtual tensor record: dtype, shape, and the plan that computes it."""
 
     __slots__ = ()
     context = "mstore 1 virtual tensor"

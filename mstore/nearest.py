@@ -1,15 +1,16 @@
 """The nearest base: which stored snapshot a checkpoint was most likely fine-tuned from.
 
 A candidate has the checkpoint's tensors: the same names, dtypes and shapes.  Those that the
-checkpoint names itself (`checkpoint.declared`) come first; where none of them fits, every
-snapshot that a ref reaches may be it.  Among them the values decide: a few blocks of the
-checkpoint, picked by hash, are compared with the candidate's blocks at the same places, and the
-nearest wins.  A model trained from scratch agrees in nothing but its shapes, and is no base.
+checkpoint itself declares (`checkpoint.declared`) come first; if none of them fits, every snapshot
+that a ref reaches is a candidate.  Among candidates the values decide: a few blocks of the
+checkpoint, selected by hash, are compared with the candidate's blocks at the same positions, and
+the nearest wins.  A model trained from scratch agrees in nothing but its shapes, and is no base.
 
-Deltas have depth 1, so a base of a base serves no better than its own base does: of a family,
-the root is taken, unless a later member is clearly nearer or is called the base by the checkpoint.
+Deltas have depth 1, so a base that has a base itself serves no better than that base does.  The
+search therefore takes the root of a family, unless a later member is clearly nearer or the
+checkpoint declares it as its base.
 
-Costs a few dozen blocks of the checkpoint and a few of each candidate, whatever the model's size.
+Reads a few dozen blocks of the checkpoint and a few of each candidate, whatever the model's size.
 Virtual snapshots have no bytes and pruned ones may have lost theirs: neither is a candidate.
 """
 
@@ -45,11 +46,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Unrelated weights come to 0.03, those moved by 1 % of their size to 0.7, by 30 % to 0.17.
+# Unrelated weights score 0.03, those moved by 1 % of their size 0.7, by 30 % 0.17.
 NEAR_ENOUGH = 0.12
-# A later member of a family is the base only where the root is less than this share as near.
+# A later member of a family is the base only if the root's nearness is below this share of its own.
 ROOT_SHARE = 0.5
-# As many leading bits of a float's fraction as a difference is measured in.
+# Differences are measured in this many leading bits of a float's fraction.
 _BITS_COMPARED = 7
 _FRACTION_BITS = {
     "F64": 52,
@@ -63,18 +64,18 @@ _FRACTION_BITS = {
 }
 _ELEMENTS_COMPARED = 1 << 16
 _MIN_ID_DIGITS = 12
-# Blocks of one value that are passed over before a run of blocks goes without.
+# Blocks of a single value to skip before a run of blocks goes without a sample.
 _TRIES = 4
 _NOTHING_CALLED: Mapping[SnapshotId, Declared] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """How far the search goes; what lies beyond is not found.
+    """How far the search goes; it does not find what lies beyond.
 
-    blocks, block_bytes: of the checkpoint, at most, whichever is less.  unequal: blocks read of a
-    candidate.  candidates: snapshots that are compared.  manifests: snapshots that are looked at,
-    the newest that refs name, with their bases.
+    blocks, block_bytes: limits on the checkpoint's samples; the smaller applies. unequal: blocks
+    read of a candidate. candidates: snapshots compared. manifests: snapshots examined, the newest
+    that refs name, with their bases.
     """
 
     blocks: int = 32
@@ -88,7 +89,7 @@ DEFAULT_LIMITS = SearchLimits()
 
 
 class Nearest(NamedTuple):
-    """The base that was found, or None, and why, in words."""
+    """The base that was found, or None, and the reason in words."""
 
     snapshot: SnapshotId | None
     reason: str
@@ -96,7 +97,7 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A snapshot that has bytes; `root` is the first of its family, itself where it has no base."""
+    """A snapshot that has bytes; `root` is the first of its family, itself if it has no base."""
 
     id: SnapshotId
     record: SnapshotRecord
@@ -119,7 +120,7 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """How near a candidate is, from 0 to 1, and the count of sampled blocks that are equal."""
+    """A candidate's nearness, from 0 to 1, and the count of sampled blocks that are equal."""
 
     candidate: _Candidate
     nearness: float
@@ -138,25 +139,26 @@ class _Score:
 def nearest(
     catalog: Catalog, checkpoint: Checkpoint, *, limits: SearchLimits = DEFAULT_LIMITS
 ) -> Nearest:
-    """The stored snapshot that is the checkpoint's base, as far as can be told.
+    """Return the stored snapshot that is most likely the checkpoint's base.
 
-    Raises what reading the checkpoint raises.  A candidate whose own bytes cannot be read is
-    passed over: no add fails for a base that nobody asked for.
+    Raises what reading the checkpoint raises.  Skips a candidate whose own bytes cannot be read: no
+    add fails for a base that nobody requested.
     """
     return _Search(catalog, checkpoint, limits).run()
 
 
 def bases_first(checkpoints: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Paths and their names-to-be, each after those that it declares as its base; else as given.
+    """Order paths and their future names, each after those that it declares as its base.
 
-    A checkpoint that cannot be read keeps its place: adding it will say what is wrong.
+    Otherwise keeps the given order.  A checkpoint that cannot be read keeps its place: adding it
+    reports the error.
     """
     called = [{_last(given_name(path)), _last(name)} for path, name in checkpoints]
     wanted = [{_last(each.name) for each in _declared_at(path)} for path, _ in checkpoints]
     ordered: list[int] = []
     waiting = set(range(len(checkpoints)))
     while waiting:
-        # Of those that declare each other in a ring the first goes first.
+        # If checkpoints declare each other in a cycle, the first one goes first.
         ready = (
             at
             for at in sorted(waiting)
@@ -228,7 +230,7 @@ class _Search:
     # -- who may be it -----------------------------------------------------------------------
 
     def _named(self) -> dict[SnapshotId, Declared]:
-        """The candidates that a declared name stands for, each with that."""
+        """Return the candidates that declared names stand for, each with its name."""
         found: dict[SnapshotId, Declared] = {}
         for number, candidate in enumerate(self._candidates.values()):
             says = () if number >= self._limits.manifests else self._says(candidate)
@@ -238,7 +240,7 @@ class _Search:
         return found
 
     def _says(self, candidate: _Candidate) -> set[str]:
-        """The names that a candidate declares itself."""
+        """Return the names that a candidate declares itself."""
         if not self._declared:
             return set()
         with suppress(NotFound, Corrupt, StorageFailed):
@@ -252,7 +254,7 @@ class _Search:
         return set()
 
     def _fitting(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
-        """Those whose tensors have the same names and sizes, as many as are compared."""
+        """Return those whose tensors have the same names and sizes, up to the limit."""
         fitting: list[_Candidate] = []
         for number, candidate in enumerate(candidates):
             if number == self._limits.manifests or len(fitting) == self._limits.candidates:
@@ -268,9 +270,9 @@ class _Search:
     def _choose(
         self, candidates: list[_Candidate], called: Mapping[SnapshotId, Declared] = _NOTHING_CALLED
     ) -> tuple[_Score, _Score] | None:
-        """The nearest that is near enough, and the member of its family to take."""
+        """Return the nearest that is near enough, and the member of its family to use."""
         scores = [score for each in candidates if (score := self._score(each)) is not None]
-        # Stable: among equally near ones the order of the candidates decides.
+        # A stable sort: the order of the candidates decides between equally near ones.
         for best in sorted(scores, key=lambda score: -score.nearness):
             if best.nearness < NEAR_ENOUGH:
                 break
@@ -287,12 +289,12 @@ class _Search:
         score = self._score(root)
         if score is None or score.nearness < NEAR_ENOUGH or not self._has_same_tensors(root):
             return best
-        # A copy's base is the base of what it is a copy of.
+        # The base of a copy is the base of the original.
         is_copy = best.equal == best.blocks
         return score if is_copy or score.nearness >= ROOT_SHARE * best.nearness else best
 
     def _score(self, candidate: _Candidate) -> _Score | None:
-        """None where a sampled tensor is of another kind, or the candidate cannot be read."""
+        """Score a candidate; None if a sampled tensor differs in kind or cannot be read."""
         sample = self._blocks()
         if not sample:
             return None
@@ -317,7 +319,7 @@ class _Search:
         return _Score(candidate, nearness, len(sample) - len(unequal), len(sample))
 
     def _mean_closeness(self, pairs: list[tuple[_Sampled, BlockId]]) -> float:
-        """Over the first few of the blocks that differ, by length."""
+        """Return the mean over the first few differing blocks, weighted by length."""
         read = pairs[: self._limits.unequal]
         if not read:
             return 0.0
@@ -328,7 +330,7 @@ class _Search:
         return summed / sum(len(each.data) for each, _ in read)
 
     def _has_same_tensors(self, candidate: _Candidate) -> bool:
-        """Whether every tensor has the dtype and shape it has in the checkpoint."""
+        """Return whether every tensor has the dtype and shape it has in the checkpoint."""
         try:
             tensors = self._tensors(candidate)
             records = self._catalog.tensors(list(tensors.values()))
@@ -356,10 +358,10 @@ class _Search:
         return self._sample
 
     def _sampled(self) -> Iterator[_Sampled]:
-        """One block out of each of equal runs of all blocks, those of one value passed over.
+        """Yield one block from each of equal runs of all blocks, skipping those of a single value.
 
-        Only of floating tensors where there are any: models that share nothing else have the same
-        masks and position ids.
+        Samples only floating-point tensors if there are any: models that share nothing else have
+        the same masks and position ids.
         """
         block_size = self._catalog.block_size
         floating = [name for name, (_, _, slot) in self._slots.items() if _is_floating(slot)]
@@ -378,7 +380,7 @@ class _Search:
                     break
 
     def _block(self, names: list[str], ends: list[int], place: int) -> _Sampled | None:
-        """Block number `place` of all; None where all its elements are one."""
+        """Return block number `place` of all; None if all its elements are equal."""
         at = bisect_right(ends, place)
         number = place - (ends[at - 1] if at else 0)
         file, start, slot = self._slots[names[at]]
@@ -387,17 +389,17 @@ class _Search:
         length = min(block_size, slot.nbytes - offset)
         data = _read(file.absolute, start + slot.begin + offset, length, file.stamp)
         if len(data) != length or _is_constant(data, slot.dtype):
-            # A file cut short meanwhile is noticed by the add itself.
+            # The add itself detects a file that was truncated meanwhile.
             return None
         return _Sampled(slot.name, slot.dtype, slot.shape, number, data, BlockId.of(data))
 
 
 def closeness(data: Buffer, other: Buffer, dtype: str) -> float:
-    """How close the elements of two blocks of one dtype are, from 0 to 1.
+    """Return how close the elements of two blocks of one dtype are, from 0 to 1.
 
-    Of a float: the share of the leading seven bits of the fraction (or of all there are) in which
-    the two agree as numbers in order; 0 across signs, and from a factor of two on.  Of anything
-    else: the share of equal elements.
+    For floats: the share of the leading seven bits of the fraction (or of all there are) in which
+    the two agree as ordered numbers; 0 across signs, and from a factor of two on.  For other
+    dtypes: the share of equal elements.
     """
     import numpy as np
 
@@ -417,7 +419,7 @@ def closeness(data: Buffer, other: Buffer, dtype: str) -> float:
 
 
 def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
-    """Numbers in the order of the floats with these bits, one apart where the floats are next."""
+    """Map float bits to numbers in the same order; adjacent floats differ by one."""
     import numpy as np
 
     sign = words.dtype.type(1 << (8 * words.dtype.itemsize - 1))
@@ -429,7 +431,7 @@ def _ordered(words: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.float64]:
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, tuple[SourceFile, int, TensorSlot]]:
-    """Each tensor by name: file, offset of that file's data, slot.  The first of a name counts."""
+    """Return each tensor by name: file, offset of its data, slot.  The first of a name counts."""
     found: dict[str, tuple[SourceFile, int, TensorSlot]] = {}
     for file in checkpoint.files:
         if file.header is not None:
@@ -466,7 +468,7 @@ def _read(path: Path, offset: int, length: int, stamp: Stamp | None = None) -> b
 
 
 def _read_stored(catalog: Catalog, manifest: Manifest, path: str, length: int) -> bytes | None:
-    """At most `length` first bytes of a stored opaque file."""
+    """Return the first bytes of a stored opaque file, at most `length`."""
     file = manifest.file(path)
     if file is None or len(file.parts) != 1:
         return None
@@ -479,7 +481,7 @@ def _read_stored(catalog: Catalog, manifest: Manifest, path: str, length: int) -
 
 
 def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> list[_Candidate]:
-    """The newest snapshots that refs name, those that are declared, and every base of one.
+    """Return the newest snapshots that refs name, the declared ones, and the bases of all these.
 
     Roots of families first, then those without a base, then the others; newest first, ties by id.
     """
@@ -521,7 +523,7 @@ def _candidates(catalog: Catalog, declared: Sequence[Declared], most: int) -> li
 
 
 def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[SnapshotId]:
-    """At most so many of these snapshots, by their rows of the index alone."""
+    """Return at most this many of these snapshots, newest first, from their index rows alone."""
     index = catalog.index
     with index.env.read() as transaction:
         rows = {id: index.get(transaction, "snapshots", id) for id in ids}
@@ -531,7 +533,7 @@ def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[Snap
 
 
 def _last(name: str) -> str:
-    """The last part of a model's or a ref's name, for comparing."""
+    """Return the last part of a model's or a ref's name, normalised for comparison."""
     return name.strip("/").casefold().rpartition("/")[2]
 
 
@@ -547,7 +549,7 @@ def _pruned(catalog: Catalog) -> set[SnapshotId]:
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:
-    """Whether a declared name is the candidate's id, its ref, or the last part of its ref."""
+    """Return whether a declared name is the candidate's id, ref, or the last part of its ref."""
     if len(name) >= _MIN_ID_DIGITS and str(candidate.id).startswith(name.casefold()):
         return True
     return any(_last(ref) == _last(name) for ref in candidate.names)

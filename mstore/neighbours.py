@@ -1,10 +1,11 @@
-"""Neighbours: who else may rename and remove what we make in a directory.
+"""Neighbours: other users who may rename and remove what we create in a directory.
 
-Whoever may write a directory may rename and remove every name in it, also of directories that he
-may not enter.  A sticky directory leaves that to the owners of the directory and of each name.
+A user who may write a directory may rename and remove every name in it, including directories that
+the user may not enter.  In a sticky directory, only the owners of the directory and of each name
+may.
 
-Judged by owner, mode and POSIX access list, as they are now.  Root may do everything everywhere and
-is nobody's neighbour.  This module changes nothing.
+Checks owner, mode and POSIX access list, as they are now.  Root may do everything everywhere and
+does not count as a neighbour.  This module changes nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def _is_written_by_others(descriptor: int, status: os.stat_result) -> bool:
         return True
     if not status.st_mode & stat.S_IWGRP:
         return False
-    # With an access list the group's bits stand for everybody on it.
+    # With an access list, the group bits are the mask for everybody on it.
     return _has_access_list(descriptor) or not _is_own_group(status.st_gid)
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether nobody but this user is in the group, as where each has one of the same name.
+    """Return whether this user is alone in the group, as in a user-private group scheme.
 
-    Such users mostly have a umask of 002: all their directories may be written by their groups.
+    Such users usually have a umask of 002, so that their groups may write all their directories.
     """
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)

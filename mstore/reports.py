@@ -1,8 +1,8 @@
-"""What the calls of the public face return: frozen values, ready to print or to turn into JSON.
+"""The return values of the public API: frozen, ready to print or to convert to JSON.
 
 Field names are the JSON keys of the command line and are stable.  Sizes are bytes, times are
-nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids are their types
-from `mstore.ids`.  Nothing here touches a disk.
+nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids have their types from
+`mstore.ids`.  Nothing here touches a disk.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class AddReport:
-    """What `add` stored.  `new_snapshot` is False where the ref already held these bytes.
+    """What `add` stored.  `new_snapshot` is False if the ref already held these bytes.
 
-    `base` is the base that the snapshot records, `base_reason` why it has this one or none: None
-    where it was named, or none was looked for.  `excluded` is what lies in the directory and is no
-    part of the model: files, and directories, which end with a slash.
+    `base` is the base that the snapshot records.  `base_reason` says why it has this base or none;
+    it is None if the caller named the base or no search took place.  `excluded` lists what the
+    directory holds besides the model: files, and directories, which end with a slash.
     """
 
     name: str
@@ -53,7 +53,7 @@ class AddReport:
 
 @dataclass(frozen=True, slots=True)
 class AnalyzeReport:
-    """What `analyze` measured.  Tensors of one content count once."""
+    """What `analyze` measured.  Tensors with the same content count once."""
 
     expert: str
     base: str
@@ -67,9 +67,9 @@ class AnalyzeReport:
 
 @dataclass(frozen=True, slots=True)
 class MergeWarning:
-    """What is allowed and mostly a slip; `kind` is one of a few words, `text` says it all.
+    """Something allowed that is usually a mistake; `kind` is one of a few words, `text` explains.
 
-    `expert` is the one it is about, as it was named; None where it is about several models.
+    `expert` is the expert concerned, as the caller named it; None if it concerns several models.
     """
 
     kind: str
@@ -79,8 +79,10 @@ class MergeWarning:
 
 @dataclass(frozen=True, slots=True)
 class TensorOverflow:
-    """A tensor of a merge that its element type cannot hold: how many of its elements became
-    infinite that are finite in the base; None where it is only known that some may.
+    """A tensor of a merge whose element type cannot hold all results.
+
+    Counts elements that became infinite and are finite in the base; None if it is only known that
+    some may.
     """
 
     tensor: str
@@ -92,14 +94,13 @@ class TensorOverflow:
 class PlanReport:
     """A plan's identity, costs and bounds.
 
-    Counts are of (expert, chunk) pairs; where all dtypes are one, a chunk is a block.
-    `error_bound` is certified: ||merged - full-read merge|| / ||base|| before rounding to the
-    output dtype; None where the method has none.  `error_estimate` is only that.
-    `error_share_estimate` guesses ||merged - full|| / ||full - base||: 0 where nothing was left
-    out, 1 where all was; None where it is not known, or the full merge is the base.
-    `memo_expert_bytes` are those of the planned bytes that the memo table saves right now; None
-    where nobody asked it.  `kept` is False where the store may only be read, so that the plan is in
-    no store: nobody finds it by its id.
+    Counts are of (expert, chunk) pairs; if all dtypes are equal, a chunk is a block.  `error_bound`
+    is certified: ||merged - full-read merge|| / ||base|| before rounding to the output dtype; None
+    if the method has none.  `error_estimate` is only an estimate.  `error_share_estimate` estimates
+    ||merged - full|| / ||full - base||: 0 if nothing was left out, 1 if everything was; None if it
+    is unknown, or the full merge is the base.  `memo_expert_bytes` are those of the planned bytes
+    that the memo table saves right now; None if nobody looked it up.  `kept` is False if this user
+    may only read the store: then the plan is not stored and cannot be found by its id.
     """
 
     plan: PlanId
@@ -137,11 +138,11 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """The plan at one share of the full cost; errors are relative to the base's norm, and
-    `*_error_share*` to what the full merge changes.
+    """The plan at one share of the full cost.
 
-    `unread_expert_bytes` are those of the plan that the memo table does not save.
-    `measured_error` is None where it was not measured, or means nothing (NaN, no norm).
+    Errors are relative to the base's norm, and `*_error_share*` to what the full merge changes.
+    `unread_expert_bytes` are those of the plan that the memo table does not save.  `measured_error`
+    is None if it was not measured, or is meaningless (NaN, no norm).
     """
 
     share: float
@@ -159,7 +160,7 @@ class SweepPoint:
 class SweepReport:
     """Cost against error over many budgets of one request.
 
-    `measure_bytes_read` is what measuring read of experts: all that matter, once.
+    `measure_bytes_read` is what measuring read from experts: all that matter, once.
     """
 
     method: str
@@ -176,10 +177,10 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What a merge read, wrote and published; `virtual` where it published its plan only.
+    """What a merge read, wrote and published; `virtual` if it published only its plan.
 
-    expert_bytes_read = planned_expert_bytes - memo_expert_bytes (not read because the outcome was
-    known) - resumed_expert_bytes (read by an interrupted run whose work was taken over).
+    expert_bytes_read = planned_expert_bytes - memo_expert_bytes (not read because the output was
+    known) - resumed_expert_bytes (read by an interrupted run whose work this one reused).
     """
 
     name: str
@@ -212,9 +213,9 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True)
 class MaterializeReport:
-    """What computing all of a virtual merge read and wrote.
+    """What computing a virtual merge in full read and wrote.
 
-    `new_snapshot` is False where the branch held stored bytes already: then nothing was done, and
+    `new_snapshot` is False if the branch already held stored bytes: then nothing was done, and
     `plan` is None if no merge made them.
     """
 
@@ -271,9 +272,9 @@ class SignatureReport:
     """One signature of a snapshot.
 
     state: GOOD_SIGNATURE by a trusted key, good by an UNKNOWN_KEY, BAD_SIGNATURE (the key did not
-    make it), or UNCHECKED where the library that checks is missing.  signer is the name that the
-    key is trusted under; claimed_signer is what the signature says of itself and proves nothing,
-    and so does its time.
+    make it), or UNCHECKED if the library for checking is missing. signer is the name under which
+    the key is trusted. claimed_signer and the time are what the signature says of itself; they
+    prove nothing.
     """
 
     signature: SignatureId
@@ -287,7 +288,7 @@ class SignatureReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Whether a trusted key vouches for a snapshot, and what was read of its blocks."""
+    """Whether a trusted key signed a snapshot, and what was read of its blocks."""
 
     snapshot: SnapshotId
     verified: bool
@@ -298,9 +299,11 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """One snapshot as `log` and `show` print it; `virtual` where its bytes are not computed yet,
-    `pruned` where its contents were let go.  `missing` where its record or manifest is lost: then
-    `manifest` may be None, and what is not known is empty or zero."""
+    """One snapshot as `log` and `show` print it.
+
+    `virtual`: its bytes are not computed yet.  `pruned`: its contents were dropped.  `missing`: its
+    record or manifest is lost; then `manifest` may be None, and unknown fields are empty or zero.
+    """
 
     snapshot: SnapshotId
     manifest: ManifestId | None
@@ -323,9 +326,9 @@ class SnapshotReport:
 
 @dataclass(frozen=True, slots=True)
 class RemoveReport:
-    """Refs that were removed, and what they pointed at.
+    """Removed refs, and what they pointed at.
 
-    unnamed_snapshots: how many snapshots no ref leads to any more; their contents stay while the
+    unnamed_snapshots: how many snapshots no ref reaches any more; their contents stay while the
     reflog keeps them, for `reflog_days`.
     """
 
@@ -338,7 +341,7 @@ class RemoveReport:
 
 @dataclass(frozen=True, slots=True)
 class RefReport:
-    """A name and what it points at; `kind` is branch or tag.  `missing` where that is lost."""
+    """A name and what it points at; `kind` is branch or tag.  `missing` if the snapshot is lost."""
 
     name: str
     kind: str
@@ -350,7 +353,7 @@ class RefReport:
 
 @dataclass(frozen=True, slots=True)
 class ReflogReport:
-    """One move of a ref.  `old` is None where it was created, `new` where it was removed."""
+    """One move of a ref.  `old` is None if the ref was created, `new` if it was removed."""
 
     name: str
     position: int
@@ -364,11 +367,11 @@ class ReflogReport:
 class TensorDiff:
     """One tensor on both sides: `status` is added, removed, changed or equal.
 
-    dtype, shape: as b has them, and as a has them where b has it not; dtype_a, shape_a: as a has
-    them, None where a has it not.
+    dtype, shape: those in b, or in a if b lacks the tensor; dtype_a, shape_a: those in a, None if a
+    lacks it.
 
-    `relative_l2` is ||b - a|| / ||a|| in float64, None where dtypes or shapes differ, where the
-    dtype is not floating point, or where ||a|| is 0.
+    `relative_l2` is ||b - a|| / ||a|| in float64, None if dtypes or shapes differ, the dtype is not
+    floating point, or ||a|| is 0.
     """
 
     name: str
@@ -409,10 +412,10 @@ class DiffReport:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryDiffReport:
-    """How a directory differs from a snapshot; nothing is listed where it is what is stored.
+    """How a directory differs from a snapshot; the lists are empty if it matches.
 
     A file or tensor that the directory lacks is `removed`, one that only it has is `added`.
-    `excluded` is what lies in the directory, is no part of a model, and is not stored.  `notes`
+    `excluded` lists what the directory holds that is neither part of a model nor stored.  `notes`
     name files whose headers cannot be read.
     """
 
@@ -430,11 +433,11 @@ class DirectoryDiffReport:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What one expert gave, and what was left out of it and why.
+    """What one expert contributed, and what was left out of it and why.
 
-    Counts are chunks of this expert; where all dtypes are one, a chunk is a block.
-    `omitted_norm` is the norm of its (sparsified) delta left out, None where it is not known.
-    `blocks` has a word for each chunk, where one tensor was asked for.
+    Counts are chunks of this expert; if all dtypes are equal, a chunk is a block.  `omitted_norm`
+    is the norm of the part of its (sparsified) delta that was left out, None if unknown.  `blocks`
+    has one word per chunk, if a single tensor was requested.
     """
 
     expert: str
@@ -453,7 +456,7 @@ class ExpertShare:
 class TensorExplanation:
     """Where one merged tensor came from; `blocks_reused` of its blocks are the base's own.
 
-    `tied_to` is the name under which it was merged, None where that is its own.
+    `tied_to` is the name under which it was merged, None if that is its own.
     """
 
     name: str
@@ -478,7 +481,7 @@ class LayerExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a merge came from, by tensor, by layer, and by expert over all that was asked for."""
+    """Where a merge came from: by tensor, by layer, and by expert over all requested tensors."""
 
     snapshot: SnapshotId
     plan: PlanReport
@@ -504,11 +507,11 @@ class ExpertBlame:
 
 @dataclass(frozen=True, slots=True)
 class TensorBlame:
-    """Who made one merged tensor.  The experts' shares and `base_share` add up to 1.
+    """Each expert's share of one merged tensor.  Their shares and `base_share` add up to 1.
 
-    `tied` are the other names of this tensor.  `norm` is ||m||; `changed` counts the elements
-    where m is not 0; where it is not finite, an element is counted in `not_finite` and in nothing
-    else.  `base_share` is not 0 only where a method scales the base (linear without normalize).
+    `tied` are the other names of this tensor.  `norm` is ||m||; `changed` counts the elements where
+    m is not 0; an element where m is not finite counts only in `not_finite`.  `base_share` is
+    nonzero only if a method scales the base (linear without normalize).
     """
 
     name: str
@@ -524,7 +527,7 @@ class TensorBlame:
 
 @dataclass(frozen=True, slots=True)
 class LayerBlame:
-    """The same over the tensors of one layer, tied ones counted once."""
+    """As `TensorBlame`, over the tensors of one layer; tied tensors count once."""
 
     name: str
     tensors: int
@@ -558,7 +561,7 @@ class BlameReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """A recorded plan run again: `same` where the ManifestIds agree."""
+    """A recorded plan run again: `same` if the ManifestIds agree."""
 
     snapshot: SnapshotId
     plan: PlanId
@@ -582,7 +585,7 @@ class CheckoutReport:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding of `fsck`: what is wrong and which object or file it is about."""
+    """One finding of `fsck`: what is wrong, and in which object or file."""
 
     kind: str
     where: str
@@ -591,9 +594,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Hurt:
-    """A tensor (None: a file's plain bytes) of a snapshot that cannot be read as it is.
+    """A tensor of a snapshot that cannot be read as it is; None: a file's plain bytes.
 
-    `blocks` of it are lost, 0 where its record is; without a path the whole snapshot is hurt.
+    `blocks` is how many of its blocks are lost, 0 if its record is lost; without a path the whole
+    snapshot is hurt.
     """
 
     snapshot: SnapshotId
@@ -605,12 +609,12 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The result of `fsck`; sound where `problems` is empty.
+    """The result of `fsck`; the store is sound if `problems` is empty.
 
-    `bytes_read` of the `bytes_total` stored bytes of blocks were read; of a sample, `sample` is
-    the share that was drawn by `seed`.  `hint` is the next command where something is wrong.
-    `index_only`: the index is damaged or not the newest, so nothing was judged by its word, and
-    all counts are 0.
+    The check read `bytes_read` of the `bytes_total` stored bytes of blocks.  For a sample, `sample`
+    is the share that `seed` selected.  `hint` is the next command if something is wrong.
+    `index_only`: the index is damaged or not the newest, so the check did not use it to judge
+    anything, and all counts are 0.
     """
 
     read_data: bool
@@ -633,12 +637,12 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The result of `fsck --repair`; `after` is the check of what it left.
+    """The result of `fsck --repair`; `after` is the check of the repaired store.
 
-    healed: what was had again from a good copy; dropped: what was not, and is out of the index
-    until good files are added again; both as `kind id`.  condemned: damaged packs, all that is
-    good in them saved.  kept: damaged packs that stay, because the disk could not be read.
-    `after.hurt` is what the dropped things take with them.
+    healed: restored from a good copy; dropped: not restored, and out of the index until good files
+    are added again; both as `kind id`. condemned: damaged packs whose good payloads were all saved.
+    kept: damaged packs that stay, because the disk could not be read.  `after.hurt` lists what the
+    dropped objects make unreadable.
     """
 
     before: CheckReport
@@ -655,10 +659,10 @@ class RepairReport:
 class ReindexReport:
     """The result of `reindex`.
 
-    `old_index`: whether refs, reflogs, plans and prunings were taken over from the index that was
-    there.  `notes` says what could not be, and who was believed where two told different things;
-    then `kept_index` is where the old index lies now.  `recovered` are branches that were made for
-    snapshots that are whole and that nothing led to.
+    `old_index`: whether refs, reflogs, plans and prunings were taken from the existing index.
+    `notes` names what could not be read, and which source was used if two disagreed; then
+    `kept_index` is the path of the old index.  `recovered` are branches created for complete
+    snapshots that nothing led to.
     """
 
     packs: int
@@ -678,12 +682,13 @@ class ReindexReport:
 
 @dataclass(frozen=True, slots=True)
 class BackupReport:
-    """The result of `backup`: what the directory holds now, and what was done for it.
+    """The result of `backup`: what the directory holds now, and what this run did.
 
-    `problems` is what is damaged in the source, of what was copied now, and what it lacks, and
-    `hurt` whom that hurts; `hint` is the next command then.  Nothing was removed in that case.
-    `waiting_bytes` are packs that the source has no more and that somebody may be reading: a later
-    backup removes them.  `put_aside` are packs that no index knows, now in lost+found/.
+    `problems` lists what is damaged in the source, of what was copied now, and what the source
+    lacks; `hurt` lists what that makes unreadable; `hint` is then the next command.  In that case
+    nothing was removed.  `waiting_bytes` are packs that the source no longer has and that a reader
+    may still use: a later backup removes them.  `put_aside` are packs that no index knows, now in
+    lost+found/.
     """
 
     path: str
@@ -706,7 +711,7 @@ class BackupReport:
 
 @dataclass(frozen=True, slots=True)
 class CloneReport:
-    """The result of `clone`: a new store, `uuid`, with all that `source` had."""
+    """The result of `clone`: a new store, `uuid`, with everything that `source` had."""
 
     path: str
     uuid: str
@@ -720,7 +725,7 @@ class CloneReport:
 
 @dataclass(frozen=True, slots=True)
 class MigrateReport:
-    """The result of `migrate`: the steps from one format version to another, done or to be done."""
+    """The result of `migrate`: the steps between format versions, done or still to do."""
 
     path: str
     found: int
@@ -731,7 +736,7 @@ class MigrateReport:
 
 @dataclass(frozen=True, slots=True)
 class CodecUsage:
-    """Blocks that are stored in one way: how many, and their bytes."""
+    """Blocks stored with one codec: how many, and their bytes."""
 
     codec: str
     blocks: int
@@ -741,7 +746,7 @@ class CodecUsage:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Stored bytes that another ref's snapshot takes as well."""
+    """Stored bytes that another ref's snapshot uses as well."""
 
     name: str
     stored_bytes: int
@@ -751,9 +756,9 @@ class SharedBytes:
 class RefUsage:
     """What one ref takes: the blocks of its snapshot, and the bases of those that are deltas.
 
-    stored_bytes = unique_bytes + shared_bytes.  `portion_bytes` counts a block that n refs share
-    as an n-th.  `freed_bytes` is what gc frees once this ref and its reflog are gone.
-    `shared_with` is counted when it is looked at.
+    stored_bytes = unique_bytes + shared_bytes.  `portion_bytes` counts a block that n refs share as
+    1/n.  `freed_bytes` is what gc frees once this ref and its reflog are gone.  `shared_with` is
+    computed on first access.
     """
 
     name: str
@@ -771,11 +776,11 @@ class RefUsage:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """Why blocks are kept, in stored bytes: each counts for the first reason that applies to it.
+    """Why blocks are kept, in stored bytes: each counts for the first reason that applies.
 
-    refs: snapshots that refs name.  virtual_inputs: what virtual merges among these are computed
-    from.  lineage: what these came from.  reflog: what refs named in the last days, with its
-    lineage.  running: what operations that run now are reading.
+    refs: snapshots that refs name. virtual_inputs: the inputs of virtual merges among these.
+    lineage: ancestors of these. reflog: what refs named in the last days, with its lineage.
+    running: what running operations are reading.
     """
 
     refs: int
@@ -787,11 +792,11 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """What refs take and share, in stored bytes of blocks, and what would be freed without them.
+    """What refs take and share, in stored bytes of blocks, and what gc would free without them.
 
-    `stored_bytes` counts what several of them share once; `freed_bytes` is for all of them gone
+    `stored_bytes` counts shared blocks once; `freed_bytes` is for the removal of all of them
     together.  `live_bytes` are kept for any reason (refs, their history, reflogs not older than
-    `reflog_days`): the sum of `held`; `unreachable_bytes` for none: gc drops them.
+    `reflog_days`): the sum of `held`.  `unreachable_bytes` are kept for none: gc drops them.
     """
 
     refs: tuple[RefUsage, ...]
@@ -809,12 +814,12 @@ class UsageReport:
 class StoreReport:
     """Sizes and counts of a whole store.
 
-    `plain_bytes` is the sum over all snapshots that refs reach, as checked-out copies would take;
-    `stored_bytes` is what the packs take; of these `unreachable_bytes` are of blocks that nothing
-    keeps, `dead_bytes` of payloads that no index row names, `overhead_bytes` headers, footers and
-    padding.  `condemned_bytes` more are of packs that go once their last readers are gone,
-    `leftover_bytes` of files that interrupted commands left, and `lost_found_bytes` of what gc and
-    reindex put aside.
+    `plain_bytes` is the sum over all snapshots that refs reach, as checked-out copies would take.
+    `stored_bytes` is the size of the packs; of these, `unreachable_bytes` belong to blocks that
+    nothing keeps, `dead_bytes` to payloads that no index row names, and `overhead_bytes` to
+    headers, footers and padding.  Not included: `condemned_bytes` of packs that are deleted after
+    their last readers end, `leftover_bytes` of files that interrupted commands left, and
+    `lost_found_bytes` of what gc and reindex put aside.
     """
 
     path: str
@@ -845,16 +850,16 @@ class StoreReport:
 class GcReport:
     """What garbage collection dropped, or with `dry_run` would drop.
 
-    snapshots, blocks, records: that nothing reaches any more (`records` counts snapshots and plans
-    too), and `dropped_bytes`, what they take in packs.  packs_removed: without anything that is
-    needed, or that no row names.  packs_rewritten: what is needed was copied out of them,
-    `copied_bytes` in all; `packs_joined` of them only because there were many small ones.
-    `freed_bytes` is what the packs took that go, less the copies; `joined_bytes` of it comes of
-    joining.  `dead_bytes` stay in packs that are not dead enough to be rewritten.
-    leftover_files, leftover_bytes: what interrupted commands had left in tmp/, which goes too;
-    `waiting_bytes` of it comes free when the operations in `waiting_for` have ended.  `left` says
-    what was not done and why.  put_aside: packs that the index does not know, which were moved to
-    lost+found/; all that lies there takes `lost_found_bytes`.  `emptied_bytes` were removed there.
+    snapshots, blocks, records: unreachable ones (`records` includes snapshots and plans), with
+    their size in packs, `dropped_bytes`. packs_removed: packs without live payloads, or that no row
+    names. packs_rewritten: packs whose live payloads were copied out, `copied_bytes` in all;
+    `packs_joined` of them only because there were many small ones.  `freed_bytes` is the size of
+    the deleted packs minus the copies; `joined_bytes` of it come from joining.  `dead_bytes` stay
+    in packs that are not dead enough to be rewritten. leftover_files, leftover_bytes: files that
+    interrupted commands left in tmp/, also deleted; `waiting_bytes` of it become free when the
+    operations in `waiting_for` have ended.  `left` says what was not done and why. put_aside: packs
+    that the index does not know, which moved to lost+found/; everything there takes
+    `lost_found_bytes`.  `emptied_bytes` were removed there.
     """
 
     dry_run: bool
@@ -883,10 +888,10 @@ class GcReport:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """The snapshots whose contents were let go, or with `dry_run` would be; newest first.
+    """The snapshots whose contents were dropped, or with `dry_run` would be; newest first.
 
-    tags_removed: tags that named some of them.  held: those of them whose contents a reflog or a
-    running operation still keeps.  The space comes free with garbage collection.
+    tags_removed: tags that named some of them. held: those whose contents a reflog or a running
+    operation still keeps.  Garbage collection frees their space.
     """
 
     dry_run: bool

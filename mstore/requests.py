@@ -1,7 +1,7 @@
-"""Requests: what a person asks a merge to do, as one value.
+"""Requests: what a user asks a merge to do, as one value.
 
-The command line, Python and sweeps all ask with it.  Owns what can be asked for and how experts are
-written.  Does not own what the words mean for one store (`merge.planning.request` resolves them).
+The command line, Python and sweeps all use it.  Owns the options and how experts are written.  Does
+not own what the words mean for one store (`merge.planning.request` resolves them).
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from mstore.sizes import Budget
 
 Revision = str | SnapshotId
 Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
-"""Revisions, with a weight or without."""
+"""Revisions, with or without a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRequest:
     """A merge to plan.  Nothing is checked before a store is asked to plan it.
 
-    base: the revision that is merged into.
+    base: the revision to merge into.
     experts: revisions, pairs of a revision and its weight, or weights by revision.
     method: one of those in docs/merge-methods.md.
-    parameters: of the method, by name; the rest have their defaults.
-    budget: the most bytes to read from experts: a `Budget`, text as the command line takes it
-    ("2GiB", "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1 is
-    refused.
+    parameters: of the method, by name; the others keep their defaults.
+    budget: the most bytes to read from experts: a `Budget`, text as on the command line ("2GiB",
+    "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1 is refused.
     max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
-    dtype: of the output, as safetensors spells it or as torch does; None takes the base's.
-    analyze: take statistics that are missing; else choose whole tensors.
-    score: norm, trimmed, conflict or random; None takes the method's own.
-    only, skip: patterns of tensor names; what they leave out is the base's own.
+    dtype: of the output, as safetensors or torch spells it; None uses the base's.
+    analyze: compute missing statistics; otherwise the plan chooses whole tensors.
+    score: norm, trimmed, conflict or random; None uses the method's own.
+    only, skip: patterns of tensor names; tensors that they leave out stay as in the base.
     expert_budget: as budget, for any one expert.
     top_p: the share of the output's blocks that may differ from the base's.
     """
@@ -55,7 +54,7 @@ class MergeRequest:
     top_p: float | None = None
 
     def weighted(self) -> list[tuple[Revision, float]]:
-        """Each expert with its weight, 1 where none is given.  Raises BadRequest."""
+        """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
         experts: Any = self.experts
         if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
             raise BadRequest(

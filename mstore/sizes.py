@@ -1,7 +1,7 @@
 """Sizes and budgets as people write them: `2GiB`, `512MB`, `30%`.
 
-`Budget` is a limit as a value of its own, for Python, where the numbers 1 and 1.0 are one.
-A budget as text is what the command line takes.  Parsing raises BadRequest that names the option.
+In Python, where the numbers 1 and 1.0 are equal, `Budget` states a limit unambiguously.  On the
+command line a budget is text.  Parsing raises BadRequest that names the option.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 
 
 def parse_size(text: str, *, option: str) -> int:
-    """Bytes meant by `text`: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
+    """Parse bytes: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
 
     Fractions are rounded down to whole bytes.  Raises BadRequest that names `option`.
     """
@@ -39,10 +39,10 @@ def parse_size(text: str, *, option: str) -> int:
 
 
 def parse_budget(text: str, *, option: str = "--budget") -> int | float:
-    """A budget: int bytes, or for `30%` the float share 0.3.
+    """Parse a budget: int bytes, or for `30%` the float share 0.3.
 
-    Zero is handed on: what is too small a budget is for the library to say.  Raises BadRequest
-    for anything that is neither a size nor a share of at most 100 %.
+    Zero is accepted here: the library decides which budget is too small.  Raises BadRequest for
+    anything that is neither a size nor a share of at most 100 %.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is not None and match[2] == "%":
@@ -78,7 +78,7 @@ def _require_number(given: object, kind: type, words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A limit on bytes that are read: so many (int), or a share of the full cost (float)."""
+    """A limit on bytes read: a number of bytes (int), or a share of the full cost (float)."""
 
     amount: int | float
 
@@ -87,24 +87,24 @@ class Budget:
 
     @classmethod
     def bytes(cls, number: int) -> Budget:
-        """So many bytes at rest.  Raises BadRequest for what is no whole number."""
+        """Return a limit in bytes at rest.  Raises BadRequest unless it is a whole number."""
         _require_number(number, Integral, "a number of bytes")
         return cls(int(number))
 
     @classmethod
     def share(cls, share: float) -> Budget:
-        """A share of what reading everything would cost: 1 is all of it.
+        """Return a limit as a share of the cost of reading everything: 1 is all of it.
 
-        Raises BadRequest for what is no number.
+        Raises BadRequest unless it is a number.
         """
         _require_number(share, Real, "a share")
         return cls(float(share))
 
     @classmethod
     def of(cls, given: object, *, option: str) -> Budget:
-        """A Budget, text as the command line takes it, bytes (int), or a share (float below 1).
+        """Convert a Budget, text as on the command line, bytes (int), or a share (float below 1).
 
-        Raises BadRequest for anything else, and for the number 1: a byte, or all.
+        Raises BadRequest for anything else, and for the number 1, which could mean a byte or all.
         """
         if isinstance(given, Budget):
             return given

@@ -1,5 +1,5 @@
-"""The `mstore` command line: words in, one report out.  All the work is done by the library.
+"""The `mstore` command line: parses arguments and prints one report.  The library does the work.
 
-This package owns option names, printed words, exit statuses and where a store is looked for.
-It holds no format, no policy of storage and no state of its own.
+This package owns option names, printed text, exit statuses and the rules for finding a store.  It
+contains no format, no storage policy and no state of its own.
 """

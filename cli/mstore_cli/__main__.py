@@ -1,6 +1,6 @@
 """The installed program, and `python -m mstore_cli`.
 
-Imports the rest late, so that Ctrl-C while Python still loads it ends the program like any other
+Imports the rest late, so that Ctrl-C during Python's imports ends the program like any other
 Ctrl-C.
 """
 

@@ -1,8 +1,8 @@
-"""The reference in docs/api.md, made from the docstrings of the library.
+"""The generator of the reference in docs/api.md, from the docstrings of the library.
 
-`python -m mstore_cli.api_reference docs/api.md` renews what stands below the marker in that page;
-what stands above it is written by hand.  On the page is what `mstore` exports, every error, and
-every class that a call of these takes or gives.  A test compares the page with `reference()`.
+`python -m mstore_cli.api_reference docs/api.md` replaces the text below the marker in that page;
+the text above it is written by hand.  The page lists what `mstore` exports, every error, and every
+class that these calls take or return.  A test compares the page with `reference()`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MARKER = page.marker("python -m mstore_cli.api_reference docs/api.md")
 WIDTH = 88
 # In a docstring, a line that begins with names of parameters and a colon.
 _ITEM = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*): ", re.MULTILINE)
-# A store is one class to who uses it; its parts give the page its sections.
+# Users see a store as one class; its parts give the page its sections.
 PARTS = (OpenStore, Adding, Reading, Merging, Naming, Keeping)
 IDS: tuple[type, ...] = (ids.BlockId, ids.TensorId, ids.ManifestId, ids.SnapshotId, ids.PlanId)
-# What calls take or give beside reports, and a name for one.
+# Other types that calls take or return, beside reports, with a name for each.
 OTHERS: dict[type, str] = {
     view.SnapshotView: "view",
     Pin: "pin",
@@ -45,7 +45,7 @@ OTHERS: dict[type, str] = {
 
 
 def reference() -> str:
-    """The generated part of docs/api.md."""
+    """Return the generated part of docs/api.md."""
     return "\n".join(_sections())
 
 
@@ -92,7 +92,7 @@ def _sections() -> Iterator[str]:
 
 
 def public(owner: type) -> Iterator[tuple[str, object]]:
-    """The public members of a class itself, in the order in which they are written."""
+    """Yield the public members of a class itself, in source order."""
     for name, member in vars(owner).items():
         described = isinstance(member, property | classmethod | staticmethod)
         if not name.startswith("_") and (described or inspect.isfunction(member)):
@@ -100,7 +100,7 @@ def public(owner: type) -> Iterator[tuple[str, object]]:
 
 
 def _classes(module: object) -> list[type]:
-    """The classes that a module defines, in its own order."""
+    """Return the classes that a module defines, in source order."""
     return [
         one
         for one in vars(module).values()
@@ -132,7 +132,7 @@ def _own(text: str, kind: str) -> str:
 
 
 def _call(shown: str, function: Callable[..., object]) -> str:
-    """A call as a program would write it, with types; a parameter a line where it is long."""
+    """Format a call as a program writes it, with types; one parameter per line if it is long."""
     signature = inspect.signature(function)
     parameters = [one for name, one in signature.parameters.items() if name != "self"]
     words: list[str] = []
@@ -166,7 +166,7 @@ def _doc(documented: object) -> str:
 
 
 def _text(documented: object) -> str:
-    """A docstring as a page has it: what a function says of its parameters is a list."""
+    """Format a docstring for a page: descriptions of parameters become a list."""
     doc = _doc(documented)
     if not inspect.isfunction(documented):
         return f"{doc}\n"
@@ -185,7 +185,7 @@ def _paragraph(text: str) -> str:
 
 
 def _fields(report: type) -> str:
-    """A row a field: its type as it is written, and what the JSON key of that name means."""
+    """Format one row per field: its type as written, and the meaning of the JSON key."""
     rows = [(f"`{field.name}`", f"`{field.type}`") for field in dataclasses.fields(report)]
     if not keys.has_words(report):
         return _table(("field", "type"), rows)
@@ -200,7 +200,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Renew the page named on the command line."""
+    """Rewrite the page named on the command line."""
     page.renew(Path(sys.argv[1]), MARKER, reference())
 
 

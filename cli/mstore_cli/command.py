@@ -1,7 +1,7 @@
 """From a Python function to a command: global options, help text, session.
 
-`command` lets a command function say only what is its own.  The global options are added to its
-signature, so that they can stand after the verb as well as before it.
+With `command`, a command function declares only its own parameters.  The global options are added
+to its signature, so that they work after the verb as well as before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _global_options(
     quiet: QuietOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Only its signature is used: the options that every command takes."""
+    """Declares the options of every command; only the signature is used."""
 
 
 _GLOBALS = tuple(
@@ -53,11 +53,11 @@ GLOBAL_NAMES = tuple(parameter.name for parameter in _GLOBALS)
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command ready for typer: its function with the global options, and words for its help.
+    """A command ready for typer: its function with the global options, and help for mistakes.
 
-    bare: what an option stands for where no value is joined to it.  foreign: files of other
-    programs that people may give it, by how their names end, and what is said of them.  mistaken:
-    options that it has not, and what to type for them.
+    bare: the value of an option given without one. foreign: file name endings of other programs
+    that people may pass, and the message for each. mistaken: options that do not exist, and what to
+    type instead.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Verb:
 
 
 class VerbCommand(TyperCommand):
-    """A command whose help lists the global options under a heading of their own."""
+    """A command whose help lists the global options under their own heading."""
 
     bare: Mapping[str, str] = MappingProxyType({})
     foreign: Mapping[str, str] = MappingProxyType({})
@@ -94,7 +94,7 @@ class VerbCommand(TyperCommand):
             name: Any = getattr(error, "option_name", None)
             if name in self.mistaken:
                 raise UsageError(f"no such option: {name}", hint=self.mistaken[name]) from error
-            # Without it the hint would be the help of the whole program.
+            # Without it, the hint would be the help of the whole program.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
             raise
@@ -125,11 +125,11 @@ def command(
     foreign: Mapping[str, str] = MappingProxyType({}),
     mistaken: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Verb]:
-    """Make a Verb of a function `(session, its own parameters) -> None`.
+    """Make a Verb from a function `(session, its own parameters) -> None`.
 
-    The function's name is the verb, its docstring the help.  `example` is a command line that
-    makes sense; `failure` says when the exit status is 1.  bare: options whose value is joined by
-    an equals sign or left out, and what they stand for then.  foreign, mistaken: as in `Verb`.
+    The function's name is the verb, its docstring the help.  `example` is a realistic command line;
+    `failure` says when the exit status is 1. bare: options whose value follows an equals sign or is
+    left out, and the value if left out. foreign, mistaken: as in `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -148,7 +148,7 @@ def command(
             context = given.pop("context")
             inner = Choices(**{name: given.pop(name) for name in GLOBAL_NAMES})
             choices = inner.over(context.find_object(Choices) or Choices())
-            # For whoever tells of an error: it knows the outermost context alone.
+            # Error reporting knows only the outermost context.
             context.find_root().obj = choices
             session = Session(choices)
             try:
@@ -159,7 +159,7 @@ def command(
         entry.__name__ = function.__name__
         entry.__doc__ = function.__doc__
         entry.__annotations__ = {p.name: p.annotation for p in parameters}
-        # typer reads the signature; setting it is how inspect lets a wrapper speak for itself.
+        # typer reads the signature; inspect lets a wrapper override it by this attribute.
         entry.__dict__["__signature__"] = inspect.Signature(parameters)
         summary = (function.__doc__ or "").partition("\n")[0]
         told = _epilog(example, failure)

@@ -1,4 +1,4 @@
-"""What the shell offers behind Tab: refs, methods.  Silent whatever goes wrong."""
+"""Shell completion: refs, methods.  Silent whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import typer
 from mstore_cli.session import Choices, Session
 
 VARIABLE = "_MSTORE_COMPLETE"
-"""Set by the shell's script when it asks for completions."""
+"""Set by the shell's script when it requests completions."""
 
 
 def is_asked() -> bool:
-    """Whether this process was started to complete a command line."""
+    """Return whether this process was started to complete a command line."""
     return VARIABLE in os.environ
 
 
 def refs(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of refs in the store that the line names, or would use; REF=WEIGHT is left as it is."""
+    """Return matching refs of the store of this command line; REF=WEIGHT is left as it is."""
     try:
         given = [context.params.get("store"), context.find_root().params.get("store")]
         named = next((store for store in given if store is not None), None)
@@ -30,7 +30,7 @@ def refs(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def methods(incomplete: str) -> list[str]:
-    """Names of merge methods."""
+    """Return the names of merge methods."""
     from mstore.merge.methods import registry
 
     return _beginning(incomplete, registry.names())

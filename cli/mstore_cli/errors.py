@@ -1,4 +1,4 @@
-"""The boundary of the command line: exception -> words on standard error and an exit status.
+"""Error handling of the command line: exception -> text on standard error and an exit status.
 
 `rules()` is the only such table in the program.  Nothing here writes to standard output.
 """
@@ -28,7 +28,7 @@ USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 DISK_FULL_HINT = "free some space and run the command again; nothing was published"
-# A command to type, wherever it stands in a sentence, and not `this mstore reads`.
+# A command to type, anywhere in a sentence, but not "this mstore reads".
 _COMMAND = re.compile(
     rf"(?<![\w/.-])mstore (?=({'|'.join(v for v in VERBS if v not in OF_NO_STORE)})\b)"
     r"(?!\S+ --store)(?!.*--help)"
@@ -46,7 +46,7 @@ class UsageError(typer.TyperException):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of work of which something is kept; `hint` says how to go on."""
+    """Ctrl-C during work that is partly kept; `hint` says how to resume."""
 
     def __init__(self, hint: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What happens for one class of exception: exit status, and the hint where it has none."""
+    """How to handle one class of exception: exit status, and a hint if the error has none."""
 
     kind: type[BaseException]
     status: int
@@ -63,7 +63,7 @@ class Rule:
 
 
 def rules() -> tuple[Rule, ...]:
-    """The table, most special first: the first rule whose `kind` fits decides."""
+    """Return the table, most specific first: the first rule whose `kind` fits decides."""
     # Imported here because `mstore --help` must not pay for the library.
     from mstore import errors
 
@@ -89,7 +89,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def with_store(hint: str, store: Path | None) -> str:
-    """The hint with `--store` in its commands: typed, they act on the store that was asked for."""
+    """Add `--store` to the hint's commands, so that they act on the requested store."""
     if store is None:
         return hint
     command = f"mstore --store {shlex.quote(str(store))} "
@@ -103,17 +103,17 @@ def report(
     store: Path | None = None,
     document: TextIO | None = None,
 ) -> int:
-    """Say on standard error what went wrong; returns the exit status.
+    """Report an error on standard error; return the exit status.
 
-    store: the one named by `--store`, which commands in hints name too.  document: where a JSON
-    object says the same, for `--json`.
+    store: the store named by `--store`, to add to commands in hints. document: where to write the
+    same as a JSON object, for `--json`.
     """
     rule = next((rule for rule in rules() if isinstance(error, rule.kind)), None)
     if rule is None:
         raise error
     stream = sys.stderr if stream is None else stream
     if rule.kind is BrokenPipeError:
-        # The reader has left: it wants no more, and that includes complaints.
+        # The reader closed the pipe and wants no more output, not even errors.
         return rule.status
     if document is not None:
         _tell_programs(document, error, rule, store)
@@ -147,7 +147,7 @@ def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Pa
 
 
 def _code(error: BaseException) -> str:
-    """The sort of error, a word for programs: the class of the library's errors."""
+    """Return the error's kind for programs: the name of the library's error class."""
     if isinstance(error, typer.TyperException):
         return "usage"
     if isinstance(error, KeyboardInterrupt):
@@ -162,7 +162,7 @@ def _code(error: BaseException) -> str:
 
 
 def warn(text: str, hint: str | None = None) -> None:
-    """Say on standard error that something is not as it should be, though the command goes on."""
+    """Warn on standard error; the command continues."""
     _say(sys.stderr, "warning", "33", text)
     if hint is not None:
         _say(sys.stderr, "hint", "36", hint)
@@ -170,7 +170,7 @@ def warn(text: str, hint: str | None = None) -> None:
 
 
 def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
-    """Say on standard error what went well in the end, and what had to be done for it."""
+    """Report on standard error what succeeded only after a correction, and the correction."""
     for line in lines:
         _say(sys.stderr if stream is None else stream, "note", "33", line)
 

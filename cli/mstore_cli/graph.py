@@ -1,8 +1,8 @@
 """`mstore log --graph`: the lineage as text.
 
-Pure: snapshots in, lines out.  A snapshot is a `*` in a column; below it stands one line for each
-parent with its role, drawn towards the column in which that parent comes.  Plain ASCII, so that
-it reads the same in a file, a mail and any terminal.
+Pure: takes snapshots, returns lines.  A snapshot is a `*` in a column.  Below it is one line per
+parent with its role, drawn towards the column in which that parent will appear.  Plain ASCII, so
+that it reads the same in a file, a mail and any terminal.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NARROWEST = 20
 
 
 def draw(snapshots: Sequence[SnapshotReport], width: int | None = None) -> list[str]:
-    """The lines of the graph, children before parents, newest first among those that can come.
+    """Return the lines of the graph, children before parents, otherwise newest first.
 
-    A parent that is not among `snapshots` is named and marked `(not shown)`.  What is said of a
-    snapshot goes on beside the graph where it is longer than `width`.
+    A parent that is not among `snapshots` is named and marked `(not shown)`.  Text beside a
+    snapshot wraps if it is longer than `width`.
     """
     shown = {snapshot.snapshot: snapshot for snapshot in snapshots}
     lanes: Lanes = []
@@ -50,7 +50,7 @@ def draw(snapshots: Sequence[SnapshotReport], width: int | None = None) -> list[
 
 
 def _passed(above: str, below: str) -> str:
-    """The bars between two rows: those that go on from one to the other."""
+    """Return the bars between two rows: lanes that are in both."""
     pairs = zip(above, below.ljust(len(above)), strict=False)
     return "".join("|" if a in "*|+." and b in "*|+'" else " " for a, b in pairs)
 
@@ -84,12 +84,12 @@ def _children_first(snapshots: Sequence[SnapshotReport]) -> list[SnapshotReport]
 
 
 def _distinct(parents: Sequence[ParentReport]) -> list[ParentReport]:
-    """One edge a parent, even where it has two roles."""
+    """Return one edge per parent, even if it has two roles."""
     return list({parent.snapshot: parent for parent in parents}.values())
 
 
 def _lane_of(lanes: Lanes, identity: SnapshotId) -> int:
-    """The column that waits for this snapshot, or the first free one, taken now."""
+    """Return the column waiting for this snapshot, or else the first free one, now taken."""
     if identity not in lanes:
         free = lanes.index(None) if None in lanes else len(lanes)
         lanes[free : free + 1] = [identity]
@@ -102,9 +102,9 @@ def _edges(
     parents: Sequence[ParentReport],
     shown: dict[SnapshotId, SnapshotReport],
 ) -> list[tuple[str, str]]:
-    """A row for each parent; afterwards `lanes` waits for the parents instead of the child."""
-    # The child's own column stays taken while edges leave it, then goes to the first parent
-    # that has no column yet.
+    """Return a row per parent; afterwards `lanes` waits for the parents instead of the child."""
+    # The child's own column stays taken while edges leave it, then goes to the first parent that
+    # has no column yet.
     heirs = [p.snapshot for p in parents if p.snapshot in shown and p.snapshot not in lanes]
     heir = heirs[0] if heirs else None
     rows = []
@@ -130,7 +130,7 @@ def _edges(
 
 
 def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> str:
-    """One row of columns two apart: marks, waiting lanes, and a dash from span to span."""
+    """Draw one row of columns two apart: marks, waiting lanes, and dashes along the span."""
     first, last = span
     cells = []
     for column, waiting in enumerate(lanes):
@@ -142,7 +142,7 @@ def _bars(lanes: Lanes, marks: dict[int, str], span: Sequence[int] = (0, 0)) -> 
 
 
 def how(snapshot: SnapshotReport) -> str:
-    """How a snapshot was made, in a word or three."""
+    """Describe how a snapshot was made, in one to three words."""
     if snapshot.missing:
         return f"{snapshot.origin} (missing)".lstrip()
     made = f"{snapshot.origin} {snapshot.method or ''}".rstrip()

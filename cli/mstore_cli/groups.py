@@ -1,8 +1,8 @@
-"""Tables in groups that fit a terminal: a heading, and rows of numbers under it.
+"""Grouped tables that fit a terminal: a heading, and rows of numbers under it.
 
-Owns the layout of `explain` and `blame`.  Headings stand in full, however long; names in rows are
-shortened in the middle where there is no room.  On a terminal that is too narrow for that, or
-where two would read alike, they stand in full, and their numbers in the next line.
+Owns the layout of `explain` and `blame`.  Headings are never shortened.  Names in rows are
+shortened in the middle if space is short.  If a terminal is too narrow for that, or two short names
+would be equal, names stay whole, and their numbers go on the next line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 from mstore_cli.output import Column, Screen, distinct, printable
 
 WIDTH = 80
-"""Of what is no terminal."""
+"""The width if the output is not a terminal."""
 INDENT = "  "
 GAP = "  "
 SHORTEST_NAME = 12
@@ -40,7 +40,7 @@ class Group:
 def draw_groups(
     screen: Screen, title: str, columns: Sequence[str], groups: Sequence[Group]
 ) -> None:
-    """Draw groups under one line of headings.  Nothing at all where there are none."""
+    """Draw groups under one line of headings.  Draws nothing if there are none."""
     if not groups:
         return
     rows = [row for group in groups for row in group.rows]
@@ -72,7 +72,7 @@ def draw_groups(
 def _draw_folded(
     screen: Screen, title: str, columns: Sequence[str], groups: Sequence[Group]
 ) -> None:
-    """Each group as a table of its own, whose rows go on in the next line."""
+    """Draw each group as its own table, whose rows continue on the next line."""
     for number, group in enumerate(groups):
         if number:
             screen.line()

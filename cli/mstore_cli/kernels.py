@@ -1,4 +1,4 @@
-"""Compiled kernels, for the command line: where they are kept, and a word while they are made.
+"""Compiled kernels on the command line: where they are cached, and a message while compiling.
 
 The only module that reads `MSTORE_CACHE_DIR`.
 """
@@ -17,7 +17,7 @@ VARIABLE = "MSTORE_CACHE_DIR"
 
 
 class _OnATerminal(logging.Handler):
-    """Tells people who would wonder; elsewhere it goes to whatever handlers there are."""
+    """Tells users on a terminal about the delay; otherwise passes records to existing handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if is_terminal(sys.stderr):
@@ -25,7 +25,7 @@ class _OnATerminal(logging.Handler):
 
 
 def prepare() -> None:
-    """Keep kernels where the user says, and tell when some are compiled.
+    """Cache kernels where the user says, and report when some are compiled.
 
     Raises Unavailable that names the variable.
     """

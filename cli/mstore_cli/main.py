@@ -1,4 +1,4 @@
-"""The program `mstore`: puts the commands together, runs one, ends with its exit status.
+"""The program `mstore`: assembles the commands, runs one, exits with its status.
 
 Starting it imports neither the library nor numpy, numba or torch: each command imports what it
 needs when it runs.
@@ -69,7 +69,7 @@ def _print_version(output: Output) -> None:
 
 
 def build() -> TyperGroup:
-    """The whole command line as one command tree."""
+    """Build the whole command line as one command tree."""
     app = typer.Typer(
         name=PROGRAM,
         add_completion=True,
@@ -99,9 +99,9 @@ def build() -> TyperGroup:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit status.  Everything that goes wrong ends here.
+    """Run one command line; return its exit status.  All errors are handled here.
 
-    Once a command has published its result Ctrl-C stays unheard (`Session.settled`).
+    Once a command has published its result, Ctrl-C is ignored (`Session.settled`).
     """
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 -- this is the boundary: report() knows them all
         choices = context.obj if context else None
         store = choices.store if isinstance(choices, Choices) else None
-        # What is wrong with the command line itself is found before its options are known.
+        # Errors in the command line itself occur before its options are parsed.
         document = sys.stdout if "--json" in arguments else None
         status = errors.report(error, store=store, document=document)
         _discard_output()
@@ -127,9 +127,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Send what is still in the buffer of standard output nowhere.
+    """Discard the remaining buffer of standard output.
 
-    The interpreter flushes it on exit, and would fail once more on a closed pipe or a full disk.
+    The interpreter flushes it on exit, and would fail again on a closed pipe or a full disk.
     """
     try:
         sys.stdout.flush()
@@ -142,19 +142,19 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            # A locale that cannot spell a name must not turn a success into a failure.
+            # A name that the locale cannot encode must not turn a success into a failure.
             reconfigure(errors="backslashreplace")
-    # Importing numpy starts threads for large matrices, of which there are none here; they wait
-    # busily, which costs 0.04 s of a processor.
+    # Importing numpy starts threads for large matrices, which do not occur here; they busy-wait,
+    # which costs 0.04 s of CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What the imports make stays, and looking through it every 700 objects costs a tenth of a run.
+    # Imported objects are permanent; scanning them every 700 allocations costs a tenth of a run.
     gc.set_threshold(100_000, 10, 10)
     if completion.is_asked():
-        # Ends the process.
+        # Exits the process.
         build()(prog_name=PROGRAM)
     status = run(sys.argv[1:])
-    # All is closed and flushed by now.  What the interpreter would look through for cycles on its
-    # way out, several times, goes with the process.
+    # Everything is closed and flushed.  Freezing skips the collector's scans at exit; the process
+    # frees the memory anyway.
     gc.freeze()
     sys.exit(status)
 

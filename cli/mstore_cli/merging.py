@@ -1,7 +1,7 @@
-"""What `plan` and `merge` share: their options, the request these make, and how a plan reads.
+"""The common part of `plan` and `merge`: options, the request from them, and plan output.
 
-Parses words only.  Which methods and parameters exist, and which budgets make sense, is for the
-library to say.
+Only parses text.  The library decides which methods and parameters exist, and which budgets are
+valid.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ MISTAKEN = MappingProxyType(
         "--seed": "--param seed=7",
     }
 )
-"""Options that people expect, and what says the same."""
+"""Options that people expect, and the equivalent ones."""
 
 RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
-"""How the names of other programs' recipes end, and what is to be said of one."""
+"""File name endings of other programs' recipes, and the message for each."""
 
 
 def _parse_error(text: str) -> float:
-    """A number.  Whether the error makes sense is the library's to say.  Raises UsageError."""
+    """Parse a number.  The library checks whether the error is valid.  Raises UsageError."""
     try:
         return float(text)
     except ValueError:
@@ -171,7 +171,7 @@ AllowNoop = Annotated[
 
 @contextmanager
 def directories_told(request: MergeRequest) -> Iterator[None]:
-    """A model that is no ref, but is a directory: the hint is the line that adds it."""
+    """If an unknown model is a directory, make the hint the command that adds it."""
     from mstore.errors import NotFound
 
     try:
@@ -189,7 +189,7 @@ def directories_told(request: MergeRequest) -> Iterator[None]:
 
 
 def _ref_for(directory: Path) -> str:
-    """The directory's own name where that can be a ref's."""
+    """Return the directory's own name if it is a valid ref."""
     from mstore.errors import BadName
     from mstore.store.refs import check_name
 
@@ -202,7 +202,7 @@ def _ref_for(directory: Path) -> str:
 
 
 def parse_expert(text: str) -> tuple[str, float]:
-    """`REF` or `REF=WEIGHT`.  Raises BadRequest."""
+    """Parse `REF` or `REF=WEIGHT`.  Raises BadRequest."""
     name, equals, weight = text.partition("=")
     if not name:
         _refuse(f"no ref in {text!r}", "--expert", EXPERT_HINT)
@@ -218,7 +218,7 @@ def parse_expert(text: str) -> tuple[str, float]:
 
 
 def parse_share(text: str) -> float:
-    """`20%` or `0.2`.  Raises BadRequest; whether the share makes sense is the library's to say."""
+    """Parse `20%` or `0.2`.  Raises BadRequest; the library checks whether the share is valid."""
     number, percent, rest = text.partition("%")
     try:
         value = float(number)
@@ -230,7 +230,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_parameters(texts: list[str]) -> dict[str, object]:
-    """`k=v` pairs; whole numbers, numbers, `true` and `false` become what they say.
+    """Parse `k=v` pairs; whole numbers, numbers, `true` and `false` are converted.
 
     Raises BadRequest for a missing `=` and for a key given twice.
     """
@@ -265,7 +265,7 @@ def make_request(
     per_expert_budget: str | None = None,
     top_p: str | None = None,
 ) -> MergeRequest:
-    """The request behind the options of `plan` and `merge`.  Raises BadRequest."""
+    """Build the request from the options of `plan` and `merge`.  Raises BadRequest."""
     from mstore import Budget, MergeRequest
 
     return MergeRequest(
@@ -307,7 +307,7 @@ def _refuse(what: str, option: str, hint: str) -> NoReturn:
 
 
 def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
-    """A plan as JSON: its report, and the keys of a merge that has not happened yet."""
+    """Return a plan as JSON: its report, and the keys of a merge that has not happened yet."""
     own = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
     return own | {
         "snapshot": None,
@@ -322,7 +322,7 @@ def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
 
 
 def draw_plan(screen: Screen, report: PlanReport) -> None:
-    """A plan for people: what goes in, what is read, what is left out, how far off it can be."""
+    """Print a plan: inputs, what is read, what is left out, and the error."""
     experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
     parameters = " ".join(f"{key}={json.dumps(value)}" for key, value in report.parameters.items())
     budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
@@ -348,7 +348,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("  omitted", report.blocks_omitted),
             ("  outside top-p", report.blocks_outside_top_p or None),
             *error_fields(report),
-            # A plan that is only looked at took no time.
+            # A plan that is only displayed took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
     )
@@ -356,7 +356,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
 
 
 def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
-    """What else the plan keeps to; lines without a value are not printed."""
+    """Yield the plan's other constraints; lines without a value are not printed."""
     cap, share = report.expert_budget_bytes, report.top_p
     yield "  of one expert", None if cap is None else format_size(cap)
     yield "max error", None if report.max_error is None else format_bound(report.max_error)
@@ -366,14 +366,14 @@ def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:
 
 
 def _to_read_now(report: PlanReport) -> str | None:
-    """What is left of the planned bytes once the memo table is asked, where that is less."""
+    """Format the bytes left to read after memo table hits, if fewer than planned."""
     if not report.memo_expert_bytes:
         return None
     return format_size(report.planned_expert_bytes - report.memo_expert_bytes)
 
 
 def draw_sweep(screen: Screen, report: SweepReport) -> None:
-    """A sweep for people: a line a budget."""
+    """Print a sweep: one line per budget."""
     measured = any(point.measured_error is not None for point in report.points)
     columns = [("BUDGET", True), ("READS", True), ("TO READ NOW", True)]
     columns += [("LOST, ABOUT", True), ("BOUND", True)]
@@ -398,7 +398,7 @@ def draw_sweep(screen: Screen, report: SweepReport) -> None:
 
 
 def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWarning] = ()) -> None:
-    """What is likely a slip, and what the planner wants known."""
+    """Print warnings of likely mistakes, and the planner's notes."""
     for warning in warnings:
         screen.line(f"warning: {warning.text}", style="yellow")
     for note in notes:
@@ -406,7 +406,7 @@ def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWar
 
 
 def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:
-    """How far off a merge is: first what people can judge, then what is certified."""
+    """Return a merge's errors: first what people can judge, then what is certified."""
     yield "change lost", f"{format_loss(report.error_share_estimate)} (estimate)"
     bound = report.error_bound
     yield (
@@ -417,12 +417,12 @@ def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:
 
 
 def format_loss(value: float | None) -> str:
-    """A share of what the full merge changes; more than 100 % is further off than the base is."""
+    """Format a share of what the full merge changes; more than 100 % is worse than the base."""
     if value is None:
         return "not known"
     return f"{100 * value:.3g} %"
 
 
 def format_bound(value: float | None) -> str:
-    """An error relative to the base's norm; `none` where there is none."""
+    """Format an error relative to the base's norm; `none` for None."""
     return "none" if value is None else f"{value:.3g}"

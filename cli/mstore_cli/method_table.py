@@ -1,7 +1,7 @@
-"""The table of merge methods in docs/merge-methods.md, made from the methods themselves.
+"""The generator of the merge method table in docs/merge-methods.md, from the methods.
 
-`python -m mstore_cli.method_table docs/merge-methods.md` renews what stands between the marker and
-the end of its table.  A test compares the page with `renewed()`.
+`python -m mstore_cli.method_table docs/merge-methods.md` replaces the table after the marker in
+that page.  A test compares the page with `renewed()`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MARKER = page.marker("python -m mstore_cli.method_table docs/merge-methods.md")
 
 
 def table() -> str:
-    """A row a method."""
+    """Return the table, one row per method."""
     head = "| method | result | parameters (default) | bound on the error | source |\n"
     return f"{head}|---|---|---|---|---|\n{''.join(map(_row, METHODS.values()))}"
 
 
 def renewed(text: str) -> str:
-    """The page with a new table below the marker.  Raises ValueError for a page without one."""
+    """Return the page with a new table below the marker.  Raises ValueError if it has no marker."""
     head, found, rest = text.partition(MARKER)
     if not found:
         raise ValueError(f"no line {MARKER.strip()}")
@@ -44,7 +44,7 @@ def _word(value: float) -> str:
 
 
 def main() -> None:
-    """Renew the page named on the command line."""
+    """Rewrite the page named on the command line."""
     path = Path(sys.argv[1])
     path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -1,9 +1,8 @@
-"""The one way to standard output: for people, as JSON, or as bare ids.
+"""All standard output: for people, as JSON, or as bare ids.
 
-A command hands over its whole result once, after the work is done, so that a failure leaves
-standard output empty.  Owns words and layout; knows no command.  Names that come from
-checkpoints are escaped before they reach a terminal: a tensor name is data, not a control
-sequence.
+A command passes its whole result once, after the work is done, so that a failure leaves standard
+output empty.  Owns text and layout; knows no command.  Escapes names from checkpoints before they
+reach a terminal: a tensor name is data, not a control sequence.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: its heading, and what its cells are.
+    """A table column: its heading, and the kind of its cells.
 
-    right: numbers, flushed right.  sentence: words, which may go on in the next line.
+    right: numbers, aligned right. sentence: words, which may wrap to the next line.
     """
 
     title: str
@@ -47,7 +46,7 @@ class Column:
 
 
 FIELDS = (Column("", style="dim"), Column(""))
-# An id as a word of its own, and not within a path; a line of a field is indented by two.
+# An id as a word of its own, not part of a path; field lines are indented by two.
 _ID = re.compile(r"(?<![\w/.-])[0-9a-f]{64}(?![\w/.-])")
 _ROOM_FOR_AN_ID = 66
 
@@ -72,7 +71,7 @@ class Output:
     def emit(
         self, document: object, *, ids: Iterable[object], human: Callable[[Screen], None]
     ) -> None:
-        """Print a result: `document` as JSON, or `ids` one a line, or what `human` draws."""
+        """Print a result: `document` as JSON, or `ids` one per line, or what `human` draws."""
         match self.mode:
             case Mode.JSON:
                 self.stream.write(json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
@@ -86,12 +85,12 @@ class Output:
 class Screen:
     """Lines, fields and tables for people.
 
-    On a terminal: colours (not with NO_COLOR), and nothing wider than it is.  Elsewhere: plain
-    text, one row a line however long, no trailing blanks.  typed: a command as this user is to
-    type it.
+    On a terminal: colours (not with NO_COLOR), and lines no wider than the terminal.  Elsewhere:
+    plain text, one line per row however long, no trailing blanks. typed: formats a command for this
+    user to type.
 
-    An id is never broken: where no line has room for all of it, its beginning stands for it, which
-    commands take too, and all of it is in the JSON output.
+    An id never wraps.  If no line has room for it, its prefix stands for it, which commands accept
+    too; the JSON output has the whole id.
     """
 
     def __init__(self, stream: TextIO, typed: Callable[[str], str] = str) -> None:
@@ -102,7 +101,7 @@ class Screen:
         """Columns of the terminal; None elsewhere, where lines may have any length."""
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line of text; on a terminal it is broken between words."""
+        """Print one line of text; on a terminal it wraps between words."""
         if self._console is None:
             self._stream.write(f"{printable(text)}\n")
             return
@@ -111,19 +110,19 @@ class Screen:
         self._console.print(Text(self._fitting(text), style=style))
 
     def typed(self, text: str) -> str:
-        """The text with its commands as this user is to type them."""
+        """Return the text with its commands as this user must type them."""
         return self._typed(text)
 
     def advice(self, text: str, style: str = "") -> None:
-        """A line of words of mstore's own, in which commands stand."""
+        """Print a line of mstore's own text that contains commands."""
         self.line(self._typed(text), style)
 
     def command(self, lead: str, command: str) -> None:
-        """A line that ends in a command to type, after a colon."""
+        """Print a line that ends in a command to type, after a colon."""
         self.line(f"{lead}: {self._typed(command)}")
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
-        """`name  value` lines, the values aligned.  Pairs whose value is None are left out."""
+        """Print `name  value` lines, the values aligned.  Skips pairs whose value is None."""
         from mstore_cli.tables import lay_out_fields
 
         told = [(name, self._fitting(str(value))) for name, value in pairs if value is not None]
@@ -132,7 +131,7 @@ class Screen:
                 self._draw(line, FIELDS)
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-        """A table with headings; nothing at all where there are no rows."""
+        """Print a table with headings; nothing if there are no rows."""
         filled = [[self._fitting(cell) for cell in row] for row in rows]
         if not filled:
             return
@@ -151,14 +150,14 @@ class Screen:
                 self._draw(line, columns)
 
     def _fitting(self, text: str) -> str:
-        """The text, escaped, and its ids no longer than a line."""
+        """Return the text, escaped, with ids no longer than a line."""
         shown = printable(text)
         if self.width is None or self.width >= _ROOM_FOR_AN_ID:
             return shown
         return _ID.sub(lambda found: found[0][:12], shown)
 
     def _draw(self, line: Line, columns: Sequence[Column]) -> None:
-        """One line of a table, each piece in the style of its column."""
+        """Print one line of a table, each piece in the style of its column."""
         if self._console is None:
             self._stream.write(f"{''.join(piece.text for piece in line).rstrip()}\n")
             return
@@ -177,7 +176,7 @@ def _console(stream: TextIO) -> Console:
 
     return Console(
         file=stream,
-        # Given outright: rich asks the stream other questions than `is_terminal`.
+        # Given explicitly: rich's own detection differs from `is_terminal`.
         force_terminal=True,
         color_system="auto",
         markup=False,
@@ -187,7 +186,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def plain(value: object) -> object:
-    """A value as JSON knows it: ids as hex, reports as objects, NaN and infinities as null."""
+    """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, bytes):
@@ -204,14 +203,14 @@ def plain(value: object) -> object:
 
 
 def printable(text: str) -> str:
-    """The text with every control, format and unpaired surrogate character escaped."""
+    """Escape every control, format and unpaired surrogate character of the text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def elided(text: str, width: int) -> str:
-    """The text in at most `width` characters: escaped, its middle left out where it is longer."""
+    """Shorten the text to `width` characters: escaped, its middle left out if it is longer."""
     shown = printable(text)
     if len(shown) <= width:
         return shown
@@ -220,18 +219,18 @@ def elided(text: str, width: int) -> str:
 
 
 def distinct(names: Sequence[str], width: int) -> list[str]:
-    """The names, each elided to `width`, or all in full where that would make two alike."""
+    """Shorten the names to `width`, or none of them if that would make two equal."""
     shown = [elided(name, width) for name in names]
     return shown if len(set(shown)) == len(set(names)) else [printable(name) for name in names]
 
 
 def short(identity: bytes | None) -> str:
-    """The first twelve hexadecimal digits of an id; `-` for none."""
+    """Return the first twelve hexadecimal digits of an id; `-` for None."""
     return "-" if identity is None else identity.hex()[:12]
 
 
 def when(time_ns: int) -> str:
-    """A point in time as the clock on the wall shows it; what is no date as `date -d` takes it."""
+    """Format a time in local time; a time outside the calendar as `date -d` accepts it."""
     try:
         moment = datetime.fromtimestamp(time_ns / 1e9, UTC).astimezone()
     except (OverflowError, ValueError, OSError):
@@ -240,7 +239,7 @@ def when(time_ns: int) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person looks at this stream.  A dumb terminal counts as a file."""
+    """Return whether a person reads this stream.  A dumb terminal counts as a file."""
     try:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:

@@ -1,4 +1,4 @@
-"""A page of docs/ whose end a program makes.  What stands above its marker is written by hand."""
+"""A docs/ page with a generated end.  The text above its marker is written by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def marker(command: str) -> str:
-    """The line below which `command` makes the page."""
+    """Return the line below which `command` generates the page."""
     return f"<!-- below: made by `{command}` -->\n"
 
 
 def renewed(page: str, marker: str, made: str) -> str:
-    """The page with `made` below the marker.  Raises ValueError for a page without one."""
+    """Return the page with `made` below the marker.  Raises ValueError if it has no marker."""
     head, found, _old = page.partition(marker)
     if not found:
         raise ValueError(f"no line {marker.strip()}")

@@ -1,10 +1,10 @@
 """Plots as SVG files: the cost curve of a sweep, a heat map of layers and experts, a treemap.
 
-The one module that imports matplotlib, an optional extra, and only when something is drawn:
-`require` says early, before the work, that it is missing.  The same values give the same bytes
-with the same matplotlib: no date, no random ids, no settings of the user's, text as text.
-Colours are told apart by colour-blind eyes (Okabe and Ito 2008, cividis), lines also by marker
-and dash.  Files are written whole, through mstore.fs.
+The only module that imports matplotlib, an optional extra, and only when something is drawn;
+`require` reports early, before the work, that it is missing.  The same values give the same bytes
+with the same matplotlib: no date, no random ids, no user settings, text as text.  Colours suit
+colour-blind readers (Okabe and Ito 2008, cividis); lines also differ by marker and dash.  Files are
+written whole, through mstore.fs.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ TREE_INCHES = (9.0, 5.6)
 INCHES_A_ROW = 0.155
 LEGEND_ROWS = 20
 DECADES = 1e-4
-"""An error less than this part of the largest is next to zero in a plot."""
+"""A plot treats errors below this part of the largest one as zero."""
 CELL_NUMBERS = 400
-"""A heat map of at most so many cells has its numbers written into them."""
+"""Heat maps of at most this many cells show the numbers in the cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
     """One budget of a sweep: bytes read from experts, and errors relative to the base's norm.
 
-    None where the method has no such figure or it was not measured.
+    None if the method has no such figure or it was not measured.
     """
 
     expert_bytes: int
@@ -73,12 +73,11 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """A table of numbers: `cells[row][column]`, None where there is none (drawn hatched).
+    """A table of numbers: `cells[row][column]`, None if unknown (drawn hatched).
 
-    rows are layers, columns experts.  `measure` is what the numbers are, with their unit;
-    `unknown` what it means that there is none.
-    `top` fixes the end of the scale, where 1.0 means shares, written as percentages; else the
-    largest number does.
+    rows are layers, columns experts.  `measure` names the numbers, with their unit; `unknown`
+    explains None.  `top` fixes the end of the scale, where 1.0 means shares, written as
+    percentages; otherwise the largest number does.
     """
 
     title: str
@@ -91,7 +90,7 @@ class HeatMap:
 
 
 def require() -> None:
-    """Raise Unavailable, with what to install, where nothing can be drawn."""
+    """Raise Unavailable, with what to install, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         from mstore.errors import Unavailable
 
@@ -101,7 +100,7 @@ def require() -> None:
 def sweep(points: Sequence[SweepPoint], path: Path, *, title: str = "Cost against error") -> None:
     """Draw error against expert bytes, a line each for bound, estimate and measured, as SVG.
 
-    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    Raises Unavailable without matplotlib, StorageFailed if the file cannot be written.
     """
 
     def draw(figure: Figure) -> None:
@@ -138,7 +137,7 @@ def sweep(points: Sequence[SweepPoint], path: Path, *, title: str = "Cost agains
 def heat_map(table: HeatMap, path: Path) -> None:
     """Draw a table of layers (down) and experts (across) as SVG.
 
-    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    Raises Unavailable without matplotlib, StorageFailed if the file cannot be written.
     """
 
     def draw(figure: Figure) -> None:
@@ -202,10 +201,10 @@ def heat_map(table: HeatMap, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TreeMap:
-    """Sizes in parts of parts.  The leaves whose name is in `hatched` are drawn so.
+    """Nested sizes.  The leaves whose name is in `hatched` are drawn hatched.
 
-    Boxes have their numbers in them where there is room, and all of them in their titles; the
-    parts of the root stand in the legend, too.
+    Boxes show their numbers if there is room, and always in their titles; the legend also lists the
+    parts of the root.
 
     measure: what the areas are; hatching: what it means.
     """
@@ -219,9 +218,9 @@ class TreeMap:
 
 
 def tree_map(tree: TreeMap, path: Path) -> None:
-    """Draw a treemap as SVG: the parts of the root have a colour each.
+    """Draw a treemap as SVG: each part of the root has its own colour.
 
-    Raises Unavailable without matplotlib, StorageFailed where the file cannot be written.
+    Raises Unavailable without matplotlib, StorageFailed if the file cannot be written.
     """
 
     width, height = TREE_INCHES
@@ -279,14 +278,14 @@ def tree_map(tree: TreeMap, path: Path) -> None:
 
 
 def _told(one: Placed, tree: TreeMap) -> str:
-    """What a box is and how large, in full: a browser shows it beside the pointer."""
+    """Return a box's name and size in full: a browser shows it beside the pointer."""
     names = ", ".join(printable(node.name) for node in (*one.path[1:], one.node))
     share = f" ({100 * one.node.size / tree.root.size:.1f} %)" if tree.root.size else ""
     return f"{names}: {tree.describe(one.node.size)}{share}"
 
 
 def _legend(tree: TreeMap) -> list[tuple[Node | None, str]]:
-    """The parts of the root with their numbers, the largest first, and those of their own parts."""
+    """Return the parts of the root with their numbers, the largest first, and their own parts."""
     ordered = sorted(tree.root.parts, key=lambda part: -part.size)
     lines: list[tuple[Node | None, str]] = []
     for part in ordered[:LEGEND_ROWS]:
@@ -302,13 +301,13 @@ def _legend(tree: TreeMap) -> list[tuple[Node | None, str]]:
 
 
 def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
-    """Write name and size into a leaf and a part of the root, or what of it there is room for."""
+    """Write name and size into a leaf and a part of the root, as far as there is room."""
     is_top = len(one.path) == 1
     if one.node.parts and not is_top:
         return
     name, size = printable(one.node.name), tree.describe(one.node.size)
     room = int(one.box.width / INCHES_A_LETTER)
-    # A size that is cut would be another size.
+    # A truncated size would be a wrong size.
     if len(name) + 2 + len(size) <= room:
         name = f"{name}  {size}"
     elif is_top and SHORTEST_NAME + 2 + len(size) <= room:
@@ -323,7 +322,7 @@ def _name_box(axes: Axes, one: Placed, tree: TreeMap) -> None:
         fontweight="bold" if is_top else "normal",
         va="top" if is_top else "bottom",
     )
-    # Text must be read on hatching, too.
+    # Keeps text readable on hatching.
     text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0})
 
 
@@ -334,7 +333,7 @@ def _write(
     layout: Literal["constrained"] | None = "constrained",
     titles: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Draw and write.  titles: what is told of the element with this id when it is pointed at."""
+    """Draw and write. titles: the tooltip of the element with this id."""
     require()
     import matplotlib.style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -343,14 +342,14 @@ def _write(
     from mstore import fs
 
     text = StringIO()
-    # "default" first: a matplotlibrc of the user's must not change what is drawn.
+    # "default" first: a user's matplotlibrc must not change the plot.
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(layout=layout)
         FigureCanvasSVG(figure)
         draw(figure)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
-    # matplotlib has no titles; each id stands once.
+    # matplotlib has no titles; each id occurs once.
     for id, title in titles.items():
         head = f'<g id="{id}">\n'
         svg = svg.replace(head, f"{head}<title>{escape(title)}</title>\n", 1)
@@ -358,11 +357,11 @@ def _write(
 
 
 def _heat_map_inches(table: HeatMap) -> tuple[float, float]:
-    """Width and height: cells of one size, beside and above labels of the length that they have."""
+    """Return width and height: cells of one size, plus room for the labels."""
     left = max((len(_label(row)) for row in table.rows), default=0) * INCHES_A_LETTER
     below = max((len(_label(column)) for column in table.columns), default=0) * INCHES_A_LETTER
     title = max(len(_label(table.title, 60)), len(table.measure)) * INCHES_A_LETTER
-    # Labels of columns are turned by 40 degrees.
+    # Column labels are rotated by 40 degrees.
     width = 0.77 * below + left + 0.6 * len(table.columns) + 1.4
     return max(width, title + 0.4), 0.65 * below + 0.26 * len(table.rows) + 1.5
 
@@ -374,9 +373,9 @@ def _hatched(column: int, row: int) -> Any:
 
 
 def _error_scale(axes: Axes, seen: Sequence[float]) -> None:
-    """Logarithmic where errors span decades, with zero, the full read, still on it."""
+    """Use a logarithmic scale if errors span decades, extended to zero, the full read."""
     largest = max(seen, default=0.0)
-    # What is left at full read is rounding: it must not squeeze all else into a corner.
+    # The error at full read is rounding: it must not squeeze everything else into a corner.
     positive = [value for value in seen if value > DECADES * largest]
     if positive and largest >= 30 * min(positive):
         lowest = 10.0 ** math.floor(math.log10(min(positive)))
@@ -388,7 +387,7 @@ def _error_scale(axes: Axes, seen: Sequence[float]) -> None:
 
 
 def _unit(largest: int) -> tuple[int, str]:
-    """The binary unit in which the largest size has at most four digits before the point."""
+    """Return the binary unit in which the largest size has at most four digits before the point."""
     names = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = 0
     while power < len(names) - 1 and largest >= 1024 ** (power + 1):

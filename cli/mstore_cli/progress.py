@@ -1,8 +1,8 @@
 """A progress bar on standard error, for terminals only.
 
-Turns the library's `Progress` ticks into a bar with rate and time left.  Ticks may come from any
-thread.  The rate is that of the last seconds, and falls to 0 B/s where nothing comes any more, as
-from a network mount that hangs.  The bar is gone when the command ends: what stays is the result.
+Converts the library's `Progress` ticks to a bar with rate and time left.  Ticks may come from any
+thread.  The rate covers the last seconds, and falls to 0 B/s when ticks stop, as with a network
+mount that hangs.  The bar disappears when the command ends; only the result stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW_SECONDS = 5.0
 
 
 class Rate:
-    """Bytes a second over the last seconds, until now and not until the last tick."""
+    """Bytes per second over the last seconds, until now and not until the last tick."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class Rate:
         self._ticks: deque[tuple[float, int]] = deque()
 
     def tick(self, done: int) -> None:
-        """So many bytes are done by now; fewer than before begin a new count."""
+        """Record the bytes done so far; fewer than before starts a new count."""
         with self._lock:
             if self._ticks and done < self._ticks[-1][1]:
                 self._ticks.clear()
@@ -42,7 +42,7 @@ class Rate:
             self._forget()
 
     def now(self) -> float:
-        """Bytes a second; 0 before the first tick."""
+        """Return bytes per second; 0 before the first tick."""
         with self._lock:
             self._forget()
             if not self._ticks:
@@ -52,7 +52,7 @@ class Rate:
             return (self._ticks[-1][1] - first) / passed if passed > 0 else 0.0
 
     def _forget(self) -> None:
-        """Keep one tick from before the window: what came since is counted from there."""
+        """Keep one tick from before the window: the rate counts from there."""
         start = self._clock() - WINDOW_SECONDS
         while len(self._ticks) > 1 and self._ticks[1][0] <= start:
             self._ticks.popleft()
@@ -60,7 +60,7 @@ class Rate:
 
 @contextmanager
 def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A callback that moves the bar, or None where nobody would see it."""
+    """Yield a callback that moves the bar, or None if nobody would see it."""
     if not wanted or not is_terminal(sys.stderr):
         yield None
         return
@@ -77,7 +77,7 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
     from rich.text import Text
 
     class Amount(ProgressColumn):
-        """`done / total` and bytes a second, in binary units."""
+        """`done / total` and bytes per second, in binary units."""
 
         def render(self, task: Task) -> Text:
             rate = format_size(int(rates[task.id].now()))
@@ -99,7 +99,8 @@ def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
         def tick(progress: Progress) -> None:
             with lock:
                 if progress.phase not in tasks:
-                    # Drawn at once, and its total would be 100: unseen, until that is known.
+                    # Hidden until the total is known: it would be drawn at once with a total of
+                    # 100.
                     words = printable(progress.phase)
                     tasks[progress.phase] = bars.add_task(words, total=None, visible=False)
                 task = tasks[progress.phase]

@@ -1,7 +1,7 @@
-"""The reference in docs/cli.md, made from the program itself.
+"""The generator of the reference in docs/cli.md, from the program itself.
 
-`python -m mstore_cli.reference docs/cli.md` renews what stands below the marker in that page; what
-stands above it is written by hand.  A test compares the page with `reference()`.
+`python -m mstore_cli.reference docs/cli.md` replaces the text below the marker in that page; the
+text above it is written by hand.  A test compares the page with `reference()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH = 80
 
 
 def reference() -> str:
-    """The generated part of docs/cli.md: a section a command, then the objects inside objects."""
+    """Return the generated part of docs/cli.md: one section per command, then nested objects."""
     group = build()
     parts = [f"## {PROGRAM}\n\n{_block(_help(group, ()))}"]
     for verb in VERBS:
@@ -40,7 +40,7 @@ def reference() -> str:
 
 
 def _help(group: TyperGroup, path: Sequence[str]) -> str:
-    """A help text as the program prints it on a terminal of 80 columns."""
+    """Return a help text as the program prints it on a terminal of 80 columns."""
     context = group.make_context(PROGRAM, ["--version"], resilient_parsing=True)
     context.terminal_width = WIDTH - 2
     for name in path:
@@ -65,7 +65,7 @@ def _rows(keys: Sequence[Key]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Renew the page named on the command line."""
+    """Rewrite the page named on the command line."""
     page.renew(Path(sys.argv[1]), MARKER, reference())
 
 

@@ -1,4 +1,4 @@
-"""One run of the program: the global options, and the store, output and bar they choose.
+"""One run of the program: the global options, and the store, output and progress bar from them.
 
 The only module that reads `MSTORE_STORE`.  Never creates a store.
 """
@@ -36,7 +36,7 @@ class Choices:
     no_progress: bool = False
 
     def over(self, outer: Choices) -> Choices:
-        """These choices, with those before the verb where these say nothing."""
+        """Fill unset choices from those before the verb."""
         return Choices(
             store=self.store or outer.store,
             json=self.json or outer.json,
@@ -46,7 +46,7 @@ class Choices:
 
 
 class Session:
-    """What every command is given: where the store is and how to speak.
+    """What every command receives: where the store is and how to print.
 
     Raises UsageError for `--json` together with `--quiet`.
     """
@@ -59,11 +59,11 @@ class Session:
         self.output = Output(mode, typed=self.typed)
         self._stores: list[Store] = []
         self.is_doubted = False
-        """Whether the index of the store that was opened last cannot be believed."""
+        """Whether the index of the last opened store cannot be trusted."""
 
     @property
     def named_store(self) -> Path | None:
-        """The store that was asked for by `--store` or MSTORE_STORE, if any."""
+        """The store named by `--store` or MSTORE_STORE, if any."""
         if self._choices.store is not None:
             return self._choices.store
         variable = os.environ.get(STORE_VARIABLE)
@@ -76,13 +76,13 @@ class Session:
 
     @property
     def named_by(self) -> str:
-        """What named that store."""
+        """Which of the two named that store."""
         return "--store" if self._choices.store is not None else f"${STORE_VARIABLE}"
 
     def store_path(self) -> Path:
-        """`--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's own.
+        """Return `--store`, else MSTORE_STORE, else the nearest `.mstore` upward, else the user's.
 
-        Raises NotFound where none was named and none is there.
+        Raises NotFound if none was named and none exists.
         """
         if self.named_store is not None:
             return self.named_store
@@ -103,26 +103,26 @@ class Session:
         )
 
     def open(self) -> Store:
-        """The store of this run, to be used in a `with` block."""
+        """Open the store of this run, for use in a `with` block."""
         from mstore import Store
 
         return self._opened(Store.open)
 
     def open_silently(self) -> Store:
-        """The same without a warning, for a shell that completes a line."""
+        """Do the same without a warning, for shell completion."""
         from mstore import Store
 
         return Store.open(self.store_path())
 
     def open_checked(self) -> Store:
-        """The same for a store whose index may be damaged: it is looked at first."""
+        """Do the same for a store whose index may be damaged: checks the index first."""
         from mstore import Store
 
         return self._opened(Store.open_checked)
 
     def _opened(self, open_at: Callable[[Path], Store]) -> Store:
-        """The store; where its index cannot be believed, people are told so."""
-        # Not at the start: it brings in `logging`, which --help and the like do without.
+        """Open the store; warn if its index cannot be trusted."""
+        # Imported late: it imports `logging`, which --help and the like do not need.
         from mstore_cli import kernels
 
         kernels.prepare()
@@ -138,23 +138,23 @@ class Session:
         return store
 
     def notes(self) -> list[str]:
-        """What the stores of this run found damaged and replaced."""
+        """Return what this run's stores found damaged and replaced."""
         return [note for store in self._stores for note in store.notes]
 
     def typed(self, hint: str) -> str:
-        """A hint as this user is to type it: with `--store`, where that named the store."""
+        """Format a hint for this user to type: with `--store`, if that named the store."""
         return with_store(hint, self._choices.store)
 
     def settled(self) -> None:
-        """Say that all is published: from here on Ctrl-C is not heard, until the process ends.
+        """Declare everything published: Ctrl-C is ignored from here until the process ends.
 
-        What is left is closing the store and telling the result, and "interrupted" would be a lie.
+        Only closing the store and printing the result remain; "interrupted" would be false.
         """
-        # Elsewhere no Ctrl-C arrives, and Python refuses.
+        # Other threads receive no Ctrl-C, and Python refuses the call there.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def progress(self) -> AbstractContextManager[Callable[[Progress], None] | None]:
-        """The callback for a long call: a bar on a terminal, else None."""
+        """Return the callback for a long call: a bar on a terminal, else None."""
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)

@@ -1,6 +1,6 @@
-"""Whom this user trusts, what a signature's state is called, and where a passphrase comes from.
+"""Trusted signers, names for signature states, and where a passphrase comes from.
 
-The only module that knows where the user's own list of signers lies.
+The only module that knows the path of the user's own list of signers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SignersOption = Annotated[
 
 
 def trusted_signers(path: Path | None) -> Mapping[bytes, str]:
-    """The keys in `path`, or in the user's own file; without either, nobody is trusted.
+    """Return the keys in `path`, or in the user's own file; without either, none.
 
-    Raises BadRequest, NotFound (only for a file that was asked for), StorageFailed.
+    Raises BadRequest, NotFound (only for a file that was named), StorageFailed.
     """
     if path is None:
         path = own_signers()
-        # Nor has one a list whose home is another's, as sudo may leave it.
+        # This also covers a home directory that belongs to another user, as sudo may leave it.
         if not os.access(path, os.R_OK):
             return {}
     from mstore.signing import read_signers
@@ -48,14 +48,14 @@ def trusted_signers(path: Path | None) -> Mapping[bytes, str]:
 
 
 def own_signers() -> Path:
-    """Where the user's own list of signers lies, or would."""
+    """Return the path of the user's own list of signers; it need not exist."""
     from platformdirs import user_config_path
 
     return user_config_path("mstore") / SIGNERS_NAME
 
 
 def how_to_trust(path: Path | None) -> tuple[str, ...]:
-    """Lines that say how a key comes into the list at `path`, or into the user's own."""
+    """Return lines that explain how to add a key to the list at `path`, or to the user's own."""
     path = path or own_signers()
     made = "" if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && "
     return (
@@ -65,7 +65,7 @@ def how_to_trust(path: Path | None) -> tuple[str, ...]:
 
 
 def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
-    """Lines that name the keys that nobody trusts, and say how to; none where there are none."""
+    """Yield lines that name untrusted keys and explain how to trust them; none if all are."""
     from mstore.reports import UNKNOWN_KEY
 
     unknown = dict.fromkeys(one.key for one in signatures if one.state == UNKNOWN_KEY)
@@ -75,7 +75,7 @@ def told_unknown(signatures: Iterable[SignatureReport]) -> Iterator[str]:
 
 
 def state_of(signature: SignatureReport) -> str:
-    """One signature in a few words."""
+    """Describe one signature in a few words."""
     from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 
     return {
@@ -86,12 +86,12 @@ def state_of(signature: SignatureReport) -> str:
 
 
 def states_of(signatures: Iterable[SignatureReport]) -> str | None:
-    """All signatures of a snapshot in a few words; None where there are none."""
+    """Describe all signatures of a snapshot in a few words; None if there are none."""
     return ", ".join(dict.fromkeys(map(state_of, signatures))) or None
 
 
 def ask_passphrase(key: Path) -> str:
-    """The passphrase of a key, from the terminal.  Raises UsageError where there is none."""
+    """Ask for the passphrase of a key on the terminal.  Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
         raise UsageError(
             f"{key} is encrypted, and there is no terminal to ask for its passphrase on",
@@ -101,6 +101,6 @@ def ask_passphrase(key: Path) -> str:
 
 
 def read_passphrase(path: Path) -> str:
-    """The first line of a file.  Raises OSError, UnicodeDecodeError."""
+    """Return the first line of a file.  Raises OSError, UnicodeDecodeError."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removesuffix("\n")

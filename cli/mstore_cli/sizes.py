@@ -1,4 +1,4 @@
-"""Sizes and shares: parsing what people type, and the words for what they read.
+"""Sizes and shares: parsing what people type, and formatting what they read.
 
 Knows nothing of stores.  Parsing raises `BadRequest`; formatting never fails.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def parse_size(text: str, *, option: str) -> int:
-    """Bytes meant by `text`: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
+    """Parse bytes: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
 
     Fractions are rounded down to whole bytes.  Raises BadRequest that names `option`.
     """
@@ -18,19 +18,19 @@ def parse_size(text: str, *, option: str) -> int:
 
 
 def parse_budget(text: str, *, option: str = "--budget") -> int | float:
-    """A budget: int bytes, or for `30%` the float share 0.3.  Raises BadRequest."""
+    """Parse a budget: int bytes, or for `30%` the float share 0.3.  Raises BadRequest."""
     from mstore import sizes
 
     return sizes.parse_budget(text, option=option)
 
 
 def format_size(size: int | None) -> str:
-    """Binary units, three digits at most before the point: `0 B`, `1.5 MiB`; `-` for None."""
+    """Format in binary units, up to three digits before the point: `0 B`, `1.5 MiB`; None: `-`."""
     if size is None:
         return "-"
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        # Rounding is looked at first, so that 1023.96 KiB reads 1.0 MiB.
+        # Round before comparing, so that 1023.96 KiB becomes 1.0 MiB.
         if round(value, 1) < 1024:
             return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
@@ -38,17 +38,17 @@ def format_size(size: int | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A count with its noun: `1 file`, `2 files`."""
+    """Format a count with its noun: `1 file`, `2 files`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_share(part: int, whole: int) -> str:
-    """`part` of `whole` as a percentage; `-` where the whole is nothing."""
+    """Format `part` of `whole` as a percentage; `-` if the whole is zero."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format a duration: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 07 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:

@@ -1,8 +1,7 @@
-"""Tables that fit a width: which columns stand side by side, and where cells go on.
+"""Tables that fit a width: which columns stand side by side, and where cells wrap.
 
-Pure: cells in, lines out; knows no terminal and no style.  Nothing is ever cut: where a row is
-too wide, its last columns go under the first ones, and only a cell that is wider than all the
-room there is goes on in the next line.
+Pure: takes cells, returns lines; knows no terminal and no style.  Never truncates: if a row is too
+wide, its last columns move under the first ones, and only a cell wider than the whole width wraps.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SHORTEST_SENTENCE = 24
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What stands at one place of a line: text, and the number of its column (None: a blank)."""
+    """Text within a line, and the number of its column (None: a blank)."""
 
     text: str
     column: int | None = None
@@ -31,7 +30,7 @@ Line = list[Piece]
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Columns that stand side by side: their numbers and widths, and how far they are indented."""
+    """Columns side by side: their numbers, widths and indentation."""
 
     columns: tuple[int, ...]
     widths: tuple[int, ...]
@@ -45,10 +44,10 @@ def lay_out(
     sentences: Sequence[bool],
     width: int | None,
 ) -> list[list[Line]]:
-    """The lines of each row; the first row may be headings.
+    """Return the lines of each row; the first row may be headings.
 
-    right: columns whose cells are flushed right; sentences: columns whose cells may be broken
-    between words.  width: None for as wide as need be.
+    right: columns whose cells are aligned right; sentences: columns whose cells may wrap between
+    words. width: None for unlimited.
     """
     columns = len(right)
     natural = [max((cell_len(row[n]) for row in rows), default=0) for n in range(columns)]
@@ -65,9 +64,9 @@ def lay_out(
 
 
 def lay_out_fields(pairs: Sequence[tuple[str, str]], width: int | None) -> list[list[Line]]:
-    """The lines of `name  value` pairs, the values aligned: column 0 and column 1.
+    """Return the lines of `name  value` pairs, the values aligned: column 0 and column 1.
 
-    A value with a word for which there is no room beside the names stands under its name.
+    A value with a word too long to fit beside the names goes under its name.
     """
     first = max((cell_len(name) for name, _ in pairs), default=0)
     found: list[list[Line]] = []
@@ -76,7 +75,7 @@ def lay_out_fields(pairs: Sequence[tuple[str, str]], width: int | None) -> list[
         beside = cell_len(value) if width is None else width - first - GAP
         if width is None or (
             beside >= SHORTEST_SENTENCE
-            # What fits nowhere is broken where it would stand anyway.
+            # A value that fits nowhere wraps in its normal place.
             and not beside < _longest_word(value) <= width - INDENT
         ):
             texts = _folded(value, beside, at_words=True)
@@ -120,7 +119,7 @@ def _bands(natural: Sequence[int], least: Sequence[int], width: int | None) -> l
 def _lines(
     row: Sequence[str], band: _Band, right: Sequence[bool], sentences: Sequence[bool]
 ) -> Iterator[Line]:
-    """The lines of one row in one band; none where all its cells are empty and others are not."""
+    """Return the lines of one row in one band; none if only other bands have text."""
     cells = [
         _folded(row[column], width, at_words=sentences[column])
         for column, width in zip(band.columns, band.widths, strict=True)
@@ -139,14 +138,14 @@ def _lines(
 
 
 def _folded(text: str, width: int, *, at_words: bool) -> list[str]:
-    """The text in lines of at most `width`, broken between words where that can be."""
+    """Split the text into lines of at most `width`, between words if possible."""
     if cell_len(text) <= width:
         return [text]
     return wrapped(text, width) if at_words else chop_cells(text, width)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width`, broken between words, and in those that are longer."""
+    """Wrap the text to lines of at most `width`, between words, and within longer words."""
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word

@@ -1,8 +1,8 @@
 """Treemaps: nested rectangles whose areas are sizes.
 
-The layout is the squarified one of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000):
-rectangles are put into rows along the shorter side, and a row is closed as soon as one more
-would make its worst rectangle narrower.  Pure; drawing is for `plots`.
+Uses the squarified layout of Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000): it puts
+rectangles into rows along the shorter side, and closes a row as soon as one more would make its
+worst rectangle narrower.  Pure; `plots` draws.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part: its name, its size, and the parts that it is made of, whose sizes add up to its own.
+    """A part: its name, its size, and its subparts, whose sizes add up to its own.
 
-    A part without parts is a leaf.
+    A part without subparts is a leaf.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle, from its lower left corner."""
+    """A rectangle, given by its lower left corner."""
 
     x: float
     y: float
@@ -33,7 +33,7 @@ class Box:
     height: float
 
     def inside(self, margin: float) -> Box:
-        """This without a margin; at least half of each side is left."""
+        """Return the box without a margin; at least half of each side is left."""
         across, along = min(margin, self.width / 4), min(margin, self.height / 4)
         return Box(
             self.x + across, self.y + along, self.width - 2 * across, self.height - 2 * along
@@ -50,9 +50,9 @@ class Placed:
 
 
 def place(node: Node, box: Box, margin: float = 0.0, path: tuple[Node, ...] = ()) -> list[Placed]:
-    """All nodes in rectangles, each before its parts; parts keep `margin` from the edge of theirs.
+    """Place all nodes, each before its parts; parts keep `margin` from the edge of theirs.
 
-    What has no size has no rectangle.
+    A node of size zero gets no rectangle.
     """
     found = [Placed(node, path, box)]
     parts = sorted((part for part in node.parts if part.size > 0), key=lambda part: -part.size)
@@ -63,7 +63,7 @@ def place(node: Node, box: Box, margin: float = 0.0, path: tuple[Node, ...] = ()
 
 
 def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
-    """A rectangle for each size, filling the box; sizes are positive and descending."""
+    """Return a rectangle per size, filling the box; sizes are positive and descending."""
     scale = box.width * box.height / sum(sizes) if sizes else 0.0
     areas = [size * scale for size in sizes]
     found: list[Box] = []
@@ -81,13 +81,13 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The largest ratio of sides among the rectangles of a row."""
+    """Return the largest aspect ratio among the rectangles of a row."""
     total = sum(row)
     return max(side**2 * row[0] / total**2, total**2 / (side**2 * row[-1]))
 
 
 def _row(row: Sequence[float], box: Box) -> Iterator[Box]:
-    """The rectangles of a row along the shorter side of the box."""
+    """Return the rectangles of a row along the shorter side of the box."""
     total, at = sum(row), 0.0
     for area in row:
         if box.width >= box.height:
@@ -100,7 +100,7 @@ def _row(row: Sequence[float], box: Box) -> Iterator[Box]:
 
 
 def _rest(taken: float, box: Box) -> Box:
-    """What a row leaves of the box."""
+    """Return what a row leaves of the box."""
     if box.width >= box.height:
         depth = min(taken / box.height, box.width)
         return Box(box.x + depth, box.y, box.width - depth, box.height)

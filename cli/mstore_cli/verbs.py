@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# In the order of the help: make and fill, merge, look, take out, name, vouch, keep sound.
+# In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
 VERBS = (
     *("init", "config", "add", "analyze", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
@@ -12,5 +12,5 @@ VERBS = (
     *("prune", "gc", "backup", "clone"),
     *("fsck", "reindex", "migrate", "stats", "du"),
 )
-# These act on no store, or on those that they are given.
+# These act on no store, or on those given as arguments.
 OF_NO_STORE = frozenset({"mounts", "unmount", "clone"})

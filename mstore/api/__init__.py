@@ -1,11 +1,11 @@
-"""The public face: an open store, its snapshots, and everything that can be done with them.
+"""The public API: an open store, its snapshots, and every operation on them.
 
     store = mstore.Store.open(path)
     snapshot = store["llama/merged"]
     snapshot.tensor("model.norm.weight")
 
-A store may be shared by threads.  It does not survive a fork: close it before, or start processes
-with the spawn method and open it there.
+Threads may share a store.  A store does not survive a fork: close it first, or start processes with
+the spawn method and open the store there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Store(Reading, Adding, Merging, Naming, Keeping):
     """An open store.  Use it as a context manager, or call `close`."""
 
     def __getitem__(self, revision: str | SnapshotId) -> Snapshot:
-        """The snapshot that a ref, tag, id prefix, REV~N or NAME@{N} names, or of a SnapshotId.
+        """Return the snapshot that a ref, tag, id prefix, REV~N, NAME@{N} or SnapshotId names.
 
         Raises NotFound, BadName.
         """

@@ -1,6 +1,6 @@
-"""Filling a store: settings, checkpoints, statistics.
+"""Calls that fill a store: settings, checkpoints, statistics.
 
-Part of `mstore.api.Store`, which is all of them in one.
+Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 @checked("Store")
 class Adding(OpenStore):
-    """Filling a store: settings, checkpoints, statistics."""
+    """Calls that fill a store: settings, checkpoints, statistics."""
 
     @property
     def config(self) -> Mapping[str, str | int]:
-        """Every setting of the store (codec, reflog_days, shared) and its value."""
+        """Return every setting of the store (codec, reflog_days, shared) with its value."""
         return self._catalog.config.values()
 
     def configure(self, key: str, value: str | int) -> None:
-        """Change a setting, for this store and whoever opens it later.
+        """Change a setting, for this store and everyone who opens it later.
 
-        key: codec says which codecs new blocks may take (auto, raw, dense); reflog_days, for how
-        many days the reflog keeps what refs pointed at; shared, who besides its maker may use what
-        is made in the store (umask, group, all).
-        value: what it shall be.  group and all also open what is there already.
+        key: codec says which codecs new blocks may use (auto, raw, dense); reflog_days says for how
+        many days the reflog keeps what refs pointed at; shared says who besides the owner may use
+        what is created in the store (umask, group, all).
+        value: the new value. group and all also apply to files that already exist.
 
-        Raises BadRequest (another key or value), StorageFailed (another user has to share
+        Raises BadRequest (an unknown key or a bad value), StorageFailed (another user must share
         something first).
         """
         self._catalog.configure({key: typed(key, value) if isinstance(value, str) else value})
@@ -74,27 +74,27 @@ class Adding(OpenStore):
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
         path: the directory, the file, or a model of a Hugging Face cache.
-        base: the revision that it was tuned from.  Statistics of the differences are kept, and
-        merges are planned from them.
-        detect_base: where no base is named, find the nearest of the stored snapshots; the report
-        says which and why.
-        only, skip: patterns of the tensors to compare with the base, which must agree in name and
+        base: the revision that the checkpoint was tuned from.  The call also stores statistics of
+        the differences; merges are planned from them.
+        detect_base: if no base is named, find the nearest of the stored snapshots; the report says
+        which one and why.
+        only, skip: patterns of the tensors to compare with the base; these must agree in name and
         shape.
-        exclude: patterns of files and directories to leave out, as gitignore(5) has them: after
-        those of the directory's own `.mstoreignore`.  The report names what was left out.
-        default_excludes: begin with the patterns of what is no part of a model
+        exclude: patterns of files and directories to leave out, in the syntax of gitignore(5); they
+        apply after those of the directory's own `.mstoreignore`.  The report names what was left
+        out.
+        default_excludes: start with the patterns for files that are not part of a model
         (`mstore.checkpoint.exclusion`).
-        codec: auto, raw or dense; None takes the store's setting.
-        message: why, in words.
-        threads: how many at most; None takes one a processor.
+        codec: auto, raw or dense; None uses the store's setting.
+        message: the reason, in words.
+        threads: the most threads to use; None means one per processor.
         convert: load pickled weights in a child process with these limits, and store them as
         safetensors.
-        limits: what the checkpoint may cost, for a caller who trusts one that is refused.  Unless
-        they say otherwise, files that are mostly holes may be as large as what is free on the
-        store's disk.
-        progress: called now and then with what is done.
+        limits: how large the checkpoint may be; raise them for a trusted checkpoint that was
+        refused.  By default, sparse files may be as large as the free space on the store's disk.
+        progress: called now and then with the work done so far.
 
-        An add that loses its ref to a writer that is gone by then runs again.
+        An add that loses its ref to a writer that has since exited runs again.
 
         Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
         (conversion without torch); then nothing is published.
@@ -138,10 +138,10 @@ class Adding(OpenStore):
         limits: CheckpointLimits | None,
         exclusion: Exclusion,
     ) -> Iterator[tuple[Checkpoint, tuple[str, ...]]]:
-        """A checkpoint, converted if asked for, and what there is to say of that.
+        """Yield a checkpoint, converted if the caller asked for it, and notes about the conversion.
 
-        What was converted lies in the store's tmp/ until the block ends, and under a lease: after a
-        kill the next writer removes it.
+        Converted files lie in the store's tmp/ until the block ends, under a lease: after a kill
+        the next writer removes them.
         """
         from mstore.checkpoint.directory import DEFAULT_LIMITS, scan
 
@@ -170,7 +170,7 @@ class Adding(OpenStore):
             lease.release()
 
     def _base(self, checkpoint: Checkpoint, base: str | SnapshotId | None, *, detect: bool) -> Base:
-        """What a checkpoint is to be compared with: as named, as found, or nothing."""
+        """Return the base to compare a checkpoint with: named, detected, or none."""
         from mstore.add import NO_BASE, Base
 
         if base is not None:
@@ -192,15 +192,15 @@ class Adding(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> AnalyzeReport:
-        """Take the statistics of expert minus base that are missing; what is there is kept.
+        """Compute the missing statistics of expert minus base; existing ones are kept.
 
-        Merges are planned from them.  `add` with a base has taken them already.
+        Merges are planned from them.  `add` with a base has already computed them.
 
-        only, skip: patterns of tensor names, as in `plan`; what they leave out is neither compared
-        nor read.
+        only, skip: patterns of tensor names, as in `plan`; tensors that they leave out are neither
+        compared nor read.
 
-        Raises NotFound, BadRequest (a virtual merge, no such pattern), Incompatible (other tensors
-        or shapes), Corrupt.
+        Raises NotFound, BadRequest (a virtual merge, no such pattern), Incompatible (different
+        tensors or shapes), Corrupt.
         """
         from mstore.stats.analysis import Side, analyze
 
@@ -217,7 +217,7 @@ class Adding(OpenStore):
 
 
 def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Notes of patterns that were asked for and left nothing out."""
+    """Return notes about requested patterns that excluded nothing."""
     decided = {one.pattern for one in checkpoint.excluded}
     return tuple(
         f"--exclude {pattern.text} left nothing out"

@@ -1,11 +1,10 @@
-"""What a public call is given: of the types that it takes, or refused before anything is done.
+"""Type checks for the arguments of public calls; a bad argument is refused before any work.
 
-Owns how a type is told from another, and the words of the refusal.  Does not own what a value
-means: a number that is too large, a name that cannot be one and a method that there is not are
-for the call itself to refuse.
+Owns how one type is told from another, and the text of the error.  Does not own what a value means:
+a number that is too large, an invalid name and an unknown method are for the call itself to refuse.
 
-A call's annotations, as they are written, say what each parameter takes.  A class with an
-annotation that is not known here cannot be defined.
+The annotations of a call, as written, say what each parameter takes.  Defining a class with an
+unknown annotation is an error.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of arguments: whether a value is of it, words for it, and perhaps a hint."""
+    """A type of argument: a test for its values, a description, and an optional hint."""
 
     fits: Callable[[Any], bool]
     words: str
     hint: str | None = None
 
     def optional(self) -> Kind:
-        """The same, or None."""
+        """Return this kind extended by None."""
         return Kind(lambda one: one is None or self.fits(one), f"{self.words}, or None", self.hint)
 
 
@@ -47,12 +46,12 @@ def _is(*types: type) -> Callable[[Any], bool]:
 
 
 def _number(kind: type) -> Callable[[Any], bool]:
-    """True is no number to whoever writes it."""
+    """Return a test for numbers; a bool does not count as one."""
     return lambda one: isinstance(one, kind) and not isinstance(one, bool)
 
 
 def _list(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Items that can be looked at more than once; a text is none of them, but one item."""
+    """Return a test for collections that can be iterated repeatedly; a str is one item."""
 
     def fits(given: Any) -> bool:
         if isinstance(given, str | bytes | bytearray | Mapping):
@@ -69,7 +68,7 @@ def _mapping(key: Callable[[Any], bool], item: Callable[[Any], bool]) -> Callabl
 
 
 def _named(module: str, name: str) -> Callable[[Any], bool]:
-    """Values of a class whose module is not imported for this: without it there are none."""
+    """Return a test for a class without importing its module: if not imported, no values exist."""
 
     def fits(given: Any) -> bool:
         kind = getattr(sys.modules.get(module), name, None)
@@ -147,10 +146,10 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def checked(owner: str) -> Callable[[_Class], _Class]:
-    """Have every public call of a class check the types of what it is given.
+    """Make every public call of a class check the types of its arguments.
 
-    owner: the class as its users know it.  The calls raise BadRequest that names the call, the
-    parameter and what is expected.
+    owner: the public name of the class.  The calls raise BadRequest that names the call, the
+    parameter and the expected type.
     """
 
     def decorate(kind: _Class) -> _Class:
@@ -170,7 +169,7 @@ def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
     where = f"{owner}.{function.__name__}"
     parameters = inspect.signature(function).parameters.values()
     kinds = {one.name: KINDS[one.annotation] for one in parameters if one.annotation != one.empty}
-    # None: what the call is made on.
+    # None stands for the receiver, self or cls.
     in_order = [
         (one.name, kinds.get(one.name)) for one in parameters if one.kind != one.KEYWORD_ONLY
     ]
@@ -179,7 +178,7 @@ def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         for at, value in enumerate(given):
-            # Too many are for Python to refuse.
+            # Python itself rejects too many arguments.
             if at < len(in_order) or several is not None:
                 name, kind = in_order[min(at, len(in_order) - 1)]
                 if kind is not None and not kind.fits(value):
@@ -194,7 +193,7 @@ def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_fields(where: str, value: Any) -> None:
-    """Raise BadRequest unless each field of a dataclass is of the type that it is declared as."""
+    """Raise BadRequest unless each field of a dataclass has its declared type."""
     for field in fields(value):
         kind, given = KINDS[str(field.type)], getattr(value, field.name)
         if not kind.fits(given):

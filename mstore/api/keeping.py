@@ -1,6 +1,6 @@
-"""Space and soundness: collection, pruning, checking, repair, sizes.
+"""Calls about space and integrity: gc, prune, check, repair, backup, sizes.
 
-Part of `mstore.api.Store`, which is all of them in one.
+Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mstore.store.layout import FORMAT_VERSION
 
 @checked("Store")
 class Keeping(OpenStore):
-    """Space and soundness: collection, pruning, checking, repair, sizes."""
+    """Calls about space and integrity: gc, prune, check, repair, backup, sizes."""
 
     def gc(
         self,
@@ -42,21 +42,21 @@ class Keeping(OpenStore):
         empty_lost_found: bool = False,
         progress: Report | None = None,
     ) -> GcReport:
-        """Drop all that no ref, reflog or pin reaches, and give its space back.
+        """Drop everything that no ref, reflog or pin reaches, and free its space.
 
-        Safe beside everything else; a second one waits for the first.  Packs that the index does
-        not know go to lost+found/.
+        Safe while other operations run; a second gc waits for the first.  Packs that the index does
+        not know move to lost+found/.
 
-        dry_run: only say what would go.
-        wait: seconds to wait for running operations, so that packs they may be reading can go too;
-        else the next writer removes them.
-        reflog_days: what refs pointed at in so many days stays; None takes the store's setting.
-        dead_share: packs of which this share is dead are written anew; None takes 0.3, and 0 means
-        all with anything dead.
-        empty_lost_found: also remove all that lies in lost+found/.
+        dry_run: only report what would be dropped.
+        wait: seconds to wait for running operations, so that packs they may be reading can be
+        deleted too; otherwise the next writer deletes them.
+        reflog_days: keep what refs pointed at within this many days; None uses the store's setting.
+        dead_share: rewrite packs of which at least this share is dead; None uses 0.3, and 0
+        rewrites every pack with anything dead.
+        empty_lost_found: also remove everything in lost+found/.
 
-        Raises Corrupt (a needed record is damaged, or index, mirror and packs do not agree),
-        StorageFailed; nothing is lost then.
+        Raises Corrupt (a needed record is damaged, or index, mirror and packs disagree),
+        StorageFailed; then nothing is lost.
         """
         from mstore.gc.collect import Collector, Limits
         from mstore.gc.survey import DEAD_SHARE
@@ -86,18 +86,18 @@ class Keeping(OpenStore):
         unnamed_inputs: bool = False,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Let the contents of old snapshots go: of each branch, those that nothing here keeps.
+        """Drop the contents of old snapshots: on each branch, those that no rule here keeps.
 
-        The tip of a branch always stays.  What goes stays in the lineage, and its space comes back
-        with `gc`.
+        The tip of a branch always stays.  Dropped snapshots stay in the lineage; `gc` frees their
+        space.
 
-        branches: which ones; all of them where none is named.
-        keep_last: keep the newest so many.
-        keep_daily, keep_weekly, keep_monthly, keep_yearly: keep the newest of each of the last so
-        many days (weeks, months, years) in which there is one.
-        keep_tagged: keep what a tag names; else these tags are removed.
-        unnamed_inputs: also let go what was merged in and no ref names.
-        dry_run: only say what would go.
+        branches: the branches to prune; all of them if none is named.
+        keep_last: keep the newest N.
+        keep_daily, keep_weekly, keep_monthly, keep_yearly: keep the newest snapshot of each of the
+        last N days (weeks, months, years) that have one.
+        keep_tagged: keep what a tag names; otherwise these tags are removed.
+        unnamed_inputs: also drop the inputs of merges that no ref names.
+        dry_run: only report what would be dropped.
 
         Raises BadRequest, NotFound.
         """
@@ -127,8 +127,8 @@ class Keeping(OpenStore):
         """Check the store's structure, and with `read_data` every byte.  Changes nothing.
 
         read_data: read every block and compare it with its id.
-        sample: read this share of the blocks instead, above 0 and up to 1.
-        seed: draws them; the same seed draws the same ones.
+        sample: read this share of the blocks instead, above 0 and at most 1.
+        seed: selects the sample; the same seed selects the same blocks.
 
         Raises Corrupt (the index is too damaged to be walked).
         """
@@ -146,14 +146,14 @@ class Keeping(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> RepairReport:
-        """Check the store, put good copies in the place of what is broken, and drop the rest.
+        """Check the store, replace what is broken by good copies, and drop the rest.
 
-        Statistics and a memo table that are damaged are set aside; `notes` says so.
+        Damaged statistics and a damaged memo table are set aside; `notes` says so.
 
         sources: other stores, or checkpoints, that may have copies.
-        read_data: look for broken payloads everywhere, and not only where the structure is damaged.
+        read_data: look for broken payloads everywhere, not only where the structure is damaged.
 
-        Raises Corrupt (the index cannot be believed: `reindex` comes first), StorageFailed.
+        Raises Corrupt (the index cannot be trusted: run `reindex` first), StorageFailed.
         """
         from mstore.check.fsck import Scope
         from mstore.check.repair import Repair
@@ -161,7 +161,7 @@ class Keeping(OpenStore):
         scope = Scope.chosen(read_data=read_data, sample=None, seed=0)
         paths = [Path(source) for source in sources]
         threads = thread_count(threads)
-        # Opening them sets them aside.
+        # Opening these files sets them aside.
         if lmdb_check.faults(self._catalog.layout.stats):
             self._statistics.file_bytes()
         if lmdb_check.faults(self._catalog.layout.memo):
@@ -172,12 +172,12 @@ class Keeping(OpenStore):
     def reindex(
         path: str | Path, *, use_old_index: bool = True, progress: Report | None = None
     ) -> ReindexReport:
-        """Make the index of a store anew, from its packs and its ref mirror.
+        """Rebuild the index of a store from its packs and its ref mirror.
 
-        use_old_index: take refs, reflogs, plans and prunings over from the index that is there, as
-        far as it can be read and agrees with the packs.
+        use_old_index: take refs, reflogs, plans and prunings from the existing index, as far as it
+        can be read and agrees with the packs.
 
-        Raises Conflict (somebody uses the store), NotFound, StorageFailed.
+        Raises Conflict (the store is in use), NotFound, StorageFailed.
         """
         from mstore.check.reindex import reindex
 
@@ -185,11 +185,11 @@ class Keeping(OpenStore):
 
     @staticmethod
     def migrate(path: str | Path, *, dry_run: bool = False) -> MigrateReport:
-        """Bring a store of an older format to this one.
+        """Migrate a store of an older format to the current one.
 
-        dry_run: only say which steps there are.
+        dry_run: only report the steps.
 
-        Raises Conflict (somebody uses the store), NotFound, Incompatible, StorageFailed.
+        Raises Conflict (the store is in use), NotFound, Incompatible, StorageFailed.
         """
         from mstore.store.migrations import migrate
 
@@ -202,14 +202,14 @@ class Keeping(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> BackupReport:
-        """Bring the backup of this store at `destination` up to date, or begin one.
+        """Update the backup of this store at `destination`, or create one.
 
-        Others may write and collect meanwhile: the backup has the state of one commit.  Only packs
-        that it has not are copied, and each payload of them is checked against its id.  Until all
-        is there it holds what it held before.  What is damaged here stops nothing: the report's
-        `problems` name it.  Raises Conflict where something else is at `destination`, where it was
-        written to, or where it is newer than this store; BadRequest for the store itself, Corrupt
-        where the index is damaged or not the newest, StorageFailed.
+        Others may write and run gc meanwhile: the backup has the state of one commit.  Only packs
+        that the backup lacks are copied, and each of their payloads is checked against its id.
+        Until the copy is complete, the backup holds its previous state.  Damage in this store does
+        not stop the backup: the report's `problems` name it.  Raises Conflict if `destination`
+        holds something else, was written to, or is newer than this store; BadRequest for the store
+        itself, Corrupt if the index is damaged or not the newest, StorageFailed.
         """
         from mstore.backup.backup import backup
 
@@ -225,12 +225,12 @@ class Keeping(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> CloneReport:
-        """Make a new store with all that the one at `source` has: refs, reflogs, settings.
+        """Create a store with everything from the one at `source`: refs, reflogs, settings.
 
-        It has a name (UUID) and packs of its own.  Others may write and collect meanwhile.  Each
-        payload is checked against its id.  Raises Conflict where something is at `destination`,
-        BadRequest where that lies in the source, Corrupt where the source is damaged, NotFound,
-        StorageFailed; then nothing was made.
+        The new store has its own UUID and packs.  Others may write and run gc meanwhile.  Each
+        payload is checked against its id.  Raises Conflict if something exists at `destination`,
+        BadRequest if that lies inside the source, Corrupt if the source is damaged, NotFound,
+        StorageFailed; then nothing was created.
         """
         from mstore.backup.clone import clone
 
@@ -239,7 +239,7 @@ class Keeping(OpenStore):
         )
 
     def stats(self) -> StoreReport:
-        """Sizes in bytes and counts of the whole store."""
+        """Return sizes in bytes and counts for the whole store."""
         from mstore.disk_usage import store_usage
 
         catalog = self._catalog
@@ -280,9 +280,9 @@ class Keeping(OpenStore):
         )
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:
-        """What refs take and share, and what gc would free without them; all refs for no names.
+        """Return what refs take and share, and what gc would free without them; no names: all refs.
 
-        What is missing of a damaged store counts nothing.  Raises NotFound.
+        In a damaged store, missing objects count as zero bytes.  Raises NotFound.
         """
         from mstore.disk_usage import usage
 

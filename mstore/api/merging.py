@@ -1,6 +1,6 @@
-"""Plans, merges, and what is told of them afterwards.
+"""Calls about merging: plan, merge, and report on both.
 
-Part of `mstore.api.Store`, which is all of them in one.
+Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @checked("Store")
 class Merging(OpenStore):
-    """Plans, merges, and what is told of them afterwards."""
+    """Calls about merging: plan, merge, and report on both."""
 
     def plan(
         self,
@@ -51,15 +51,15 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> PlanReport:
-        """Plan a merge and keep the plan.  The same request gives the same plan.
+        """Plan a merge and store the plan.  The same request gives the same plan.
 
-        allow_noop: also keep a plan that reads nothing of what experts changed, or whose result is
+        allow_noop: also store a plan that reads nothing of what experts changed, or whose result is
         the base.
-        keep: the plan must be kept: where this user may only read the store, raise before anything
-        is read.  Else neither the plan nor statistics that were missing are kept there
+        keep: the plan must be stored: if this user may only read the store, raise before anything
+        is read.  Without it, such a user's plan and newly computed statistics are not stored
         (`PlanReport.kept`).
 
-        Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is kept.
+        Raises BadRequest, NotFound, Incompatible, StorageFailed; then no plan is stored.
         """
         from mstore.merge.analysis.explain import plan_report
 
@@ -86,8 +86,9 @@ class Merging(OpenStore):
     def _made(
         self, asked: Request, threads: int, progress: Report | None, *, allow_noop: bool
     ) -> tuple[Planned, Sources, int]:
-        """The plan of a request, made now unless it was before, and stored where that can be;
-        statistics bytes read.
+        """Return the plan of a request, the sources, and the bytes read for statistics.
+
+        Reuses a plan made before; otherwise makes one and stores it if the store is writable.
         """
         from mstore.merge.planning.costs import costs_of
         from mstore.merge.planning.noop import require_effect
@@ -100,7 +101,7 @@ class Merging(OpenStore):
         experts = tuple(Source(expert.snapshot, expert.name) for expert in asked.experts)
         may_write = self._catalog.index.env.may_write()
         key = request_key(self._catalog, asked)
-        # Without analysis a plan depends on which statistics happen to be there.
+        # Without analysis a plan depends on which statistics happen to exist.
         known = self._memo.plan(key) if asked.analyze else None
         if known is not None:
             with suppress(NotFound):
@@ -142,14 +143,14 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> SweepReport:
-        """What merges cost and leave as error at many budgets; nothing is stored but statistics.
+        """Compute the cost and error of merges at many budgets; stores nothing but statistics.
 
-        request: without a budget and without max_error, over which the sweep goes itself.
-        shares: budgets as shares of the full cost, above 0 and up to 1; None takes 5 % to 100 %.
-        measure: also make the merges in memory and compare them with the full one, which reads all
+        request: without a budget and without max_error; the sweep varies these itself.
+        shares: budgets as shares of the full cost, above 0 and at most 1; None uses 5 % to 100 %.
+        measure: also run the merges in memory and compare them with the full one; this reads all
         experts once.
 
-        A point is the plan that `plan` makes with that budget.
+        Each point is the plan that `plan` makes with that budget.
 
         Raises BadRequest, NotFound, Incompatible.
         """
@@ -171,7 +172,7 @@ class Merging(OpenStore):
         )
 
     def plans(self) -> list[PlanReport]:
-        """Every stored plan, by base, method and cost."""
+        """Return every stored plan, sorted by base, method and cost."""
         from mstore.merge.analysis.explain import plan_report
         from mstore.merge.planning.costs import told_costs
         from mstore.objects.plan import Plan
@@ -180,7 +181,7 @@ class Merging(OpenStore):
         found = []
         for id in plan_ids(self._catalog):
             plan = self._catalog.record(Plan, id)
-            # A plan whose inputs were removed can neither be named nor run.
+            # A plan whose inputs were removed can be neither named nor run.
             with suppress(NotFound):
                 sources = sources_of(self._catalog, id, plan)
                 found.append(plan_report(plan, id, sources, told_costs(self._catalog, plan)))
@@ -198,7 +199,7 @@ class Merging(OpenStore):
         )
 
     def _of_licences(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
-        """What the licences that the inputs' model cards state mean for the merge."""
+        """Return warnings about the licences that the inputs' model cards state."""
         from mstore.merge.running.papers import Papers
         from mstore.store import contents
 
@@ -221,7 +222,7 @@ class Merging(OpenStore):
         return self._licences[key]
 
     def _memo_expert_bytes(self, planned: Planned) -> int:
-        """Of what a plan reads, what the memo table saves right now."""
+        """Return how many of a plan's expert bytes the memo table saves right now."""
         if not self._memo.has_outputs():
             return 0
         from mstore.merge.running.memo_hits import memo_expert_bytes
@@ -234,7 +235,7 @@ class Merging(OpenStore):
         return Input(self._real(revision), str(revision))
 
     def export_plan(self, plan: str) -> str:
-        """A stored plan (id or prefix) as JSON text; also one of this object that was not kept.
+        """Return a plan (id or prefix) as JSON text, also one of this object that is not stored.
 
         Raises NotFound, BadName.
         """
@@ -246,7 +247,7 @@ class Merging(OpenStore):
         return export_plan(self._catalog, plan)
 
     def import_plan(self, text: str) -> PlanReport:
-        """Keep a plan that `export_plan` wrote.
+        """Store a plan that `export_plan` wrote.
 
         Raises BadRequest (not a plan), NotFound (an input is not in this store).
         """
@@ -270,17 +271,18 @@ class Merging(OpenStore):
     ) -> MergeReport:
         """Run a stored plan and publish the result under the ref `name`, or publish nothing.
 
-        plan: what `plan` returned, or the id of a stored plan or its beginning.
-        message: why, in words.
-        virtual: publish the plan itself; blocks are computed when they are read, and
-        `materialize` computes all.
+        plan: what `plan` returned, or the id (or id prefix) of a stored plan.
+        message: the reason, in words.
+        virtual: publish the plan itself; blocks are computed when they are read, and `materialize`
+        computes all of them.
         allow_noop: also run a plan, named by its id, that reads nothing or whose result is the
-        base; one that `plan` returned was allowed there.
-        threads: how many at most; None takes one a processor.  The result is the same for any.
-        memo: take from the memo table what merges made before, and add to it.
-        memory: the most anonymous memory in bytes; None takes 512 MiB.
-        executor: where slices are computed instead of in threads; its workers need the store's
-        directory, and not its index.
+        base; a plan that `plan` returned was already allowed there.
+        threads: the most threads to use; None means one per processor.  The result is the same for
+        any number.
+        memo: reuse outputs of earlier merges from the memo table, and add to it.
+        memory: the most anonymous memory in bytes; None means 512 MiB.
+        executor: computes slices instead of threads; its workers need the store's directory but not
+        its index.
 
         Raises NotFound, BadRequest, BadName, Conflict (the ref moved meanwhile), Corrupt,
         BudgetExceeded (a read outside the plan), StorageFailed.
@@ -374,10 +376,10 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> MaterializeReport:
-        """Compute all of the virtual merge at a branch and move the branch to the real one.
+        """Compute the virtual merge at a branch in full and move the branch to the result.
 
-        The content is that of an ordinary merge of the same plan; the message stays unless another
-        is given.
+        The content equals that of an ordinary merge of the same plan.  The message stays unless a
+        new one is given.
 
         Raises NotFound, BadRequest (not a branch), Conflict (a tag, or it moved).
         """
@@ -408,11 +410,13 @@ class Merging(OpenStore):
         )
 
     def explain(self, revision: str | SnapshotId, tensor: str | None = None) -> Explanation:
-        """Which experts made a merge, block by block, what was left out and why.  Reads no block.
+        """Report which experts made a merge, block by block, and what was left out and why.
 
-        tensor: only this one, and a word for each of its chunks.
+        Reads no block.
 
-        Raises BadRequest if it is no merge, NotFound, BadName.
+        tensor: report only this one, with the fate of each of its chunks.
+
+        Raises BadRequest if it is not a merge, NotFound, BadName.
         """
         from mstore.merge.analysis.explain import explain
 
@@ -426,11 +430,11 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> BlameReport:
-        """Each expert's share of what a merge changed, measured by running its plan again.
+        """Measure each expert's share of what a merge changed, by running its plan again.
 
-        tensor: only this one.
+        tensor: measure only this one.
 
-        Raises BadRequest (it is no merge), NotFound (an unknown revision or tensor), Corrupt.
+        Raises BadRequest (not a merge), NotFound (an unknown revision or tensor), Corrupt.
         """
         from mstore.merge.analysis.blame import blame
 
@@ -449,9 +453,9 @@ class Merging(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> ReplayReport:
-        """Run a merge's recorded plan again and compare.
+        """Run a merge's recorded plan again and compare the results.
 
-        Raises BadRequest (it is no merge, or a virtual one, which has no bytes to compare with),
+        Raises BadRequest (not a merge, or a virtual one, which has no bytes to compare with),
         NotFound, Corrupt.
         """
         from mstore.merge.running.replay import replay
@@ -463,7 +467,7 @@ class Merging(OpenStore):
 def deferred_report(
     merged: Deferred, plan: PlanReport, *, name: str, seconds: float
 ) -> MergeReport:
-    """What a merge that was committed as its plan tells of itself: nothing was read."""
+    """Return the report of a merge that was committed as its plan: it read nothing."""
     return MergeReport(
         name=name,
         plan=plan.plan,

@@ -1,6 +1,6 @@
-"""Refs and their reflogs, and signatures.
+"""Calls about refs, their reflogs, and signatures.
 
-Part of `mstore.api.Store`, which is all of them in one.
+Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @checked("Store")
 class Naming(OpenStore):
-    """Refs and their reflogs, and signatures."""
+    """Calls about refs, their reflogs, and signatures."""
 
     def refs(self, *names: str) -> list[RefReport]:
-        """Branches and tags by name: all of them, or those of these names and patterns.
+        """Return branches and tags by name: all, or those that match these names and patterns.
 
         Raises NotFound.
         """
@@ -50,7 +50,7 @@ class Naming(OpenStore):
         return [by_name[name] for name in sorted(chosen)]
 
     def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
-        """Give a snapshot a name that does not move.
+        """Create a tag: a name for a snapshot that does not move.
 
         Raises NotFound, BadName, Conflict (the name is taken).
         """
@@ -71,7 +71,7 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, name)
 
     def reset(self, name: str, revision: str | SnapshotId) -> RefReport:
-        """Point a branch at another snapshot; the old position stays in the reflog.
+        """Point a branch at another snapshot; the reflog keeps the old position.
 
         Raises NotFound, BadName, Conflict (the name is a tag's).
         """
@@ -90,16 +90,16 @@ class Naming(OpenStore):
         return lineage.ref(self._catalog, name)
 
     def reflog(self, name: str | None = None) -> list[ReflogReport]:
-        """Every move of a ref, or of all that ever were, newest first.
+        """Return every move of one ref, or of all refs that ever existed, newest first.
 
-        Position N of a name is NAME@{N}, also of one that was removed.
+        Position N of a name is NAME@{N}, also for a removed name.
         """
         return lineage.reflog(self._catalog, name)
 
     def remove(self, *names: str) -> RemoveReport:
-        """Remove refs, all or none.  Their snapshots stay, and their reflogs can bring them back.
+        """Remove refs, all or none.  Their snapshots stay, and their reflogs can restore them.
 
-        names: of refs, or patterns, as `old/*`.
+        names: refs, or patterns such as `old/*`.
 
         Raises NotFound, StorageFailed.
         """
@@ -124,10 +124,10 @@ class Naming(OpenStore):
         )
 
     def rename(self, old: str, new: str) -> RefReport:
-        """Give a branch or tag another name, in one step.
+        """Rename a branch or tag in one step.
 
-        The reflog of `old` stays under that name, and its last line says where it went; that of
-        `new` goes on.
+        The reflog of `old` stays under that name, and its last line says where the ref went; the
+        reflog of `new` continues.
 
         Raises NotFound, BadName, Conflict (`new` is taken).
         """
@@ -138,7 +138,7 @@ class Naming(OpenStore):
             ref = refs.require(index, transaction, old)
             if refs.get(index, transaction, new) is not None:
                 raise Conflict("the name is taken", where=new, hint="choose another name")
-            # The old one first: it may be a directory of the new one, or the other way round.
+            # Remove the old one first: one may be a directory of the other.
             return [
                 RefMove(old, ref, None, f"rename to {new}"),
                 RefMove(new, None, ref, f"rename from {old}"),
@@ -152,8 +152,8 @@ class Naming(OpenStore):
     ) -> SignatureReport:
         """Sign a snapshot: every byte, its lineage and its plan.
 
-        key: what `signing.load_key` gives.
-        signer: a name for people; whom a key belongs to is what its verifier says.
+        key: what `signing.load_key` returns.
+        signer: a name for people to read; the verifier decides whom a key belongs to.
 
         Raises NotFound, BadRequest, Conflict, StorageFailed.
         """
@@ -171,13 +171,13 @@ class Naming(OpenStore):
     ) -> VerifyReport:
         """Check the signatures of a snapshot against the keys that you trust.
 
-        signers: what `signing.read_signers` gives.
+        signers: what `signing.read_signers` returns.
         read_data: also read and check every byte.
 
-        A missing or unknown signature is no error, and `verified` is False then.
+        A missing or unknown signature is not an error; `verified` is False then.
 
-        Raises Corrupt (bytes that are not what was signed), NotFound, Unavailable (no library to
-        check with), StorageFailed.
+        Raises Corrupt (bytes that differ from what was signed), NotFound, Unavailable (no library
+        to check with), StorageFailed.
         """
         from mstore.signing import read_everything, require_library, states
 

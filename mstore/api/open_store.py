@@ -1,4 +1,4 @@
-"""What every part of the public face stands on: the open catalog and what is opened with it."""
+"""The common part of the public API: the open catalog and the files opened with it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
 from mstore.store.memo import Memo
 
-# numpy, numba and the merge engine are imported by the calls that need them: `log` must not
-# wait for a compiler.
+# The calls that need numpy, numba and the merge engine import them: `log` must not wait for a
+# compiler.
 if TYPE_CHECKING:
     from mstore.ids import PlanId
     from mstore.merge.virtual.blocks import VirtualBlocks
@@ -37,14 +37,14 @@ Report = Callable[[Progress], None]
 
 @checked("Store")
 class OpenStore:
-    """Opening, closing, and what a store is.
+    """Opening, closing, and the identity of a store.
 
     Use a store as a context manager, or call `close`.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._opened = catalog
-        # Guards what is opened late, and the change to closed.
+        # Guards what is opened lazily, and the change to closed.
         self._lock = Lock()
         self._closing = Lock()
         self._is_closed = False
@@ -52,9 +52,9 @@ class OpenStore:
         self._notes: list[str] = []
         self._stats: StatsStore | None = None
         self._remembered: Memo | None = None
-        # Plans of a store that may only be read.
+        # Plans that could not be stored because the store is read-only for this user.
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
-        # What cards say never changes: a merge need not read again what its plan read.
+        # Model cards never change: a merge need not read again what its plan has read.
         self._licences: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
@@ -71,13 +71,13 @@ class OpenStore:
         codec: str | None = None,
         shared: str | None = None,
     ) -> Self:
-        """Make a store in a new or empty directory.
+        """Create a store in a new or empty directory.
 
         block_size: bytes, a power of two from 64 KiB to 16 MiB, fixed for the store's life.
-        codec, shared: as `configure` sets them.
+        codec, shared: as in `configure`.
 
-        Raises Conflict (something is there), BadRequest (an impossible setting), Incompatible (a
-        network filesystem), StorageFailed.
+        Raises Conflict (the directory is not empty), BadRequest (an invalid setting), Incompatible
+        (a network filesystem), StorageFailed.
         """
         settings = {"codec": codec, "shared": shared}
         given = {key: value for key, value in settings.items() if value is not None}
@@ -87,16 +87,16 @@ class OpenStore:
     def open(cls, path: str | Path) -> Self:
         """Open the store in a directory.
 
-        Raises NotFound (no store is there), Incompatible (another format, a network filesystem),
-        Corrupt (its index cannot be opened), Unavailable, StorageFailed.
+        Raises NotFound (no store there), Incompatible (another format, a network filesystem),
+        Corrupt (the index cannot be opened), Unavailable, StorageFailed.
         """
         return cls(Catalog.open(Path(path)))
 
     @classmethod
     def open_checked(cls, path: str | Path) -> Self:
-        """Open a store whose index may be damaged: it is looked at before LMDB is given it.
+        """Open a store whose index may be damaged: check the index file before LMDB opens it.
 
-        Raises as `open` does, and Corrupt where the index cannot be trusted.
+        Raises as `open` does, and Corrupt if the index cannot be trusted.
         """
         from mstore.check.index_file import require_sound
 
@@ -104,15 +104,15 @@ class OpenStore:
         return cls.open(path)
 
     def close(self) -> None:
-        """Let go of files and index, when the reads of other threads have ended.
+        """Release files and index once the reads of other threads have ended.
 
-        A second call does nothing.  Whoever uses the store later gets Unavailable.
+        A second call does nothing.  Later calls on the store raise Unavailable.
 
-        Raises Unavailable, and closes nothing, inside a call of this thread's own that holds the
-        index.
+        Raises Unavailable, and closes nothing, when called inside another call of the same thread
+        that holds the index.
         """
         if self._pid != os.getpid():
-            # In a forked child only the descriptors of packs are its own.
+            # In a forked child, only the pack descriptors are its own.
             self._opened.packs.close()
             return
         with self._lock:
@@ -141,12 +141,12 @@ class OpenStore:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which tables were found damaged and made anew since the store was opened, in words."""
+        """Return which tables were found damaged and recreated since the store was opened."""
         return tuple(self._notes)
 
     @property
     def _catalog(self) -> Catalog:
-        """Raises Unavailable once the store was closed."""
+        """The open catalog.  Raises Unavailable once the store is closed."""
         if self._is_closed:
             raise closed(self._opened.layout.root)
         return self._opened
@@ -162,16 +162,16 @@ class OpenStore:
         return self._opened.block_size
 
     def doubt(self) -> str | None:
-        """Why this store can be read and not written; None where nothing speaks against it.
+        """Why this store is readable but not writable; None if it is writable.
 
         Its index is older than its mirror of the refs: it was replaced by an older one, or is
-        damaged.  Whatever writes raises Corrupt then, until `reindex` has settled it.
+        damaged.  Every write then raises Corrupt until `reindex` has rebuilt the index.
         """
         return self._catalog.doubt()
 
     @property
     def uuid(self) -> str:
-        """The store's own name, a UUID as text."""
+        """The store's UUID as text."""
         return str(self._opened.layout.uuid)
 
     @property
@@ -185,7 +185,7 @@ class OpenStore:
             return self._stats
 
     def _computing(self) -> VirtualBlocks:
-        """What computes virtual blocks, made when the first one is read."""
+        """The computer of virtual blocks, created when the first one is read."""
         with self._virtual_lock:
             if self._virtual is None:
                 from mstore.merge.virtual.blocks import VirtualBlocks
@@ -202,13 +202,13 @@ class OpenStore:
             return self._remembered
 
     def _real(self, revision: str | SnapshotId) -> SnapshotId:
-        """A snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
+        """Resolve to a snapshot whose bytes are stored.  Raises BadRequest for a virtual merge."""
         id = self._whole(revision)
         self._catalog.require_real(id, str(revision))
         return id
 
     def _whole(self, revision: str | SnapshotId) -> SnapshotId:
-        """A snapshot whose contents were not let go.  Raises NotFound, BadName."""
+        """Resolve to a snapshot whose contents were not pruned.  Raises NotFound, BadName."""
         id = self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
         return id
@@ -220,7 +220,7 @@ class OpenStore:
 
 
 def thread_count(threads: int | None) -> int:
-    """As many threads as this process may use, unless a number is given.  Raises BadRequest."""
+    """Return the given number, or as many threads as this process may use.  Raises BadRequest."""
     if threads is None:
         return len(os.sched_getaffinity(0))
     if not 1 <= threads <= 256:

@@ -1,6 +1,6 @@
-"""Looking: views, logs, files, differences, checkouts.
+"""Calls that read: views, logs, files, differences, checkouts.
 
-Part of `mstore.api.Store`, which is all of them in one.
+Part of `mstore.api.Store`, which combines all parts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ VIEWS_KEPT = 8
 
 @checked("Store")
 class Reading(OpenStore):
-    """Looking: views, logs, files, differences, checkouts."""
+    """Calls that read: views, logs, files, differences, checkouts."""
 
     def view(self, revision: str | SnapshotId) -> SnapshotView:
-        """A snapshot as read-only files, as a mount shows it.
+        """Return a snapshot as read-only files, as a mount shows it.
 
-        Raises NotFound (also where its contents were let go), BadName.
+        Raises NotFound (also if its contents were pruned), BadName.
         """
         from mstore.view import BlockCache, SnapshotView
 
@@ -50,14 +50,15 @@ class Reading(OpenStore):
                 if self._cache is None:
                     self._cache = BlockCache(self._catalog, computing=self._computing)
                 view = SnapshotView(self._catalog, id, self._cache)
-            # The view last used goes out last: `tensor` after `tensor` decodes one manifest.
+            # Evict the least recently used view, so that `tensor` after `tensor` decodes one
+            # manifest.
             self._views[id] = view
             if len(self._views) > VIEWS_KEPT:
                 del self._views[next(iter(self._views))]
         return view
 
     def snapshot_ids(self) -> list[SnapshotId]:
-        """Every snapshot of the store."""
+        """Return every snapshot of the store."""
         return self._catalog.snapshot_ids()
 
     def log(
@@ -68,13 +69,13 @@ class Reading(OpenStore):
         every: bool = False,
         signers: Mapping[bytes, str] | None = None,
     ) -> list[SnapshotReport]:
-        """The lineage of a revision, or of all refs: children before parents, newest first.
+        """Return the lineage of a revision, or of all refs: children before parents, newest first.
 
-        limit: so many snapshots at most.
-        every: start from every stored snapshot instead of from refs, also those that no ref
+        limit: the most snapshots to return.
+        every: start from every stored snapshot instead of from refs, including those that no ref
         reaches.
-        signers: trusted keys and their names (`signing.read_signers`), to tell whose signatures
-        there are.
+        signers: trusted keys and their names (`signing.read_signers`), to name the signers of each
+        snapshot.
 
         Raises NotFound, BadName.
         """
@@ -86,7 +87,7 @@ class Reading(OpenStore):
     def show(
         self, revision: str | SnapshotId, *, signers: Mapping[bytes, str] | None = None
     ) -> SnapshotReport:
-        """One snapshot: content, parents, origin, message.
+        """Return one snapshot: content, parents, origin, message.
 
         signers: as for `log`.
 
@@ -99,7 +100,7 @@ class Reading(OpenStore):
     def _signed(
         self, snapshots: list[SnapshotReport], signers: Mapping[bytes, str]
     ) -> list[SnapshotReport]:
-        """The same with the state of their signatures; free in a store without any."""
+        """Add the state of signatures to reports; free in a store without signatures."""
         with self._catalog.index.env.read() as transaction:
             if self._catalog.index.count(transaction, "signatures") == 0:
                 return snapshots
@@ -111,18 +112,18 @@ class Reading(OpenStore):
         ]
 
     def files(self, revision: str | SnapshotId) -> list[FileReport]:
-        """The files of a snapshot, by path.  Raises NotFound, BadName."""
+        """Return the files of a snapshot, by path.  Raises NotFound, BadName."""
         return lineage.files(self._catalog, self._catalog.resolve(revision))
 
     def tensors(self, revision: str | SnapshotId) -> list[TensorReport]:
-        """The tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
+        """Return the tensors of a snapshot, in file and data order.  Raises NotFound, BadName."""
         return lineage.tensors(self._catalog, self._whole(revision))
 
     def read_file(self, revision: str | SnapshotId, path: str) -> Iterator[Buffer]:
-        """The bytes of one file, block by block.
+        """Yield the bytes of one file, block by block.
 
-        Raises NotFound before the first piece, and Corrupt, naming the block, instead of a piece
-        that is not what its id says.
+        Raises NotFound before the first piece.  Raises Corrupt, naming the block, instead of
+        yielding a piece that does not match its id.
         """
         view = self.view(revision)
         view.require(path)
@@ -136,9 +137,9 @@ class Reading(OpenStore):
         blocks: bool = False,
         threads: int | None = None,
     ) -> DiffReport:
-        """How snapshot b differs from snapshot a: files, tensors, blocks, and how far they moved.
+        """Report how snapshot b differs from snapshot a: files, tensors, blocks, relative distance.
 
-        blocks: also name the blocks that differ, by their numbers.
+        blocks: also list the numbers of the blocks that differ.
 
         Raises NotFound, BadName, Corrupt.
         """
@@ -166,12 +167,12 @@ class Reading(OpenStore):
         threads: int | None = None,
         progress: Report | None = None,
     ) -> DirectoryDiffReport:
-        """How a directory, or one file, differs from a snapshot: is it what is stored?
+        """Report how a directory, or one file, differs from a snapshot.
 
-        Every byte is hashed, and nothing written, here or there.  exclude, default_excludes: as
-        `add` has them; they leave out nothing that the snapshot holds.  Raises NotFound,
-        BadCheckpoint for a directory that `add` would not walk or that changes meanwhile, Corrupt,
-        StorageFailed.
+        Hashes every byte and writes nothing, neither in the store nor in the directory. exclude,
+        default_excludes: as in `add`; they never leave out what the snapshot holds.  Raises
+        NotFound, BadCheckpoint for a directory that `add` would not walk or that changes meanwhile,
+        Corrupt, StorageFailed.
         """
         from mstore.checkpoint.exclusion import Exclusion
         from mstore.compare import compare
@@ -201,13 +202,13 @@ class Reading(OpenStore):
     ) -> CheckoutReport:
         """Write a byte-exact copy into a new or empty directory.
 
-        only: patterns of the paths to write, as `*.json`; all files where there is none.
-        shared: also write where others, whom you trust, may rename and remove in the directory
-        above.
+        only: patterns of the paths to write, such as `*.json`; without any, all files.
+        shared: also write if other users, whom you trust, may rename and remove entries in the
+        parent directory.
 
-        Raises NotFound, BadRequest (nothing is above it), BadCheckpoint (a path that cannot be
-        made), Conflict (something is there, or others may write above it), Corrupt, StorageFailed;
-        then nothing is left behind.
+        Raises NotFound, BadRequest (the parent directory does not exist), BadCheckpoint (a path
+        that cannot be created), Conflict (the directory is not empty, or others may write above
+        it), Corrupt, StorageFailed; then nothing is left behind.
         """
         from mstore.checkout import checkout
 
@@ -223,9 +224,9 @@ class Reading(OpenStore):
         )
 
     def pin(self, snapshot: SnapshotId) -> leases.Pin:
-        """Keep a snapshot's contents from garbage collection until the pin is released.
+        """Protect a snapshot's contents from garbage collection until the pin is released.
 
-        The pin ends with the process.  Where it cannot be made (a store that may only be read), it
-        keeps nothing, and that is no error.
+        The pin ends with the process.  If it cannot be made (in a store that is read-only for this
+        user), it protects nothing; that is not an error.
         """
         return leases.Pin(self._catalog.layout, snapshot)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Snapshot:
     """One immutable snapshot of an open store; `id` is its SnapshotId.
 
-    It reads through its store, and no longer than that is open.
+    It reads through its store and is usable only while that is open.
     """
 
     def __init__(self, store: Reading, id: SnapshotId) -> None:
@@ -39,7 +39,7 @@ class Snapshot:
 
     @property
     def manifest(self) -> ManifestId:
-        """What it contains: equal ids, equal bytes."""
+        """The id of its content: equal ids mean equal bytes."""
         return self._record.manifest_id()
 
     @property
@@ -49,12 +49,12 @@ class Snapshot:
 
     @property
     def message(self) -> str:
-        """The words that its maker gave it."""
+        """The commit message."""
         return self._record.message
 
     @property
     def time_ns(self) -> int:
-        """When it was made, in nanoseconds since the epoch."""
+        """The creation time in nanoseconds since the epoch."""
         return self._record.time_ns
 
     def files(self) -> list[FileReport]:
@@ -66,16 +66,17 @@ class Snapshot:
         return list(self._store.view(self.id).tensors)
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as a read-only array of its shape; bfloat16 and float8 through ml_dtypes.
+        """Return a tensor as a read-only array of its shape; bfloat16 and float8 use ml_dtypes.
 
         Raises NotFound, Corrupt, Incompatible (an element type that numpy cannot hold).
         """
         return self._store.view(self.id).tensor(name)
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Every tensor by name, as `tensor` gives them: all of the model in memory.
+        """Return every tensor by name, as `tensor` does: the whole model in memory.
 
-        Where several files have a tensor of one name, as parts of a pipeline may, the first counts.
+        If several files have a tensor of the same name, as parts of a pipeline may, the first
+        counts.
 
         Raises Corrupt, Incompatible.
         """
@@ -83,15 +84,15 @@ class Snapshot:
         return {name: view.tensor(name) for name in view.tensors}
 
     def torch(self) -> dict[str, Any]:
-        """The same as tensors of torch, for `load_state_dict`; bfloat16 and float8 as they are.
+        """Return the tensors as torch tensors, for `load_state_dict`; keeps bfloat16 and float8.
 
-        They own their memory, and may be written to.
+        They own their memory and are writable.
 
-        Raises Unavailable (torch is not installed), BadRequest (an element type that torch has
-        not), Corrupt.
+        Raises Unavailable (torch is not installed), BadRequest (an element type that torch lacks),
+        Corrupt.
         """
         try:
-            # By name: the library does without a framework, and is checked to.
+            # Imported by name: the library needs no framework, and a test checks that.
             torch: Any = import_module("torch")
         except ImportError as error:
             raise Unavailable("torch is not installed", hint="pip install torch") from error
@@ -100,7 +101,7 @@ class Snapshot:
             kind = getattr(torch, array.dtype.name, None)
             if not isinstance(kind, torch.dtype):
                 raise BadRequest(f"torch has no {array.dtype.name}", where=f"tensor {name}")
-            # Through plain bytes, as torch takes no arrays of ml_dtypes.
+            # Goes through plain bytes: torch does not take ml_dtypes arrays.
             tensor = found[name] = torch.empty(array.shape, dtype=kind)
             if array.size:
                 raw = torch.from_numpy(array.reshape(-1).view("uint8").copy())
@@ -108,9 +109,9 @@ class Snapshot:
         return found
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
-        """The bytes of one file.  Raises NotFound, Corrupt."""
+        """Return the bytes of one file.  Raises NotFound, Corrupt."""
         return b"".join(self._store.view(self.id).stream(os.fspath(path)))
 
     def lineage(self) -> list[SnapshotReport]:
-        """This snapshot and all that it came from, children before parents."""
+        """Return this snapshot and all its ancestors, children before parents."""
         return lineage.log(self._store._catalog, [self.id], None)

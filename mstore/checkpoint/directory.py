@@ -1,11 +1,11 @@
-"""A checkpoint as it lies on disk: every file of it, every safetensors header.
+"""A checkpoint on disk: all its files and every safetensors header.
 
-Owns what makes a set of files a checkpoint: sound headers, shard indexes that tell the truth, at
-least one safetensors file.  Which files there are is `tree`'s affair.  Opens no tensor data and
-never a pickle.
+Owns what makes a set of files a checkpoint: valid headers, shard indexes that match the shards, at
+least one safetensors file.  `tree` owns which files there are.  Opens no tensor data and never a
+pickle.
 
-`scan` sees one moment of each file and keeps its stamp; whoever reads the data afterwards opens the
-file by that, because nothing stops another program from writing meanwhile.
+`scan` sees each file at one moment and keeps its stamp.  Later reads open the file by that stamp,
+because nothing stops another program from writing meanwhile.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ from mstore.errors import BadCheckpoint
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# Files that a directory of several models has not: of these it is one model's top.
+# Files that mark the top of one model; a directory of several models has none of them.
 _TOP_OF_ONE = frozenset(
     {"config.json", "model_index.json", "modular_model_index.json", "modules.json"}
 )
-# These name parts in directories, which may be of one kind.
+# These files name parts in subdirectories; the parts may be of one kind.
 _TOP_OF_A_PIPELINE = frozenset({"model_index.json", "modular_model_index.json"})
 _NUMBERED = re.compile(r"checkpoint-[0-9]+")
-# As transformers and peft call pickled weights.
+# The names that transformers and peft use for pickled weights.
 _PICKLED_WEIGHTS = re.compile(r"(pytorch_model|adapter_model)[^/]*\.bin")
 _CONFIGS = ("config.json", "adapter_config.json")
 
-# An error that lists file names stays one readable line.
+# Keeps an error that lists file names to one readable line.
 _NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLimits(HeaderLimits):
-    """What a checkpoint may cost before it is refused.  A caller who trusts one raises them.
+    """How large a checkpoint may be before it is refused.  Raise them for a trusted checkpoint.
 
-    The header's limits hold for each file, these for all together.  max_sparse_bytes: the sizes of
-    files that are mostly holes; None: no limit, for `Store.add` the free space of the store's disk.
+    The header's limits apply to each file, these to all files together. max_sparse_bytes: the sizes
+    of files that are mostly holes; None: no limit, for `Store.add` the free space of the store's
+    disk.
     """
 
     max_files: int = 100_000
@@ -75,8 +76,8 @@ DEFAULT_LIMITS = CheckpointLimits()
 class SourceFile:
     """One file of a checkpoint.
 
-    `path` is relative, with `/`; `absolute` is where its bytes are (behind the link, if it
-    is one), and holds no link.  `header` is None for an opaque file.
+    `path` is relative, with `/`; `absolute` is the real location of its bytes (behind a link, if it
+    is one) and contains no link.  `header` is None for an opaque file.
     """
 
     path: str
@@ -94,7 +95,7 @@ class SourceFile:
 class Checkpoint:
     """The files below `root`, sorted by path; at least one has a header.
 
-    excluded: what lies there and was left out.
+    excluded: what the directory holds and the patterns left out.
     """
 
     root: Path
@@ -104,9 +105,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Files made elsewhere that stand in for some of a checkpoint's own, by path.
+    """Generated files that replace some of a checkpoint's own, by path.
 
-    Those of `gone` are left out, those of `made` are put in.
+    The files in `gone` are left out; those in `made` are added.
     """
 
     gone: frozenset[str]
@@ -125,13 +126,13 @@ def scan(
 ) -> Checkpoint:
     """Read a checkpoint directory, or a single .safetensors file, without its tensor data.
 
-    A link to a regular file inside the directory counts as that file, in a snapshot of a Hub cache
-    also one into its `blobs`.
+    A link to a regular file inside the directory counts as that file; in a snapshot of a Hub cache,
+    so does a link into its `blobs`.
 
-    Raises NotFound where `path` does not exist, StorageFailed where the disk refuses, and
-    BadCheckpoint for what `tree.walk` refuses, a header that `read_header` refuses, an index that
-    names a missing shard or tensor or has one name in two shards, more tensors than the
-    limits allow, a directory of several models, and a checkpoint without any .safetensors file.
+    Raises NotFound if `path` does not exist, StorageFailed on I/O errors, and BadCheckpoint for
+    what `tree.walk` refuses, a header that `read_header` refuses, an index that names a missing
+    shard or tensor or has one name in two shards, more tensors than the limits allow, a directory
+    of several models, and a checkpoint without any .safetensors file.
     """
     tree = walk(
         path,
@@ -154,7 +155,7 @@ def scan(
 
 @contextmanager
 def _excluded_told(tree: Tree) -> Iterator[None]:
-    """Where an index names what was left out, the error says by which pattern."""
+    """If an index names an excluded file, add to the error which pattern excluded it."""
     try:
         yield
     except BadCheckpoint as error:
@@ -185,7 +186,7 @@ def _sources(
     files: list[SourceFile] = []
     tensors = header_bytes = 0
     for found in tree.files:
-        # A file is named in errors as the user reaches it, not by where links lead.
+        # Errors name a file as the user reaches it, not by the target of links.
         made = replacement.made.get(found.path)
         file = _source(found, str(made or tree.shown / found.path), limits)
         files.append(file)
@@ -216,7 +217,7 @@ def _source(found: Found, where: str, limits: HeaderLimits) -> SourceFile:
 def _require_safetensors(tree: Tree, path: Path) -> None:
     names = [each.path for each in tree.files]
     if any(name.endswith((SAFETENSORS_SUFFIX, INDEX_SUFFIX)) for name in names):
-        # An index alone goes on: its check names the shards that are missing.
+        # A lone index passes: the check of the index names the missing shards.
         return
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
@@ -236,10 +237,11 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
 
 
 def _refuse_pickled_top(tree: Tree) -> None:
-    """Pickled weights at the top, and models in safetensors below: a run and its earlier states.
+    """Refuse pickled weights above safetensors models: a training run and its earlier states.
 
-    As one, the weights at the top would be stored and never read.  A model in parts may have
-    pickles at its top: only what a trainer numbered, or pickled weights by name, say otherwise.
+    If it counted as one model, the weights at the top would be stored and never read.  A model in
+    parts may have pickles at its top: it is refused only for directories that a trainer numbered,
+    or for pickled weights by name.
     """
     paths = {each.path for each in tree.files}
     top = {path for path in paths if "/" not in path}
@@ -274,10 +276,10 @@ def _refuse_pickled_top(tree: Tree) -> None:
 
 
 def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
-    """Models side by side are not one: of tensors with one name only the first would be seen.
+    """Refuse models side by side: of tensors with the same name only the first would be seen.
 
-    A model may have parts in directories of their own, as a pipeline has.  These have other
-    tensors, or a file at the top that names them.
+    A model may have parts in subdirectories, as a pipeline has.  Parts have different tensors, or a
+    file at the top names them.
     """
     paths = {file.path for file in files}
     top = {path for path in paths if "/" not in path}
@@ -308,7 +310,7 @@ def _refuse_several(tree: Tree, files: tuple[SourceFile, ...]) -> None:
 
 
 def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> None:
-    """A model at the top, and others below it with its tensors, as a training run leaves them."""
+    """Refuse a model with copies of its tensors below it, as a training run leaves them."""
     shared = {directory: own & names for directory, names in below.items() if own & names}
     if not shared:
         return
@@ -328,7 +330,7 @@ def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> 
 
 
 def _leaving_out(directories: list[str]) -> list[str]:
-    """Patterns that fit these directories; one for all that a trainer numbered."""
+    """Return patterns that match these directories; one pattern for all that a trainer numbered."""
     numbered = [each for each in directories if _NUMBERED.fullmatch(posixpath.basename(each))]
     if len(numbered) > 1:
         rest = [f"{escaped(each)}/" for each in directories if each not in numbered]
@@ -361,7 +363,7 @@ def _check_index(
 def read_weight_map(
     path: Path, *, where: str, limits: HeaderLimits, stamp: Stamp | None = None
 ) -> dict[str, str]:
-    """Tensor -> shard, as a shard index gives it.  Raises BadCheckpoint at `where`."""
+    """Return tensor -> shard from a shard index.  Raises BadCheckpoint at `where`."""
     with open_regular(path, stamp) as (descriptor, _):
         raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
     if len(raw) > limits.max_index_bytes:
@@ -387,7 +389,7 @@ def read_weight_map(
 def _shards(
     index: SourceFile, weight_map: dict[str, str], by_path: dict[str, SourceFile], where: str
 ) -> dict[str, Header]:
-    """The header of every shard the index names, by the name it uses."""
+    """Return the header of every shard that the index names, by the name it uses."""
     shards: dict[str, Header] = {}
     missing: list[str] = []
     for shard in sorted(set(weight_map.values()), key=_sortable):

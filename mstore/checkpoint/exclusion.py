@@ -1,7 +1,8 @@
-"""What lies in a checkpoint's directory and is no part of the model.
+"""Which files in a checkpoint's directory are not part of the model.
 
-Patterns come from three places, and the last one that fits a path decides: the defaults below, the
-file `.mstoreignore` at the top of the directory, and the caller.  They read as in gitignore(5):
+Patterns come from three places, and the last one that matches a path decides: the defaults below,
+the file `.mstoreignore` at the top of the directory, and the caller.  Their syntax is that of
+gitignore(5):
 
     name        a file or directory of this name, at any depth
     dir/        a directory only, and so all that is in it
@@ -11,13 +12,14 @@ file `.mstoreignore` at the top of the directory, and the caller.  They read as 
     # ...       a comment; \\# and \\! begin a name
 
 The defaults leave out what programs put beside a model: version control, the download cache of the
-Hub, and what only goes on training (optimizer, schedule, loss scale, random state, arguments).
-They name such files one by one: `*.pt` would take weights too, and voices and styles that some
-models load.  `training_args.bin` is a pickle, which runs what its maker likes when it is loaded.
-`trainer_state.json` stays: it is small, and tells how the model came to be.  No default takes a
-file that a model is loaded from (`is_needed`), nor a directory in which weights lie.
+Hub, and training state (optimizer, schedule, loss scale, random state, arguments).  They name such
+files one by one: `*.pt` would also match weights, and voices and styles that some models load.
+`training_args.bin` is a pickle, which runs its author's code when loaded.  `trainer_state.json`
+stays: it is small, and records how the model was trained.  No default excludes a file that a model
+is loaded from (`is_needed`), nor a directory that contains weights.
 
-Patterns are data: they are matched part by part, in time that grows with path and pattern only.
+Patterns are data: they are matched part by part, in time that depends only on the lengths of path
+and pattern.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ _OF_TRAINING: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|trainer_state)[^/]*"
     r"|[^/]*_optim_states[^/]*"
 )
-# Only in these may lie files of any name without a model being there.
+# Only directories with these names can hold files of any name without holding a model.
 _NEVER_A_MODEL: Final = frozenset({".git", ".hg/", ".svn/", ".cache/huggingface/"})
 
 _NEEDED: Final = frozenset(
@@ -90,7 +92,7 @@ _NEEDED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One line: as it was written, where, and what it fits."""
+    """One line: its text, its source, and what it matches."""
 
     text: str
     source: str
@@ -100,7 +102,7 @@ class Pattern:
 
     @classmethod
     def parsed(cls, text: str, source: str) -> Pattern | None:
-        """None for a line that says nothing.  Raises BadRequest."""
+        """Parse a line; None for a blank line or comment.  Raises BadRequest."""
         line = text.rstrip("\r\n")
         while line.endswith(" ") and not line.endswith("\\ "):
             line = line[:-1]
@@ -118,18 +120,18 @@ class Pattern:
                 hint=_EXAMPLE,
             )
         if "/" not in glob:
-            # Without a slash it fits at any depth.
+            # Without a slash, it matches at any depth.
             parts = ("**", *parts)
         if parts[-1] == "**":
-            # All that is below a directory, and not the directory itself.
+            # Matches all that is below a directory, and not the directory itself.
             parts = (*parts, "*")
         return cls(line, source, parts, takes_back, directories_only)
 
     def fits(self, parts: Sequence[str], *, is_directory: bool) -> bool:
-        """Whether it fits a path, given as its parts."""
+        """Return whether the pattern matches a path, given as its parts."""
         if self.directories_only and not is_directory:
             return False
-        # Which beginnings of the pattern fit the path so far: each part is looked at once.
+        # The set of pattern prefixes that match the path so far: each part is examined once.
         here = self._past_stars({0})
         for name in parts:
             there = set()
@@ -157,7 +159,7 @@ _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 def _part(glob: str) -> str:
-    """One part of a path as `fnmatch` takes it."""
+    """Translate one part of a path to the syntax of `fnmatch`."""
     if glob == "**":
         return glob
     plain = _ESCAPED.sub(lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], glob)
@@ -165,7 +167,7 @@ def _part(glob: str) -> str:
 
 
 def escaped(path: str) -> str:
-    """A path as a pattern in which no character means another."""
+    """Return a pattern that matches exactly this path, with no special characters."""
     return re.sub(r"^[!#]|[\\*?\[]", lambda found: f"\\{found[0]}", path)
 
 
@@ -179,10 +181,10 @@ def _patterns(lines: Iterable[str], source: str) -> tuple[Pattern, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Which files and directories of a checkpoint are left out; the last pattern that fits decides.
+    """Which files and directories of a checkpoint are left out; the last matching pattern decides.
 
-    reads_file: whether the checkpoint's own `.mstoreignore` has a say.  kept: paths that stay
-    whatever patterns say.
+    reads_file: whether the checkpoint's own `.mstoreignore` applies. kept: paths that stay whatever
+    patterns say.
     """
 
     patterns: tuple[Pattern, ...] = ()
@@ -192,7 +194,7 @@ class Exclusion:
 
     @classmethod
     def chosen(cls, exclude: Sequence[object] = (), *, defaults: bool = True) -> Exclusion:
-        """By what a caller asks for.  Raises BadRequest for what is no pattern."""
+        """Build the exclusion of a request.  Raises BadRequest for an invalid pattern."""
         asked = [one for one in exclude if isinstance(one, str) and one]
         if isinstance(exclude, str) or len(asked) < len(exclude):
             raise BadRequest(
@@ -204,7 +206,7 @@ class Exclusion:
         return cls(own, _patterns(asked, ASKED))
 
     def with_file(self, data: bytes, where: str) -> Exclusion:
-        """The same with the lines of an `.mstoreignore`.  Raises BadCheckpoint."""
+        """Return this exclusion with the lines of an `.mstoreignore`.  Raises BadCheckpoint."""
         try:
             if len(data) > MAX_IGNORE_BYTES:
                 raise BadRequest(f"longer than {MAX_IGNORE_BYTES} bytes")
@@ -216,7 +218,7 @@ class Exclusion:
         return replace(self, patterns=(*self.patterns, *lines), reads_file=False)
 
     def keeping(self, paths: Iterable[str]) -> Exclusion:
-        """The same but for these files, and the directories on the way to them."""
+        """Return this exclusion except for these files, and the directories on the way to them."""
         kept: set[str] = set()
         for path in paths:
             while path and path not in kept:
@@ -225,7 +227,7 @@ class Exclusion:
         return replace(self, kept=frozenset(kept))
 
     def deciding(self, path: str, *, is_directory: bool) -> Pattern | None:
-        """The pattern that leaves a path out; None where it stays."""
+        """Return the pattern that leaves a path out; None if it stays."""
         if path in self.kept:
             return None
         parts = path.split("/")
@@ -240,7 +242,7 @@ NOTHING_EXCLUDED: Final = Exclusion(reads_file=False)
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A file that was left out, or a directory (its path ends with a slash) with all in it."""
+    """A file that was left out, or a directory (its path ends with a slash) with its contents."""
 
     path: str
     pattern: Pattern
@@ -250,20 +252,20 @@ class Excluded:
 
 
 def spares(pattern: Pattern, *, has_weights: bool) -> bool:
-    """Whether a directory stays although a pattern fits: one of the defaults takes no weights."""
+    """Return whether a directory stays despite a match: a default pattern never takes weights."""
     return has_weights and pattern.source == DEFAULT and pattern.text not in _NEVER_A_MODEL
 
 
 def is_of_training(path: str) -> bool:
-    """Whether a pickle of this name is a trainer's state and no weights."""
+    """Return whether a pickle of this name is a trainer's state, not weights."""
     return _OF_TRAINING.fullmatch(posixpath.basename(path)) is not None
 
 
 def is_pickled_top(path: str) -> bool:
-    """Whether this may be pickled weights at the top of a checkpoint."""
+    """Return whether this may be pickled weights at the top of a checkpoint."""
     return "/" not in path and path.endswith(PICKLE_SUFFIXES) and not is_of_training(path)
 
 
 def is_needed(path: str) -> bool:
-    """Whether a model beside this file is loaded with it: its config, its tokenizer, its index."""
+    """Return whether loading a model beside this file needs it: config, tokenizer, index."""
     return posixpath.basename(path) in _NEEDED or path.endswith(f"{WEIGHTS}.index.json")

@@ -1,8 +1,8 @@
 """The files of a checkpoint: the walk, and the rules for links and special files.
 
-A checkpoint is a set of regular files: empty directories, permissions and the difference between
-a file and a link to it are not part of it.  A link may lead to a file of the same checkpoint and
-nowhere else, with one exception, the cache of the Hugging Face Hub:
+A checkpoint is a set of regular files: empty directories, permissions and the difference between a
+file and a link to it are not part of it.  A link may lead only to a file of the same checkpoint,
+with one exception, the cache of the Hugging Face Hub:
 
     models--ORG--NAME/
       blobs/<hash>                the files' bytes
@@ -12,8 +12,8 @@ nowhere else, with one exception, the cache of the Hugging Face Hub:
 There a snapshot's links may lead to the files directly in its own `blobs`.  The directory
 `models--ORG--NAME` itself stands for the snapshot that refs/main names.
 
-Directories are entered by descriptor and never over a link; a link to a file is followed once, and
-what counts from then on is the file where it ended.
+The walk enters directories by descriptor and never through a link.  It follows a link to a file
+once, and from then on uses the file that the link led to.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from mstore.checkpoint.reading import (
 )
 from mstore.errors import BadCheckpoint, MstoreError, NotFound
 
-# A hint that lists paths stays one line to type.
+# Keeps a hint that lists paths to one line.
 _PATHS_SHOWN = 16
 STORE_MARK = b"mstore "
 HUB_PREFIX = "models--"
-# Of st_blocks, on every filesystem.
+# The unit of st_blocks, on every filesystem.
 _UNIT = 512
-# Some filesystems keep small files where no block is counted.
+# Some filesystems store small files inline and count no blocks for them.
 _SMALL = 1 << 20
-# A revision is a commit's hash; a name of this length could still be a file's.
+# A revision is a commit hash; this is the longest name that a file can have.
 _MAX_REVISION_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A regular file: its path in the checkpoint, where its bytes are, and what `stat` said.
+    """A regular file: its path in the checkpoint, its location, and the result of `stat`.
 
-    `absolute` holds no link.
+    `absolute` contains no link.
     """
 
     path: str
@@ -76,15 +76,15 @@ class Found:
 
     @property
     def stamp(self) -> Stamp:
-        """What the file is opened by."""
+        """The stamp by which the file is opened."""
         return Stamp.of(self.status)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The regular files of a checkpoint, sorted by path; `shown` is `root` as its user names it.
+    """The regular files of a checkpoint, sorted by path; `shown` is `root` as the user named it.
 
-    excluded: what lies there and was left out, sorted too.
+    excluded: what the directory holds and the patterns left out, also sorted.
     """
 
     root: Path
@@ -100,13 +100,14 @@ def walk(
     max_sparse_bytes: int | None = None,
     exclusion: Exclusion = NOTHING_EXCLUDED,
 ) -> Tree:
-    """Every regular file of a checkpoint directory, hidden ones too, or the one file at `path`.
+    """Return every regular file of a checkpoint directory, also hidden, or the one file `path`.
 
-    `path` itself may be a link: whoever named it meant it.  Of a directory `exclusion` leaves out
-    what it names, whatever that is; nothing of it is opened.  Raises NotFound, StorageFailed, and
-    BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
+    `path` itself may be a link: the caller named it.  In a directory, `exclusion` leaves out
+    whatever it matches, of any type, and none of that is opened.  Raises NotFound, StorageFailed,
+    and BadCheckpoint for a link to a directory or out of the checkpoint, a special file, a path
     that is not portable or has a twin in another case, an mstore store or models of a Hub cache
-    inside, too many files, files that change meanwhile, and more in sparse files than the limit.
+    inside, too many files, files that change meanwhile, and more bytes in sparse files than the
+    limit.
     """
     status = _stat(path)
     if stat.S_ISREG(status.st_mode):
@@ -133,11 +134,11 @@ def walk(
 
 
 def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], shown: Path) -> None:
-    """What is left must still be a model: it has weights, and beside them what they need."""
+    """Refuse exclusions that leave no loadable model: weights, and the files they need."""
     weights = [one.path for one in found if one.path.endswith(WEIGHTS)]
     if not weights:
         lost = next((one for one in excluded if one.has_weights), None)
-        # Of a run whose last model is pickled, the earlier states may go.
+        # If the final model of a run is pickled, its earlier states may be excluded.
         is_pickled = any(is_pickled_top(one.path) for one in found)
         if lost is not None and not (is_pickled and lost.path.endswith("/")):
             raise BadCheckpoint(
@@ -158,12 +159,12 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
 
 
 def told(pattern: Pattern) -> str:
-    """A pattern and where it stands, in words."""
+    """Describe a pattern and its source."""
     return f"{quoted(pattern.text)} of {pattern.source}"
 
 
 def _instead(pattern: Pattern, shown: Path) -> str:
-    """What to type where a pattern takes too much."""
+    """Return the command to type if a pattern excludes too much."""
     line = f"mstore add {shlex.quote(str(shown))} --name {name_for(shown)}"
     if pattern.source == IGNORE_FILE:
         return f"change {shlex.quote(str(shown / IGNORE_FILE))}, or: {line} --exclude '!*{WEIGHTS}'"
@@ -173,7 +174,7 @@ def _instead(pattern: Pattern, shown: Path) -> str:
 
 
 def _refuse_holes(tree: Tree, limit: int | None) -> None:
-    """A hole costs whoever makes it nothing, and whoever reads it the time of its whole size."""
+    """Refuse large sparse files: a hole costs nothing to make, but its full size to read."""
     sparse = [found for found in tree.files if _is_sparse(found.status)]
     total = sum(found.status.st_size for found in sparse)
     if limit is None or total <= limit:
@@ -197,7 +198,7 @@ def _is_sparse(status: os.stat_result) -> bool:
 
 
 def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint:
-    """The refusal of a directory that holds several models, with the line that adds them."""
+    """Return the error for a directory of several models, with the command that adds them."""
     paths = [shlex.quote(str(where / each)) for each in directories[:_PATHS_SHOWN]]
     more = " ..." if len(directories) > _PATHS_SHOWN else ""
     return BadCheckpoint(
@@ -208,7 +209,7 @@ def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint
 
 
 def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
-    """The Hub's cache itself, or what holds it, is no model."""
+    """Refuse the Hub's cache itself, or a directory that contains it: neither is a model."""
     models: set[str] = set()
     for found in files:
         parts = found.path.split("/")
@@ -220,9 +221,9 @@ def _refuse_hub(files: Sequence[Found], shown: Path) -> None:
 
 
 def hub_snapshot(path: Path) -> Path:
-    """The snapshot that refs/main of a model in a Hub cache names; any other path is itself.
+    """Return the snapshot that refs/main of a Hub cache model names; any other path unchanged.
 
-    Raises BadCheckpoint where refs/main is missing or names no snapshot.
+    Raises BadCheckpoint if refs/main is missing or names no snapshot.
     """
     model = path.resolve()
     if not model.name.startswith(HUB_PREFIX) or not (model / "snapshots").is_dir():
@@ -259,9 +260,9 @@ def _no_revision(path: Path, where: str) -> BadCheckpoint:
 
 
 def given_name(path: Path) -> str:
-    """What people call the checkpoint at `path`: its directory, or its file without the suffix.
+    """Return the usual name of the checkpoint at `path`: its directory, or its file without suffix.
 
-    In a Hub cache the name of the model: of `models--ORG--NAME` and its snapshots, NAME.
+    In a Hub cache this is the name of the model: NAME for `models--ORG--NAME` and its snapshots.
     """
     resolved = path.resolve()
     for directory in (resolved, resolved.parent.parent):
@@ -278,11 +279,11 @@ def _is_directory(path: Path) -> bool:
 
 
 def _own_blobs(root: Path) -> Path | None:
-    """`blobs` of the model whose snapshot `root` is, in a Hub cache."""
+    """Return `blobs` of the model whose snapshot `root` is, if it lies in a Hub cache."""
     model = root.parent.parent
     if root.parent.name != "snapshots" or not model.name.startswith(HUB_PREFIX):
         return None
-    # Not resolved: a link in its place makes no other directory's files the model's own.
+    # Not resolved: a link in its place must not make another directory's files the model's own.
     return model / "blobs"
 
 
@@ -298,7 +299,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _status(path: Path, where: str) -> os.stat_result:
-    """What a link-free path stands for, which may be a link by now."""
+    """Return the status of a link-free path, which may have become a link meanwhile."""
     try:
         descriptor = open_unlinked(path, os.O_PATH)
     except OSError as error:
@@ -310,19 +311,19 @@ def _status(path: Path, where: str) -> os.stat_result:
 
 
 def _read_error(error: OSError, where: str) -> MstoreError:
-    """The error for a path that was seen a moment ago."""
+    """Return the error for a path that existed a moment ago."""
     is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
     return changed(where) if is_link else storage_error(error, where)
 
 
 def _shown(path: str) -> str:
-    """A path as text: what is left out may have any name."""
+    """Return a path as text: an excluded entry may have any name."""
     return path.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Walker:
-    """One walk below `root`; `blobs` is where links may lead besides."""
+    """One walk below `root`; `blobs` is the other directory that links may lead to."""
 
     root: Path
     shown: Path
@@ -331,7 +332,7 @@ class _Walker:
     exclusion: Exclusion
 
     def with_file(self) -> _Walker:
-        """The same with what the checkpoint's own `.mstoreignore` says."""
+        """Return this walker with the patterns of the checkpoint's own `.mstoreignore`."""
         path = self.root / IGNORE_FILE
         if not os.path.lexists(path):
             return self
@@ -344,7 +345,7 @@ class _Walker:
         )
 
     def files(self) -> tuple[list[Found], list[Excluded]]:
-        """What is there and what was left out, each sorted.  Iterative: depth costs no stack."""
+        """Return what exists and what was left out, both sorted.  Iterative: uses no stack."""
         found: list[Found] = []
         excluded: list[Excluded] = []
         pending = [""]
@@ -384,7 +385,7 @@ class _Walker:
         return None if spares(pattern, has_weights=counted.has_weights) else counted
 
     def _counted(self, relative: str, pattern: Pattern) -> Excluded:
-        """A directory that is left out: what may not be looked at counts for nothing."""
+        """Count an excluded directory; what cannot be read counts as zero."""
         files = size = entries = 0
         has_weights = False
         pending = [f"{relative}/"]
@@ -403,7 +404,7 @@ class _Walker:
 
     @contextmanager
     def _entries(self, prefix: str) -> Iterator[list[os.DirEntry[str]]]:
-        """What lies in a directory, sorted; entries are asked about through its descriptor."""
+        """Yield the sorted entries of a directory; their `stat` calls go through its descriptor."""
         descriptor = open_unlinked(self.root / prefix, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(descriptor) as listing:
@@ -457,7 +458,7 @@ class _Walker:
         return Found(relative, target, status)
 
     def _refuse_store(self, found: Found) -> None:
-        """`found` is a file called `format`."""
+        """Refuse an mstore store; `found` is a file called `format`."""
         with open_regular(found.absolute, found.stamp) as (descriptor, _):
             if read_range(descriptor, 0, len(STORE_MARK)) != STORE_MARK:
                 return

@@ -1,12 +1,12 @@
-"""Which files of a checkpoint are pickles, what becomes of each, and the life of the child.
+"""Converting pickles: which files are pickles, what replaces each, and the child process.
 
-Weights that `torch.save` wrote become safetensors files of the usual names, their index the index
-of those.  What training leaves behind (optimizer, schedule, random state, arguments) is left out,
-as is a pickle whose safetensors twin is there already.  Every other file stays as it is, a
-`.bin` that is no pickle too.
+Weights that `torch.save` wrote become safetensors files with the usual names, and their index
+becomes the index of those.  Training state (optimizer, schedule, random state, arguments) is left
+out; so is a pickle whose safetensors twin already exists.  Every other file stays as it is,
+including a `.bin` that is not a pickle.
 
-The child is killed with its parent, after its time, and when the caller is interrupted.  What it
-wrote lies in the directory that the caller gave, and goes with that.
+The child is killed together with its parent, at its time limit, and when the caller is interrupted.
+It writes only to the directory that the caller gave, and the caller removes that.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ _LEFT_OUT_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class ConversionLimits:
-    """What the child may use.  A caller who trusts a file raises them.
+    """What the child may use.  Raise them for a trusted file.
 
-    memory: bytes beyond what torch itself maps, None: twice the largest file and 2 GiB.  seconds:
-    of time and of processor time.  growth: how many times as large as its pickle a file may get.
+    memory: bytes beyond what torch itself maps; None: twice the largest file and 2 GiB.
+    seconds: limit of wall time and of processor time.
+    growth: how many times as large as its pickle a converted file may be.
     """
 
     memory: int | None = None
@@ -68,7 +69,7 @@ class ConversionLimits:
 
 
 class Conversion(NamedTuple):
-    """What stands in for the pickles, and what was done, in words."""
+    """What replaces the pickles, and a description of what was done."""
 
     replacement: Replacement
     notes: tuple[str, ...]
@@ -87,7 +88,7 @@ class _File(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What the child says: `files` where all went well, else the other three."""
+    """The child's answer: `files` on success, otherwise the other three fields."""
 
     files: list[_File] | None = None
     kind: str = ""
@@ -105,8 +106,8 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint's pickled weights to the directory `scratch`, as safetensors.
 
-    Raises BadCheckpoint for a file that holds anything but tensors by name, breaks a limit or
-    crashes the loader, Unavailable where torch is missing or too old, and what `walk` raises.
+    Raises BadCheckpoint for a file that holds anything but tensors by name, exceeds a limit or
+    crashes the loader, Unavailable if torch is missing or too old, and what `walk` raises.
     """
     tree = walk(
         path,
@@ -138,7 +139,7 @@ def convert(
 
 
 def safetensors_path(path: str) -> str:
-    """What the safetensors file of a pickle is called: as transformers looks for it."""
+    """Return the name of a pickle's safetensors file, as transformers looks for it."""
     directory, name = posixpath.split(path)
     if name.endswith(PICKLE_INDEX_SUFFIX):
         name = name.removesuffix(PICKLE_INDEX_SUFFIX) + INDEX_SUFFIX
@@ -192,7 +193,7 @@ def _indexes(
     tree: Tree,
     limits: CheckpointLimits,
 ) -> dict[str, Path]:
-    """The shard indexes of the pickles, as those of the files that were made of them."""
+    """Convert the shard indexes of the pickles to indexes of the files made from them."""
     found: dict[str, Path] = {}
     for index in indexes:
         path = safetensors_path(index.path)
@@ -247,7 +248,7 @@ def _run(tasks: list[_Task], scratch: Path, tree: Tree, limits: ConversionLimits
 def _spawn(
     command: list[str], request: dict[str, object], limits: ConversionLimits, tree: Tree
 ) -> int:
-    """Run the child to its end, whatever that is; returns its status as `subprocess` gives it."""
+    """Run the child until it ends, for whatever reason; return its status as `subprocess` does."""
     if not sys.executable:
         raise Unavailable(
             "conversion needs a Python to run, and this program does not name its own"
@@ -258,7 +259,7 @@ def _spawn(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        # Ctrl-C is for the parent, which then kills the child and cleans up behind it.
+        # Ctrl-C goes to the parent only, which then kills the child and cleans up.
         start_new_session=True,
     )
     try:

@@ -1,1 +1,1 @@
-"""One module a command, named like its verb, holding one `Verb` of that name."""
+"""One module per command, named after its verb; each contains one `Verb` of that name."""

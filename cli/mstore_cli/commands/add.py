@@ -174,7 +174,7 @@ def _limits(max_sparse: str) -> CheckpointLimits:
 
 
 def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tuple[Path, str]]:
-    """Each path with the branch that is to hold it.  Raises UsageError, BadName."""
+    """Return each path with its future branch.  Raises UsageError, BadName."""
     first = shlex.quote(str(paths[0]))
     if names and prefix is not None:
         raise UsageError("--name and --name-prefix exclude each other")
@@ -204,7 +204,7 @@ def _named(paths: list[Path], names: list[str], prefix: str | None) -> list[tupl
 
 
 def _suggested(path: Path) -> str:
-    """A name for a checkpoint: its own, where that can be one."""
+    """Suggest a name for a checkpoint: its own, if valid."""
     from mstore.checkpoint.tree import given_name
     from mstore.errors import BadName
     from mstore.store.refs import check_name
@@ -218,7 +218,7 @@ def _suggested(path: Path) -> str:
 
 
 def _with_stored(hint: str | None, path: Path, stored: list[AddReport], asked: int) -> str | None:
-    """The hint of an error at `path`, and what of several checkpoints is in the store by now."""
+    """Extend the hint of an error at `path` by the checkpoints that are already stored."""
     if asked == 1:
         return hint
     names = ", ".join(report.name for report in stored)
@@ -238,7 +238,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
     else:
         screen.line(f"nothing new: {report.name} holds these bytes already")
-        # They were found by their ids: only reading them tells of rot.
+        # The blocks were found by their ids: only reading them detects bit rot.
         screen.command("the stored bytes were not read; to check them", "mstore fsck --read-data")
     known = report.blocks_total - report.blocks_new
     equal = report.blocks_equal_base

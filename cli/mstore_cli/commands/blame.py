@@ -70,7 +70,7 @@ def blame(
 
 
 def norms(report: BlameReport, name: str) -> plots.HeatMap:
-    """Layers and experts: the norm of what each contributed."""
+    """Layers by experts: the norm of each expert's contribution."""
     return plots.HeatMap(
         title=f"{name}: what each expert contributed",
         rows=tuple(layer.name for layer in report.layers),
@@ -95,7 +95,7 @@ def _draw(screen: Screen, report: BlameReport, by: By) -> None:
     elif by is By.LAYER:
         ones = report.layers
     groups = [Group(one.name, _note(one), _rows(one.experts, one.base_share)) for one in ones]
-    # One tensor is all there is.
+    # With a single tensor, the total repeats it.
     if len(report.tensors) != 1 or by is By.EXPERT:
         whole = _rows(report.experts, report.base_share)
         groups.append(Group("all", f"norm {report.norm:.3g}", whole))

@@ -113,7 +113,7 @@ def diff(
 
 
 def _require_snapshot_first(store: Store, a: str, b: str) -> None:
-    """Raise UsageError where A can be a path only."""
+    """Raise UsageError if A can only be a path."""
     if not (_is_path(a) or (os.path.lexists(a) and not _is_snapshot(store, a))):
         return
     path = a if _is_path(a) else f"./{a}"
@@ -125,7 +125,7 @@ def _require_snapshot_first(store: Store, a: str, b: str) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Whether it begins or ends as no name of a snapshot does."""
+    """Return whether the name starts or ends as no snapshot name does."""
     return name in (".", "..") or name.startswith(("/", "./", "../")) or name.endswith("/")
 
 
@@ -140,10 +140,10 @@ def _is_snapshot(store: Store, name: str) -> bool:
 
 
 def _directory(store: Store, name: str) -> Path | None:
-    """The directory that a name means; None where it means a snapshot.
+    """Return the directory that a name means; None if it means a snapshot.
 
-    What begins as a path only can is one.  Else a snapshot comes first, and a note tells of a
-    directory of the same name.
+    A name that can only be a path is one.  Otherwise a snapshot takes precedence, and a note
+    mentions a directory of the same name.
     """
     from mstore.errors import BadName, NotFound
 
@@ -230,7 +230,7 @@ def _tensor_row(one: TensorDiff, *, blocks: bool, moved: bool) -> tuple[str, ...
 
 
 def _both(a: str | None, b: str | None) -> str:
-    """What both sides have, or that of a and that of b: `BF16>F16`."""
+    """Format a value of both sides, or both values if they differ: `BF16>F16`."""
     sides = dict.fromkeys(one for one in (a, b) if one is not None)
     return ">".join(sides)
 
@@ -240,7 +240,7 @@ def _shape(lengths: tuple[int, ...] | None) -> str | None:
 
 
 def spans(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers with runs drawn together: `0-3,7`; `-` for none."""
+    """Format ascending numbers with runs joined: `0-3,7`; `-` for none."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

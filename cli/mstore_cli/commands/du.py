@@ -63,7 +63,7 @@ def du(
     with session.open() as store:
         report = store.usage(names or ())
         path = str(store.path)
-    # With whom each of all refs shares is the square of their number.
+    # Computing this for all refs takes time quadratic in their number.
     told = (tuple(ref.shared_with) if names else () for ref in report.refs)
     refs = tuple(replace(ref, shared_with=one) for ref, one in zip(report.refs, told, strict=True))
     report = replace(report, refs=refs)
@@ -121,7 +121,7 @@ def _gc(report: UsageReport) -> str:
 
 
 def _held_rows(report: UsageReport) -> list[tuple[str, str]]:
-    """Only what keeps anything; the sum is what is kept in all."""
+    """Return rows for the nonempty reasons, and the total."""
     held = report.held
     rows = (
         ("refs", held.refs),
@@ -162,7 +162,7 @@ def codec_rows(codecs: Sequence[CodecUsage]) -> list[tuple[str, ...]]:
 
 
 def treemap_of(report: UsageReport, title: str) -> plots.TreeMap:
-    """Refs; in each what is unique to it and its portion of what is shared; in these the codecs."""
+    """Build the treemap: refs, each with its unique bytes and portion of shared ones, by codec."""
     refs = tuple(
         Node(
             ref.name,
@@ -185,7 +185,7 @@ def treemap_of(report: UsageReport, title: str) -> plots.TreeMap:
 
 
 def _codecs(name: str, codecs: Sequence[CodecUsage], size: float) -> Node:
-    """What is shared counts as a portion, and so do its codecs, each in proportion."""
+    """Scale codecs to `size`: shared bytes count as a portion, and so do their codecs."""
     whole = sum(one.stored_bytes for one in codecs)
     parts = tuple(Node(one.codec, size * one.stored_bytes / whole) for one in codecs)
     return Node(name, size, parts)

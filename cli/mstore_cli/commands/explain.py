@@ -82,7 +82,7 @@ def explain(
 
 
 def shares_read(report: Explanation, name: str) -> plots.HeatMap:
-    """Layers and experts: how much of what an expert changed was taken."""
+    """Layers by experts: the share of an expert's changes that was used."""
     return plots.HeatMap(
         title=f"{name}: what was read of each expert",
         rows=tuple(layer.name for layer in report.layers),
@@ -116,7 +116,7 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     ]
     total = Group("all", "", _rows(report.experts, used))
     groups = []
-    # One tensor is its own layer and its own sum.
+    # A single tensor is also its own layer and total.
     if by is By.TENSOR or detailed:
         groups = [Group(one.name, _fate(one), _rows(one.experts, used)) for one in report.tensors]
     elif by is By.LAYER:
@@ -138,7 +138,7 @@ def _rows(shares: Sequence[ExpertShare], used: Sequence[str]) -> tuple[tuple[str
             "unknown" if share.omitted_norm is None else f"{share.omitted_norm:.3g}",
         )
         for share in shares
-        # What has no chunks has no rows: a layer that no expert takes part in.
+        # Skip what has no chunks: a layer in which no expert takes part.
         if any(getattr(share, field) for field in CHUNKS.values())
     )
 
@@ -189,7 +189,7 @@ def _wrapped(screen: Screen, head: str, text: str) -> None:
 
 
 def runs(fates: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """What befell each chunk, neighbours of one fate together: `("0-3", ("read", "shared"))`."""
+    """Join neighbouring chunks of the same fate: `("0-3", ("read", "shared"))`."""
     found = []
     for words, group in groupby(enumerate(fates), key=lambda pair: pair[1]):
         places = [place for place, _words in group]

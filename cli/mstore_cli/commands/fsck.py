@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mstore.reports import CheckReport, Hurt, Problem, RepairReport
 
 Typed = Callable[[str], str]
-"""A command as this user is to type it."""
+"""Formats a command for this user to type."""
 
 PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT", sentence=True))
 HURT = (
@@ -178,7 +178,7 @@ def _show_repair(
 
 
 def _not_read(screen: Screen, command: str) -> None:
-    """Rot inside blocks is only found by reading them."""
+    """Note that the blocks were not read: only reading them finds bit rot."""
     screen.line(f"the bytes of blocks were not read; to read them: {command}")
 
 
@@ -200,13 +200,13 @@ def show_damage(
     hint: str | None,
     typed: Typed,
 ) -> None:
-    """Tables of what is wrong and whom it hurts, and the next command; nothing for nothing."""
+    """Show tables of problems and what they affect, and the next command; nothing if sound."""
     if problems:
         screen.line()
     screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in problems))
     if hurt:
         screen.line()
-    # Where whole snapshots are hurt and nothing else, their names say it all.
+    # If only whole snapshots are hurt, their names suffice.
     columns = len(HURT) if any(one.path is not None for one in hurt) else 1
     screen.table(HURT[:columns], (_hurt(one)[:columns] for one in hurt))
     if hint:

@@ -98,14 +98,14 @@ def init(
         place = Path(str(document["path"])).absolute()
         screen.line(f"shared with the group {document['group']}")
         if not place.parent.stat().st_mode & stat.S_ISGID:
-            # Then it is that of whoever ran this, and often nobody else is in it.
+            # In that case it is the group of the caller, which often has no other members.
             screen.line(f"to share it with another group: chgrp -R GROUP {shlex.quote(str(place))}")
 
     session.output.emit(document, ids=[document["uuid"]], human=human)
 
 
 def _group_of(path: Path) -> str:
-    """The name of a directory's group, or its number."""
+    """Return the name of a directory's group, or its number."""
     import grp
 
     number = path.stat().st_gid

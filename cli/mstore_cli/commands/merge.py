@@ -133,7 +133,7 @@ def merge(
             top_p=top_p,
         )
     elif any(
-        # By identity: a 0 that was given is given.
+        # Compared by identity: a 0 counts as given.
         option is not None and option is not False and option != []
         for option in (
             *(base, expert, method, param, budget, max_error, dtype, no_analyze),
@@ -209,7 +209,7 @@ def merge(
 
 
 def _known_plan(store: Store, id_or_file: str) -> str:
-    """The id of a plan named by id, id prefix or file.  A file wins, and is imported first."""
+    """Return the id of a plan named by id, prefix or file.  A file wins, and is imported first."""
     path = Path(id_or_file)
     if not path.is_file():
         if set(id_or_file) <= set("0123456789abcdef"):
@@ -231,5 +231,5 @@ def _optional_size(size: int | None) -> str:
 
 
 def _some_size(size: int) -> str | None:
-    """A size in words; None, and so no line, for nothing."""
+    """Format a size; None, which prints no line, for zero."""
     return format_size(size) if size else None

@@ -57,7 +57,7 @@ def mount(
         try:
             session.output.emit(info, ids=[info.mountpoint], human=human)
         except BaseException:
-            # A mount that nobody was told of is one that nobody will end.
+            # End a mount that could not be reported: the user would not know to unmount it.
             end_mount(info.mountpoint)
             raise
 

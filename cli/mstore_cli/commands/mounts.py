@@ -48,7 +48,7 @@ def mounts(
 
 
 def _draw(screen: Screen, found: Sequence[MountInfo], me: int) -> None:
-    # Whose they are is only told where that is a question.
+    # Show the user only if mounts of several users are listed.
     columns = (*COLUMNS, USER) if any(one.user != me for one in found) else COLUMNS
     screen.table(columns, (_row(one)[: len(columns)] for one in found))
     for line in _how_to_clear(found, me):

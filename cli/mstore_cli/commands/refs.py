@@ -36,7 +36,7 @@ def refs(
             COLUMNS, ((one.name, one.kind, _snapshot(one), when(one.time_ns)) for one in found)
         )
         lost = next((one.name for one in found if one.missing), None)
-        # Of an index that is not believed, another command has been named already.
+        # For an untrusted index, another command was already suggested.
         if lost is not None and not session.is_doubted:
             screen.command("missing: for what to do", "mstore fsck")
             screen.command("to remove it", f"mstore rm {lost}")

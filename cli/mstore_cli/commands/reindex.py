@@ -58,7 +58,7 @@ def reindex(
         )
 
     session.output.emit(report, ids=[], human=human)
-    # Also under --quiet: what was chosen, or could not be read, is never passed over.
+    # Printed even with --quiet: users must see conflicts and unreadable sources.
     for note in report.notes:
         warn(session.typed(note))
     if report.kept_index is not None:

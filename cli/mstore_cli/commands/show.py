@@ -50,7 +50,7 @@ def show(session: Session, revision: Revision) -> None:
 
 
 def _overflowed(report: SnapshotReport) -> str | None:
-    """What became infinite where it was merged, worst first."""
+    """Return what became infinite in the merge, worst first."""
     if not report.overflow:
         return None
     shown = ", ".join(
