@@ -524,6 +524,7 @@ def add(
         snapshot=snapshot.id(),
         manifest=manifest_id,
         new_snapshot=is_new,
+        previous=None if current is None else current.snapshot_id(),
         files=len(files),
         tensors=sum(1 for file in files for _ in file.tensors()),
         plain_bytes=total,

@@ -28,13 +28,15 @@ class AddReport:
 
     `base` is the base that the snapshot records.  `base_reason` says why it has this base or none;
     it is None if the caller named the base or no search took place.  `excluded` lists what the
-    directory holds besides the model: files, and directories, which end with a slash.
+    directory holds besides the model: files, and directories, which end with a slash.  `previous`
+    is the snapshot that the branch pointed at before, None for a new branch.
     """
 
     name: str
     snapshot: SnapshotId
     manifest: ManifestId
     new_snapshot: bool
+    previous: SnapshotId | None
     files: int
     tensors: int
     plain_bytes: int

@@ -53,6 +53,17 @@ def test_the_base_and_why_are_shown(mstore: Program, family: Path) -> None:
     assert document["base_reason"].startswith("it has the same tensors; ")
 
 
+def test_a_branch_that_moves_says_what_it_was(mstore: Program, family: Path) -> None:
+    """`add` onto a name that is taken tells what the branch pointed at, on the screen and in JSON;
+    a new branch was nothing."""
+    first = mstore.succeed("add", family / "base", "--name", "m", "--json").document
+    assert first["previous"] is None
+    moved = mstore.succeed("add", family / "e0", "--name", "m", "--base", "none")
+    assert f"was         {first['snapshot'][:12]}" in moved.lines
+    again = mstore.succeed("add", family / "base", "--name", "m", "--base", "none", "--json")
+    assert again.document["previous"] not in (None, first["snapshot"])
+
+
 def test_no_base_is_looked_for_with_none(mstore: Program, family: Path) -> None:
     """--base none records no base and tells no reason; --base REF takes that one."""
     mstore.succeed("add", family / "base", "--name", "base")

@@ -30,6 +30,16 @@ def test_backup_and_read_it(mstore: Program, tmp_path: Path) -> None:
     assert copy.succeed("cat", "one:config.json").raw == (tmp_path / "one/config.json").read_bytes()
 
 
+def test_no_directory_above(mstore: Program, tmp_path: Path) -> None:
+    """A backup below a directory that is missing is refused, and makes nothing: the disk may not be
+    mounted."""
+    done = mstore("backup", tmp_path / "disk" / "backup")
+    assert done.status == 1
+    assert "the directory above it does not exist" in done.err
+    assert f"mkdir -p {tmp_path / 'disk'}" in done.err
+    assert not (tmp_path / "disk").exists()
+
+
 def test_damage_is_an_error_that_names_it(mstore: Program, tmp_path: Path) -> None:
     """A damaged block ends in status 1, its id, the model it hurts, and the next command."""
     [pack] = (mstore.store / "packs").glob("*/*.pack")

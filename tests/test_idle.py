@@ -82,6 +82,15 @@ def test_who_takes_weight_from_others(method: str, place: Place) -> None:
     assert ("take weight from the others" in text) == (not np.array_equal(*weights))
 
 
+def test_left_out_for_an_error(place: Place) -> None:
+    """Where only --max-error leaves an expert out, the warning says so, and names no budget."""
+    asked = MergeRequest(base="base", experts=["e0", "e1"], method="task_arithmetic", max_error=9.0)
+    plan = place.store.plan(asked, allow_noop=True)
+    told = {(one.kind, one.expert) for one in plan.warnings}
+    assert {(idle.LEFT_OUT, "e0"), (idle.LEFT_OUT, "e1")} <= told
+    assert all("--max-error" in one.text for one in plan.warnings if one.kind == idle.LEFT_OUT)
+
+
 def test_for_people_and_programs(place: Place) -> None:
     """`plan` and `merge` print a line each, and JSON has kind, expert and text."""
     mstore = Program(Path(place.store.path))

@@ -224,6 +224,8 @@ def is_refused(place: World, reader: User, store: Path, *words: str) -> None:
         for word in ("this store can be read and not written", *words, "hint: "):
             assert word in printed, (command, printed)
         assert "Traceback" not in printed
+        # It is the store that is to be shared, not a directory in it.
+        assert "/index" not in printed.partition("hint: ")[2]
     assert everything(store) == before
 
 

@@ -68,6 +68,7 @@ _COMMON = {
 _OWN: dict[type, dict[str, str]] = {
     reports.AddReport: {
         "new_snapshot": "false if the ref already held these bytes",
+        "previous": "what the branch pointed at before; null: it is new",
         "blocks_new": "blocks that the store did not have",
         "blocks_equal_base": "blocks equal to the base's; null without a base",
         "base": "the base that the snapshot records; null: none",

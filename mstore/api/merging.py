@@ -27,6 +27,7 @@ from mstore.reports import (
     SweepReport,
 )
 from mstore.requests import MergeRequest
+from mstore.store import layout as layouts
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -65,7 +66,7 @@ class Merging(OpenStore):
 
         began = time.monotonic()
         if keep:
-            self._catalog.index.env.require_writable()
+            layouts.require_writable(self._catalog.layout)
         asked = self._asked(request)
         planned, sources, analyzed = self._made(
             asked, thread_count(threads), progress, allow_noop=allow_noop
@@ -295,7 +296,7 @@ class Merging(OpenStore):
         from mstore.store.plans import find, sources_of
 
         began = time.monotonic()
-        self._catalog.index.env.require_writable()
+        layouts.require_writable(self._catalog.layout)
         id = plan.plan if isinstance(plan, PlanReport) else find(self._catalog, str(plan))
         analyzed = plan.analyze_bytes_read if isinstance(plan, PlanReport) else 0
         record = self._catalog.record(Plan, id)

@@ -28,7 +28,7 @@ from mstore import fs
 from mstore.backup.rows import NamedPack, packs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
-from mstore.errors import Conflict, Corrupt, Incompatible, StorageFailed
+from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.ids import ID_BYTES, PackId
 from mstore.store import layout as layouts
 from mstore.store import leases, refs
@@ -82,12 +82,19 @@ class Destination:
 
         Who may use it is for the umask of whoever makes it, whoever shares the store.
 
-        Raises Conflict where something else is there, or another backup runs; Incompatible on a
-        network filesystem, StorageFailed, Corrupt.
+        Raises BadRequest if the directory above is missing, Conflict if something else is there or
+        another backup runs, Incompatible on a network filesystem, StorageFailed, Corrupt.
         """
         _require_for(source, path)
         layout = Layout(path, source.uuid, source.block_size)
         _require_local(path)
+        if not path.parent.is_dir():
+            # A disk that is not mounted, or a slip: a backup there would fill another disk.
+            raise BadRequest(
+                "the directory above it does not exist",
+                where=str(path),
+                hint=f"mkdir -p {shlex.quote(str(path.parent))}, or mount the disk that it is on",
+            )
         fs.make_directories(path)
         fs.serve_owner(path)
         if not (path / BACKUP_MARKER).exists():

@@ -245,6 +245,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
     share = format_share(report.bytes_written, report.plain_bytes)
     screen.fields(
         [
+            ("was", short(report.previous) if report.previous and report.new_snapshot else None),
             ("manifest", short(report.manifest)),
             ("checkpoint", f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"),
             ("size", format_size(report.plain_bytes)),

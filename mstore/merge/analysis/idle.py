@@ -18,6 +18,7 @@ REPEATED = "expert given twice"
 NO_WEIGHT = "expert without weight"
 EQUALS_BASE = "expert equals the base"
 OVER_BUDGET = "expert over budget"
+LEFT_OUT = "expert left out"
 TRIMMED = "expert trimmed away"
 
 
@@ -46,7 +47,9 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     counts = Counter(state for tensor in plan.tensors for state in tensor.states[k])
     if counts[READ] or counts[SHARED]:
         return
-    if counts[OMITTED]:
+    if counts[OMITTED] and plan.budget is None and plan.criteria.expert_budget is None:
+        yield LEFT_OUT, f"{name} contributes nothing: --max-error allows all of it to be left out"
+    elif counts[OMITTED]:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is over the budget"
     elif counts[DROPPED]:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
