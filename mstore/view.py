@@ -365,7 +365,10 @@ class SnapshotView:
         NotFound, and Corrupt for a block that is not stored.
         """
         length = self._opened(path).file.size if size is None else size
-        found = list(self.extents(path, offset, length))
+        return self._located(list(self.extents(path, offset, length)), offset)
+
+    def _located(self, found: list[Extent], offset: int) -> list[PhysicalExtent]:
+        """Look up where these extents, the first of them at `offset` of the file, lie."""
         stored = [e.block for e in found if not isinstance(e.block, VirtualBlock)]
         places = iter(self._catalog.locate(stored))
         extents = []
@@ -405,11 +408,12 @@ class SnapshotView:
         """
         if path not in self._files:
             return
-        for logical in self.extents(path, offset, size):
+        found = list(self.extents(path, offset, size))
+        for logical in found:
             if isinstance(logical.block, VirtualBlock):
                 self._cache.begin(logical.block)
         bases = []
-        for extent in self.physical_extents(path, offset, size):
+        for extent in self._located(found, offset):
             location = extent.location
             if location is None:
                 continue

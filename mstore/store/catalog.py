@@ -269,13 +269,14 @@ class Catalog:
             return read(fresh)
 
     def _checked(self, block: BlockId, location: Location) -> Buffer:
-        self._reader.check_lengths(block, location)
         return self._reader.block(block, location, self._base(block, location))
 
     def _base(self, block: BlockId, location: Location) -> Buffer | None:
         """Read the base of a delta, not checked: the decoded block itself is."""
         if not _is_delta(location):
             return None
+        # Before a base is read for it.
+        self._reader.check_lengths(block, location)
         base = BlockId(location.base)
         with self.index.env.read() as transaction:
             place = self.index.block(transaction, base)
@@ -283,14 +284,12 @@ class Catalog:
             raise Corrupt(f"its base {base} is not stored", where=f"block {block}", hint=FSCK)
         if _is_delta(place) or place.raw_length != location.raw_length:
             raise Corrupt(f"block {base} cannot be its base", where=f"block {block}", hint=FSCK)
-        self._reader.check_lengths(base, place)
         return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
 
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
         # After a new lookup the location may be of any kind.
         if _is_delta(location):
             raise Corrupt("a delta cannot be a base", where=f"block {block}", hint=FSCK)
-        self._reader.check_lengths(block, location)
         found = self._room(location.raw_length)
         self._reader.unchecked_into(block, location, found)
         return found
@@ -311,7 +310,6 @@ class Catalog:
         self._relocating(block, location, lambda place: self._fill(block, place, target))
 
     def _fill(self, block: BlockId, location: Location, target: memoryview) -> None:
-        self._reader.check_lengths(block, location)
         self._reader.block_into(block, location, target, self._base(block, location))
 
     # -- records -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.ahead import in_order
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Encoded, Policy
 from mstore.blocks.meter import Meter
@@ -370,23 +372,25 @@ class Stream:
 
     def run(self, slices: Iterable[Slice]) -> Generator[Computed]:
         """Yield every group of every slice.  The first error in order ends it."""
-        waiting: deque[tuple[Group, Future[Computed]]] = deque()
-        try:
-            for slice in slices:
-                for group in groups(slice, self._together):
-                    self._computer.prefetch(group)
-                    waiting.append((group, self._pool.submit(self._computer.group, group)))
-                    if len(waiting) > self._ahead:
-                        yield waiting.popleft()[1].result()
-            while waiting:
-                yield waiting.popleft()[1].result()
-        finally:
-            for group, future in waiting:
-                group.fail(wholly=True)
-                future.cancel()
-            for _, future in waiting:
-                if not future.cancelled():
-                    future.exception()
+        working = in_order(
+            self._begin,
+            (group for slice in slices for group in groups(slice, self._together)),
+            ahead=self._ahead,
+            stopping=_give_up,
+        )
+        with closing(working):
+            for _, computed in working:
+                yield computed
+
+    def _begin(self, group: Group) -> Future[Computed]:
+        self._computer.prefetch(group)
+        return self._pool.submit(self._computer.group, group)
+
+
+def _give_up(groups: Sequence[Group]) -> None:
+    """Wake the chunks that wait for one of these groups."""
+    for group in groups:
+        group.fail(wholly=True)
 
 
 class SliceWriter:
