@@ -1,6 +1,7 @@
 """mstore: git for model checkpoints, with budgeted merging built in.
 
-The public face: `Store`, `Snapshot`, `MergeRequest`, the errors, and the reports that calls return.
+The public face: `Store`, `Snapshot`, `MergeRequest`, `TensorRule`, the errors, and the reports that
+calls return.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from mstore.api import Snapshot, Store
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
-from mstore.requests import MergeRequest
+from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
 from mstore.version import __version__
 
@@ -23,5 +24,6 @@ __all__ = [
     "SnapshotId",
     "Store",
     "TensorId",
+    "TensorRule",
     "__version__",
 ]

@@ -458,13 +458,18 @@ class ExpertShare:
 class TensorExplanation:
     """Where one merged tensor came from; `blocks_reused` of its blocks are the base's own.
 
-    `tied_to` is the name under which it was merged, None if that is its own.
+    `tied_to` is the name under which it was merged, None if that is its own. `method` and
+    `parameters` are those of this tensor, None if it was not merged; `sources` are the names of the
+    tensors that it is made of, in the base and in each expert, if one of them is another name.
     """
 
     name: str
     layer: str
     treatment: str
     tied_to: str | None
+    method: str | None
+    parameters: dict[str, bool | int | float] | None
+    sources: tuple[str, ...]
     blocks_total: int
     blocks_reused: int
     experts: tuple[ExpertShare, ...]

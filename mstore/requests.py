@@ -21,6 +21,27 @@ Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRule:
+    """How some tensors of a merge differ from the rest of it.
+
+    tensors: a pattern of names of the output's tensors, or several (fnmatch, case-sensitive).
+    method: None for the merge's own; `parameters` then add to those of the merge.
+    weights: one per expert, None for those of the experts.
+    dtype: of the output, None for the merge's own.
+    """
+
+    tensors: str | Sequence[str]
+    method: str | None = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    weights: Sequence[float] | None = None
+    dtype: str | None = None
+
+    def patterns(self) -> tuple[str, ...]:
+        """Return the patterns."""
+        return (self.tensors,) if isinstance(self.tensors, str) else tuple(self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRequest:
     """A merge to plan.  Nothing is checked before a store is asked to plan it.
 
@@ -37,6 +58,9 @@ class MergeRequest:
     only, skip: patterns of tensor names; tensors that they leave out stay as in the base.
     expert_budget: as budget, for any one expert.
     top_p: the share of the output's blocks that may differ from the base's.
+    rules: what holds for some tensors instead; the first rule that names a tensor counts.
+    outputs: tensors of the output that the base does not have, by name: the name of the tensor that
+    each is made of, in the base and in all experts, or one name for the base and one per expert.
     """
 
     base: Revision
@@ -52,6 +76,8 @@ class MergeRequest:
     skip: Sequence[str] = ()
     expert_budget: Budget | str | float | None = None
     top_p: float | None = None
+    rules: Sequence[TensorRule] = ()
+    outputs: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""

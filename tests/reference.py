@@ -40,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ties": {"density": 1.0, "lambda": 1.0, "normalize": True},
     "dare_linear": _DARE,
     "dare_ties": _DARE,
+    "breadcrumbs": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
 }
 
 
@@ -105,6 +106,9 @@ def _additive(
     products = []
     for k, (expert, weight, missing) in enumerate(zip(experts, weights, absent, strict=True)):
         d = delta(base, expert)
+        if method == "breadcrumbs" and parameters["density"] < 1:
+            kept = band(d, parameters["density"], parameters["gamma"])
+            d = np.where(kept, d, np.float32(0))
         if method == "ties" and parameters["density"] < 1:
             kept = largest(d, parameters["density"])
             d = np.where(kept, d, np.float32(0))
@@ -173,6 +177,16 @@ def largest(d: Single, density: float) -> Mask:
     kept = np.zeros(d.size, dtype=bool)
     kept[np.argsort(-np.abs(d), kind="stable")[: keep_count(density, d.size)]] = True
     return kept & ~np.isnan(d)
+
+
+def band(d: Single, density: float, gamma: float) -> Mask:
+    """As `largest`, without the int(gamma * n) first ones, and int(density * n) of the rest."""
+    kept = int(density * d.size)
+    last = min(d.size, kept + int(gamma * d.size))
+    order = np.argsort(-np.abs(d), kind="stable")
+    found = np.zeros(d.size, dtype=bool)
+    found[order[last - kept : last]] = True
+    return found & ~np.isnan(d)
 
 
 def threshold(d: Single, density: float) -> tuple[np.float32, int]:

@@ -82,9 +82,10 @@ def planner(
         row = deltas.measure(base.view(np.uint8), "F32", expert.view(np.uint8), "F32", n, 0, counts)
         ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
         cost, twin = np.array([4 * n]), np.array([k])
-        sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, None))
+        sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, ()))
     squares = deltas.base_squares(base.view(np.uint8), "F32", n)
-    tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1)
+    chosen = operation(method, parameters, weights)
+    tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1, chosen)
     manifest, snapshot = ManifestId.of(b"m"), SnapshotId.of(b"s")
     survey = Survey(manifest, (manifest,) * len(sides), 1 << 16, (tensor,), squares, (), (), ())
     named = [(f"e{k}", weight) for k, weight in enumerate(weights)]

@@ -377,7 +377,7 @@ def test_tasks_say_it_all(store: Store, tmp_path: Path) -> None:
         quotas = task.tensor.quotas
         (loaded,) = load([task], packs, Scratch(), meter, Meter("base"))
         made = np.empty(task.out_bytes, dtype=np.uint8)
-        blend(loaded, tasks.mix, quotas, made)
+        blend(loaded, quotas, made)
         out += bytes(made)
     assert out == view.tensor("a").tobytes()
     costs = sum(task.expert_bytes for task in tasks.chunks(tensor, range(tensor.chunks)))

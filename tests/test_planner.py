@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mstore import MergeRequest
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
+from mstore.merge.methods.registry import operation
 from mstore.merge.planning.greedy import Units, take
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Input, Request, resolve
@@ -57,14 +58,16 @@ def expert(
         twin[chunk] = earlier
     ids = (TensorId.of(b"base"), TensorId.of(bytes([position])))
     record = Tensor("F32", (CHUNK_ELEMENTS * len(norms),), 4 * CHUNK_ELEMENTS * len(norms), b"")
-    cut = None if threshold is None else Threshold(threshold, 0, 1, 1, 0)
-    return ExpertTensor(ids, record, same, twin, np.array(costs), rows if known else None, cut)
+    cuts = () if threshold is None else (Threshold(threshold, 0, 1, 1, 0),)
+    return ExpertTensor(ids, record, same, twin, np.array(costs), rows if known else None, cuts)
 
 
 def tensor(name: str, *experts: ExpertTensor, copies: int = 1) -> SurveyedTensor:
     record = experts[0].record
     elements = record.shape[0]
-    return SurveyedTensor(name, record, elements, CHUNK_ELEMENTS, experts, copies)
+    # `ready` sets the operation.
+    own = operation("linear", {}, [1.0] * len(experts))
+    return SurveyedTensor(name, record, elements, CHUNK_ELEMENTS, experts, copies, own)
 
 
 def survey(*tensors: SurveyedTensor, base_squares: float | None = 1.0) -> Survey:
@@ -86,8 +89,14 @@ def ask(count: int, method: str = "task_arithmetic", **options: Any) -> Request:
     )
 
 
+def ready(tensors: Survey, request: Request) -> Planner:
+    """The planner of a request whose operation all tensors have."""
+    own = [dataclasses.replace(one, operation=request.operation) for one in tensors.tensors]
+    return Planner(dataclasses.replace(tensors, tensors=tuple(own)), request)
+
+
 def select(tensors: Survey, **options: Any) -> Selection:
-    return Planner(tensors, ask(len(tensors.experts), **options)).select()
+    return ready(tensors, ask(len(tensors.experts), **options)).select()
 
 
 def states(selection: Selection, number: int = 0) -> list[list[int]]:
@@ -268,7 +277,7 @@ def test_what_is_left_out_dilutes_what_is_kept() -> None:
     assert found.error_estimate == pytest.approx(share * 30 / math.sqrt(2) / 100, rel=0.02)
     # Nothing left out, nothing lost; all left out, all of the change.
     assert select(tensors, method="ties", weights=(1.0, 0.25)).error_estimate == 0.0
-    planner = Planner(tensors, ask(2, method="ties", weights=(1.0, 0.25)))
+    planner = ready(tensors, ask(2, method="ties", weights=(1.0, 0.25)))
     assert planner.cut(1).error_estimate == planner.change
 
 
@@ -567,7 +576,7 @@ def test_top_p_counts_blocks(tensors: Survey, share: float, budget: int) -> None
 @given(surveys(), st.floats(0, 3))
 def test_max_error_is_the_cheapest_prefix(tensors: Survey, goal: float) -> None:
     """No shorter beginning of the ranking keeps the error."""
-    planner = Planner(tensors, ask(len(tensors.experts), max_error=goal))
+    planner = ready(tensors, ask(len(tensors.experts), max_error=goal))
     try:
         found = planner.select()
     except BadRequest:
@@ -600,7 +609,7 @@ def test_what_is_dropped_is_rounded_too() -> None:
 def test_one_planner_cuts_any_budget() -> None:
     """A planner that is asked again, with other budgets between, answers the same."""
     tensors = survey(tensor("t", expert([4, 3, 2, 1], [10, 7, 5, 3])))
-    planner = Planner(tensors, ask(1))
+    planner = ready(tensors, ask(1))
     for budget in (25, 3, 12, 25, 24):
         assert states(planner.cut(budget)) == states(select(tensors, budget=budget))
 

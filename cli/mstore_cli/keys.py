@@ -266,6 +266,10 @@ _OWN: dict[type, dict[str, str]] = {
         "layer": "its layer",
         "treatment": "how the merge treated it",
         "tied_to": "the tied tensor that it was merged as; null if it was merged by itself",
+        "method": "the method that merged it; null if it was not merged",
+        "parameters": "of that method; null if it was not merged",
+        "sources": "the tensors that it is made of, in the base and in each expert; empty if all "
+        "have its name",
         "blocks_reused": "blocks reused from the base",
         "experts": "what each expert contributed",
     },

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from mstore_cli import completion
+from mstore_cli import completion, method_names
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
@@ -76,7 +76,7 @@ _EXPERT = typer.Option(
 _METHOD = typer.Option(
     "--method",
     metavar="NAME",
-    help="linear, task_arithmetic, ties, dare_linear or dare_ties.",
+    help=f"How experts are combined: {method_names.listed()}.",
     autocompletion=completion.methods,
 )
 Base = Annotated[str, _BASE]
@@ -104,7 +104,7 @@ MaxError = Annotated[
         metavar="E",
         parser=_parse_error,
         help="Cheapest plan whose error (relative to the base's norm) is at most E: the bound, or "
-        "for ties and dare_ties the estimate.",
+        "the estimate for methods that have none.",
     ),
 ]
 Dtype = Annotated[

@@ -34,9 +34,13 @@ def renewed(text: str) -> str:
 
 
 def _row(method: Method) -> str:
-    parameters = ", ".join(f"`{p.name}` ({_word(p.default)})" for p in method.parameters)
+    parameters = ", ".join(_parameter(p.name, p.default) for p in method.parameters)
     bound = "certified" if method.is_additive else "estimate"
     return f"| `{method.name}` | {method.formula} | {parameters} | {bound} | {method.source} |\n"
+
+
+def _parameter(name: str, default: float | None) -> str:
+    return f"`{name}`" if default is None else f"`{name}` ({_word(default)})"
 
 
 def _word(value: float) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
 from mstore.reports import PlanReport
-from mstore.requests import MergeRequest
+from mstore.requests import MergeRequest, TensorRule
 
 _Class = TypeVar("_Class", bound=type)
 _ITEM: Final = ("__getitem__",)
@@ -139,6 +139,18 @@ KINDS: Final[Mapping[str, Kind]] = {
     ),
     "Revision": _REVISION,
     "Mapping[str, object]": _PARAMETERS,
+    "Sequence[TensorRule]": Kind(
+        _list(_is(TensorRule)),
+        "a list of TensorRule",
+        'TensorRule(tensors="*.mlp.*", method="ties")',
+    ),
+    "str | Sequence[str]": Kind(
+        lambda one: _TEXT.fits(one) or _list(_is(str))(one), "text or a list of texts"
+    ),
+    "Mapping[str, str | Sequence[str]]": Kind(
+        _mapping(_is(str), lambda one: isinstance(one, str) or _list(_is(str))(one)),
+        "the names of sources by the names of tensors",
+    ),
     "Experts": _CHECKED_BY_THE_CALL,
     "Budget | str | float | None": _CHECKED_BY_THE_CALL,
 }

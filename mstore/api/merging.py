@@ -192,6 +192,8 @@ class Merging(OpenStore):
         from mstore.merge.planning.request import resolve
 
         check_fields("MergeRequest", request)
+        for rule in request.rules:
+            check_fields("TensorRule", rule)
         experts = request.weighted()
         return resolve(
             request,

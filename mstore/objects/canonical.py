@@ -11,7 +11,8 @@ Each record class names its `kind` (where it is stored) and its `id_type` (its h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -33,7 +34,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=plain_id)
 IdBytes = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
-_decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {}
+_decoders: dict[type[Record], Callable[[Buffer], Any]] = {}
+
+
+def encode_struct(value: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a struct that stands for a record."""
+    return _encoder.encode(value)
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,6 +51,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def encode(self) -> bytes:
         """Return the canonical bytes."""
         return _encoder.encode(self)
+
+    @classmethod
+    def decoder(cls) -> Callable[[Buffer], Record]:
+        """Return a function that decodes a record of this class; raises as msgspec does."""
+        return msgspec.msgpack.Decoder(cls).decode
 
     def id(self) -> Id:
         """The hash of the canonical bytes in this kind's domain."""
@@ -71,9 +82,9 @@ def decode(kind: type[R], data: Buffer, where: str, limits: RecordLimits = DEFAU
         )
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        decoder = _decoders[kind] = kind.decoder()
     try:
-        record: R = decoder.decode(data)
+        record = cast(R, decoder(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"not a {kind.__name__} record: {error}", where=where) from error
     if record.encode() != bytes(data):

@@ -34,6 +34,7 @@ class RecordLimits:
     parents: int = 4096
     experts: int = 4096
     parameters: int = 256
+    operations: int = 100_000
     patterns: int = 10_000
     notes: int = 10_000
     name_bytes: int = 4096

@@ -7,18 +7,23 @@ same PlanId on any machine.  The names that a user gave the inputs are stored be
 Per tensor and expert there is one state byte per *chunk*. A chunk is a run of elements that is a
 whole number of blocks of the base, of every expert and of the output; if all have one dtype, it is
 a block.
+
+A plan has an operation of its own: method, parameters, and one weight per expert.  A tensor may
+have another operation, be made of tensors of other names, or have coefficients that depend on the
+whole tensor.  Such a plan is encoded as plan/3; any other plan as plan/2, so that equal plans have
+equal ids in all versions (docs/design/016-plan-3.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import msgspec
 
 from mstore.blocks.packs import Kind
-from mstore.ids import ManifestId, PlanId
-from mstore.objects.canonical import Count, IdBytes, Record
+from mstore.ids import Buffer, ManifestId, PlanId
+from mstore.objects.canonical import Count, IdBytes, Record, encode_struct
 from mstore.objects.limits import MAX_COUNT, RecordLimits, too_long, too_many
 
 READ = 0
@@ -42,14 +47,52 @@ class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     quota: int
 
 
+class Mixture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Coefficients of whole tensors: output = base * the base + the sum of experts_k * expert k.
+
+    keeps_base: an element that no expert changes keeps the base's bits, whatever the sum is.
+    """
+
+    base: float
+    experts: tuple[float, ...]
+    keeps_base: bool
+
+
+class PlanOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A method with complete parameters, sorted by name, and one weight per expert."""
+
+    method: str
+    parameters: tuple[tuple[str, bool | int | float], ...]
+    weights: tuple[float, ...]
+
+    def problem(self, experts: int, limits: RecordLimits) -> str | None:
+        """Return what is wrong with it in a plan of this many experts, or None."""
+        if len(self.weights) != experts:
+            return "an operation with another number of weights"
+        return too_many("parameters", len(self.parameters), limits.parameters) or next(
+            filter(
+                None,
+                (
+                    too_long("a name", name, limits.name_bytes)
+                    for name in (self.method, *dict(self.parameters))
+                ),
+            ),
+            None,
+        )
+
+
 class PlanTensor(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
 ):
-    """One tensor to be merged.
+    """One tensor of the output that is merged.
 
-    states: a byte per chunk, per expert. thresholds: per expert, or empty if nothing is trimmed.
-    omitted: per expert the L2 norm of the part of the (sparsified) delta that is left out, -1 if
-    unknown.
+    states: a byte per chunk, per expert. thresholds: one per expert, then, for methods that drop
+    the largest elements too, where those begin; empty if nothing is trimmed. omitted: per expert
+    the L2 norm of the part of the (sparsified) delta that is left out, -1 if unknown. operation: 0
+    for the plan's own, else the position in `Plan.operations`, from 1. sources: the names of the
+    tensors that it is made of, in the base and in each expert; empty if all are `name`. dtype: of
+    the output, None for the plan's. mixture: what the method computed from facts about the whole
+    tensor, None for other methods.
     """
 
     name: str
@@ -57,20 +100,50 @@ class PlanTensor(
     states: tuple[bytes, ...]
     thresholds: tuple[Threshold, ...]
     omitted: tuple[float, ...]
+    operation: Count = 0
+    sources: tuple[str, ...] = ()
+    dtype: str | None = None
+    mixture: Mixture | None = None
 
-    def problem(self, experts: int, limits: RecordLimits) -> str | None:
-        """Return what is wrong with it in a plan of this many experts, or None."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether plan/2 can express it."""
+        return (
+            not self.operation
+            and not self.sources
+            and self.dtype is None
+            and self.mixture is None
+            and len(self.thresholds) <= len(self.states)
+        )
+
+    def source(self, member: int) -> str:
+        """Return its name in the base (member 0) or in expert `member` - 1."""
+        return self.sources[member] if self.sources else self.name
+
+    def problem(self, experts: int, operations: int, limits: RecordLimits) -> str | None:
+        """Return what is wrong with it in a plan of so many experts and operations, or None."""
         if len(self.states) != experts or len(self.omitted) != experts:
             return "a tensor with another number of experts"
-        if len(self.thresholds) not in (0, experts):
+        if len(self.thresholds) not in (0, experts, 2 * experts):
             return "a tensor with another number of thresholds"
+        if self.operation > operations:
+            return "a tensor of an unknown operation"
+        if len(self.sources) not in (0, 1 + experts):
+            return "a tensor with another number of sources"
+        if self.sources and set(self.sources) == {self.name}:
+            return "a tensor with sources that are its own name"
+        if self.mixture is not None and len(self.mixture.experts) != experts:
+            return "a tensor with another number of coefficients"
         if len({len(states) for states in self.states}) > 1:
             return "a tensor with different numbers of chunks"
         if any(max(states, default=0) > DROPPED for states in self.states):
             return "an unknown state"
         if any(not -1 <= threshold.quota <= MAX_COUNT for threshold in self.thresholds):
             return "a quota out of range"
-        return too_long("a tensor name", self.name, limits.name_bytes)
+        named = (self.name, *self.sources, self.dtype or "")
+        return next(
+            filter(None, (too_long("a tensor name", one, limits.name_bytes) for one in named)), None
+        )
 
 
 class PlanExpert(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -101,7 +174,7 @@ class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     top_p: float | None = None
 
 
-class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
+class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     """Inputs, parameters, selection, expected cost and error bound.
 
     parameters: complete, sorted by name. dtype: of the output, None for that of the base. budget:
@@ -109,6 +182,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
     the order of the base; all others are the base's own, and `copied` lists the remarkable ones
     with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
+    operations: those of tensors that do not have the plan's own, each used by one at least.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
@@ -129,9 +203,40 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
     tensors: tuple[PlanTensor, ...]
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    operations: tuple[PlanOperation, ...] = ()
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
+
+    @property
+    def operation(self) -> PlanOperation:
+        """The plan's own operation."""
+        weights = tuple([expert.weight for expert in self.experts])
+        return PlanOperation(self.method, self.parameters, weights)
+
+    def operation_of(self, tensor: PlanTensor) -> PlanOperation:
+        """Return the operation of one of its tensors."""
+        return self.operations[tensor.operation - 1] if tensor.operation else self.operation
+
+    def encode(self) -> bytes:
+        """Return the canonical bytes: the oldest form that can express the plan."""
+        return encode_struct(_Plan2.of(self)) if self.is_plain else super().encode()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether plan/2 can express it."""
+        return not self.operations and all(tensor.is_plain for tensor in self.tensors)
+
+    @classmethod
+    def decoder(cls) -> Callable[[Buffer], Plan]:
+        """Return a function that decodes every form; raises as msgspec does."""
+        parse = msgspec.msgpack.Decoder(Plan | _Plan2).decode
+
+        def decoded(data: Buffer) -> Plan:
+            found = parse(data)
+            return found if isinstance(found, Plan) else found.plan()
+
+        return decoded
 
     def problem(self, limits: RecordLimits) -> str | None:
         return next(filter(None, self._problems(limits)), None)
@@ -152,9 +257,68 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/2"):
         for name, why in self.copied:
             yield too_long("a tensor name", name, limits.name_bytes)
             yield too_long("a reason", why, limits.text_bytes)
+        yield too_many("operations", len(self.operations), limits.operations)
+        for operation in self.operations:
+            yield operation.problem(experts, limits)
+        used = {tensor.operation for tensor in self.tensors}
+        if not used.issuperset(range(1, 1 + len(self.operations))):
+            yield "an operation that no tensor has"
         for tensor in self.tensors:
-            yield tensor.problem(experts, limits)
+            yield tensor.problem(experts, len(self.operations), limits)
 
     def base_id(self) -> ManifestId:
         """The content merged into."""
         return ManifestId(self.base)
+
+
+class _Tensor2(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tensor as plan/2 encodes it."""
+
+    name: str
+    chunk_elements: Count
+    states: tuple[bytes, ...]
+    thresholds: tuple[Threshold, ...]
+    omitted: tuple[float, ...]
+
+
+class _Plan2(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="plan/2"
+):
+    """A plan as plan/2 encodes it: one operation, and every tensor made of those of its name."""
+
+    method: str
+    parameters: tuple[tuple[str, bool | int | float], ...]
+    base: IdBytes
+    experts: tuple[PlanExpert, ...]
+    dtype: str | None
+    block_size: Count
+    budget: Count | None
+    criteria: Criteria
+    full_expert_bytes: Count
+    planned_expert_bytes: Count
+    error_bound: float | None
+    error_estimate: float | None
+    tensors: tuple[_Tensor2, ...]
+    copied: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Plan2:
+        fields = {name: getattr(plan, name) for name in cls.__struct_fields__}
+        fields["tensors"] = tuple(
+            [
+                _Tensor2(one.name, one.chunk_elements, one.states, one.thresholds, one.omitted)
+                for one in plan.tensors
+            ]
+        )
+        return cls(**fields)
+
+    def plan(self) -> Plan:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields["tensors"] = tuple(
+            [
+                PlanTensor(one.name, one.chunk_elements, one.states, one.thresholds, one.omitted)
+                for one in self.tensors
+            ]
+        )
+        return Plan(**fields)

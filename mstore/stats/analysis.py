@@ -48,13 +48,15 @@ def measure_pair(
     return measure
 
 
-def measure_squares(catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor) -> float:
-    """Return the sum of squares of a stored tensor."""
+def measure_squares(
+    catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor, meter: Meter | None = None
+) -> float:
+    """Return the sum of squares of a stored tensor; meter: as for `read_chunk`."""
     chunk = chunk_elements(catalog.block_size, record.dtype)
     elements = math.prod(record.shape)
 
     def take(number: int) -> float:
-        data = read_chunk(catalog, record, chunk, number, None)
+        data = read_chunk(catalog, record, chunk, number, meter)
         return deltas.base_squares(data, record.dtype, min(chunk, elements - number * chunk))
 
     return math.fsum(pool.map(take, range(-(-elements // chunk))))

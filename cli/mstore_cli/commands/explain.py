@@ -19,7 +19,13 @@ from mstore_cli.output import Screen, distinct, printable, short
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
-    from mstore.reports import ExpertShare, Explanation, LayerExplanation, TensorExplanation
+    from mstore.reports import (
+        ExpertShare,
+        Explanation,
+        LayerExplanation,
+        PlanReport,
+        TensorExplanation,
+    )
 
 CHUNKS = {
     "READ": "blocks_read",
@@ -118,7 +124,10 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     groups = []
     # A single tensor is also its own layer and total.
     if by is By.TENSOR or detailed:
-        groups = [Group(one.name, _fate(one), _rows(one.experts, used)) for one in report.tensors]
+        groups = [
+            Group(one.name, _fate(one, report.plan), _rows(one.experts, used))
+            for one in report.tensors
+        ]
     elif by is By.LAYER:
         groups = [Group(one.name, _size(one), _rows(one.experts, used)) for one in report.layers]
     if not detailed:
@@ -143,11 +152,17 @@ def _rows(shares: Sequence[ExpertShare], used: Sequence[str]) -> tuple[tuple[str
     )
 
 
-def _fate(one: TensorExplanation) -> str:
+def _fate(one: TensorExplanation, plan: PlanReport) -> str:
     tied = "" if one.tied_to is None else f", tied to {one.tied_to}"
     if not one.experts:
         return f"{one.treatment}{tied}"
-    return f"{_count(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}"
+    own = ""
+    if (one.method, one.parameters) != (plan.method, plan.parameters):
+        values = (f"{name}={value}" for name, value in (one.parameters or {}).items())
+        own = f", by {' '.join((one.method or '', *values))}"
+    if one.sources:
+        own += f", made of {', '.join(dict.fromkeys(one.sources))}"
+    return f"{_count(one.blocks_total, 'block')}, {one.blocks_reused} the base's own{tied}{own}"
 
 
 def _size(one: LayerExplanation) -> str:

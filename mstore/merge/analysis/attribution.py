@@ -26,8 +26,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.kernels import Mix
-from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE
+from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, TILES
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import dtype_code
@@ -43,6 +42,7 @@ _attribute: Final = Pass(
         _PACKAGE / "numeric" / "floats.py",
         _PACKAGE / "merge" / "arithmetic" / "philox.py",
         _PACKAGE / "merge" / "arithmetic" / "tiles.py",
+        _PACKAGE / "merge" / "arithmetic" / "stages.py",
         _HERE.with_name("attribution_passes.py"),
     ),
 )
@@ -87,27 +87,30 @@ class Attribution:
         )
 
 
-def attribute(loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64]) -> Attribution:
-    """Split one chunk's merged delta; quotas int64[K] are the ties that THIS chunk may keep."""
+def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
+    """Split one chunk's merged delta; quotas, as in `mix_chunk`, are ties that THIS chunk keeps."""
     task, tensor = loaded.task, loaded.task.tensor
+    mix = tensor.mix
     experts = mix.weights.size
+    # The base, as a summand itself, is an expert without a row.
+    row_of = (-1, *task.row_of) if mix.has_base else task.row_of
     sums = np.zeros((2, experts + 2))
     counts = np.zeros(experts + 3, dtype=np.int64)
     # Keep these alive until the pass is done: it gets their addresses.
     taken = (
         np.array([dtype_code(row.dtype) for row in task.rows], dtype=np.int64),
-        np.array(task.row_of, dtype=np.int64),
+        np.array(row_of, dtype=np.int64),
         np.ascontiguousarray(tensor.thresholds, dtype=np.float32),
         np.ascontiguousarray(quotas, dtype=np.int64),
         np.ascontiguousarray(tensor.keys, dtype=np.uint32),
     )
     room = (
-        np.empty(2 * TILE + DRAWS, dtype=np.uint32),
+        np.empty(TILES + DRAWS, dtype=np.uint32),
         np.empty((experts + 3, TILE), dtype=np.float32),
         np.empty((experts + 3, TILE)),
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
-        np.empty(experts, dtype=np.int64),
+        np.empty(max(experts, len(quotas)), dtype=np.int64),
     )
     codes_at, row_of_at, *tensor_at = (array.ctypes.data for array in taken)
     base, rows = loaded.sides[0], loaded.sides[1:]
@@ -135,12 +138,13 @@ def attribute(loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64]) -> Attrib
         counts.ctypes.data,
         *(array.ctypes.data for array in room),
     )
+    own = slice(int(mix.has_base), experts)
     return Attribution(
         square=float(sums[1, experts + 1]),
         base=float(sums[0, experts]),
-        products=sums[0, :experts],
-        squares=sums[1, :experts],
-        moved=counts[:experts],
+        products=sums[0, own],
+        squares=sums[1, own],
+        moved=counts[own],
         changed=int(counts[experts + 1]),
         not_finite=int(counts[experts + 2]),
     )

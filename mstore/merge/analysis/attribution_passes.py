@@ -12,54 +12,26 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox, tiles
+from mstore.merge.arithmetic import philox, stages, tiles
 from mstore.merge.arithmetic.philox import fill_draws
-from mstore.merge.arithmetic.tiles import ALL, CONSENSUS, DIRECT, DRAWS, LANES, TILE
+from mstore.merge.arithmetic.stages import draw, subtract, trim, trim_band
+from mstore.merge.arithmetic.tiles import (
+    ALL,
+    BASE,
+    CONSENSUS,
+    DIRECT,
+    DRAWS,
+    EXPERT,
+    LANES,
+    TILE,
+    TILES,
+)
 from mstore.numeric import floats
 from mstore.numeric.compiling import compiled, entry
-from mstore.numeric.floats import bits_float, float_bits, load_bits
+from mstore.numeric.floats import bits_float, load_bits
 
-_NOTHING: Final = np.uint32(0)
-_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
-
-
-@compiled
-def _subtract(count: int, base: Any, tile: Any) -> None:
-    """Turn an expert's bits into its deltas: expert minus base, +0 where their bits are equal."""
-    for i in range(count):
-        expert = tile[i]
-        delta = float_bits(bits_float(expert) - bits_float(base[i]))
-        tile[i] = _NOTHING if expert == base[i] else delta
-
-
-@compiled
-def _trim(count: int, threshold: Any, quota: int, tile: Any) -> int:
-    """Zero the deltas that are not kept; return the remaining quota (negative: no limit)."""
-    if quota > 0:
-        for i in range(count):
-            magnitude = bits_float(tile[i] & _MAGNITUDE)
-            ties = magnitude == threshold and quota > 0
-            quota -= ties
-            if not (ties or magnitude > threshold):
-                tile[i] = _NOTHING
-        return quota
-    with_equal = quota != 0
-    for i in range(count):
-        bits = tile[i]
-        magnitude = bits_float(bits & _MAGNITUDE)
-        keep = (magnitude > threshold) | ((magnitude == threshold) & with_equal)
-        tile[i] = bits if keep else _NOTHING
-    return quota
-
-
-@compiled
-def _drop(count: int, own: Any, limit: Any, factor: Any, tile: Any) -> None:
-    """Zero the deltas whose draw is not below the limit, and scale the others."""
-    for i in range(count):
-        scaled = float_bits(bits_float(tile[i]) * factor)
-        tile[i] = scaled if own[i] < limit and tile[i] != _NOTHING else _NOTHING
 
 
 @compiled
@@ -151,14 +123,14 @@ def _accumulate(count: int, part: Any, total: Any, products: Any, squares: Any) 
     return moved
 
 
-@entry("iippiiiiipiipiippippppppppppp", floats, philox, tiles)
+@entry("iippiiiiipiipiippippppppppppp", floats, philox, stages, tiles)
 def attribute(
     experts: int,
     kind: int,
     weights_at: Any,
     factors_at: Any,
     normalizes: int,
-    trims: int,
+    cuts: int,
     limit: int,
     base_code: int,
     base_length: int,
@@ -190,13 +162,15 @@ def attribute(
     rows = carray(rows_at, (rows_count, stride), np.uint8)
     row_codes = carray(codes_at, (codes_count,), np.int64)
     row_of = carray(row_of_at, (experts,), np.int64)
-    thresholds = carray(thresholds_at, (experts,), np.float32)
-    quotas = carray(quotas_at, (experts,), np.int64)
+    slots = experts * max(1, cuts)
+    thresholds = carray(thresholds_at, (slots,), np.float32)
+    quotas = carray(quotas_at, (slots,), np.int64)
     keys = carray(keys_at, (experts, 2), np.uint32)
     sums = carray(sums_at, (2, experts + 2), np.float64)
     counts = carray(counts_at, (experts + 3,), np.int64)
-    words = carray(words_at, (2 * TILE + DRAWS,), np.uint32)
-    bases, tile, draws = words[:TILE], words[TILE : 2 * TILE], words[2 * TILE :]
+    words = carray(words_at, (TILES + DRAWS,), np.uint32)
+    scratch, draws = words[:TILES], words[TILES:]
+    bases, tile = scratch[BASE : BASE + TILE], scratch[EXPERT : EXPERT + TILE]
     # The winning sign is known only after the last expert.
     voting = carray(votes_at, (experts + 3, TILE), np.float32)
     votes, mixed = voting[:3], voting[3:]
@@ -206,10 +180,10 @@ def attribute(
     lanes = carray(lanes_at, (2, experts + 2, LANES), np.float64)
     products, squares = lanes[0], lanes[1]
     finite = carray(finite_at, (TILE,), np.uint8)
-    left = carray(left_at, (experts,), np.int64)
+    left = carray(left_at, (slots,), np.int64)
     normalize = normalizes != 0
     divisor, lam, rescale = factors[0], factors[1], factors[2]
-    for k in range(experts):
+    for k in range(slots):
         left[k] = quotas[k]
     surplus = -1.0
     for k in range(experts):
@@ -228,15 +202,23 @@ def attribute(
             if kind == DIRECT:
                 _difference(count, weights[k], bases, tile, parts[k])
                 continue
-            _subtract(count, bases, tile)
-            if trims:
-                left[k] = _trim(count, thresholds[k], left[k], tile)
+            subtract(count, EXPERT, scratch)
+            if cuts == 1:
+                left[k] = trim(count, thresholds[k], left[k], EXPERT, scratch)
+            elif cuts == 2:
+                high = experts + k
+                lows, highs = trim_band(
+                    count, thresholds[k], left[k], thresholds[high], left[high], EXPERT, scratch
+                )
+                left[k] -= lows if left[k] > 0 else 0
+                left[high] -= highs if left[high] > 0 else 0
             if limit < ALL:
                 first = first_index + start
                 skipped = first % 4
                 blocks = (skipped + count + 3) // 4
                 fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
-                _drop(count, draws[skipped : skipped + count], np.uint32(limit), rescale, tile)
+                own_draws = draws[skipped : skipped + count]
+                draw(count, own_draws, np.uint32(limit), rescale, EXPERT, scratch)
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
                 _vote(count, weights[k], tile, mixed[k], votes)

@@ -76,7 +76,7 @@ def blame(
     for first, one in measured.items():
         name = tensor or first
         tied = tuple(n for n in names if run.tasks.first[n] == first and n != name)
-        tensors.append(_tensor(name, layers[name], tied, one, who))
+        tensors.append(_tensor(name, layers[name], tied, one, run.who(first, who)))
         sums[layers[name]] = sums.get(layers[name], nothing) + one
         counts[layers[name]] += 1
         total += one
@@ -170,9 +170,16 @@ class _Run:
         self.base_meter = Meter("base")
         self._catalog = catalog
         self._plan = plan
+        self._weights = {one.name: plan.operation_of(one).weights for one in plan.tensors}
         self._threads = threads
         self._progress = progress
         self._scratch = Scratch()
+
+    def who(self, name: str, who: Who) -> Who:
+        """Return the experts with their weights in one planned tensor."""
+        if name not in self._weights:
+            return who
+        return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=True)]
 
     def attributions(self, tensor: str | None) -> dict[str, Measured]:
         """Measure each planned tensor, or the one that `tensor` was merged as."""
@@ -202,7 +209,7 @@ class _Run:
     def _chunks(self, name: str) -> list[int]:
         """Return the chunks in which something can have changed."""
         present = self.tasks.members(name).present
-        if not self.tasks.operation.keeps_base:
+        if not self.tasks.operation(name).keeps_base:
             return list(range(present.shape[1]))
         return [int(number) for number in np.flatnonzero(present.any(axis=0))]
 
@@ -237,7 +244,7 @@ class _Run:
                 self.tasks.moved,
             )
             grant = ledger.take(task.number, tie_counts(loaded, ledger.open))
-            return attribute(loaded, self.tasks.mix, np.array(grant.quotas, dtype=np.int64))
+            return attribute(loaded, np.array(grant.quotas, dtype=np.int64))
         except BaseException:
             ledger.fail(task.number)
             raise

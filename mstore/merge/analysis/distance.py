@@ -70,8 +70,8 @@ def distances(
 class _Run:
     def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
         self._catalog = catalog
-        self._full = Tasks(catalog, msgspec.structs.replace(full, dtype="F32"))
-        self._cuts = [Tasks(catalog, msgspec.structs.replace(cut, dtype="F32")) for cut in plans]
+        self._full = Tasks(catalog, _as_float32(full))
+        self._cuts = [Tasks(catalog, _as_float32(cut)) for cut in plans]
         self._plan = full
         self._copies = Counter(self._full.first.values())
         self._scratch = Scratch()
@@ -133,8 +133,17 @@ class _Run:
 
     def _blended(self, loaded: Loaded, quotas: Any) -> Bytes:
         out = np.empty(loaded.task.out_bytes, dtype=np.uint8)
-        blend(loaded, self._full.mix, quotas, out)
+        blend(loaded, quotas, out)
         return out
+
+
+def _as_float32(plan: Plan) -> Plan:
+    """Return a plan for comparison only: its results before they are rounded to their type."""
+    replace = msgspec.structs.replace
+    if any(tensor.dtype is not None for tensor in plan.tensors):
+        tensors = tuple(replace(tensor, dtype=None) for tensor in plan.tensors)
+        plan = replace(plan, tensors=tensors)
+    return replace(plan, dtype="F32")
 
 
 def _key(

@@ -18,12 +18,22 @@ from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.validate import check_block_size, check_fits
 from mstore.merge.running.commit import store_plan
 from mstore.objects.canonical import decode
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.plan import (
+    Criteria,
+    Mixture,
+    Plan,
+    PlanExpert,
+    PlanOperation,
+    PlanTensor,
+    Threshold,
+)
 from mstore.reports import PlanReport
 from mstore.store.catalog import Catalog
 from mstore.store.plans import Sources, find, sources_of
 
-FORMAT = "mstore plan 2"
+PLAIN = "mstore plan 2"
+FORMAT = "mstore plan 3"
+"""The format of a plan that PLAIN cannot express; see `mstore.objects.plan`."""
 MAX_TEXT = 256 << 20
 
 
@@ -31,12 +41,28 @@ MAX_TEXT = 256 << 20
 _Number = float | Literal["inf", "nan"]
 
 
-class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Mixture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    base: float
+    experts: tuple[float, ...]
+    keeps_base: bool
+
+
+class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    method: str
+    parameters: dict[str, bool | int | float]
+    weights: tuple[float, ...]
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     chunk_elements: int
     states: tuple[str, ...]
     thresholds: tuple[tuple[_Number, int], ...]
     omitted: tuple[float, ...]
+    operation: int = 0
+    sources: tuple[str, ...] = ()
+    dtype: str | None = None
+    mixture: _Mixture | None = None
 
 
 class _Expert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +80,7 @@ class _Criteria(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float | None
 
 
-class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     plan: str
     method: str
@@ -73,6 +99,7 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[_Tensor, ...]
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    operations: tuple[_Operation, ...] = ()
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
@@ -85,7 +112,7 @@ def export_plan(catalog: Catalog, text: str) -> str:
 def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
     """Format a plan as indented JSON. States are digits, one per chunk."""
     value = _Text(
-        format=FORMAT,
+        format=_format(plan),
         plan=id.hex(),
         method=plan.method,
         parameters=dict(plan.parameters),
@@ -110,13 +137,26 @@ def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
                 tuple("".join(map(str, states)) for states in tensor.states),
                 tuple((_number(cut.value), cut.quota) for cut in tensor.thresholds),
                 tensor.omitted,
+                tensor.operation,
+                tensor.sources,
+                tensor.dtype,
+                None
+                if tensor.mixture is None
+                else _Mixture(*msgspec.structs.astuple(tensor.mixture)),
             )
             for tensor in plan.tensors
         ),
         copied=plan.copied,
         notes=plan.notes,
+        operations=tuple(
+            _Operation(one.method, dict(one.parameters), one.weights) for one in plan.operations
+        ),
     )
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+
+
+def _format(plan: Plan) -> str:
+    return PLAIN if plan.is_plain else FORMAT
 
 
 def _number(value: float) -> _Number:
@@ -140,7 +180,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
         plan = decode(Plan, _plan(value).encode(), "plan")
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, Corrupt) as error:
         raise BadRequest(f"not a plan: {error}", hint=hint) from error
-    if value.format != FORMAT or plan.id().hex() != value.plan:
+    if value.format != _format(plan) or plan.id().hex() != value.plan:
         raise BadRequest("the plan does not match its id; it was changed by hand", hint=hint)
     id = PlanId(plan.id())
     check_block_size(catalog, plan)
@@ -178,9 +218,19 @@ def _plan(value: _Text) -> Plan:
                 tuple(bytes(map(int, states)) for states in tensor.states),
                 tuple(Threshold(float(value), quota) for value, quota in tensor.thresholds),
                 tensor.omitted,
+                tensor.operation,
+                tensor.sources,
+                tensor.dtype,
+                None
+                if tensor.mixture is None
+                else Mixture(*msgspec.structs.astuple(tensor.mixture)),
             )
             for tensor in value.tensors
         ),
         copied=value.copied,
         notes=value.notes,
+        operations=tuple(
+            PlanOperation(one.method, tuple(sorted(one.parameters.items())), one.weights)
+            for one in value.operations
+        ),
     )

@@ -14,7 +14,7 @@ from mstore.errors import NotFound, did_you_mean
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.idle import idle_experts
 from mstore.merge.analysis.layers import layers_of
-from mstore.merge.methods.registry import operation_of
+from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs, told_costs
 from mstore.merge.planning.tied import names_of_plan
 from mstore.merge.running.overflow import overflow_warnings
@@ -78,7 +78,7 @@ def plan_report(
             f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
             f"bytes, more than its budget of {plan.budget}"
         )
-    elects = operation_of(plan).is_elected
+    elects = any(operation.is_elected for operation in Operations(plan).used(plan))
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
@@ -231,6 +231,7 @@ class _Explainer:
             found = catalog.record(Coverage, coverage).tensors
             self._coverage = {item.name: item for item in found}
         self._planned = {item.name: item for item in plan.tensors}
+        self._operations = Operations(plan)
         self._copied = dict(plan.copied)
         self._first = names_of_plan(
             catalog,
@@ -254,8 +255,9 @@ class _Explainer:
             treatment, reused = "merged", self._reused(planned, content.dtype, blocks)
         shares = []
         if planned is not None:
-            for (expert, weight), states, omitted in zip(
-                self._experts, planned.states, planned.omitted, strict=True
+            weights = self._plan.operation_of(planned).weights
+            for (expert, _), weight, states, omitted in zip(
+                self._experts, weights, planned.states, planned.omitted, strict=True
             ):
                 tally = _Tally()
                 tally.add(states, omitted)
@@ -266,6 +268,11 @@ class _Explainer:
             layer=self._layers[name],
             treatment=treatment,
             tied_to=None if first == name else first,
+            method=None if planned is None else self._plan.operation_of(planned).method,
+            parameters=None
+            if planned is None
+            else dict(self._plan.operation_of(planned).parameters),
+            sources=() if planned is None else planned.sources,
             blocks_total=blocks,
             blocks_reused=reused,
             experts=tuple(shares),
@@ -313,8 +320,8 @@ class _Explainer:
         covered = self._coverage.get(planned.name)
         if covered is not None:
             return sum(bit(covered.reused, number) for number in range(covered.blocks))
-        base = self._catalog.tensor(self._base[planned.name])
-        if base.dtype != dtype or not operation_of(self._plan).keeps_base:
+        base = self._catalog.tensor(self._base[planned.source(0)])
+        if base.dtype != dtype or not self._operations.of(planned).keeps_base:
             return 0
         per = blocks_per_chunk(dtype, planned.chunk_elements, self._plan.block_size)
         idle = [not {READ, SHARED} & set(states) for states in zip(*planned.states, strict=True)]

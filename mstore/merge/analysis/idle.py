@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mstore.merge.methods.registry import operation_of
+from mstore.merge.methods.registry import Operations
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.reports import MergeWarning
 from mstore.store.plans import Sources
@@ -41,7 +41,8 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     if own.manifest == plan.base:
         yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
         return
-    if own.weight == 0:
+    used = Operations(plan).used(plan)
+    if all(operation.given[k] == 0 for operation in used):
         yield NO_WEIGHT, f"{name} has weight 0, so nothing of it is in the merge"
         return
     counts = Counter(state for tensor in plan.tensors for state in tensor.states[k])
@@ -68,8 +69,8 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
 def _diluting(plan: Plan) -> str:
     """Return what an expert without a delta still changes if weights are divided by their sum."""
     # Consensus divides by the weights that agree, which never include an expert without a delta.
-    operation = operation_of(plan)
-    divides = operation.normalizes and not operation.is_elected
+    used = Operations(plan).used(plan)
+    divides = any(one.normalizes and not one.is_elected for one in used)
     if divides and len(plan.experts) > 1:
         return " but to take weight from the others"
     return ""

@@ -51,6 +51,7 @@ _SOURCES: Final = (
     _HERE.parents[2] / "numeric" / "floats.py",
     _HERE.with_name("philox.py"),
     _HERE.with_name("tiles.py"),
+    _HERE.with_name("stages.py"),
     _HERE.with_name("passes.py"),
 )
 _PASSES: Final = "mstore.merge.arithmetic.passes"
@@ -59,35 +60,49 @@ _count: Final = Pass(_PASSES, "count", "iipiipiipp", _SOURCES)
 _scratch: Final = Scratch()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Mix:
     """One operation in the form that the kernel takes.
 
-    `weights` is float32[K]; `factors` is float32[3]: fixed divisor, lambda, rescale factor; `flags`
-    is int64[4]: kind, normalize, trims, random; `mask_limit` is as in `Operation`.
+    `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
+    (`has_base`); `factors` is float32[3]: fixed divisor, lambda, rescale factor; `flags` is
+    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, random; `mask_limit`
+    is as in `Operation`.
     """
 
     weights: npt.NDArray[np.float32]
     factors: npt.NDArray[np.float32]
     flags: npt.NDArray[np.int64]
     mask_limit: int
+    has_base: bool = False
 
     @classmethod
     def of(cls, operation: Operation) -> Mix:
-        """Convert an `Operation`."""
+        """Convert a settled `Operation`."""
+        assert not operation.needs_facts
         kind = ADDITIVE
         if operation.is_whole:
             kind = DIRECT
         elif operation.is_elected:
             kind = CONSENSUS
-        flags = (kind, operation.normalizes, operation.is_trimmed, operation.is_drawn)
+        keeps = operation.keeps_base if operation.is_whole else operation.normalizes
+        cuts = operation.is_trimmed + operation.is_band
+        flags = (kind, keeps, cuts, operation.is_drawn)
         factors = (operation.divisor, operation.scale, operation.rescale)
+        has_base = operation.mixture is not None
+        weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
         return cls(
-            weights=np.array(operation.weights, dtype=np.float32),
+            weights=np.array(weights, dtype=np.float32),
             factors=np.array(factors, dtype=np.float32),
             flags=np.array(flags, dtype=np.int64),
             mask_limit=operation.mask_limit,
+            has_base=has_base,
         )
+
+    @property
+    def experts(self) -> int:
+        """How many experts it mixes, K."""
+        return self.weights.size - self.has_base
 
     def signature(self) -> bytes:
         """Return canonical bytes of all that affects the arithmetic here, except the weights.
@@ -132,7 +147,8 @@ def mix_chunk(
     thresholds  float32[K]: trimming keeps |d| above it, and
     quotas      int64[K]: that many |d| equal to it, lowest index first, in THIS chunk
                 (UNLIMITED: all; COUNTED: all, and they are counted).  Both are read only if
-                the operator needs thresholds
+                the operator needs thresholds.  Float32[2 K] and int64[2 K] if it drops the
+                largest, too: what the second K would keep is dropped
     keys        uint32[K, 2] of random.mask_keys, read only if the operator is random
     out         uint8[>= n * itemsize]; bytes after the last element are left alone
     masks       uint8[K, n], only for methods that draw: 1 keeps an element, 0 drops it, in place
@@ -140,14 +156,18 @@ def mix_chunk(
     rescales    float32[K], only for methods that draw: what expert k's kept deltas are multiplied
                 by, in place of the one rescale factor of `mix`
 
-    Returns for each expert how many elements tie at its threshold, where its quota is COUNTED, or
-    how many of them were kept, where it is a number; 0 for others.  Raises BadRequest for another
-    element type and ValueError for arrays that do not fit.
+    Returns for each threshold how many elements tie at it, where its quota is COUNTED, or how many
+    of them were kept, where it is a number; 0 for others.  Raises BadRequest for another element
+    type and ValueError for arrays that do not fit.
     """
     base_code, out_code = dtype_code(base_dtype), dtype_code(out_dtype)
     row_codes, widest = _types(tuple(row_dtypes))
+    kind, normalize, cuts, random = mix.flags.tolist()
+    if mix.has_base:
+        # An absent expert counts as the base.
+        row_of = (-1, *row_of)
     experts = mix.weights.size
-    kind, normalize, trims, random = mix.flags.tolist()
+    slots = experts * max(1, cuts)
     if (
         base.size < n * ITEMSIZES[base_dtype]
         or out.size < n * ITEMSIZES[out_dtype]
@@ -159,7 +179,7 @@ def mix_chunk(
         raise ValueError("base, rows and out are contiguous, and out is written")
     if len(row_of) != experts or not -1 <= min(row_of) <= max(row_of) < len(row_dtypes):
         raise ValueError("row_of does not name one row, or none, of every expert")
-    if trims and not len(thresholds) == len(quotas) == experts:
+    if cuts and not len(thresholds) == len(quotas) == slots:
         raise ValueError("thresholds or quotas are not one an expert")
     if masks is None and mix.mask_limit < 2**32 and keys.shape != (experts, 2):
         raise ValueError("keys are not one an expert")
@@ -172,13 +192,13 @@ def mix_chunk(
     # Kept alive until the pass is done: the pass receives only addresses.
     kept = None if masks is None else np.ascontiguousarray(masks, dtype=np.uint8)
     factors = mix.factors.tobytes()
-    small = _small(experts, len(row_dtypes))
+    small = _small(experts, slots, len(row_dtypes))
     room, at = _scratch.arguments(small.size)
     small.packer.pack_into(
         room,
         0,
         *row_of,
-        *(quotas if trims else (0,) * experts),
+        *(quotas if cuts else (0,) * slots),
         row_codes,
         np.asarray(thresholds, dtype=np.float32).tobytes(),
         np.asarray(keys, dtype=np.uint32).tobytes(),
@@ -194,7 +214,7 @@ def mix_chunk(
         at + weights_at,
         at + factors_at,
         normalize,
-        trims,
+        cuts,
         mix.mask_limit,
         base_code,
         base.size,
@@ -221,7 +241,8 @@ def mix_chunk(
         at + experts_at,
         at + ties_at,
     )
-    return small.ties.unpack_from(room, ties_at)
+    ties = small.ties.unpack_from(room, ties_at)
+    return ties[1:] if mix.has_base else ties
 
 
 class _Small(NamedTuple):
@@ -237,18 +258,22 @@ class _Small(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _small(experts: int, rows: int) -> _Small:
-    """Return the layout for these numbers of experts and rows.
+def _small(experts: int, slots: int, rows: int) -> _Small:
+    """Return the layout for these numbers of experts, thresholds and rows.
 
     One packing call costs less than one array and one address per value.
     """
     eight, four = 8 * experts, 4 * experts
-    sizes = (eight, eight, 8 * rows, four, eight, four, four, 12)
+    sizes = (eight, 8 * slots, 8 * rows, 4 * slots, eight, four, four, 12)
     # The part that the pass writes starts at whole words again.
     written = -(-sum(sizes) // 8) * 8
-    offsets = (*itertools.accumulate(sizes[:-1], initial=0), written, written + eight)
-    packer = struct.Struct("=" + "q" * (2 * experts) + "".join(f"{size}s" for size in sizes[2:]))
-    return _Small(packer, offsets, struct.Struct(f"={experts}q"), written + 3 * eight)
+    offsets = (*itertools.accumulate(sizes[:-1], initial=0), written, written + 8 * slots)
+    packer = struct.Struct(
+        "=" + "q" * (experts + slots) + "".join(f"{size}s" for size in sizes[2:])
+    )
+    # The words that the pass writes: ties, what is left of quotas, experts that take part.
+    size = written + 8 * (2 * slots + experts)
+    return _Small(packer, offsets, struct.Struct(f"={slots}q"), size)
 
 
 @lru_cache(maxsize=64)

@@ -12,8 +12,11 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox, tiles
+from mstore.merge.arithmetic import philox, stages, tiles
 from mstore.merge.arithmetic.philox import fill_draws
+from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
+from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
+from mstore.merge.arithmetic.stages import subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
@@ -49,23 +52,11 @@ from mstore.numeric.floats import (
     store_bits,
 )
 
-_NOTHING: Final = np.uint32(0)
-_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITY: Final = np.uint32(0x7F800000)
 _ALWAYS: Final = np.uint32(1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
-
-
-@compiled
-def _subtract(count: int, at: int, scratch: Any) -> None:
-    """Turn an expert's tile into its deltas: expert minus base, +0 where their bits are equal."""
-    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
-    for i in range(count):
-        expert, base = tile[i], bases[i]
-        delta = float_bits(bits_float(expert) - bits_float(base))
-        tile[i] = _NOTHING if expert == base else delta
 
 
 @compiled
@@ -111,21 +102,6 @@ def _count_equal(count: int, threshold: Any, at: int, scratch: Any) -> int:
 
 
 @compiled
-def _keep_some(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
-    """Zero the deltas that are not kept; return the remaining quota."""
-    tile = scratch[at : at + count]
-    for i in range(count):
-        magnitude = bits_float(tile[i] & _MAGNITUDE)
-        keep = magnitude > threshold
-        if magnitude == threshold and quota > 0:
-            keep = True
-            quota -= 1
-        if not keep:
-            tile[i] = _NOTHING
-    return quota
-
-
-@compiled
 def _weigh_counted(count: int, weight: Any, threshold: Any, at: int, scratch: Any) -> Any:
     """Do `_weigh_kept` keeping all ties at the threshold; return the number of ties."""
     tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
@@ -146,8 +122,8 @@ def _weigh_trimmed(
     """Turn an expert's tile into its weighted, trimmed deltas; return the remaining quota."""
     if quota > 0:
         # A quota ends in one tile of a tensor, which is not worth a fused loop.
-        _subtract(count, at, scratch)
-        quota = _keep_some(count, threshold, quota, at, scratch)
+        subtract(count, at, scratch)
+        quota = trim(count, threshold, quota, at, scratch)
         _multiply(count, weight, at, scratch)
         _drop_nan(count, at, scratch)
         return quota
@@ -354,19 +330,28 @@ def _taking_part(kind: int, row_of: Any, experts: Any) -> int:
 
 
 @compiled
+def _pay(quotas: Any, left: Any, ties: Any, slot: int, found: int) -> None:
+    """Take ties from a numbered quota, or count them where the quota asks for that."""
+    if quotas[slot] == COUNTED:
+        ties[slot] += found
+    elif quotas[slot] >= 0:
+        left[slot] -= found
+
+
+@compiled
 def _copy(count: int, source: int, at: int, scratch: Any) -> None:
     for i in range(count):
         scratch[at + i] = scratch[source + i]
 
 
-@entry("iippiiiiipiipiippiipppppipipppp", floats, philox, tiles)
+@entry("iippiiiiipiipiippiipppppipipppp", floats, philox, stages, tiles)
 def mix(
     experts_count: int,
     kind: int,
     weights_at: Any,
     factors_at: Any,
     normalize: int,
-    trims: int,
+    cuts: int,
     limit: int,
     base_code: int,
     base_length: int,
@@ -400,8 +385,10 @@ def mix(
     rows = carray(rows_at, (rows_count, stride), np.uint8)
     row_codes = carray(codes_at, (codes_count,), np.int64)
     row_of = carray(row_of_at, (experts_count,), np.int64)
-    thresholds = carray(thresholds_at, (experts_count,), np.float32)
-    quotas = carray(quotas_at, (experts_count,), np.int64)
+    trims = cuts != 0
+    slots = experts_count * max(1, cuts)
+    thresholds = carray(thresholds_at, (slots,), np.float32)
+    quotas = carray(quotas_at, (slots,), np.int64)
     keys = carray(keys_at, (experts_count, 2), np.uint32)
     rescales = carray(rescales_at, (experts_count,), np.float32)
     masks = carray(masks_at, (experts_count, n), np.uint8)
@@ -409,11 +396,11 @@ def mix(
     scratch = carray(tiles_at, (TILES,), np.uint32)
     grouped = scratch[WEIGHTS : WEIGHTS + GROUP].view(np.float32)
     draws = carray(draws_at, (DRAWS,), np.uint32)
-    working = carray(experts_at, (2, experts_count), np.int64)
-    left, experts = working[0], working[1]
-    ties = carray(ties_at, (experts_count,), np.int64)
+    working = carray(experts_at, (slots + experts_count,), np.int64)
+    left, experts = working[:slots], working[slots:]
+    ties = carray(ties_at, (slots,), np.int64)
     divisor, lam = factors[0], factors[1]
-    for k in range(experts_count):
+    for k in range(slots):
         left[k] = quotas[k]
         ties[k] = 0
     present = _taking_part(kind, row_of, experts)
@@ -440,6 +427,17 @@ def mix(
                     continue
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
                 if kind == DIRECT:
+                    continue
+                if cuts == 2:
+                    high = experts_count + k
+                    subtract(count, at, scratch)
+                    lows, highs = trim_band(
+                        count, thresholds[k], left[k], thresholds[high], left[high], at, scratch
+                    )
+                    _multiply(count, weights[k], at, scratch)
+                    _drop_nan(count, at, scratch)
+                    _pay(quotas, left, ties, k, lows)
+                    _pay(quotas, left, ties, high, highs)
                     continue
                 if trims and quotas[k] == COUNTED:
                     ties[k] += _weigh_counted(count, weights[k], thresholds[k], at, scratch)
@@ -504,12 +502,12 @@ def mix(
         if base_code != out_code:
             _quieten(scratch, SUM, count)
         store_bits(out_code, scratch, SUM, count, out, start)
-    for k in range(experts_count):
+    for k in range(slots):
         if quotas[k] >= 0:
             ties[k] = quotas[k] - left[k]
 
 
-@entry("iipiipiipp", floats, philox, tiles)
+@entry("iipiipiipp", floats, philox, stages, tiles)
 def count(
     base_code: int,
     base_length: int,
@@ -533,6 +531,6 @@ def count(
         length = min(TILE, n - start)
         load_bits(base_code, base, start, length, scratch, BASE)
         load_bits(row_code, row, start, length, scratch, EXPERT)
-        _subtract(length, EXPERT, scratch)
+        subtract(length, EXPERT, scratch)
         equal += _count_equal(length, threshold, EXPERT, scratch)
     ties[0] = equal

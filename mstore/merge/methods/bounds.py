@@ -41,12 +41,14 @@ class Rounding:
 
     For one element with base b and float32 deltas d_k of the experts that are read (the others are
     zero), the kernel makes y, and exact arithmetic with the same float32 factors makes Y = [W] b +
-    sum c_k d_k, where W is sum w_k for `linear` without `normalize`, else 1. Then
+    sum c_k d_k, where W is the sum of all factors for a sum of whole experts that does not keep
+    the base, else 1. Then
 
         |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
 
-    as long as no step exceeds the largest float32. weights: w_k; factors: |divisor|, |lambda| and
-    the rescale factor; is_whole: as for the operation.
+    as long as no step exceeds the largest float32. weights: w_k; base_weight: of the base, where
+    it is one of the summands; factors: |divisor|, |lambda| and the rescale factor; is_whole: as
+    for the operation.
 
     **Proof.** u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
     its result, or by h if that is subnormal; a sum by at most u of its result (a subnormal sum is
@@ -59,11 +61,12 @@ class Rounding:
       quotient, h for lambda, all of it up to (1 + g(m)) times through what follows. The base is
       added last: off by u of |b| + sum |c_k| |d_k| (1 + g(m)) + what was lost. A sum that is zero
       in float32 leaves the base as it is, which is no larger an error.
-    - linear: K fused steps and the quotient, m = K + 1, on w_k e_k with e_k = b + d_k / (1 + v),
+    - whole: K fused steps and the quotient, m = K + 1, on w_k e_k with e_k = b + d_k / (1 + v),
       |v| <= u. So the relative error is of sum |w_k| / |D| |b| + sum |c_k| |d_k| / (1 - u), and sum
       |c_k| |d_k| u / (1 - u) is the error of d_k itself. Lost in subnormals: K h / |D| + h. With
-      `normalize`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off by
+      `keeps_base`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off by
       |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base has no error.
+      The base may be one of the e_k, with d_k = 0 (`base_weight`).
 
     The merge under a budget and the full one are each that far from their own Y, and the two Y
     differ by sum |c_k| |d_k| over what is left out.
@@ -73,6 +76,7 @@ class Rounding:
     of_base: float
     floor: float
     weights: tuple[float, ...]
+    base_weight: float
     factors: tuple[float, float, float]
     is_whole: bool
 
@@ -83,15 +87,18 @@ _SUBNORMAL: Final = Fraction(1, 2**150)
 
 def rounding(operation: Operation) -> Rounding:
     """Return what float32 adds to the error of an additive method's merge; see `Rounding`."""
-    count = len(operation.weights)
+    weights = operation.weights
+    if operation.mixture is not None:
+        weights = (operation.base_weight, *weights)
+    count = len(weights)
     divisor = abs(Fraction(operation.divisor))
     lam = abs(Fraction(operation.scale))
     rescale = Fraction(operation.rescale)
-    exact = [Fraction(weight) for weight in operation.weights]
+    exact = [Fraction(weight) for weight in weights]
     if operation.is_whole:
         grown = _grown(count + 1)
         base = grown * sum(map(abs, exact)) / divisor
-        if operation.normalizes:
+        if operation.keeps_base:
             base += abs(sum(exact) / Fraction(operation.divisor) - 1)
         deltas = (grown + _UNIT) / (1 - _UNIT)
         floor = _SUBNORMAL * (count / divisor + 1)
@@ -106,6 +113,7 @@ def rounding(operation: Operation) -> Rounding:
         of_base=_upper(base),
         floor=_upper(floor * (1 + grown)),
         weights=operation.weights,
+        base_weight=operation.base_weight,
         factors=(float(divisor), float(lam), float(rescale)),
         is_whole=operation.is_whole,
     )

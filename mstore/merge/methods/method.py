@@ -11,19 +11,25 @@ expert, combines what it selected, and finishes:
     select    WHOLE     e_k itself
               DELTA     d_k
               TRIMMED   d_k if it is among the max(1, int(density * n)) largest |d_k| of a tensor
+              BAND      d_k if int(gamma * n) of the |d_k| of a tensor are larger, and it is among
+                        the int(density * n) largest of the rest (`Operation.keep_counts`)
               DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
     finish    WHOLE: the sum itself.  Others: b + lambda * sum
 
+A method that mixes whole experts may compute the factors of the base and of each expert from facts
+about the whole tensors: their inner products (`Method.mix`).  Such an operation is not settled
+until it has them, tensor by tensor (`Operation.settle`).
+
 Order of operations as in mergekit 0.1.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -31,6 +37,7 @@ from typing import Final
 
 from mstore.errors import BadRequest, did_you_mean
 from mstore.merge.methods.parameters import Parameter, Value, finite_single, single
+from mstore.objects.plan import Mixture
 
 SMALLEST_DIVISOR: Final = 1e-8
 """A divisor nearer to zero than this (a float32 sum of weights) is replaced by 1."""
@@ -42,6 +49,7 @@ class Select(Enum):
     WHOLE = "whole"
     DELTA = "delta"
     TRIMMED = "trimmed"
+    BAND = "band"
     DRAWN = "drawn"
 
 
@@ -52,12 +60,20 @@ class Combine(Enum):
     ELECTED = "elected"
 
 
+Gram = Sequence[Sequence[float]]
+"""Inner products, float64, of the base and each expert, whole tensors: rows and columns in this
+order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One merge method.
 
     summary: a line for lists. formula: the result of an element, as the docs write it. source:
-    where it was published.
+    where it was published. mix: computes the factors of whole tensors from their inner products;
+    only with Select.WHOLE and Combine.SUM. pairs: whether it needs the inner products of experts
+    with each other, not only with the base. experts: how many it takes, None for any number;
+    weighted: whether experts have weights.
     """
 
     name: str
@@ -67,6 +83,10 @@ class Method:
     parameters: tuple[Parameter, ...]
     select: Select
     combine: Combine
+    mix: Callable[[Gram, Mapping[str, Value], Sequence[float]], Mixture] | None = None
+    pairs: bool = False
+    experts: int | None = None
+    weighted: bool = True
 
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
         """Return the complete parameters, with defaults, in the order of `parameters`.
@@ -87,8 +107,14 @@ class Method:
                     f"{self.name} has no parameter {name!r}; its parameters: {', '.join(known)}",
                     hint=did_you_mean(name, known),
                 )
+        for name, parameter in known.items():
+            if parameter.default is None and name not in given:
+                raise BadRequest(
+                    f"{self.name} needs a value for {name}, in {parameter.range}",
+                    hint=f"--param {name}=VALUE",
+                )
         return {
-            name: parameter.parse(given[name]) if name in given else parameter.default
+            name: parameter.parse(given.get(name, parameter.default))
             for name, parameter in known.items()
         }
 
@@ -97,6 +123,12 @@ class Method:
 
         Raises BadRequest for invalid parameters or weights.
         """
+        if self.experts is not None and len(weights) != self.experts:
+            count = "one expert" if self.experts == 1 else f"{self.experts} experts"
+            raise BadRequest(f"{self.name} takes the base and {count}, not {len(weights)}")
+        if not self.weighted and any(weight != 1 for weight in weights):
+            named = ", ".join(parameter.name for parameter in self.parameters)
+            raise BadRequest(f"an expert of {self.name} has no weight; its parameters: {named}")
         return Operation(self, MappingProxyType(self.parse(given)), _rounded(weights))
 
     @property
@@ -110,6 +142,9 @@ class Method:
 class Operation:
     """A method with complete parameters and one weight per expert, float32, in plan order.
 
+    mixture: of one tensor, once its facts are known; `weights` are then those of the mixture, and
+    `given` those that were asked for.
+
     Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
     zero, or if the sum of the weights is not a finite float32.
     """
@@ -117,8 +152,12 @@ class Operation:
     method: Method
     parameters: Mapping[str, Value]
     weights: tuple[float, ...]
+    mixture: Mixture | None = None
+    given: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.given:
+            object.__setattr__(self, "given", self.weights)
         if self.is_whole and self.normalizes and _sum(self.weights) == 0.0:
             raise BadRequest(
                 f"the weights of {self.method.name} add up to zero, and normalize divides by their "
@@ -138,8 +177,35 @@ class Operation:
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether each expert and tensor needs a magnitude threshold first."""
-        return self.method.select is Select.TRIMMED and self.density < 1
+        """Whether each expert and tensor needs magnitude thresholds first."""
+        return self.method.select in (Select.TRIMMED, Select.BAND) and self.density < 1
+
+    @property
+    def is_band(self) -> bool:
+        """Whether there are two thresholds: the largest elements are dropped, too."""
+        return self.method.select is Select.BAND and self.density < 1
+
+    @property
+    def needs_facts(self) -> bool:
+        """Whether its factors depend on the whole tensor and are not known yet."""
+        return self.method.mix is not None and self.mixture is None
+
+    def settle(self, gram: Gram) -> Operation:
+        """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared."""
+        assert self.method.mix is not None
+        return self.settled(self.method.mix(gram, self.parameters, self.weights))
+
+    def settled(self, mixture: Mixture) -> Operation:
+        """Return the operation with this mixture, rounded to float32.
+
+        Raises BadRequest for a factor that is not a finite float32.
+        """
+        base, *experts = (
+            finite_single(f"a factor of {self.method.name}", one)
+            for one in (mixture.base, *mixture.experts)
+        )
+        rounded = Mixture(base, tuple(experts), mixture.keeps_base)
+        return replace(self, weights=rounded.experts, mixture=rounded)
 
     @property
     def is_elected(self) -> bool:
@@ -154,7 +220,7 @@ class Operation:
     @property
     def normalizes(self) -> bool:
         """Whether the sum is divided by weights."""
-        return bool(self.parameters["normalize"])
+        return bool(self.parameters.get("normalize", False))
 
     @property
     def density(self) -> float:
@@ -173,8 +239,18 @@ class Operation:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether a chunk keeps the base's bytes if every expert is absent or equal there."""
+        """Whether a chunk keeps the base's bytes if every expert is absent or equal there.
+
+        False while that is not known.
+        """
+        if self.method.mix is not None:
+            return self.mixture is not None and self.mixture.keeps_base
         return not self.is_whole or self.normalizes
+
+    @property
+    def base_weight(self) -> float:
+        """The factor of the base itself, besides what it gets in place of absent experts."""
+        return 0.0 if self.mixture is None else self.mixture.base
 
     @property
     def weightless(self) -> tuple[bool, ...]:
@@ -209,9 +285,17 @@ class Operation:
         """A draw below this is kept: round(density * 2^32), so 2^32 keeps all."""
         return round(self.density * 2**32) if self.is_drawn else 2**32
 
-    def keep_count(self, elements: int) -> int:
-        """Return how many of n elements trimming keeps: max(1, int(density * n)), at most n."""
-        return min(elements, max(1, int(self.density * elements)))
+    def keep_counts(self, elements: int) -> tuple[int, ...]:
+        """Return up to which rank of |d_k|, from the largest, trimming keeps n elements.
+
+        TRIMMED: one rank, max(1, int(density * n)), at most n.  BAND: two; elements up to the
+        second are dropped.  If fewer than int(gamma * n) can be dropped, as many as can.
+        """
+        if self.method.select is not Select.BAND:
+            return (min(elements, max(1, int(self.density * elements))),)
+        kept = int(self.density * elements)
+        last = min(elements, kept + int(float(self.parameters["gamma"]) * elements))
+        return last, last - kept
 
 
 def _rounded(weights: Sequence[float]) -> tuple[float, ...]:

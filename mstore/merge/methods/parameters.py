@@ -38,11 +38,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a method: its kind, default and range."""
+    """One parameter of a method: its kind, default (None: it must be given) and range."""
 
     name: str
     kind: Literal["float", "int", "bool"]
-    default: Value
+    default: Value | None
     range: Range | None = None
 
     def parse(self, given: object) -> Value:
@@ -59,6 +59,7 @@ LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE)
 TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True))
 # A draw has 32 bits: a smaller share is indistinguishable from zero.
 MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0))
+GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0))
 RESCALE: Final = Parameter("rescale", "bool", True)
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
 

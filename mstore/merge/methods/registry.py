@@ -6,30 +6,36 @@ whose value is a `Method`. A method of this folder cannot be replaced.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from types import MappingProxyType
 from typing import Final
 
 from mstore.errors import BadRequest, Unavailable, did_you_mean
-from mstore.merge.methods import dare_linear, dare_ties, linear, task_arithmetic, ties
+from mstore.merge import methods
 from mstore.merge.methods.method import Method, Operation
-from mstore.objects.plan import Plan
+from mstore.objects.plan import Plan, PlanOperation, PlanTensor
+
+_OTHERS: Final = {"bounds", "method", "parameters", "registry"}
 
 GROUP: Final = "mstore.methods"
 """The entry point group for methods of other packages."""
 
-_MODULES: Final = (linear, task_arithmetic, ties, dare_linear, dare_ties)
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType(
-    {module.METHOD.name: module.METHOD for module in _MODULES}
-)
-"""The methods of this folder by name, in listing order."""
+def _here() -> dict[str, Method]:
+    names = sorted(one.name for one in pkgutil.iter_modules(methods.__path__))
+    modules = [import_module(f"{methods.__name__}.{name}") for name in names if name not in _OTHERS]
+    return {module.METHOD.name: module.METHOD for module in modules}
+
+
+METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
+"""The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
 
 ELSEWHERE: Final = frozenset(
     (
-        *("arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear", "karcher"),
-        *("model_stock", "multislerp", "nearswap", "nuslerp", "passthrough", "sce", "slerp"),
+        *("arcee_fusion", "breadcrumbs_ties", "della", "della_linear", "karcher"),
+        *("model_stock", "multislerp", "nearswap", "nuslerp", "passthrough", "sce"),
     )
 )
 """Methods of mergekit that are not here."""
@@ -62,10 +68,40 @@ def operation(method: str, parameters: Mapping[str, object], weights: Sequence[f
     return find(method).apply(parameters, weights)
 
 
-def operation_of(plan: Plan) -> Operation:
-    """Return the operation of a plan. Raises as `operation` does."""
-    weights = [expert.weight for expert in plan.experts]
-    return operation(plan.method, dict(plan.parameters), weights)
+class Operations:
+    """The operations of one plan's tensors; `main` is the plan's own.
+
+    Raises as `operation` does.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._all = [_made(one) for one in (plan.operation, *plan.operations)]
+        self.main = self._all[0]
+
+    def of(self, tensor: PlanTensor) -> Operation:
+        """Return the operation of one tensor, with its mixture."""
+        found = self._all[tensor.operation]
+        return found if tensor.mixture is None else found.settled(tensor.mixture)
+
+    def match(self, plan: Plan) -> bool:
+        """Return whether the plan's records are as these operations would be written."""
+        return all(
+            tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
+            for made, one in zip(self._all, (plan.operation, *plan.operations), strict=True)
+        ) and all(
+            (self._all[tensor.operation].method.mix is None) == (tensor.mixture is None)
+            and (tensor.mixture is None or self.of(tensor).mixture == tensor.mixture)
+            for tensor in plan.tensors
+        )
+
+    def used(self, plan: Plan) -> list[Operation]:
+        """Return those that a tensor of the plan has; `main` if it has no tensors."""
+        numbers = sorted({tensor.operation for tensor in plan.tensors})
+        return [self._all[number] for number in numbers or [0]]
+
+
+def _made(one: PlanOperation) -> Operation:
+    return operation(one.method, dict(one.parameters), one.weights)
 
 
 def names() -> tuple[str, ...]:

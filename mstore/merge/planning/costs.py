@@ -39,7 +39,10 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
     read: list[Bools] = []
     # Look up the records of one expert together.
     sides_of = zip(
-        *(catalog.tensors([found[tensor.name] for tensor in plan.tensors]) for found in experts),
+        *(
+            catalog.tensors([found[tensor.source(member)] for tensor in plan.tensors])
+            for member, found in enumerate(experts, start=1)
+        ),
         strict=True,
     )
     single = _Single()

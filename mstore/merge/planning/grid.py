@@ -29,7 +29,7 @@ class Grid:
     float64[C], of each chunk. copies: float64[C], how many names the chunk's tensor has. equal,
     known: bool[K, C], the blocks are the base's; statistics exist. twin, cost: int64[K, C] (see
     `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
-    trimming cuts, NaN for no threshold.
+    trimming cuts, and `ceiling`, where it begins to drop the largest; NaN for no threshold.
     """
 
     starts: Ints
@@ -42,6 +42,7 @@ class Grid:
     cost: Ints
     rows: tuple[np.ndarray[Any, Any], ...]
     threshold: Floats
+    ceiling: Floats
 
     @classmethod
     def of(cls, survey: Survey) -> Grid:
@@ -51,7 +52,6 @@ class Grid:
         experts = range(len(survey.experts))
         sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
         tensor = np.repeat(np.arange(len(tensors)), chunks)
-        cuts = [[np.nan if e.threshold is None else e.threshold.value for e in s] for s in sides]
         return cls(
             starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
             tensor=tensor,
@@ -62,7 +62,26 @@ class Grid:
             twin=_joined([[e.twin for e in side] for side in sides], np.int64),
             cost=_joined([[e.cost for e in side] for side in sides], np.int64),
             rows=tuple(map(_rows, sides)),
-            threshold=_spread(cuts, tensor, np.float64),
+            threshold=_spread(_cuts(sides, 0), tensor, np.float64),
+            ceiling=_spread(_cuts(sides, 1), tensor, np.float64),
+        )
+
+    def part(self, tensors: Sequence[int]) -> Grid:
+        """Return the grid of some of its tensors, by their positions in order."""
+        own = np.isin(self.tensor, tensors)
+        chunks = np.diff(self.starts)[list(tensors)]
+        return Grid(
+            starts=np.array([0, *itertools.accumulate(chunks.tolist())], dtype=np.int64),
+            tensor=np.repeat(np.arange(len(chunks)), chunks),
+            elements=self.elements[own],
+            copies=self.copies[own],
+            equal=self.equal[:, own],
+            known=self.known[:, own],
+            twin=self.twin[:, own],
+            cost=self.cost[:, own],
+            rows=tuple(rows[own] for rows in self.rows),
+            threshold=self.threshold[:, own],
+            ceiling=self.ceiling[:, own],
         )
 
     @property
@@ -79,6 +98,13 @@ class Grid:
         """Split [K, C] into a list of [K, chunks], one per tensor."""
         bounds = self.starts.tolist()
         return [table[:, start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _cuts(sides: list[list[ExpertTensor]], place: int) -> list[list[float]]:
+    return [
+        [e.thresholds[place].value if place < len(e.thresholds) else np.nan for e in side]
+        for side in sides
+    ]
 
 
 def added(rows: Sequence[Floats] | Floats) -> Floats:

@@ -7,7 +7,7 @@ already meets, an expert that is the base.  A caller who wants it passes `allow_
 from __future__ import annotations
 
 from mstore.errors import BadRequest
-from mstore.merge.methods.registry import operation_of
+from mstore.merge.methods.registry import Operations
 from mstore.objects.plan import OMITTED, READ, Plan
 from mstore.store.catalog import Catalog
 
@@ -51,10 +51,12 @@ def is_base(catalog: Catalog, plan: Plan) -> bool:
 
 def is_retyped(catalog: Catalog, plan: Plan) -> bool:
     """Return whether a tensor gets a different type from the base's."""
-    if plan.dtype is None:
-        return False
     base = catalog.manifest(plan.base_id()).tensors()
-    return any(catalog.tensor(base[tensor.name]).dtype != plan.dtype for tensor in plan.tensors)
+    return any(
+        dtype is not None and catalog.tensor(base[tensor.source(0)]).dtype != dtype
+        for tensor in plan.tensors
+        for dtype in (tensor.dtype or plan.dtype,)
+    )
 
 
 def _reads(plan: Plan) -> bool:
@@ -62,7 +64,10 @@ def _reads(plan: Plan) -> bool:
 
 
 def _is_base(catalog: Catalog, plan: Plan) -> bool:
-    if plan.tensors and not operation_of(plan).keeps_base:
+    operations = Operations(plan)
+    if not all(operations.of(tensor).keeps_base for tensor in plan.tensors):
+        return False
+    if any(tensor.sources for tensor in plan.tensors):
         return False
     return not is_retyped(catalog, plan)
 

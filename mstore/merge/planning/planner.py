@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,19 +31,15 @@ from typing import Any
 import numpy as np
 
 from mstore.errors import BadRequest
-from mstore.merge.methods.bounds import Rounding, coefficients, rounding
-from mstore.merge.methods.parameters import MAX_SINGLE
-from mstore.merge.planning.estimates import elected
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
+from mstore.merge.planning.model import Model, States
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.scores import agreement, dilution, lottery, seed
+from mstore.merge.planning.scores import lottery, seed
 from mstore.merge.planning.surveyed import Survey
-from mstore.numeric.codes import ITEMSIZES, LARGEST, can_overflow
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED
-from mstore.stats.histogram import exp_of_minus, tail_squares
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
 
-States = np.ndarray[Any, np.dtype[np.uint8]]
 # Sums of squares and their roots are off by less than this: 2^-53 per step, in at most 2^28 steps.
 _FLOAT64_ERROR = 2.0**-24
 # Tensors with numbers that are not finite are damaged weights, so more of them are named.
@@ -72,6 +69,30 @@ class Selection:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The tensors of one operation: its model, and their columns of the grid (C of them)."""
+
+    model: Model
+    columns: Any
+
+
+def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
+    """Return a part for each operation; a request for no tensor has one without columns."""
+    numbers: dict[int, list[int]] = {}
+    for number, tensor in enumerate(survey.tensors):
+        numbers.setdefault(id(tensor.operation), []).append(number)
+    if len(numbers) <= 1:
+        operation = survey.tensors[0].operation if survey.tensors else request.operation
+        return [_Part(Model(operation, grid, survey.tensors), slice(None))]
+    parts = []
+    for members in numbers.values():
+        tensors = [survey.tensors[number] for number in members]
+        columns = np.flatnonzero(np.isin(grid.tensor, members))
+        parts.append(_Part(Model(tensors[0].operation, grid.part(members), tensors), columns))
+    return parts
+
+
 class Planner:
     """Plans one merge.  Ranks once; `select` cuts the ranking at any budget.
 
@@ -81,23 +102,17 @@ class Planner:
     def __init__(self, survey: Survey, request: Request) -> None:
         self._survey = survey
         self._request = request
-        self._operation = request.operation
-        self._trims = request.operation.is_trimmed
         self._grid = Grid.of(survey)
+        self._parts = _parts(survey, self._grid, request)
         self._own = np.arange(len(survey.experts))[:, None]
-        self._free_states = self._free()
+        self._free_states = self._joined(np.uint8, lambda part: part.model.free())
         leaders = self._led(self._free_states)
         self.full_expert_bytes = int(self._grid.cost[leaders == self._own].sum())
         self._plain = self._grid.elements * self._itemsizes()
         self._full_plain = int(self._plain[leaders == self._own].sum())
-        self._squares = self._tails() if self._trims else self._whole()
-        self._normalizes = request.operation.is_elected and request.operation.normalizes
-        heavy = {abs(weight) for weight in request.operation.weights if weight}
-        self._is_uneven = self._normalizes and len(heavy) > 1
-        self._scale = self._coefficients() * np.sqrt(self._grid.copies)
-        self._roots = _scaled(self._scale, self._squares)
-        # The norm of a trimmed delta is only an estimate: the whole delta's norm is never less.
-        self._certain = _scaled(self._scale, self._whole()) if self._trims else self._roots
+        self._squares = self._joined(np.float64, lambda part: part.model.squares)
+        self._roots = self._joined(np.float64, lambda part: part.model.roots)
+        self._certain = self._joined(np.float64, lambda part: part.model.certain)
         dropped = self._outside_top_p()
         self._free_states[:, dropped] = np.where(
             self._free_states[:, dropped] == READ, DROPPED, self._free_states[:, dropped]
@@ -106,6 +121,29 @@ class Planner:
         self._rounding = self._float32_error()
         self._units = self._list_units()
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
+
+    @property
+    def _is_additive(self) -> bool:
+        """Whether every operation is, so that there is a bound."""
+        return all(part.model.is_additive for part in self._parts)
+
+    def _joined(self, dtype: Any, own: Callable[[_Part], np.ndarray[Any, Any]]) -> Any:
+        """Return [K, C] from the [K, columns] of each part."""
+        if len(self._parts) == 1:
+            return own(self._parts[0])
+        whole = np.zeros(self._grid.shape, dtype=dtype)
+        for part in self._parts:
+            whole[:, part.columns] = own(part)
+        return whole
+
+    def _row(self, own: Callable[[_Part], Floats]) -> Floats:
+        """Return float64[C] from the float64[columns] of each part."""
+        if len(self._parts) == 1:
+            return own(self._parts[0])
+        whole = np.zeros(self._grid.shape[1])
+        for part in self._parts:
+            whole[part.columns] = own(part)
+        return whole
 
     def select(self) -> Selection:
         """Select as requested.  Raises BadRequest if budget and max-error exclude each other."""
@@ -147,20 +185,6 @@ class Planner:
 
     # -- what is free ------------------------------------------------------------------------
 
-    def _free(self) -> States:
-        """Return uint8[K, C]: READ, unless the state is known without reading."""
-        grid = self._grid
-        states = np.full(grid.shape, READ, dtype=np.uint8)
-        nothing = grid.known & (grid.column("nonzeros") == 0)
-        if self._trims:
-            # `<` and not `not >=`: a NaN is larger than everything and must be read.
-            states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
-        elif not self._operation.is_whole:
-            states[nothing] = BELOW
-        states[list(self._operation.weightless)] = BELOW
-        states[grid.equal] = EQUAL
-        return states
-
     def _led(self, states: States) -> Ints:
         """Return int64[K, C]: the first expert with these blocks whose state is READ; else -1."""
         columns = np.arange(states.shape[1])
@@ -173,70 +197,6 @@ class Planner:
             leaders[k] = np.where(reads, first[twin, columns], -1)
         return leaders
 
-    # -- norms -------------------------------------------------------------------------------
-
-    def _coefficients(self) -> Floats:
-        """Return |c_k|, float64[K, C]: certified for additive methods, a guess for the others.
-
-        An operator that divides by the weights that agree gives an expert all of its delta where no
-        heavier one is kept, whatever its own weight, and elsewhere its weight over the heaviest
-        one's.  The positions that different experts keep are assumed independent.
-        """
-        weights = np.abs(np.array(self._operation.weights))[:, None]
-        if self._operation.is_additive:
-            one = coefficients(self._operation)
-            return np.array(one)[:, None]
-        scale = self._undivided()
-        if not self._normalizes or not weights.any():
-            plain: Floats = weights * scale
-            return plain
-        share = weights / weights.max()
-        if not self._is_uneven:
-            even: Floats = share * scale
-            return even
-        alone = np.ones(self._grid.shape)
-        for weight, kept in zip(weights, self._kept, strict=True):
-            alone[weights[:, 0] < weight] *= 1.0 - kept
-        squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share**2, 0.0)
-        return np.sqrt(squares) * scale
-
-    def _undivided(self) -> float:
-        """Return |lambda| times the scale factor of random sparsification."""
-        scale = abs(float(self._operation.parameters.get("lambda", 1.0)))
-        if self._operation.is_drawn and self._operation.parameters["rescale"]:
-            # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
-            scale /= math.sqrt(self._operation.density)
-        return scale
-
-    def _with_lighter(self, roots: Floats) -> Floats:
-        """Return `roots` plus what leaving a unit out lets in: float64[K, C].
-
-        While a heavy expert is kept, lighter ones hardly count; without it their deltas appear.
-        """
-        weights = np.abs(np.array(self._operation.weights))
-        full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self._squares) ** 2
-        full = np.where(np.isfinite(full), full, 0.0)
-        squares = roots * roots
-        for k, kept in enumerate(self._kept):
-            for j in np.flatnonzero((weights > 0) & (weights < weights[k])).tolist():
-                squares[k] += kept * full[j]
-        found: Floats = np.sqrt(squares)
-        return found
-
-    def _whole(self) -> Floats:
-        """Return ||d_k||^2: float64[K, C]; infinite if unknown."""
-        squares = self._grid.column("sum_squares")
-        # A NaN would make every comparison false; such a chunk is read first.
-        return np.where(self._grid.known & ~np.isnan(squares), squares, np.inf)
-
-    def _tails(self) -> Floats:
-        """Return roughly the part of it above the trim threshold."""
-        found = [
-            tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
-            for rows, cuts in zip(self._grid.rows, self._grid.threshold, strict=True)
-        ]
-        return np.where(self._grid.known, np.array(found).reshape(self._grid.shape), np.inf)
-
     def _outside_top_p(self) -> Bools:
         """Return bool[C]: chunks that would change but are not among the top_p largest deltas."""
         dropped = np.zeros(self._grid.shape[1], dtype=bool)
@@ -244,9 +204,8 @@ class Planner:
         if share is None:
             return dropped
         changing = np.flatnonzero((self._free_states == READ).any(axis=0))
-        left = np.where(self._free_states == READ, self._roots, 0.0)[:, changing]
-        with np.errstate(over="ignore"):
-            error = added(left) ** 2 if self._operation.is_additive else added(left**2)
+        left = np.where(self._free_states == READ, self._roots, 0.0)
+        error = self._row(lambda part: part.model.largest(left[:, part.columns]))[changing]
         keep = max(1, int(share * len(changing)))
         dropped[changing[np.argsort(-error, kind="stable")[keep:]]] = True
         return dropped
@@ -301,40 +260,16 @@ class Planner:
                 [[seed(*e.pair) for e in t.experts] for t in self._survey.tensors], dtype=np.uint64
             ).reshape(-1, grid.shape[0])
             return lottery(seeds[units.tensor, units.expert], units.chunk)
-        if self._operation.is_additive:
+        if self._is_additive:
             return None
-        roots = self._roots
-        if self._trims and self._request.score == "norm":
-            roots = _scaled(self._scale, self._whole())
-        if self._request.score == "conflict":
-            # A delta without a norm has no direction; infinity stays infinity.
-            share = agreement(grid.rows, self._operation.weights)
-            squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
-            if self._normalizes:
-                squares = squares + dilution(roots * roots, self._kept)
-            roots = np.sqrt(squares)
-        elif self._is_uneven:
-            roots = self._with_lighter(roots)
+        score = self._request.score
+        roots = self._joined(np.float64, lambda part: part.model.ranked(score))
         scored = units.root.copy()
         single = units.chunk >= 0
         places = units.expert[single], (grid.starts[units.tensor] + units.chunk)[single]
         scored[single] = self._summed(roots)[places]
         with np.errstate(over="ignore"):
             return scored * scored / units.cost
-
-    @cached_property
-    def _kept(self) -> Floats:
-        """Return roughly the share of a chunk's elements that sparsifying keeps: float64[K, C]."""
-        grid = self._grid
-        kept = grid.column("nonzeros") / grid.elements
-        if self._trims:
-            magnitudes = grid.column("sum_abs")
-            usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(grid.threshold)
-            mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
-            # Assumes exponentially distributed magnitudes, as in `tail_squares`.
-            cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
-            return np.where(usable, kept * exp_of_minus(cut), 0.0)
-        return kept * self._operation.density if self._operation.is_drawn else kept
 
     def _shortest(self, taken: Ints, goal: float, budget: int | None) -> Ints:
         """Return the shortest prefix of `taken` that keeps the error, found by bisection.
@@ -346,7 +281,7 @@ class Planner:
             chosen = np.zeros(len(self._units), dtype=bool)
             chosen[taken[:count]] = True
             bound, estimate = self._errors(self._apply(chosen))
-            number = bound if self._operation.is_additive else estimate
+            number = bound if self._is_additive else estimate
             return math.inf if number is None else number
 
         kept = error(len(taken))
@@ -374,7 +309,7 @@ class Planner:
         for unit in np.flatnonzero(~chosen & (units.chunk < 0)):
             start, end = grid.starts[units.tensor[unit] :][:2]
             left[units.expert[unit], start:end] = True
-        states = self._free_states.copy()
+        states: States = self._free_states.copy()
         led = leaders >= 0
         states[led & left[leaders, np.arange(grid.shape[1])]] = OMITTED
         states[(states == READ) & (leaders != self._own)] = SHARED
@@ -385,9 +320,14 @@ class Planner:
     def _errors(self, states: States) -> tuple[float | None, float | None]:
         """Return bound (additive methods only) and estimate; None if a norm is unknown."""
         left_out = (states == OMITTED) | (states == DROPPED)
-        surplus = self._surplus(states, left_out)
+        surplus = np.concatenate(
+            [
+                part.model.surplus(states[:, part.columns], left_out[:, part.columns]).ravel()
+                for part in self._parts
+            ]
+        )
         if not left_out.any() and not surplus.any():
-            return (0.0 if self._operation.is_additive else None), 0.0
+            return (0.0 if self._is_additive else None), 0.0
         base, known = self._survey.base_squares, self._grid.known
         # Where nothing is left out, norms do not matter, known or not.
         if not base or (left_out & ~known).any():
@@ -396,7 +336,7 @@ class Planner:
             certain = np.where(left_out, self._certain, 0.0)
             worst = math.fsum((added(certain) ** 2).tolist())
             likely = self._likely(left_out, (states == READ) | (states == SHARED))
-            typical = math.fsum([*likely.tolist(), *surplus.ravel().tolist()])
+            typical = math.fsum([*likely.tolist(), *surplus.tolist()])
             everything = float(added(np.where(known, self._roots, 0.0) ** 2).sum())
         # If something read is not finite, a distance means nothing.
         if not all(map(math.isfinite, (worst, typical, everything))):
@@ -405,70 +345,23 @@ class Planner:
         estimate = math.sqrt(typical) / norm
         # For chunks read without statistics, the rounding error is unknown.
         in_dark = ((states == READ) | (states == SHARED)) & ~known & left_out.any(axis=0)
-        is_sure = self._operation.is_additive and not in_dark.any() and not surplus.any()
+        is_sure = self._is_additive and not in_dark.any() and not surplus.any()
         if not is_sure or not math.isfinite(self._rounding):
             return None, estimate
         bound = (math.sqrt(worst) + self._rounding) / norm * (1 + _FLOAT64_ERROR)
         return math.nextafter(bound, math.inf), estimate
 
     def _likely(self, left_out: Bools, taken: Bools) -> Floats:
-        """Return the mean squared error of leaving these out, per chunk: float64[C].
-
-        Averages over random masks, too: for d, kept with probability p, the mean square is p d^2,
-        and d^2 / p with `rescale`.
-        """
-        operation = self._operation
-        density = operation.density if operation.is_drawn else 1.0
-        if operation.is_additive:
-            # The coefficients hold for every mask: with `rescale` they include 1 / p.
-            return added(np.where(left_out, self._roots, 0.0) ** 2) * density
-        found = np.zeros(self._grid.shape[1])
-        some = np.flatnonzero(left_out.any(axis=0))
-        if not len(some):
-            return found
-        squares = self._squares[:, some]
-        # Chunks read without statistics, or not finite, count as absent.
-        counts = (left_out | taken)[:, some] & np.isfinite(squares)
-        found[some] = elected(
-            np.where(counts, squares, 0.0),
-            np.where(counts, self._kept[:, some], 0.0),
-            operation.weights,
-            left_out[:, some],
-            normalize=self._normalizes,
+        """Return the mean squared error of leaving these out, per chunk: float64[C]."""
+        return self._row(
+            lambda part: part.model.likely(left_out[:, part.columns], taken[:, part.columns])
         )
-        scale = abs(float(operation.parameters.get("lambda", 1.0)))
-        factor = 1.0 / density if operation.parameters.get("rescale") else density
-        return found * self._grid.copies * (factor * scale * scale)
 
     def _float32_error(self) -> float:
-        """Return what float32 may add to the distance of two merges; infinite if it may overflow.
-
-        Chunks of which nothing is left out come out equal.  This counts all chunks of which
-        anything may be left out, so that the result does not depend on the budget.
-        """
-        if not self._operation.is_additive:
-            return math.inf
-        grid = self._grid
-        error = rounding(self._operation)
-        computed = np.isin(self._free_states, (READ, DROPPED)).any(axis=0)
-        if not computed.any():
-            return 0.0
-        # Every expert with statistics for a chunk has the same base sums in its row.
-        squares = np.where(grid.known, grid.column("base_squares"), 0.0).max(axis=0)[computed]
-        largest = np.where(grid.known, grid.column("max_abs"), 0.0)[:, computed]
-        if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:
-            return math.inf
-        with np.errstate(over="ignore", invalid="ignore"):
-            roots = np.where(grid.known, self._certain, 0.0)[:, computed]
-            copies = grid.copies[computed]
-            one = (
-                error.of_deltas * added(roots)
-                + error.of_base * np.sqrt(squares * copies)
-                + error.floor * np.sqrt(grid.elements[computed] * copies)
-            )
-            # Each of the two merges is that far from exact arithmetic.
-            total = 2 * math.sqrt(math.fsum((one * one).tolist()))
-        return total if math.isfinite(total) else math.inf
+        """Return what float32 may add to the distance of two merges; infinite on overflow."""
+        return math.hypot(
+            *(part.model.float32_error(self._free_states[:, part.columns]) for part in self._parts)
+        )
 
     @cached_property
     def change(self) -> float | None:
@@ -478,7 +371,7 @@ class Planner:
         """
         base = self._survey.base_squares
         # A sum that scales the base changes more than the experts' deltas show.
-        if not base or not self._operation.keeps_base:
+        if not base or not all(part.model.operation.keeps_base for part in self._parts):
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():
@@ -490,52 +383,16 @@ class Planner:
     def overflow(self) -> list[tuple[str, int]]:
         """Return tensors, and their elements, that may overflow the output's type, worst first.
 
-        Uses the norm of the base's tensor, which no element of it exceeds, and the largest deltas
-        where statistics exist: if all exist, a tensor not named here cannot overflow.
+        If all statistics exist, a tensor not named here cannot overflow.
         """
-        request, grid, survey = self._request, self._grid, self._survey
-        if not survey.tensors:
+        if not self._survey.tensors:
             return []
-        error = rounding(self._operation)
-        divisor, lam, rescale = error.factors
-        weights = np.abs(error.weights)[:, None]
-        if self._normalizes:
-            # Divided by the sum of the weights that agree, which may be just one of them.
-            weights = np.maximum(weights, 1.0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            deltas = np.where(grid.known, grid.column("max_abs"), 0.0) * weights
-            moved = added(deltas) * (lam * rescale / divisor)
-            moved = np.maximum.reduceat(moved, grid.starts[:-1])
-        scale = float(weights.sum()) / divisor if error.is_whole else 1.0
-        found = []
-        for tensor, delta in zip(survey.tensors, moved.tolist(), strict=True):
-            own, out = tensor.record.dtype, request.dtype or tensor.record.dtype
-            reach = max(1.0, scale) * math.sqrt(survey.squares.get(tensor.name, 0.0)) + delta
-            if can_overflow(own, out) and not reach <= LARGEST[out]:
-                worst = math.inf if math.isnan(reach) else reach
-                found.append((-worst, tensor.name, tensor.elements))
+        found = [
+            one
+            for part in self._parts
+            for one in part.model.overflow(self._request.dtype, self._survey.squares)
+        ]
         return [(name, elements) for _, name, elements in sorted(found)]
-
-    @cached_property
-    def _beyond(self) -> Floats:
-        """Return float64[T, K, 2]: `ExpertTensor.surplus`."""
-        tensors = self._survey.tensors
-        return np.array([[e.surplus for e in t.experts] for t in tensors], dtype=np.float64)
-
-    def _surplus(self, states: States, left_out: Bools) -> Floats:
-        """Return what the elements kept beyond k add: float64[K, T], squares as in `_roots`."""
-        grid, beyond = self._grid, self._beyond
-        if not beyond.any():
-            return np.zeros((0, 0))
-        starts = grid.starts[:-1]
-        partly = np.logical_or.reduceat(left_out, starts, axis=1)
-        kept = np.where(partly, beyond[:, :, 1].T, beyond[:, :, 0].T)
-        is_read = (states == READ) | (states == SHARED)
-        share = np.add.reduceat(np.where(is_read, grid.elements, 0.0), starts, axis=1)
-        share = share / np.add.reduceat(grid.elements, starts)
-        cuts = np.where(kept > 0, (self._scale * grid.threshold)[:, starts], 0.0)
-        squares: Floats = kept * share * cuts**2
-        return squares
 
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
         """Return the norms of what is left out, per tensor and expert; -1 if unknown."""
@@ -568,7 +425,8 @@ class Planner:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
             notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
-        signs = " (a NaN has no sign and takes no part)" if self._operation.is_elected else ""
+        elects = any(part.model.operation.is_elected for part in self._parts)
+        signs = " (a NaN has no sign and takes no part)" if elects else ""
         if survey.unreliable:
             notes.append(
                 f"infinite or NaN differences{signs}, their blocks are read first, and leave no "
@@ -587,18 +445,6 @@ class Planner:
         return tuple(notes)
 
 
-def largest_step(error: Rounding, largest: Floats, base: Floats) -> float:
-    """Bound the largest step of the kernel, for |d_k| <= largest (float64[K, C]), |b| <= base."""
-    divisor, lam, rescale = error.factors
-    with np.errstate(over="ignore", invalid="ignore"):
-        sides = base + largest if error.is_whole else np.maximum(largest, largest * rescale)
-        total = added([abs(w) * side for w, side in zip(error.weights, sides, strict=True)])
-        mixed = total / divisor
-        steps = [sides.max(axis=0), total, mixed, mixed * lam, mixed * lam + base]
-        found = float(np.max(steps)) * (1 + 2.0**-10)
-    return found if math.isfinite(found) else math.inf
-
-
 def _few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
@@ -607,9 +453,3 @@ def _few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
 def _norm(squares: Floats) -> float:
     total = math.fsum(squares.tolist())
     return math.sqrt(total) if math.isfinite(total) else -1.0
-
-
-def _scaled(scale: Floats, squares: Floats) -> Floats:
-    """Return |c_k| ||d_k||: float64[K, C].  An expert without weight loses nothing."""
-    with np.errstate(invalid="ignore"):
-        return np.where(scale > 0, scale * np.sqrt(squares), 0.0)

@@ -12,8 +12,8 @@ from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
-from mstore.objects.shapes import require_patterns
-from mstore.requests import MergeRequest
+from mstore.objects.shapes import matching, require_patterns
+from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
@@ -29,6 +29,15 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Rule:
+    """What holds for the tensors that `patterns` name; dtype None: the request's."""
+
+    patterns: tuple[str, ...]
+    operation: Operation
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One merge to plan, made from a `mstore.requests.MergeRequest`.
 
@@ -37,7 +46,8 @@ class Request:
     dtype: output dtype, None for the base's. analyze: whether missing statistics may be computed
     now. score: what units are ranked by. only, skip: patterns of tensor names (fnmatch,
     case-sensitive), sorted. expert_budget: as budget, for any one expert. top_p: share of the
-    output's blocks that may differ from the base's, in (0, 1], or None.
+    output's blocks that may differ from the base's, in (0, 1], or None. rules: as asked, in order.
+    outputs: the sources of tensors that the base does not have, by name.
     """
 
     base: Input
@@ -52,6 +62,17 @@ class Request:
     skip: tuple[str, ...] = ()
     expert_budget: int | float | None = None
     top_p: float | None = None
+    rules: tuple[Rule, ...] = ()
+    outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def rule_of(self, tensor: str) -> Rule | None:
+        """Return the first rule that names a tensor of the output."""
+        return next((rule for rule in self.rules if matching([tensor], rule.patterns)), None)
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """All operations, not settled: the request's own first."""
+        return (self.operation, *(rule.operation for rule in self.rules))
 
 
 def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Request:
@@ -61,9 +82,11 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
     """
     weights = [weight for _, weight in asked.weighted()]
     operation = registry.operation(asked.method, asked.parameters, weights)
+    rules = tuple(_rule(asked, rule, weights) for rule in asked.rules)
     error, share = asked.max_error, asked.top_p
     if share is not None:
-        _check_top_p(share, operation)
+        for one in (operation, *(rule.operation for rule in rules)):
+            _check_top_p(share, one)
     if error is not None and not (math.isfinite(error) and error >= 0):
         raise BadRequest(f"--max-error must be a number of 0 or more, not {error!r}")
     return Request(
@@ -79,7 +102,40 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         skip=_patterns(asked.skip, "--skip"),
         expert_budget=_limit(asked.expert_budget, "--per-expert-budget"),
         top_p=None if share is None else float(share),
+        rules=rules,
+        outputs=tuple(_output(name, asked.outputs[name], len(weights)) for name in asked.outputs),
     )
+
+
+def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Rule:
+    patterns = rule.patterns()
+    require_patterns(patterns, "rules")
+    if rule.weights is not None and len(rule.weights) != len(weights):
+        raise BadRequest(
+            f"a rule has one weight per expert, {len(weights)}, not {len(rule.weights)}",
+            where=", ".join(patterns),
+        )
+    parameters = dict(rule.parameters)
+    if rule.method is None:
+        parameters = {**asked.parameters, **parameters}
+    own = weights if rule.weights is None else rule.weights
+    return Rule(
+        patterns,
+        registry.operation(rule.method or asked.method, parameters, own),
+        None if rule.dtype is None else _output_dtype(rule.dtype),
+    )
+
+
+def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str, tuple[str, ...]]:
+    """Return an output's name, and the names of its sources, the base's first."""
+    named = (sources,) * (1 + experts) if isinstance(sources, str) else tuple(sources)
+    if len(named) != 1 + experts:
+        raise BadRequest(
+            f"an output has one source in the base and one in each of {experts} experts, not "
+            f"{len(named)}",
+            where=name,
+        )
+    return name, named
 
 
 def _patterns(patterns: Sequence[str], option: str) -> tuple[str, ...]:
@@ -94,6 +150,12 @@ def _check_top_p(share: float, operation: Operation) -> None:
             f"a share of the output's blocks is above 0 and at most 1, not {share!r}",
             where="--top-p",
             hint="--top-p 0.2",
+        )
+    if operation.method.mix is not None:
+        raise BadRequest(
+            f"blocks of {operation.method.name} are not the base's own where they are left out",
+            where="--top-p",
+            hint="--budget limits what is read",
         )
     if not operation.keeps_base:
         raise BadRequest(

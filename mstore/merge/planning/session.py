@@ -13,13 +13,23 @@ import msgspec
 from blake3 import blake3
 
 from mstore.ids import ID_BYTES, ManifestId
+from mstore.merge.methods.method import Operation
+from mstore.merge.methods.parameters import Value
 from mstore.merge.planning.costs import Costs
-from mstore.merge.planning.planner import Planner, Selection, States
+from mstore.merge.planning.model import States
+from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.plan import (
+    Criteria,
+    Plan,
+    PlanExpert,
+    PlanOperation,
+    PlanTensor,
+    Threshold,
+)
 from mstore.reports import Progress
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
@@ -50,7 +60,17 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
         *(sorted(operation.parameters.items()), request.budget, request.max_error, request.dtype),
         *(request.score, request.only, request.skip, request.expert_budget, request.top_p),
     )
-    text = msgspec.msgpack.encode(said)
+    more: tuple[object, ...] = ()
+    if request.rules or request.outputs:
+        rules = [
+            (
+                *(rule.patterns, rule.operation.method.name, rule.operation.weights, rule.dtype),
+                sorted(rule.operation.parameters.items()),
+            )
+            for rule in request.rules
+        ]
+        more = rules, request.outputs
+    text = msgspec.msgpack.encode((*said, *more))
     return blake3(text, derive_key_context="mstore 1 request").digest()
 
 
@@ -144,12 +164,11 @@ class Planning:
     def _finished(self, selection: Selection, request: Request) -> Planned:
         notes = list(selection.notes)
         thresholds: list[tuple[Threshold, ...]] = [() for _ in self._survey.tensors]
-        if request.operation.is_trimmed:
+        if any(tensor.operation.is_trimmed for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
                     self.catalog,
                     self._statistics,
-                    request.operation,
                     analyze=request.analyze,
                     pool=pool,
                     meter=self._surveyor.analyzed,
@@ -178,6 +197,7 @@ def _record(
     thresholds: list[tuple[Threshold, ...]],
     notes: list[str],
 ) -> Plan:
+    numbers, operations = _numbered(survey, request)
     tensors = tuple(
         PlanTensor(
             tensor.name,
@@ -185,6 +205,10 @@ def _record(
             states,
             cut,
             omitted,
+            numbers[_shape(tensor.operation)],
+            tensor.sources,
+            tensor.dtype,
+            tensor.operation.mixture,
         )
         for tensor, states, cut, omitted in zip(
             survey.tensors,
@@ -220,7 +244,27 @@ def _record(
         tensors=tensors,
         copied=survey.copied,
         notes=tuple(notes),
+        operations=operations,
     )
+
+
+_Key = tuple[str, tuple[tuple[str, Value], ...], tuple[float, ...]]
+
+
+def _shape(operation: Operation) -> _Key:
+    """Return what tells operations apart in a plan: all but the mixture of one tensor."""
+    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.given
+
+
+def _numbered(
+    survey: Survey, request: Request
+) -> tuple[dict[_Key, int], tuple[PlanOperation, ...]]:
+    """Return each operation's number in the plan, and those that are not the plan's own."""
+    numbers = {_shape(request.operation): 0}
+    for tensor in survey.tensors:
+        numbers.setdefault(_shape(tensor.operation), len(numbers))
+    others = [key for key, number in numbers.items() if number]
+    return numbers, tuple(PlanOperation(*key) for key in others)
 
 
 def _bytes_of(states: States) -> tuple[bytes, ...]:

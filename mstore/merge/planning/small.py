@@ -47,14 +47,14 @@ class Candidate(NamedTuple):
 class _Looks:
     """What is known of T tensors by K experts.
 
-    equal, twin, cost: [T, K], as in ExpertTensor. numbers: (row, threshold) of each pair that has
+    equal, twin, cost: [T, K], as in ExpertTensor. numbers: (row, thresholds) of each pair that has
     complete, finite statistics.
     """
 
     equal: Bools
     twin: Counts
     cost: Counts
-    numbers: dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]]
+    numbers: dict[tuple[TensorId, TensorId], tuple[Any, tuple[Threshold, ...]]]
 
 
 class SmallSurvey:
@@ -64,6 +64,10 @@ class SmallSurvey:
         self._catalog = catalog
         self._statistics = statistics
         self._request = request
+        # A rule's tensors are surveyed one by one, and so are those that need other facts.
+        self._plain = not (
+            request.rules or request.operation.needs_facts or request.operation.is_band
+        )
         self._trims = request.operation.is_trimmed
         self._weightless = request.operation.weightless
         self._chunks: dict[str, int] = {}
@@ -72,7 +76,12 @@ class SmallSurvey:
     def takes(self, one: Candidate) -> bool:
         """Return whether all members store the tensor as one block and chunk, in one dtype."""
         base = one.base
-        if len(base.blocks) != ID_BYTES or base.dtype not in ITEMSIZES or not base.nbytes:
+        if (
+            not self._plain
+            or len(base.blocks) != ID_BYTES
+            or base.dtype not in ITEMSIZES
+            or not base.nbytes
+        ):
             return False
         # With --no-analyze a threshold may be a bin's edge, which needs its own cost computation.
         if self._trims and not self._request.analyze:
@@ -102,18 +111,24 @@ class SmallSurvey:
         for k, (id, record) in enumerate(one.pairs):
             pair = (one.base_id, id)
             row: Any = self._nothing
-            threshold: Threshold | None = NOTHING_KEPT
+            cuts: tuple[Threshold, ...] = (NOTHING_KEPT,) if self._trims else ()
             if id != one.base_id and not self._weightless[k]:
                 found = looks.numbers.get(pair)
                 if found is None:
                     return None
-                row, threshold = found
+                row, cuts = found
             at = slice(k, k + 1)
-            experts.append(
-                ExpertTensor(pair, record, equal[at], twin[at], cost[at], row, threshold)
-            )
+            experts.append(ExpertTensor(pair, record, equal[at], twin[at], cost[at], row, cuts))
         elements, chunk = math.prod(one.base.shape), self._chunk(one.base.dtype)
-        return SurveyedTensor(one.name, one.base, elements, chunk, tuple(experts), one.copies)
+        return SurveyedTensor(
+            one.name,
+            one.base,
+            elements,
+            chunk,
+            tuple(experts),
+            one.copies,
+            self._request.operation,
+        )
 
     def _costs(self, batch: Sequence[Candidate], equal: Bools, twin: Counts) -> Counts:
         """Return the stored bytes of each expert's block: 0 if it is the base's."""
@@ -129,7 +144,7 @@ class SmallSurvey:
 
     def _numbers(
         self, batch: Sequence[Candidate]
-    ) -> dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]]:
+    ) -> dict[tuple[TensorId, TensorId], tuple[Any, tuple[Threshold, ...]]]:
         """Return the row and the threshold of each pair with complete, finite statistics."""
         wanted = {
             (one.base_id, id): one.base
@@ -140,14 +155,18 @@ class SmallSurvey:
         pairs = list(wanted)
         sizes = [math.prod(base.shape) for base in wanted.values()]
         chunks = [self._chunk(base.dtype) for base in wanted.values()]
-        keep = [self._request.operation.keep_count(size) for size in sizes] if self._trims else None
+        keep = (
+            [self._request.operation.keep_counts(size)[0] for size in sizes]
+            if self._trims
+            else None
+        )
         found = SingleTables.decode(self._statistics.encoded_pairs(pairs), keep)
         elements, lengths = found.elements.tolist(), found.chunk_elements.tolist()
-        numbers: dict[tuple[TensorId, TensorId], tuple[Any, Threshold | None]] = {}
+        numbers: dict[tuple[TensorId, TensorId], tuple[Any, tuple[Threshold, ...]]] = {}
         for number, place in enumerate(found.places.tolist()):
             if elements[number] == sizes[place] and lengths[number] == chunks[place]:
-                cut = found.thresholds[number] if self._trims else None
-                numbers[pairs[place]] = found.rows[number : number + 1], cut
+                cuts = (found.thresholds[number],) if self._trims else ()
+                numbers[pairs[place]] = found.rows[number : number + 1], cuts
         return numbers
 
 

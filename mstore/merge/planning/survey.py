@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 
 from mstore.blocks.meter import Meter
-from mstore.errors import BadRequest
+from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
+from mstore.merge.methods.method import Operation
+from mstore.merge.planning.facts import Facts
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.surveyed import (
+    KEEPS_NONE,
     NOTHING_KEPT,
     Bools,
     Counts,
@@ -71,6 +74,7 @@ class Surveyor:
         self._squares_of: dict[str, float] = {}
         self._copied: list[tuple[str, str]] = []
         self._small = SmallSurvey(catalog, statistics, request)
+        self._facts = Facts(catalog, statistics, analyze=request.analyze, meter=self.analyzed)
 
     def survey(self) -> Survey:
         """Run the survey.  Raises Incompatible if an expert's tensors do not match the base's."""
@@ -93,6 +97,7 @@ class Surveyor:
             experts.append(found)
         tensors: list[SurveyedTensor] = []
         small: list[Candidate] = []
+        self._require_rules(records)
         tied = ties_embeddings(catalog, base)
         first = first_names(base.tensors(), [_ids(found) for found in experts], tied=tied)
         others = {name for found in experts for name in found}
@@ -125,6 +130,8 @@ class Surveyor:
                     self._progress(Progress("plan", done, total))
             if small:
                 tensors += self._together(small, pool)
+            for name, sources in request.outputs:
+                tensors.append(self._output(name, sources, [records, *experts], pool))
         return Survey(
             base=base_id,
             experts=tuple(expert_ids),
@@ -152,6 +159,57 @@ class Surveyor:
         if surveyed is not None:
             yield surveyed
 
+    def _require_rules(self, records: Collection[str]) -> None:
+        """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
+        names = {*records, *(name for name, _ in self._request.outputs)}
+        for rule in self._request.rules:
+            for pattern in rule.patterns:
+                if not matching(names, [pattern]):
+                    raise BadRequest(
+                        f"no tensor's name matches {pattern!r}",
+                        where="rules",
+                        hint="mstore ls --tensors REF",
+                    )
+        for name, _ in self._request.outputs:
+            if name in records:
+                raise BadRequest(
+                    "the base has a tensor of this name; a rule says how it is merged", where=name
+                )
+
+    def _output(
+        self,
+        name: str,
+        sources: tuple[str, ...],
+        members: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
+        pool: ThreadPoolExecutor,
+    ) -> SurveyedTensor:
+        """Survey a tensor that the base does not have.  Raises BadRequest, Incompatible."""
+        inputs = (self._request.base, *self._request.experts)
+        found = []
+        for own, source, side in zip(inputs, sources, members, strict=True):
+            if source not in side:
+                raise BadRequest(
+                    f"{own.name} has no tensor {source}, which {name} is made of",
+                    hint=f"mstore ls --tensors {own.name}",
+                )
+            found.append(side[source])
+        (base_id, base), *pairs = found
+        for own, source, (_, record) in zip(inputs, sources, found, strict=True):
+            if record.shape != base.shape:
+                raise Incompatible(
+                    f"{source} of {own.name} has shape {list(record.shape)}, that of the base "
+                    f"{list(base.shape)}",
+                    where=name,
+                )
+        surveyed = self._tensor(name, base_id, base, pairs, 1, pool, sources=sources)
+        if surveyed is None:
+            raise BadRequest(
+                f"an output is made of floating-point tensors with elements, not of {base.dtype} "
+                f"{list(base.shape)}",
+                where=name,
+            )
+        return surveyed
+
     # -- one tensor --------------------------------------------------------------------------
 
     def _tensor(
@@ -162,24 +220,37 @@ class Surveyor:
         pairs: list[tuple[TensorId, Tensor]],
         copies: int,
         pool: ThreadPoolExecutor,
+        *,
+        sources: tuple[str, ...] = (),
     ) -> SurveyedTensor | None:
+        """Survey one tensor; None for one that is the base's own.
+
+        sources: its names in base and experts, for a tensor that the base does not have.
+        """
+        rule = self._request.rule_of(name)
+        operation = self._request.operation if rule is None else rule.operation
+        dtype = None if rule is None else rule.dtype
         changed = [id != base_id for id, _ in pairs]
-        sources = {base.dtype, *(record.dtype for _, record in pairs)}
-        if not sources <= ITEMSIZES.keys():
+        dtypes = [record.dtype for _, record in pairs]
+        if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
             if any(changed):
-                odd = ", ".join(sorted(sources - ITEMSIZES.keys()))
+                odd = ", ".join(sorted({base.dtype, *dtypes} - ITEMSIZES.keys()))
                 self._copied.append((name, f"dtype {odd} is not merged"))
             return None
         elements = math.prod(base.shape)
         if elements == 0:
             return None
-        if not any(changed) and not self._always_computed(base.dtype):
+        output = dtype or self._request.dtype or base.dtype
+        if not (any(changed) or sources or output != base.dtype or _scales_base(operation)):
             return None
-        output = self._request.dtype or base.dtype
-        chunk = chunk_elements(self._catalog.block_size, *sources, output)
+        if operation.needs_facts:
+            pairs_too = operation.method.pairs
+            operation = operation.settle(
+                self._facts.gram(name, (base_id, base), pairs, pairs=pairs_too, pool=pool)
+            )
+        chunk = chunk_elements(self._catalog.block_size, base.dtype, *dtypes, output)
         ids = chunk_ids(base, chunk, self._catalog.block_size)
         sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
-        dtypes = [record.dtype for _, record in pairs]
         equal = np.zeros((len(pairs), len(ids)), dtype=bool)
         for number, side in enumerate(sides):
             if dtypes[number] == base.dtype:
@@ -191,19 +262,22 @@ class Surveyor:
         wanted = list(
             dict.fromkeys(
                 (base_id, id)
-                for (id, _), nothing in zip(pairs, self._request.operation.weightless, strict=True)
+                for (id, _), nothing in zip(pairs, operation.weightless, strict=True)
                 if id != base_id and not nothing
             )
         )
         tables = dict(zip(wanted, self._statistics.pairs(wanted), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
-            if id != base_id and not self._request.operation.weightless[number]:
+            moves = id != base_id and not operation.weightless[number]
+            if moves:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
-            rows, threshold = self._numbers(name, number, base_id, id, chunk, len(ids), table)
+            rows, thresholds = self._numbers(
+                name, number, operation, chunk, len(ids), table, moves=moves
+            )
             if rows is not None and not (finite(rows) | equal[number]).all():
                 self._unreliable.append(f"{self._request.experts[number].name}: {name}")
             experts.append(
@@ -214,17 +288,13 @@ class Surveyor:
                     twin[number],
                     cost[number],
                     rows,
-                    threshold,
-                    self._surplus((base_id, id), threshold, elements, chunk),
+                    thresholds,
+                    self._surplus((base_id, id), operation, thresholds, elements, chunk),
                 )
             )
-        return SurveyedTensor(name, base, elements, chunk, tuple(experts), copies)
-
-    def _always_computed(self, dtype: str) -> bool:
-        """Return whether a tensor must be computed even if no expert changed it."""
-        request = self._request
-        converted = request.dtype is not None and request.dtype != dtype
-        return converted or not request.operation.keeps_base
+        return SurveyedTensor(
+            name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype
+        )
 
     def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
         """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base."""
@@ -276,37 +346,46 @@ class Surveyor:
         self,
         name: str,
         number: int,
-        base_id: TensorId,
-        id: TensorId,
+        operation: Operation,
         chunk: int,
         chunks: int,
         table: DeltaTable | None,
-    ) -> tuple[np.ndarray[Any, Any] | None, Threshold | None]:
-        """Return rows at the plan's chunks, and the trim threshold."""
-        if id == base_id or self._request.operation.weightless[number]:
-            return np.zeros(chunks, dtype=CHUNK), NOTHING_KEPT
-        trims = self._request.operation.is_trimmed
+        *,
+        moves: bool,
+    ) -> tuple[np.ndarray[Any, Any] | None, tuple[Threshold, ...]]:
+        """Return rows at the plan's chunks, and the trim thresholds; moves: it has a delta."""
+        cuts = operation.is_trimmed + operation.is_band
+        if not moves:
+            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * cuts
         if table is None:
-            if trims:
+            if cuts:
                 raise BadRequest(
                     "trimming needs the statistics of this expert against the base",
                     where=f"{self._request.experts[number].name}: {name}",
                     hint="run the command without --no-analyze, or add the expert with --base",
                 )
-            return None, None
+            return None, ()
         rows = coarsen(table.rows, chunk // table.chunk_elements)
-        if not trims:
-            return rows, None
-        keep = self._request.operation.keep_count(table.elements)
-        return rows, select(_without_nan(table.histogram), keep, table.elements)
+        histogram = _without_nan(table.histogram)
+        ranks = operation.keep_counts(table.elements) if cuts else ()
+        return rows, tuple(
+            select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
+        )
 
     def _surplus(
-        self, pair: tuple[TensorId, TensorId], cut: Threshold | None, elements: int, chunk: int
+        self,
+        pair: tuple[TensorId, TensorId],
+        operation: Operation,
+        cuts: tuple[Threshold, ...],
+        elements: int,
+        chunk: int,
     ) -> tuple[int, int]:
         """Return `ExpertTensor.surplus`; zeros if the data may be read, or was read before."""
-        if cut is None or self._request.analyze or cut.needed in (0, cut.in_bin):
+        # Of two thresholds both must be exact (`thresholds`), so they keep no element too many.
+        if len(cuts) != 1 or self._request.analyze or cuts[0].needed in (0, cuts[0].in_bin):
             return 0, 0
-        keep = self._request.operation.keep_count(elements)
+        (cut,) = cuts
+        (keep,) = operation.keep_counts(elements)
         beyond = cut.in_bin - cut.needed
         if not cut.exact and self._statistics.threshold(*pair, keep) is None:
             return beyond, beyond
@@ -338,6 +417,12 @@ class Surveyor:
             squares = measure_squares(self._catalog, record, pool)
             self._statistics.put_squares(id, squares)
         return squares
+
+
+def _scales_base(operation: Operation) -> bool:
+    """Return whether a tensor changes even if no expert differs from the base there."""
+    # One that is equal in all inputs keeps its direction, whatever facts say of it.
+    return not operation.needs_facts and not operation.keeps_base
 
 
 def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:

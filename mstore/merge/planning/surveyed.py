@@ -6,6 +6,7 @@ gathered (`survey`, and `small` for many small tensors at once).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
+from mstore.merge.methods.method import Operation
 from mstore.objects.tensor import Tensor
 from mstore.stats.histogram import Threshold
 
@@ -21,6 +23,8 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 # A delta that is zero everywhere needs nothing kept.
 NOTHING_KEPT = Threshold(value=0.0, above=0, needed=0, in_bin=0, inexact=0)
+KEEPS_NONE = Threshold(value=math.inf, above=0, needed=0, in_bin=0, inexact=0)
+"""Trimming that keeps no element: a rank of 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,8 @@ class ExpertTensor:
 
     equal: bool[chunks], the chunk's blocks are the base's. twin: int64[chunks], the first expert
     with the same blocks there (usually itself). cost: int64[chunks], stored bytes of the blocks.
-    rows: CHUNK[chunks], None if statistics are missing. threshold: where trimming cuts. surplus:
+    rows: CHUNK[chunks], None if statistics are missing. thresholds: where trimming cuts, then, for
+    methods that drop the largest elements, where those begin; empty if nothing is trimmed. surplus:
     elements that trimming keeps beyond k because it may not read the data to find the exact cut: if
     all of the expert is read, and if only part of it is.
     """
@@ -40,13 +45,17 @@ class ExpertTensor:
     twin: Counts
     cost: Counts
     rows: np.ndarray[Any, Any] | None
-    threshold: Threshold | None
+    thresholds: tuple[Threshold, ...]
     surplus: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyedTensor:
-    """One tensor to merge; `copies` counts its names (see `tied`)."""
+    """One tensor to merge; `copies` counts its names (see `tied`).
+
+    operation: settled. sources: its names in the base and in each expert, empty if all are its own.
+    dtype: of the output, None for the request's.
+    """
 
     name: str
     record: Tensor
@@ -54,6 +63,9 @@ class SurveyedTensor:
     chunk_elements: int
     experts: tuple[ExpertTensor, ...]
     copies: int
+    operation: Operation
+    sources: tuple[str, ...] = ()
+    dtype: str | None = None
 
     @property
     def chunks(self) -> int:

@@ -6,21 +6,23 @@ of it is read.  Two lookups in the data may be needed, once per pair of tensors 
 bin that is too coarse the k-th largest lies (a second look), and, if a budget leaves some chunks
 out, how many ties each chunk has, since those that are left out use up the quota as well
 (docs/design/002-trim-thresholds.md).
+
+A method that drops the largest elements, too, has two thresholds per expert, each found in the same
+way for its own k.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
-from mstore.merge.methods.method import Operation
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
@@ -41,27 +43,26 @@ States = np.ndarray[Any, np.dtype[np.uint8]]
 class Known:
     """What was found for one survey, to reuse for plans with other budgets.
 
-    whole: thresholds of whole experts by pair of tensors, None if finding one was forbidden.
+    whole: thresholds of whole experts by pair of tensors and k, None if finding one was forbidden.
     singles: those of a tensor of one chunk, per expert, by its name, once all are found.
     """
 
-    whole: dict[tuple[TensorId, TensorId], Threshold | None] = field(default_factory=dict)
+    whole: dict[tuple[TensorId, TensorId, int], Threshold | None] = field(default_factory=dict)
     singles: dict[str, tuple[Threshold, ...]] = field(default_factory=dict)
 
 
 class Thresholds:
     """Finds the thresholds of one plan.
 
-    density: share of a tensor's elements to keep. analyze: the data may be read; `meter` counts the
-    expert bytes that this reads.  `at_edges` becomes true once a bin's edge was used, with all
-    elements on it, because reading was forbidden. known: earlier results; grows.
+    analyze: the data may be read; `meter` counts the expert bytes that this reads.  `at_edges`
+    becomes true once a bin's edge was used, with all elements on it, because reading was forbidden.
+    known: earlier results; grows.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         statistics: StatsStore,
-        operation: Operation,
         *,
         analyze: bool,
         pool: ThreadPoolExecutor,
@@ -70,7 +71,6 @@ class Thresholds:
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics
-        self._operation = operation
         self._analyze = analyze
         self.at_edges = False
         self._pool = pool
@@ -78,15 +78,29 @@ class Thresholds:
         self._known = Known() if known is None else known
 
     def of_tensor(self, tensor: SurveyedTensor, states: States) -> tuple[Threshold, ...]:
-        """Return `of` for each expert; states: uint8[K, chunks]."""
-        if states.shape[1] > 1:
-            return tuple(map(partial(self.of, tensor), tensor.experts, states))
+        """Return `of` for each expert and rank, all experts of a rank together.
+
+        states: uint8[K, chunks].  Empty if the tensor's operation trims nothing.
+        """
+        if not tensor.operation.is_trimmed:
+            return ()
+        ranks = tensor.operation.keep_counts(tensor.elements)
+        if len(ranks) > 1 or states.shape[1] > 1:
+            return tuple(
+                self.of(tensor, expert, place, rank, own)
+                for place, rank in enumerate(ranks)
+                for expert, own in zip(tensor.experts, states, strict=True)
+            )
+        (rank,) = ranks
         whole = self._known.singles.get(tensor.name)
         if whole is None:
-            found = [self._of_whole(tensor, expert) for expert in tensor.experts]
+            found = [self._of_whole(tensor, expert, 0, rank) for expert in tensor.experts]
             whole = tuple(one for one in found if one is not None)
             if len(whole) < len(found):
-                return tuple(map(partial(self.of, tensor), tensor.experts, states))
+                return tuple(
+                    self.of(tensor, expert, 0, rank, own)
+                    for expert, own in zip(tensor.experts, states, strict=True)
+                )
             self._known.singles[tensor.name] = whole
         column = states.tobytes()
         if _LEFT_OUT.isdisjoint(column):
@@ -97,64 +111,78 @@ class Thresholds:
             for state, cut in zip(column, whole, strict=True)
         )
 
-    def of(self, tensor: SurveyedTensor, expert: ExpertTensor, states: States) -> Threshold:
-        """Return where the engine is to cut this expert's delta.
+    def of(
+        self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int, states: States
+    ) -> Threshold:
+        """Return where the engine is to cut this expert's delta, so that `rank` elements remain.
 
-        states: uint8[chunks], what is read of it.  A quota counts the ties that are read, lowest
-        index first.
+        place: of the rank among the operation's. states: uint8[chunks], what is read of it.  A
+        quota counts the ties that are read, lowest index first.  Raises BadRequest if a tensor with
+        two thresholds would need a read that is forbidden.
         """
-        found = expert.threshold
-        assert found is not None
-        whole = self._of_whole(tensor, expert)
+        found = expert.thresholds[place]
+        whole = self._of_whole(tensor, expert, place, rank)
         is_read = (states == READ) | (states == SHARED)
         left_out = (states == OMITTED) | (states == DROPPED)
         if whole is None:
+            self._require_one(tensor)
             self.at_edges |= bool(is_read.any())
             return Threshold(found.value, UNLIMITED)
         if whole.quota == UNLIMITED or not left_out.any():
             return whole
         if not is_read.any():
             return Threshold(whole.value, UNLIMITED)
-        keep = self._operation.keep_count(tensor.elements)
-        ties = self._statistics.ties(*expert.pair, keep, tensor.chunk_elements)
+        ties = self._statistics.ties(*expert.pair, rank, tensor.chunk_elements)
         if ties is None or not _fit(ties, whole.quota, tensor.chunks):
             if not self._analyze:
+                self._require_one(tensor)
                 self.at_edges = True
                 return Threshold(whole.value, UNLIMITED)
             ties = self._count_ties(tensor, expert, whole, bounded=found.exact)
-            self._statistics.put_ties(*expert.pair, keep, tensor.chunk_elements, ties)
+            self._statistics.put_ties(*expert.pair, rank, tensor.chunk_elements, ties)
         if not len(ties):
             return Threshold(whole.value, UNLIMITED)
         kept = ties.copy()
         kept[-1] -= int(ties.sum()) - whole.quota
         return Threshold(whole.value, int(kept[is_read[: len(kept)]].sum()))
 
-    def _of_whole(self, tensor: SurveyedTensor, expert: ExpertTensor) -> Threshold | None:
+    def _require_one(self, tensor: SurveyedTensor) -> None:
+        """Raise BadRequest for a tensor with two thresholds: both must be exact."""
+        if tensor.operation.is_band:
+            raise BadRequest(
+                f"{tensor.operation.method.name} needs exact thresholds, which the statistics of "
+                "this tensor do not show",
+                where=tensor.name,
+                hint="run the command without --no-analyze",
+            )
+
+    def _of_whole(
+        self, tensor: SurveyedTensor, expert: ExpertTensor, place: int, rank: int
+    ) -> Threshold | None:
         """Return `_whole`, computed once."""
-        known = self._known.whole
-        if expert.pair not in known:
-            assert expert.threshold is not None
-            known[expert.pair] = self._whole(tensor, expert, expert.threshold)
-        return known[expert.pair]
+        known, key = self._known.whole, (*expert.pair, rank)
+        if key not in known:
+            known[key] = self._whole(tensor, expert, expert.thresholds[place], rank)
+        return known[key]
 
     def _whole(
-        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
+        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
     ) -> Threshold | None:
         """Return the threshold of the whole expert; None if it needs a forbidden read."""
+        if not rank:
+            return Threshold(found.value, 0)
         if found.exact:
             on_edge = found.in_bin - found.inexact
             return Threshold(found.value, UNLIMITED if found.quota == on_edge else found.quota)
-        keep = self._operation.keep_count(tensor.elements)
-        known = self._statistics.threshold(*expert.pair, keep)
+        known = self._statistics.threshold(*expert.pair, rank)
         if known is not None:
             return Threshold(*known)
-        return self._second_look(tensor, expert, found) if self._analyze else None
+        return self._second_look(tensor, expert, found, rank) if self._analyze else None
 
     def _second_look(
-        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold
+        self, tensor: SurveyedTensor, expert: ExpertTensor, found: histogram.Threshold, rank: int
     ) -> Threshold:
         """Return the exact k-th largest magnitude and quota, from the chunks that reach the bin."""
-        keep = self._operation.keep_count(tensor.elements)
         chunk = tensor.chunk_elements
 
         def count(number: int) -> Counts:
@@ -168,9 +196,9 @@ class Thresholds:
         for counted in self._pool.map(count, _reaching(expert, found.value)):
             low += counted
         value, quota = histogram.select_exact(found, low)
-        self._statistics.put_threshold(*expert.pair, keep, value, quota)
+        self._statistics.put_threshold(*expert.pair, rank, value, quota)
         if low[int(np.float32(value).view(np.uint32)) % LOW_VALUES] == quota:
-            self._statistics.put_ties(*expert.pair, keep, chunk, _ALL_KEPT)
+            self._statistics.put_ties(*expert.pair, rank, chunk, _ALL_KEPT)
         return Threshold(value, quota)
 
     def _count_ties(

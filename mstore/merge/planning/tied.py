@@ -66,7 +66,7 @@ def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[st
 def names_of_plan(
     catalog: Catalog, plan: Plan, base: Names, experts: Sequence[Names], *, lenient: bool = False
 ) -> dict[str, str]:
-    """Map each tensor of the base to its name in a stored plan.
+    """Map each tensor of the base, and each new one of the plan, to its name in a stored plan.
 
     Earlier versions took names of equal contents as tied.  Of such names, their plans contain only
     the first, although nothing says that the others stay as they are. lenient: continue without a
@@ -80,6 +80,7 @@ def names_of_plan(
         tied = False
     first = first_names(base, experts, tied=tied)
     planned = {tensor.name for tensor in plan.tensors}
+    new = {tensor.name: tensor.name for tensor in plan.tensors if tensor.sources}
     left_out = left_to_base(base, plan.criteria)
     equal = _firsts(base, experts, set(base))
     missing = {
@@ -87,7 +88,7 @@ def names_of_plan(
         for name, other in equal.items()
         if other in planned and name not in planned and name not in left_out
     }
-    return first | missing
+    return first | missing | new
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Final
 
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.methods import registry
+from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
@@ -40,12 +41,8 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     Also raises Incompatible (block size) and NotFound if an input is missing.
     """
     check_block_size(catalog, plan)
-    operation = registry.operation_of(plan)
-    if (
-        tuple(sorted(operation.parameters.items())) != plan.parameters
-        or operation.weights != tuple(expert.weight for expert in plan.experts)
-        or plan.dtype not in (None, *CODES)
-    ):
+    operations = registry.Operations(plan)
+    if plan.dtype not in (None, *CODES) or not operations.match(plan):
         raise BadRequest("not a sound plan: its parameters are not a planner's")
     _check_criteria(plan)
     base = catalog.manifest(plan.base_id()).tensors()
@@ -56,15 +53,18 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     for start in range(0, len(plan.tensors), _TOGETHER):
         tensors = plan.tensors[start : start + _TOGETHER]
         for tensor in tensors:
-            if tensor.name in seen or first.get(tensor.name) != tensor.name:
+            is_new = bool(tensor.sources) and tensor.name not in base
+            if tensor.name in seen or not (is_new or first.get(tensor.name) == tensor.name):
                 raise _unfit(tensor)
-            if any(tensor.name not in expert for expert in experts):
+            if any(tensor.source(k) not in member for k, member in enumerate(members)):
                 raise _unfit(tensor)
             seen.add(tensor.name)
-        records = catalog.tensors([found[tensor.name] for tensor in tensors for found in members])
+        records = catalog.tensors(
+            [found[tensor.source(k)] for tensor in tensors for k, found in enumerate(members)]
+        )
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
-            _check_tensor(plan, tensor, own, operation.is_trimmed)
+            _check_tensor(plan, tensor, own, operations.of(tensor))
 
 
 def _check_criteria(plan: Plan) -> None:
@@ -81,18 +81,24 @@ def _check_criteria(plan: Plan) -> None:
         raise BadRequest("not a sound plan: its criteria are not a planner's")
 
 
-def _check_tensor(plan: Plan, tensor: PlanTensor, records: list[Tensor], trims: bool) -> None:
+def _check_tensor(
+    plan: Plan, tensor: PlanTensor, records: list[Tensor], operation: Operation
+) -> None:
     """Check one tensor; records: of the base and of each expert."""
     dtypes = {record.dtype for record in records}
+    output = tensor.dtype or plan.dtype or records[0].dtype
+    if output not in CODES or operation.needs_facts:
+        raise _unfit(tensor)
+    cuts = operation.is_trimmed + operation.is_band
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
-    chunk = chunk_elements(plan.block_size, *dtypes, plan.dtype or records[0].dtype)
+    chunk = chunk_elements(plan.block_size, *dtypes, output)
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk
         or len(tensor.states) != len(plan.experts)
         or any(len(states) != chunks or max(states) > DROPPED for states in tensor.states)
-        or len(tensor.thresholds) != (len(plan.experts) if trims else 0)
+        or len(tensor.thresholds) != cuts * len(plan.experts)
         or any(not -1 <= threshold.quota < 2**63 for threshold in tensor.thresholds)
         or len(tensor.omitted) != len(plan.experts)
     ):

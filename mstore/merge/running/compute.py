@@ -11,17 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.kernels import Mix, count_ties, mix_chunk
+from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
 
 
 def blend(
-    loaded: Loaded, mix: Mix, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
+    loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
 ) -> tuple[int, ...]:
     """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
     task, tensor = loaded.task, loaded.task.tensor
     return mix_chunk(
-        mix,
+        tensor.mix,
         loaded.sides[0],
         tensor.base_dtype,
         loaded.sides[1:],
@@ -38,17 +38,18 @@ def blend(
 
 
 def tie_counts(loaded: Loaded, wanted: Sequence[bool]) -> list[int]:
-    """Count, per expert, the elements that tie at its threshold; 0 where it is not `wanted`."""
+    """Count, per threshold, the elements that tie at it; 0 where it is not `wanted`."""
     task, tensor = loaded.task, loaded.task.tensor
-    ties = [0] * len(task.row_of)
-    for k, row in enumerate(task.row_of):
-        if row >= 0 and wanted[k]:
-            ties[k] = count_ties(
+    ties = [0] * len(wanted)
+    for slot in range(len(wanted)):
+        row = task.row_of[slot % len(task.row_of)]
+        if row >= 0 and wanted[slot]:
+            ties[slot] = count_ties(
                 loaded.sides[0],
                 tensor.base_dtype,
                 loaded.sides[1 + row],
                 task.rows[row].dtype,
                 task.n,
-                float(tensor.thresholds[k]),
+                float(tensor.thresholds[slot]),
             )
     return ties

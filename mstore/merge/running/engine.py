@@ -266,6 +266,12 @@ class Engine:
                 else:
                     self._tick(part.nbytes)
                 offset += part.nbytes if name is None else self._jobs[name].tensor.out_bytes
+            for new in self._layout.added(file):
+                jobs.append(self._job(new.name, file.path, offset))
+                offset += new.nbytes
+                if self._is_enough(jobs):
+                    yield from self._cut_all(jobs, pending)
+                    jobs = []
         yield from self._cut_all(jobs, pending)
         if pending.runs:
             yield self._slice(pending)
@@ -406,7 +412,6 @@ class Engine:
             generation=self._generation,
             block_size=self._catalog.block_size,
             policy=None if self._sink is None else self._policy,
-            mix=self._tasks.mix,
             runs=tuple(pending.runs),
         )
         self._slices += 1
@@ -552,6 +557,10 @@ class Engine:
             records.items(), self._put_records(list(records.values())), strict=True
         ):
             parts[number] = Part(parts[number].name, id, record.nbytes)
+        names = [new.name for new in self._layout.added(file)]
+        added = [tensors[name] for name in names]
+        for name, record, id in zip(names, added, self._put_records(added), strict=True):
+            parts.append(Part(name, id, record.nbytes))
         self._count_blocks(parts[1:])
         return File(file.path, file.form, sum([part.nbytes for part in parts]), tuple(parts))
 

@@ -35,13 +35,14 @@ class Shape:
     def __init__(self, tensor: TensorTask, members: Members, block_size: int) -> None:
         self.per_chunk = tensor.chunk_elements * item_size(tensor.out_dtype) // block_size
         self.blocks = block_count(tensor.out_bytes, block_size)
-        self._experts = len(members.experts)
-        # Per chunk, the participating experts whose ties are limited.
+        self._slots = len(tensor.quotas)
+        # Per chunk, the thresholds of participating experts whose ties are limited.
         self._limited: list[list[int]] | None = None
         if tensor.limited:
-            ends = [k for k, quota in enumerate(tensor.quotas.tolist()) if quota != UNLIMITED]
+            experts = len(members.experts)
+            ends = [slot for slot, quota in enumerate(tensor.quotas.tolist()) if quota != UNLIMITED]
             columns = members.present.T.tolist()
-            self._limited = [[k for k in ends if column[k]] for column in columns]
+            self._limited = [[s for s in ends if column[s % experts]] for column in columns]
 
     def fits(self, number: int, row: Remembered) -> bool:
         """Return whether a row can belong to chunk `number`."""
@@ -50,10 +51,10 @@ class Shape:
         return len(row.blocks) == blocks and len(row.taken) == taken
 
     def ties(self, number: int, row: Remembered) -> tuple[int, ...]:
-        """Return a chunk's ties for every expert; empty if no chunk passes on ties."""
+        """Return a chunk's ties for every threshold; empty if no chunk passes on ties."""
         if self._limited is None:
             return ()
-        return row.per_expert(self._limited[number], self._experts)
+        return row.per_slot(self._limited[number], self._slots)
 
 
 class Hits(msgspec.Struct, frozen=True, gc=False):

@@ -25,7 +25,8 @@ import msgspec
 from blake3 import blake3
 
 from mstore.ids import ID_BYTES, BlockId
-from mstore.merge.arithmetic.kernels import UNLIMITED
+from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
+from mstore.merge.methods.method import Operation
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.objects.plan import DROPPED, OMITTED
 from mstore.stats.chunks import blocks_per_chunk
@@ -41,8 +42,8 @@ _COUNT = struct.Struct("<H")
 class Remembered(msgspec.Struct, frozen=True, gc=False):
     """A row's value.
 
-    taken: ties that the chunk took, for each participating expert whose quota has a limit, in plan
-    order.
+    taken: ties that the chunk took, for each threshold of a participating expert whose quota has a
+    limit, in the order of `TensorTask.quotas`.
     """
 
     blocks: tuple[BlockId, ...]
@@ -50,13 +51,13 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, task: ChunkTask, blocks: Sequence[BlockId], taken: Sequence[int]) -> Remembered:
-        """Build from `taken` with one number for every expert of the plan."""
-        limited = limited_experts(task) if task.tensor.limited else []
+        """Build from `taken` with one number for every threshold."""
+        limited = limited_slots(task) if task.tensor.limited else []
         return cls(tuple(blocks), tuple([taken[k] for k in limited]))
 
-    def per_expert(self, positions: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Return the ties with one number for every expert; `positions` of those in `taken`."""
-        spread = [0] * experts
+    def per_slot(self, positions: Sequence[int], slots: int) -> tuple[int, ...]:
+        """Return the ties with one number for every threshold; `positions` of those in `taken`."""
+        spread = [0] * slots
         for k, count in zip(positions, self.taken, strict=True):
             spread[k] = count
         return tuple(spread)
@@ -79,10 +80,14 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
         return cls(blocks, tuple(n for (n,) in _TAKEN.iter_unpack(value[end : -_COUNT.size])))
 
 
-def limited_experts(task: ChunkTask) -> list[int]:
-    """Return the participating experts whose ties are limited over the tensor."""
-    limits = task.tensor.quotas.tolist()
-    return [k for k, row in enumerate(task.row_of) if row >= 0 and limits[k] != UNLIMITED]
+def limited_slots(task: ChunkTask) -> list[int]:
+    """Return the thresholds of participating experts whose ties are limited over the tensor."""
+    limits, row_of = task.tensor.quotas.tolist(), task.row_of
+    return [
+        slot
+        for slot, quota in enumerate(limits)
+        if quota != UNLIMITED and row_of[slot % len(row_of)] >= 0
+    ]
 
 
 class MemoKeys:
@@ -90,12 +95,8 @@ class MemoKeys:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._operation = tasks.operation
-        self._weights = tasks.mix.weights.astype("<f4")
-        self._head = ARITHMETIC.to_bytes(4, "little") + tasks.mix.signature()
-        # Both are keyed by element types, of which a plan has few.
-        self._heads: dict[tuple[str, str], bytes] = {}
-        self._sources: dict[tuple[int, str], bytes] = {}
+        # Keyed by operation and element types, of which a plan mostly has few.
+        self._heads: dict[tuple[Mix, str, str], bytes] = {}
 
     def of(self, task: ChunkTask) -> bytes:
         """Return the key of one chunk."""
@@ -103,12 +104,13 @@ class MemoKeys:
 
     def chunks(self, tensor: TensorTask, numbers: Sequence[int]) -> list[bytes]:
         """Return the keys (32 bytes each) of some chunks of a tensor, numbers ascending."""
-        operation, block_size = self._operation, self._tasks.plan.block_size
+        operation = self._tasks.operation(tensor.name)
+        block_size = self._tasks.plan.block_size
         members = self._tasks.members(tensor.name)
-        head = self._head_of(tensor)
+        head = self._head_of(tensor, operation)
         base = members.base.blocks
         span = _span(tensor, members.base.dtype, block_size)
-        sides = self._sides(tensor, members)
+        sides = self._sides(tensor, members, operation)
         present = members.present.T.tolist()
         keys = []
         for number in numbers:
@@ -116,58 +118,60 @@ class MemoKeys:
             if operation.is_drawn:
                 pieces.append((number * tensor.chunk_elements).to_bytes(8, "little"))
             pieces.append(base[number * span : (number + 1) * span])
-            for takes_part, (fixed, blocks, width, chain) in zip(
+            for takes_part, (fixed, blocks, width, chains) in zip(
                 present[number], sides, strict=True
             ):
                 if takes_part:
                     pieces.append(fixed)
                     pieces.append(blocks[number * width : (number + 1) * width])
-                    if chain is not None:
-                        pieces.append(chain.at(number))
+                    pieces += [chain.at(number) for chain in chains]
             keys.append(blake3(b"".join(pieces), derive_key_context=CONTEXT).digest())
         return keys
 
+    def _head_of(self, tensor: TensorTask, operation: Operation) -> bytes:
+        """Return the common prefix of a tensor's keys."""
+        mix = tensor.mix
+        key = mix, tensor.base_dtype, tensor.out_dtype
+        found = self._heads.get(key)
+        if found is None:
+            # Every expert is a summand of a sum of whole experts, present or not.
+            weights = mix.weights.astype("<f4").tobytes() if operation.is_whole else b""
+            types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
+            head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
+            found = self._heads[key] = head + types + weights
+        return found
+
     def _sides(
-        self, tensor: TensorTask, members: Members
-    ) -> list[tuple[bytes, bytes, int, _Chain | None]]:
+        self, tensor: TensorTask, members: Members, operation: Operation
+    ) -> list[tuple[bytes, bytes, int, list[_Chain]]]:
         """Return each expert's part of keys: constant bytes, block list, bytes of it per chunk."""
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
-        words = tensor.keys.astype("<u4", copy=False).tobytes() if self._operation.is_drawn else b""
+        words = tensor.keys.astype("<u4", copy=False).tobytes() if operation.is_drawn else b""
+        weights = tensor.mix.weights[tensor.mix.has_base :].astype("<f4").tobytes()
+        experts = len(members.experts)
+        quotas = tensor.quotas.tolist()
         sides = []
-        for k, (expert, quota) in enumerate(
-            zip(members.experts, tensor.quotas.tolist(), strict=True)
-        ):
-            limited = quota != UNLIMITED
+        for k, expert in enumerate(members.experts):
+            slots = range(k, len(quotas), experts)
+            limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
             fixed = b"".join(
                 (
-                    self._source(k, expert.dtype),
+                    k.to_bytes(2, "little") if operation.is_whole else b"",
+                    _text(expert.dtype),
+                    weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],
                     words[8 * k : 8 * k + 8],
-                    b"\1" if limited else b"\0",
+                    b"\1" if k in limited else b"\0",
+                    *(
+                        thresholds[4 * slot : 4 * slot + 4] + bytes([slot in limited])
+                        for slot in slots[1:]
+                    ),
                 )
             )
             width = _span(tensor, expert.dtype, self._tasks.plan.block_size)
-            chain = _Chain(tensor, members, k) if limited else None
-            sides.append((fixed, expert.blocks, width, chain))
+            chains = [_Chain(tensor, members, slot) for slot in limited]
+            sides.append((fixed, expert.blocks, width, chains))
         return sides
-
-    def _head_of(self, tensor: TensorTask) -> bytes:
-        """Return the common prefix of keys for a tensor of these element types."""
-        types = tensor.base_dtype, tensor.out_dtype
-        found = self._heads.get(types)
-        if found is None:
-            weights = self._weights.tobytes() if self._operation.is_whole else b""
-            found = self._heads[types] = b"".join((self._head, *map(_text, types), weights))
-        return found
-
-    def _source(self, k: int, dtype: str) -> bytes:
-        """Return an expert's part of keys that does not depend on the tensor."""
-        found = self._sources.get((k, dtype))
-        if found is None:
-            place = k.to_bytes(2, "little") if self._operation.is_whole else b""
-            weight = self._weights[k : k + 1].tobytes()
-            found = self._sources[k, dtype] = place + _text(dtype) + weight
-        return found
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:
@@ -180,14 +184,15 @@ def _text(dtype: str) -> bytes:
 
 
 class _Chain:
-    """What determines the ties that earlier chunks took, for one expert with a limited quota.
+    """What determines the ties that earlier chunks took, for one threshold of a limited quota.
 
     That is both whole tensors, the quota, and which earlier chunks the plan leaves out; other
     unread chunks have no ties to take.
     """
 
-    def __init__(self, tensor: TensorTask, members: Members, k: int) -> None:
-        quota = int(tensor.quotas[k]).to_bytes(8, "little")
+    def __init__(self, tensor: TensorTask, members: Members, slot: int) -> None:
+        k = slot % len(members.experts)
+        quota = int(tensor.quotas[slot]).to_bytes(8, "little")
         self._fixed = members.base_id + members.expert_ids[k] + quota
         states = members.plan.states[k]
         self._out = [n for n, state in enumerate(states) if state in (OMITTED, DROPPED)]

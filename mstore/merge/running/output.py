@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import posixpath
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mstore.checkpoint.dtypes import nbytes
@@ -18,6 +19,7 @@ from mstore.merge.planning.tied import left_to_base
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CODES
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
+from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
@@ -25,6 +27,20 @@ CONFIG = "config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 _CONFIG_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor of the output that the base does not have."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Plain bytes."""
+        return nbytes(self.dtype, self.shape)
 
 
 class Layout:
@@ -37,14 +53,36 @@ class Layout:
         self._catalog = catalog
         self._tasks = tasks
         self._dtype = tasks.plan.dtype
+        self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
         self.base: Manifest = catalog.manifest(tasks.plan.base_id())
         self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
+        self._added = self._placed(tasks.new_tensors())
         self._retypes = any(
             self._is_retyped(part)
             for file in self.base.files
             if is_safetensors(file)
             for part in file.tensors()
         )
+
+    def _placed(self, new: Mapping[str, Sequence[PlanTensor]]) -> dict[str, list[NewTensor]]:
+        """Return the new tensors of each file: the first one that has their source in the base."""
+        placed: dict[str, list[NewTensor]] = {}
+        left = dict(new)
+        for file in self.base.files:
+            if not is_safetensors(file):
+                continue
+            for part in file.tensors():
+                for planned in left.pop(part.name or "", ()):
+                    record = self._catalog.tensor(part.tensor_id())
+                    dtype = planned.dtype or self._dtype or record.dtype
+                    placed.setdefault(file.path, []).append(
+                        NewTensor(planned.name, dtype, record.shape)
+                    )
+        return placed
+
+    def added(self, file: File) -> Sequence[NewTensor]:
+        """Return the tensors that follow those of the base in a file, in order."""
+        return self._added.get(file.path, ())
 
     def planned_name(self, part: Part) -> str | None:
         """Return the name under which a part's tensor is merged; None if it is the base's own."""
@@ -56,9 +94,10 @@ class Layout:
     def out_dtype(self, part: Part) -> str:
         """Return the dtype of a named part in the output."""
         tensor = self._catalog.tensor(part.tensor_id())
-        if self._dtype is None or (self.planned_name(part) is None and not self._is_empty(part)):
-            return tensor.dtype
-        return self._dtype
+        name = self.planned_name(part)
+        if name is not None:
+            return self._own_dtypes.get(name) or self._dtype or tensor.dtype
+        return self._dtype if self._dtype and self._is_empty(part) else tensor.dtype
 
     def retyped_empty(self, part: Part) -> Tensor | None:
         """Return the record of a tensor without elements that gets another dtype; else None."""
@@ -76,21 +115,31 @@ class Layout:
 
     def new_bytes(self, file: File) -> bytes | None:
         """Return a new header of a safetensors file, or new contents of another file; else None."""
-        dtype = self._dtype
-        if dtype is None or not self._retypes:
+        if not (self._retypes or self._added):
             return None
         first = file.parts[0]
         if not is_safetensors(file):
-            return retyped_file(file.path, lambda: self._plain(first), dtype, self._out_bytes)
+            return self._new_text(file, lambda: self._plain(first))
         retyped = {
-            part.name: dtype
+            part.name: self.out_dtype(part)
             for part in file.tensors()
             if part.name is not None and self._is_retyped(part)
         }
-        return retyped_header(self._plain(first), retyped, file.path) if retyped else None
+        added = self.added(file)
+        if not (retyped or added):
+            return None
+        return rewritten_header(self._plain(first), retyped, added, file.path)
+
+    def _new_text(self, file: File, read: Callable[[], bytes]) -> bytes | None:
+        if file.path == CONFIG and self._dtype is not None and self._retypes:
+            return retyped_config(read(), self._dtype)
+        if file.path.endswith(INDEX_SUFFIX):
+            shards = {path: [one.name for one in new] for path, new in self._added.items()}
+            return rewritten_index(file.path, read(), self._out_bytes, shards)
+        return None
 
     def _is_retyped(self, part: Part) -> bool:
-        return self._dtype is not None and (
+        return (self._dtype is not None or bool(self._own_dtypes)) and (
             self.out_dtype(part) != self._catalog.tensor(part.tensor_id()).dtype
         )
 
@@ -104,15 +153,17 @@ class Layout:
             if self._is_retyped(part)
             else part.nbytes
             for part in file.tensors()
-        )
+        ) + sum(one.nbytes for one in self.added(file))
 
     def _plain(self, part: Part) -> bytes:
         tensor = self._catalog.tensor(part.tensor_id())
         return b"".join(self._catalog.read_block(block) for block in tensor.block_ids())
 
 
-def retyped_header(raw: bytes, dtypes: dict[str, str], where: str) -> bytes:
-    """Rewrite a safetensors header for other dtypes and offsets; keep order and metadata."""
+def rewritten_header(
+    raw: bytes, dtypes: dict[str, str], added: Sequence[NewTensor], where: str
+) -> bytes:
+    """Rewrite a safetensors header for other dtypes and more tensors; keep order and metadata."""
     header = parse_header(raw, file_size=len(raw) + _data_bytes(raw), where=where)
     fields: dict[str, Any] = json.loads(raw[8:])
     offset = 0
@@ -121,6 +172,10 @@ def retyped_header(raw: bytes, dtypes: dict[str, str], where: str) -> bytes:
         length = nbytes(dtype, slot.shape)
         fields[slot.name] |= {"dtype": dtype, "data_offsets": [offset, offset + length]}
         offset += length
+    for one in added:
+        ends = [offset, offset + one.nbytes]
+        fields[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": ends}
+        offset += one.nbytes
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -134,30 +189,41 @@ def _data_bytes(raw: bytes) -> int:
     )
 
 
-def retyped_file(
-    path: str, read: Callable[[], bytes], dtype: str, out_bytes: Callable[[str], int]
-) -> bytes | None:
-    """Return new contents of a small file that names the dtype or the total size, or None.
+def retyped_config(raw: bytes, dtype: str) -> bytes | None:
+    """Return a config.json with another "dtype" / "torch_dtype", None if it names none.
 
-    config.json: "dtype" / "torch_dtype", also of parts of the model ("text_config"). A shard index:
-    "metadata": {"total_size"}, the sum of `out_bytes` over the files that it names; other files (a
-    consolidated copy) do not count.
+    Also in parts of the model ("text_config").
     """
-    if path == CONFIG:
-        fields = _object(read())
-        changed = _retyped_config(fields, _CONFIG_NAMES[dtype])
-        return None if changed == fields else _dump(changed)
-    if path.endswith(INDEX_SUFFIX):
-        fields = _object(read())
-        metadata, weight_map = fields.get("metadata"), fields.get("weight_map")
-        if not (isinstance(metadata, dict) and "total_size" in metadata):
-            return None
-        if not isinstance(weight_map, dict):
-            return None
-        shards = sorted({str(shard) for shard in weight_map.values()})
-        total = sum(out_bytes(posixpath.join(posixpath.dirname(path), s)) for s in shards)
-        return _dump(fields | {"metadata": metadata | {"total_size": total}})
-    return None
+    fields = _object(raw)
+    changed = _retyped_config(fields, _CONFIG_NAMES[dtype])
+    return None if changed == fields else _dump(changed)
+
+
+def rewritten_index(
+    path: str, raw: bytes, out_bytes: Callable[[str], int], added: Mapping[str, Sequence[str]]
+) -> bytes | None:
+    """Return a shard index with the sizes and the new tensors of its files, None if it stays.
+
+    "metadata": {"total_size"} is the sum of `out_bytes` over the files that it names; other files
+    (a consolidated copy) do not count. added: names of new tensors by the path of their file.
+    """
+    fields = _object(raw)
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict):
+        return None
+    directory = posixpath.dirname(path)
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    new = {
+        name: shard for shard in shards for name in added.get(posixpath.join(directory, shard), ())
+    }
+    changed = fields | {"weight_map": weight_map | new} if new else dict(fields)
+    metadata = fields.get("metadata")
+    if isinstance(metadata, dict) and "total_size" in metadata:
+        total = sum(out_bytes(posixpath.join(directory, shard)) for shard in shards)
+        changed["metadata"] = metadata | {"total_size": total}
+    elif not new:
+        return None
+    return _dump(changed)
 
 
 def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackWriter, SealedPack
 from mstore.checkpoint.partition import partition
 from mstore.ids import BlockId
-from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix
+from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED
 from mstore.merge.running.compute import blend
 from mstore.merge.running.loading import Loaded, Moved, Scratch, load, will_need
 from mstore.merge.running.memo_keys import Remembered
@@ -83,7 +83,6 @@ class Slice:
     generation: int
     block_size: int
     policy: Policy | None
-    mix: Mix
     runs: tuple[Run, ...]
 
     @property
@@ -228,7 +227,7 @@ class Computer:
                 one = next(loaded)
                 out = buffer[start : start + one.task.out_bytes]
                 start += one.task.out_bytes
-                taken = self._blend(one, part, group.slice.mix, out)
+                taken = self._blend(one, part, out)
                 draft = _draft(one, out.data, group.slice.block_size)
                 drafts.append(draft)
                 results.append(
@@ -269,20 +268,18 @@ class Computer:
                 offset += len(piece)
         return outputs
 
-    def _blend(
-        self, loaded: Loaded, part: Part, mix: Mix, out: npt.NDArray[np.uint8]
-    ) -> tuple[int, ...]:
-        """Run the kernel; return the ties that the chunk took, per expert."""
+    def _blend(self, loaded: Loaded, part: Part, out: npt.NDArray[np.uint8]) -> tuple[int, ...]:
+        """Run the kernel; return the ties that the chunk took, per threshold."""
         tensor = part.run.tensor
         if part.ledger is None:
             # The chunk may use the whole quota.
-            return blend(loaded, mix, tensor.quotas, out)
+            return blend(loaded, tensor.quotas, out)
         # Usually all ties of a chunk are kept or none: mixing at once saves a counting pass.
         asked = part.ledger.asked
-        ties = blend(loaded, mix, asked, out)
+        ties = blend(loaded, asked, out)
         grant = part.ledger.take(loaded.task.number, ties)
         if grant.quotas != tuple(UNLIMITED if quota == COUNTED else quota for quota in asked):
-            blend(loaded, mix, grant.quotas, out)
+            blend(loaded, grant.quotas, out)
         return grant.taken
 
     def _buffer(self, length: int) -> npt.NDArray[np.uint8]:

@@ -25,7 +25,8 @@ from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.random import mask_keys
-from mstore.merge.methods.registry import operation_of
+from mstore.merge.methods.method import Operation
+from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
@@ -62,9 +63,10 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What all chunks of one tensor have in common.
 
-    thresholds  float32[K], zeros if nothing is trimmed
-    quotas      int64[K]: elements that tie at the threshold and are kept, over the whole tensor
-                (kernels.UNLIMITED: all of them)
+    mix         the tensor's operation
+    thresholds  float32[K], zeros if nothing is trimmed; float32[2 K] as for kernels.mix_chunk
+    quotas      int64[K] or int64[2 K]: elements that tie at the threshold and are kept, over the
+                whole tensor (kernels.UNLIMITED: all of them)
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
     file        the output file of the tensor, and `offset`, its position there; they only say
@@ -77,6 +79,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     chunk_elements: int
     base_dtype: str
     out_dtype: str
+    mix: Mix
     thresholds: npt.NDArray[np.float32]
     quotas: npt.NDArray[np.int64]
     limited: bool
@@ -183,6 +186,8 @@ class Tasks:
         self._catalog = catalog
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
         self._order = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
+        self._operations = Operations(plan)
+        self._mixes: dict[int, Mix] = {}
         self._members: dict[str, Members] = {}
         self._base = catalog.manifest(plan.base_id()).tensors()
         self._experts = [
@@ -198,8 +203,6 @@ class Tasks:
         )
         self.first = names_of_plan(catalog, plan, self._base, self._experts)
         """Each tensor of the base -> the name it is planned under (`merge.planning.tied`)."""
-        self.operation = operation_of(plan)
-        self.mix = Mix.of(self.operation)
 
     def is_planned(self, name: str, id: TensorId) -> bool:
         """Return whether a tensor of the base, by name and record, is merged.
@@ -207,6 +210,28 @@ class Tasks:
         A second tensor of the same name (a consolidated copy) is merged only if it is identical.
         """
         return self.first[name] in self._planned and id == self._base[name]
+
+    def operation(self, name: str) -> Operation:
+        """Return the operation of a planned tensor."""
+        return self._operations.of(self._planned[name])
+
+    def mix(self, name: str) -> Mix:
+        """Return a planned tensor's operation for the kernel; one object for equal ones."""
+        planned = self._planned[name]
+        found = self._mixes.get(planned.operation) if planned.mixture is None else None
+        if found is None:
+            found = Mix.of(self.operation(name))
+            if planned.mixture is None:
+                self._mixes[planned.operation] = found
+        return found
+
+    def new_tensors(self) -> dict[str, list[PlanTensor]]:
+        """Return the tensors that the base has not, by the base's tensor that each is made of."""
+        found: dict[str, list[PlanTensor]] = {}
+        for tensor in self.plan.tensors:
+            if tensor.name not in self._base:
+                found.setdefault(tensor.source(0), []).append(tensor)
+        return found
 
     def members(self, name: str) -> Members:
         """Return the records of a planned tensor, by the name it is planned under."""
@@ -220,7 +245,7 @@ class Tasks:
         """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
         sides = [self._base, *self._experts]
-        ids = [side[tensor.name] for tensor in tensors for side in sides]
+        ids = [side[tensor.source(k)] for tensor in tensors for k, side in enumerate(sides)]
         records = self._catalog.tensors(ids)
         for number, tensor in enumerate(tensors):
             at = slice(number * len(sides), (number + 1) * len(sides))
@@ -236,21 +261,23 @@ class Tasks:
         """Return what a planned tensor's chunks share; `file` and `offset` as in TensorTask."""
         planned = self._planned[name]
         base = self.members(name).base
+        operation = self.operation(name)
         thresholds, quotas, keys, limited = self._nothing
-        if self.operation.is_trimmed:
+        if operation.is_trimmed:
             cuts = planned.thresholds
             thresholds = np.array([cut.value for cut in cuts], dtype=np.float32)
             quotas = np.array([cut.quota for cut in cuts], dtype=np.int64)
             limited = bool((quotas != UNLIMITED).any())
-        if self.operation.is_drawn:
-            keys = mask_keys(self.operation.seed, len(self._experts), name)
+        if operation.is_drawn:
+            keys = mask_keys(operation.seed, len(self._experts), name)
         return TensorTask(
             name=name,
             shape=base.shape,
             elements=math.prod(base.shape),
             chunk_elements=planned.chunk_elements,
             base_dtype=base.dtype,
-            out_dtype=self.plan.dtype or base.dtype,
+            out_dtype=planned.dtype or self.plan.dtype or base.dtype,
+            mix=self.mix(name),
             thresholds=thresholds,
             quotas=quotas,
             limited=limited,
@@ -261,7 +288,7 @@ class Tasks:
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
         """Return bool[chunks]: where the output is the base's own blocks and needs no computing."""
-        if not self.operation.keeps_base or tensor.out_dtype != tensor.base_dtype:
+        if not self.operation(tensor.name).keeps_base or tensor.out_dtype != tensor.base_dtype:
             return np.zeros(tensor.chunks, dtype=np.bool_)
         reused: npt.NDArray[np.bool_] = np.logical_not(
             self.members(tensor.name).present.any(axis=0)

@@ -208,7 +208,7 @@ class VirtualBlocks:
             loaded = self._load(tensor, task, self._scratch)
             quotas, taken = self._quotas(tensor, loaded)
         out = np.empty(task.out_bytes, dtype=np.uint8)
-        blend(loaded, tensor.plan.tasks.mix, quotas, out)
+        blend(loaded, quotas, out)
         blocks: list[Buffer] = [
             out.data[start : start + length]
             for start, length in partition(len(out), self._catalog.block_size)
@@ -244,7 +244,7 @@ class VirtualBlocks:
     ) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
         """Return the ties that a chunk may keep of each expert, and the used limited quotas."""
         if tensor.prefix is None:
-            return tensor.task.quotas, [0] * len(loaded.task.row_of)
+            return tensor.task.quotas, [0] * len(tensor.task.quotas)
         left = tensor.prefix.before(
             loaded.task.number, lambda gap, wanted: self._count(tensor, gap, wanted)
         )

@@ -21,7 +21,7 @@ from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_
 from mstore.merge.running.output import Layout
 from mstore.merge.running.papers import Papers, has_papers
 from mstore.merge.running.task import Tasks
-from mstore.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
@@ -135,10 +135,15 @@ class _Output:
         if new is not None:
             parts[0] = self._bytes(new, file.path)
         parts = [part if part.name is None else self._tensor(part) for part in parts]
-        for part, before in zip(parts, file.parts, strict=True):
+        before: list[Part | None] = [*file.parts]
+        for one in self._layout.added(file) if file.form == SAFETENSORS else ():
+            record = VirtualTensor(one.dtype, one.shape, one.nbytes, self._id, one.name)
+            parts.append(Part(one.name, self._transaction.put_record(record), record.nbytes))
+            before.append(None)
+        for part, old in zip(parts, before, strict=True):
             blocks = -(-part.nbytes // self._catalog.block_size)
             self.blocks_total += blocks
-            self.blocks_reused += blocks if part == before else 0
+            self.blocks_reused += blocks if part == old else 0
         return File(file.path, file.form, sum(part.nbytes for part in parts), tuple(parts))
 
     def _tensor(self, part: Part) -> Part:

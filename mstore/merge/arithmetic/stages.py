@@ -1,0 +1,86 @@
+"""Stages: the compiled steps of a selection, over one tile of an expert.
+
+Merge and attribution share them.  A merge fuses most of them with the steps that follow, for speed
+(`passes`); both then give the same bits.  `at` is the tile's place in the scratch (`tiles`).
+Importing this module imports the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from mstore.merge.arithmetic.tiles import BASE
+from mstore.numeric.compiling import compiled
+from mstore.numeric.floats import bits_float, float_bits
+
+NOTHING: Final = np.uint32(0)
+MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+
+
+@compiled
+def subtract(count: int, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its deltas: expert minus base, +0 where their bits are equal."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = tile[i], bases[i]
+        delta = float_bits(bits_float(expert) - bits_float(base))
+        tile[i] = NOTHING if expert == base else delta
+
+
+@compiled
+def trim(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
+    """Zero the deltas that are not kept; return the remaining quota (negative: no limit)."""
+    tile = scratch[at : at + count]
+    if quota > 0:
+        for i in range(count):
+            magnitude = bits_float(tile[i] & MAGNITUDE)
+            keep = magnitude > threshold
+            if magnitude == threshold and quota > 0:
+                keep = True
+                quota -= 1
+            if not keep:
+                tile[i] = NOTHING
+        return quota
+    with_equal = quota != 0
+    for i in range(count):
+        bits = tile[i]
+        magnitude = bits_float(bits & MAGNITUDE)
+        keep = (magnitude > threshold) | ((magnitude == threshold) & with_equal)
+        tile[i] = bits if keep else NOTHING
+    return quota
+
+
+@compiled
+def trim_band(
+    count: int, low: Any, low_quota: int, high: Any, high_quota: int, at: int, scratch: Any
+) -> Any:
+    """Zero the deltas but those that `low` keeps and `high` does not.
+
+    Returns the ties at both thresholds that count as kept: up to the quota, or all if that is
+    negative.
+    """
+    tile = scratch[at : at + count]
+    lows, highs = np.int64(0), np.int64(0)
+    for i in range(count):
+        magnitude = bits_float(tile[i] & MAGNITUDE)
+        keep, drop = magnitude > low, magnitude > high
+        if magnitude == low and (low_quota < 0 or lows < low_quota):
+            keep = True
+            lows += 1
+        if magnitude == high and (high_quota < 0 or highs < high_quota):
+            drop = True
+            highs += 1
+        if drop or not keep:
+            tile[i] = NOTHING
+    return lows, highs
+
+
+@compiled
+def draw(count: int, own: Any, limit: Any, factor: Any, at: int, scratch: Any) -> None:
+    """Zero the deltas whose draw is not below the limit, and scale the others."""
+    tile = scratch[at : at + count]
+    for i in range(count):
+        scaled = float_bits(bits_float(tile[i]) * factor)
+        tile[i] = scaled if own[i] < limit and tile[i] != NOTHING else NOTHING

@@ -1,0 +1,317 @@
+"""The model of one operation: what leaving chunks out costs, for the tensors that have it.
+
+Owns norms, coefficients, estimates and the rounding error of one operation over its part of the
+grid.  Does not own what is taken (`planner`), nor the order (`greedy`).  Pure; arrays are [K, C]:
+experts by the chunks of these tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mstore.merge.methods.bounds import Rounding, coefficients, rounding
+from mstore.merge.methods.method import Operation
+from mstore.merge.methods.parameters import MAX_SINGLE
+from mstore.merge.planning.estimates import elected
+from mstore.merge.planning.grid import Bools, Floats, Grid, added
+from mstore.merge.planning.scores import Score, agreement, dilution
+from mstore.merge.planning.surveyed import SurveyedTensor
+from mstore.numeric.codes import LARGEST, can_overflow
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, READ, SHARED
+from mstore.stats.histogram import exp_of_minus, tail_squares
+
+States = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Model:
+    """One operation over a grid of the tensors that have it.
+
+    squares: float64[K, C], of each selected delta. roots: what leaving it out adds to the norm of
+    the error in its chunk. certain: an upper bound on that for additive methods.
+    """
+
+    def __init__(self, operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor]) -> None:
+        self.operation = operation
+        self._grid = grid
+        self._tensors = tensors
+        self._trims = operation.is_trimmed
+        self.squares = self._tails() if self._trims else self._whole()
+        self._normalizes = operation.is_elected and operation.normalizes
+        heavy = {abs(weight) for weight in operation.weights if weight}
+        self._is_uneven = self._normalizes and len(heavy) > 1
+        self._scale = self._coefficients() * np.sqrt(grid.copies)
+        self.roots = _scaled(self._scale, self.squares)
+        # The norm of a trimmed delta is only an estimate: the whole delta's norm is never less.
+        self.certain = _scaled(self._scale, self._whole()) if self._trims else self.roots
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether errors have a certified bound."""
+        return self.operation.is_additive
+
+    def free(self) -> States:
+        """Return uint8[K, C]: READ, unless the state is known without reading."""
+        grid = self._grid
+        states = np.full(grid.shape, READ, dtype=np.uint8)
+        nothing = grid.known & (grid.column("nonzeros") == 0)
+        if self._trims:
+            # `<` and not `not >=`: a NaN is larger than everything and must be read.
+            states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
+        elif not self.operation.is_whole:
+            states[nothing] = BELOW
+        states[list(self.operation.weightless)] = BELOW
+        states[grid.equal] = EQUAL
+        return states
+
+    # -- norms -------------------------------------------------------------------------------
+
+    def _coefficients(self) -> Floats:
+        """Return |c_k|, float64[K, C]: certified for additive methods, a guess for the others.
+
+        An operator that divides by the weights that agree gives an expert all of its delta where no
+        heavier one is kept, whatever its own weight, and elsewhere its weight over the heaviest
+        one's.  The positions that different experts keep are assumed independent.
+        """
+        weights = np.abs(np.array(self.operation.weights))[:, None]
+        if self.operation.is_additive:
+            one = coefficients(self.operation)
+            return np.array(one)[:, None]
+        scale = self._undivided()
+        if not self._normalizes or not weights.any():
+            plain: Floats = weights * scale
+            return plain
+        share = weights / weights.max()
+        if not self._is_uneven:
+            even: Floats = share * scale
+            return even
+        alone = np.ones(self._grid.shape)
+        for weight, kept in zip(weights, self._kept, strict=True):
+            alone[weights[:, 0] < weight] *= 1.0 - kept
+        squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share**2, 0.0)
+        return np.sqrt(squares) * scale
+
+    def _undivided(self) -> float:
+        """Return |lambda| times the scale factor of random sparsification."""
+        scale = abs(float(self.operation.parameters.get("lambda", 1.0)))
+        if self.operation.is_drawn and self.operation.parameters["rescale"]:
+            # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
+            scale /= math.sqrt(self.operation.density)
+        return scale
+
+    def _with_lighter(self, roots: Floats) -> Floats:
+        """Return `roots` plus what leaving a unit out lets in: float64[K, C].
+
+        While a heavy expert is kept, lighter ones hardly count; without it their deltas appear.
+        """
+        weights = np.abs(np.array(self.operation.weights))
+        full = _scaled(np.sqrt(self._grid.copies) * self._undivided(), self.squares) ** 2
+        full = np.where(np.isfinite(full), full, 0.0)
+        squares = roots * roots
+        for k, kept in enumerate(self._kept):
+            for j in np.flatnonzero((weights > 0) & (weights < weights[k])).tolist():
+                squares[k] += kept * full[j]
+        found: Floats = np.sqrt(squares)
+        return found
+
+    def _whole(self) -> Floats:
+        """Return ||d_k||^2: float64[K, C]; infinite if unknown."""
+        squares = self._grid.column("sum_squares")
+        # A NaN would make every comparison false; such a chunk is read first.
+        return np.where(self._grid.known & ~np.isnan(squares), squares, np.inf)
+
+    def _tails(self) -> Floats:
+        """Return roughly the part of it above the trim threshold."""
+        grid = self._grid
+        found = [
+            tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
+            for rows, cuts in zip(grid.rows, grid.threshold, strict=True)
+        ]
+        if self.operation.is_band:
+            # Without what is above the ceiling; a NaN (infinity minus infinity) stays unknown.
+            for own, rows, cuts in zip(found, grid.rows, grid.ceiling, strict=True):
+                above = tail_squares(rows, np.where(np.isnan(cuts), np.inf, cuts))
+                with np.errstate(invalid="ignore"):
+                    own[:] = np.where(np.isinf(own), own, np.maximum(own - above, 0.0))
+        return np.where(grid.known, np.array(found).reshape(grid.shape), np.inf)
+
+    @cached_property
+    def _kept(self) -> Floats:
+        """Return roughly the share of a chunk's elements that sparsifying keeps: float64[K, C]."""
+        grid = self._grid
+        kept = grid.column("nonzeros") / grid.elements
+        if self._trims:
+            magnitudes = grid.column("sum_abs")
+            usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(grid.threshold)
+            mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
+            # Assumes exponentially distributed magnitudes, as in `tail_squares`.
+            cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
+            kept_above = exp_of_minus(cut)
+            if self.operation.is_band:
+                ceiling = np.where(np.isfinite(grid.ceiling), grid.ceiling, np.inf)
+                kept_above = kept_above - exp_of_minus(np.minimum(ceiling / mean, 2048.0))
+            return np.where(usable, kept * np.maximum(kept_above, 0.0), 0.0)
+        return kept * self.operation.density if self.operation.is_drawn else kept
+
+    # -- ranking -----------------------------------------------------------------------------
+
+    def largest(self, left: Floats) -> Floats:
+        """Return float64[C], what leaving out these roots (0 where kept) costs, squared."""
+        with np.errstate(over="ignore"):
+            return added(left) ** 2 if self.is_additive else added(left**2)
+
+    def ranked(self, score: Score) -> Floats:
+        """Return the roots to rank units by, where gains do not fall as units are taken."""
+        if self.is_additive:
+            return self.roots
+        roots = self.roots
+        if self._trims and score == "norm":
+            roots = _scaled(self._scale, self._whole())
+        if score == "conflict":
+            # A delta without a norm has no direction; infinity stays infinity.
+            share = agreement(self._grid.rows, self.operation.weights)
+            squares = roots * roots * np.where(np.isinf(roots), 1.0, share)
+            if self._normalizes:
+                squares = squares + dilution(roots * roots, self._kept)
+            roots = np.sqrt(squares)
+        elif self._is_uneven:
+            roots = self._with_lighter(roots)
+        return roots
+
+    # -- errors ------------------------------------------------------------------------------
+
+    def likely(self, left_out: Bools, taken: Bools) -> Floats:
+        """Return the mean squared error of leaving these out, per chunk: float64[C].
+
+        Averages over random masks, too: for d, kept with probability p, the mean square is p d^2,
+        and d^2 / p with `rescale`.
+        """
+        operation = self.operation
+        density = operation.density if operation.is_drawn else 1.0
+        if operation.is_additive:
+            # The coefficients hold for every mask: with `rescale` they include 1 / p.
+            return added(np.where(left_out, self.roots, 0.0) ** 2) * density
+        found = np.zeros(self._grid.shape[1])
+        some = np.flatnonzero(left_out.any(axis=0))
+        if not len(some):
+            return found
+        squares = self.squares[:, some]
+        # Chunks read without statistics, or not finite, count as absent.
+        counts = (left_out | taken)[:, some] & np.isfinite(squares)
+        found[some] = elected(
+            np.where(counts, squares, 0.0),
+            np.where(counts, self._kept[:, some], 0.0),
+            operation.weights,
+            left_out[:, some],
+            normalize=self._normalizes,
+        )
+        scale = abs(float(operation.parameters.get("lambda", 1.0)))
+        factor = 1.0 / density if operation.parameters.get("rescale") else density
+        return found * self._grid.copies * (factor * scale * scale)
+
+    def float32_error(self, free: States) -> float:
+        """Return what float32 may add to the distance of two merges; infinite if it may overflow.
+
+        Chunks of which nothing is left out come out equal.  This counts all chunks of which
+        anything may be left out, so that the result does not depend on the budget. free: the
+        states before units are taken.
+        """
+        if not self.operation.is_additive:
+            return math.inf
+        grid = self._grid
+        error = rounding(self.operation)
+        computed = np.isin(free, (READ, DROPPED)).any(axis=0)
+        if not computed.any():
+            return 0.0
+        # Every expert with statistics for a chunk has the same base sums in its row.
+        squares = np.where(grid.known, grid.column("base_squares"), 0.0).max(axis=0)[computed]
+        largest = np.where(grid.known, grid.column("max_abs"), 0.0)[:, computed]
+        if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:
+            return math.inf
+        with np.errstate(over="ignore", invalid="ignore"):
+            roots = np.where(grid.known, self.certain, 0.0)[:, computed]
+            copies = grid.copies[computed]
+            one = (
+                error.of_deltas * added(roots)
+                + error.of_base * np.sqrt(squares * copies)
+                + error.floor * np.sqrt(grid.elements[computed] * copies)
+            )
+            # Each of the two merges is that far from exact arithmetic.
+            total = 2 * math.sqrt(math.fsum((one * one).tolist()))
+        return total if math.isfinite(total) else math.inf
+
+    @cached_property
+    def _beyond(self) -> Floats:
+        """Return float64[T, K, 2]: `ExpertTensor.surplus`."""
+        return np.array([[e.surplus for e in t.experts] for t in self._tensors], dtype=np.float64)
+
+    def surplus(self, states: States, left_out: Bools) -> Floats:
+        """Return what the elements kept beyond k add: float64[K, T], squares as in `_roots`."""
+        grid, beyond = self._grid, self._beyond
+        if not beyond.any():
+            return np.zeros((0, 0))
+        starts = grid.starts[:-1]
+        partly = np.logical_or.reduceat(left_out, starts, axis=1)
+        kept = np.where(partly, beyond[:, :, 1].T, beyond[:, :, 0].T)
+        is_read = (states == READ) | (states == SHARED)
+        share = np.add.reduceat(np.where(is_read, grid.elements, 0.0), starts, axis=1)
+        share = share / np.add.reduceat(grid.elements, starts)
+        cuts = np.where(kept > 0, (self._scale * grid.threshold)[:, starts], 0.0)
+        squares: Floats = kept * share * cuts**2
+        return squares
+
+    def overflow(
+        self, dtype: str | None, squares: Mapping[str, float]
+    ) -> list[tuple[float, str, int]]:
+        """Return tensors that may overflow the output's type: (-worst, name, elements).
+
+        Uses the norm of the base's tensor, which no element of it exceeds, and the largest deltas
+        where statistics exist. dtype: of the output, None for the base's. squares: of each tensor
+        of the base.
+        """
+        grid = self._grid
+        error = rounding(self.operation)
+        divisor, lam, rescale = error.factors
+        weights = np.abs(np.array(self.operation.weights))[:, None]
+        if self._normalizes:
+            # Divided by the sum of the weights that agree, which may be just one of them.
+            weights = np.maximum(weights, 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            deltas = np.where(grid.known, grid.column("max_abs"), 0.0) * weights
+            moved = added(deltas) * (lam * rescale / divisor)
+            moved = np.maximum.reduceat(moved, grid.starts[:-1])
+        of_base = float(weights.sum()) + abs(error.base_weight)
+        scale = of_base / divisor if error.is_whole else 1.0
+        found = []
+        for tensor, delta in zip(self._tensors, moved.tolist(), strict=True):
+            own, out = tensor.record.dtype, tensor.dtype or dtype or tensor.record.dtype
+            source = tensor.sources[0] if tensor.sources else tensor.name
+            reach = max(1.0, scale) * math.sqrt(squares.get(source, 0.0)) + delta
+            if can_overflow(own, out) and not reach <= LARGEST[out]:
+                worst = math.inf if math.isnan(reach) else reach
+                found.append((-worst, tensor.name, tensor.elements))
+        return found
+
+
+def largest_step(error: Rounding, largest: Floats, base: Floats) -> float:
+    """Bound the largest step of the kernel, for |d_k| <= largest (float64[K, C]), |b| <= base."""
+    divisor, lam, rescale = error.factors
+    with np.errstate(over="ignore", invalid="ignore"):
+        sides = base + largest if error.is_whole else np.maximum(largest, largest * rescale)
+        total = added([abs(w) * side for w, side in zip(error.weights, sides, strict=True)])
+        if error.base_weight:
+            total = total + abs(error.base_weight) * base
+        mixed = total / divisor
+        steps = [sides.max(axis=0), total, mixed, mixed * lam, mixed * lam + base]
+        found = float(np.max(steps)) * (1 + 2.0**-10)
+    return found if math.isfinite(found) else math.inf
+
+
+def _scaled(scale: Floats, squares: Floats) -> Floats:
+    """Return |c_k| ||d_k||: float64[K, C].  An expert without weight loses nothing."""
+    with np.errstate(invalid="ignore"):
+        return np.where(scale > 0, scale * np.sqrt(squares), 0.0)

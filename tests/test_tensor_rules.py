@@ -1,0 +1,332 @@
+"""Plans whose tensors differ: other methods, weights and types, and new tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+from checkpoints import write_safetensors
+
+from mstore import MergeRequest, Store, TensorRule
+from mstore.errors import BadRequest, Incompatible
+from mstore.objects.canonical import decode
+from mstore.objects.plan import Plan
+
+BLOCK = 1 << 16
+N = 100_000
+NAMES = ("a", "b", "c", "d")
+Singles = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass
+class Family:
+    """A store with a base and two experts of four tensors, and what is in them."""
+
+    store: Store
+    base: dict[str, Singles]
+    experts: list[dict[str, Singles]]
+
+    def reference(self, method: str, given: dict[str, Any], name: str, source: str = "") -> Any:
+        """The merge of one tensor by the reference, with weights 1."""
+        source = source or name
+        sides = [expert[source] for expert in self.experts]
+        weights = [1.0] * len(sides)
+        return reference.merge(method, given, weights, self.base[source], sides, tensor=name)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """Two shards with an index, as large models have them."""
+    root = tmp_path_factory.mktemp("rules")
+    rng = np.random.default_rng(11)
+    base = {name: rng.normal(0, 1, N).astype(np.float32) for name in NAMES}
+    experts = [
+        {
+            name: (value + rng.normal(0, 0.2 + 0.1 * k, N)).astype(np.float32)
+            for name, value in base.items()
+        }
+        for k in range(2)
+    ]
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        for name, tensors in (("base", base), ("e0", experts[0]), ("e1", experts[1])):
+            directory = root / name
+            directory.mkdir()
+            for number, shard in enumerate((NAMES[:2], NAMES[2:]), start=1):
+                write_safetensors(
+                    directory / f"model-{number:05}-of-00002.safetensors",
+                    [(one, "F32", (N // 100, 100), tensors[one].tobytes()) for one in shard],
+                )
+            index = {
+                "metadata": {"total_size": 4 * N * len(NAMES)},
+                "weight_map": {
+                    one: f"model-{1 + (one in 'cd'):05}-of-00002.safetensors" for one in NAMES
+                },
+            }
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+            (directory / "config.json").write_text('{"dtype": "float32"}')
+            store.add(directory, name=name)
+        yield Family(store, base, experts)
+
+
+ASKED = MergeRequest(
+    base="base",
+    experts=["e0", "e1"],
+    method="task_arithmetic",
+    rules=[
+        TensorRule(tensors="b", method="ties", parameters={"density": 0.3}),
+        TensorRule(tensors=["c", "new"], method="breadcrumbs", parameters={"density": 0.5}),
+    ],
+    outputs={"new": "a"},
+)
+"""Three methods for three tensors, and one tensor whose name the base has not."""
+
+
+def test_three_methods_and_a_new_tensor(family: Family) -> None:
+    """Each tensor is merged by its own method, and a new one is made of another's sources."""
+    store = family.store
+    plan = store.plan(ASKED)
+    merged = store.merge(plan, name="rules")
+    own = store["rules"]
+    assert merged.expert_bytes_read == plan.planned_expert_bytes
+    found = {name: own.tensor(name).reshape(-1) for name in (*NAMES, "new")}
+    wanted = {
+        "a": family.reference("task_arithmetic", {}, "a"),
+        "b": family.reference("ties", {"density": 0.3}, "b"),
+        "c": family.reference("breadcrumbs", {"density": 0.5}, "c"),
+        "d": family.reference("task_arithmetic", {}, "d"),
+        "new": family.reference("breadcrumbs", {"density": 0.5}, "new", "a"),
+    }
+    for name, value in wanted.items():
+        assert np.array_equal(found[name].view(np.uint32), value.view(np.uint32)), name
+
+
+def test_a_new_tensor_is_in_files_and_index(family: Family, tmp_path: Path) -> None:
+    """A checkout is an ordinary checkpoint: header, shard index and sizes name the new tensor."""
+    from safetensors.numpy import load_file
+
+    family.store.merge(family.store.plan(ASKED), name="files")
+    family.store.checkout("files", tmp_path / "out")
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    tensors = {name: value for shard in shards for name, value in load_file(shard).items()}
+    assert sorted(tensors) == ["a", "b", "c", "d", "new"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["new"] == index["weight_map"]["a"] == shards[0].name
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert np.array_equal(tensors["new"], family.store["files"].tensor("new"))
+
+
+def test_a_budget_holds_over_all_methods(family: Family) -> None:
+    """A budget is kept, errors are estimated over all methods, and another run replays it."""
+    store = family.store
+    asked = dataclasses.replace(ASKED, budget="40%")
+    plan = store.plan(asked)
+    assert 0 < plan.planned_expert_bytes <= 0.4 * plan.full_expert_bytes
+    assert plan.error_bound is None
+    assert plan.error_estimate is not None
+    assert plan.error_estimate > 0
+    merged = store.merge(plan, name="budget")
+    assert merged.expert_bytes_read + merged.memo_expert_bytes == plan.planned_expert_bytes
+    assert store.replay("budget").same
+
+
+def test_additive_methods_share_a_bound(family: Family) -> None:
+    """If every operation is additive, the bound holds for the whole of the merge."""
+    store = family.store
+    asked = dataclasses.replace(
+        ASKED,
+        rules=[TensorRule(tensors="c", method="breadcrumbs", parameters={"density": 0.5})],
+    )
+    store.merge(store.plan(asked), name="whole")
+    plan = store.plan(dataclasses.replace(asked, budget="50%"))
+    store.merge(plan, name="half")
+    squares = sum(
+        float(((store["half"].tensor(n) - store["whole"].tensor(n)).astype(np.float64) ** 2).sum())
+        for n in (*NAMES, "new")
+    )
+    norm = sum(float((value.astype(np.float64) ** 2).sum()) for value in family.base.values())
+    assert plan.error_bound is not None
+    assert 0 < (squares / norm) ** 0.5 <= plan.error_bound
+
+
+def test_a_virtual_merge_has_the_same_bytes(family: Family) -> None:
+    """A virtual merge gives the real one's bytes, in any order of reads, and becomes it."""
+    store = family.store
+    plan = store.plan(dataclasses.replace(ASKED, budget="60%"))
+    store.merge(plan, name="real")
+    store.merge(plan, name="virtual", virtual=True)
+    for name in ("new", "c", "b", "a"):
+        assert np.array_equal(store["virtual"].tensor(name), store["real"].tensor(name))
+    store.materialize("virtual")
+    manifests = {store[name].manifest for name in ("real", "virtual")}
+    assert len(manifests) == 1
+
+
+def test_it_is_explained_tensor_by_tensor(family: Family) -> None:
+    """Explain and blame name the new tensor, its sources, and each tensor's own method."""
+    store = family.store
+    store.merge(store.plan(ASKED), name="told")
+    told = {one.name: one for one in store.explain("told").tensors}
+    assert told["new"].treatment == "merged"
+    assert told["new"].sources == ("a", "a", "a")
+    assert [told[name].method for name in ("a", "b", "c", "new")] == [
+        "task_arithmetic",
+        "ties",
+        "breadcrumbs",
+        "breadcrumbs",
+    ]
+    assert told["b"].parameters == {"density": 0.3, "lambda": 1.0, "normalize": True}
+    blamed = {one.name: one for one in store.blame("told").tensors}
+    assert sorted(blamed) == ["a", "b", "c", "d", "new"]
+    for one in blamed.values():
+        assert sum(share.share or 0 for share in one.experts) == pytest.approx(1, abs=1e-6)
+
+
+def test_weights_and_types_of_a_rule(family: Family, tmp_path: Path) -> None:
+    """A rule may have its own weights and type; the others keep those of the merge."""
+    store = family.store
+    asked = MergeRequest(
+        base="base",
+        experts=[("e0", 0.5), ("e1", 0.25)],
+        method="task_arithmetic",
+        rules=[TensorRule(tensors="b", weights=[0.0, 1.0], dtype="bfloat16")],
+    )
+    plan = store.plan(asked)
+    store.merge(plan, name="weights")
+    assert store.replay("weights").same
+    store.merge(plan, name="late", virtual=True)
+    found = store["weights"].tensor("b")
+    assert found.dtype == reference.DTYPES["BF16"]
+    wanted = reference.merge(
+        "task_arithmetic",
+        {},
+        [0.0, 1.0],
+        family.base["b"],
+        [expert["b"] for expert in family.experts],
+        out_dtype="BF16",
+    )
+    assert np.array_equal(found.reshape(-1).view(np.uint16), wanted.view(np.uint16))
+    assert np.array_equal(store["late"].tensor("b"), found)
+    assert store["weights"].tensor("a").dtype == np.float32
+    store.checkout("weights", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * N * 3 + 2 * N
+
+
+def test_sources_may_differ_by_input(family: Family) -> None:
+    """A tensor may be made of another tensor in each input."""
+    store = family.store
+    asked = MergeRequest(
+        base="base",
+        experts=["e0", "e1"],
+        method="task_arithmetic",
+        only=["a"],
+        outputs={"mixed": ["a", "b", "c"]},
+    )
+    store.merge(store.plan(asked), name="mixed")
+    base, (first, second) = family.base["a"], family.experts
+    deltas = [first["b"] - base, second["c"] - base]
+    found = store["mixed"].tensor("mixed").reshape(-1)
+    assert np.array_equal(found, base + (deltas[0] + deltas[1]))
+
+
+def test_slerp_of_each_tensor(family: Family) -> None:
+    """Spherical interpolation takes each tensor as one vector, with a bound under a budget."""
+    store = family.store
+    asked = MergeRequest(base="base", experts=["e1"], method="slerp", parameters={"t": 0.3})
+    store.merge(store.plan(asked), name="slerp")
+    assert store.replay("slerp").same
+    for name in NAMES:
+        base, expert = family.base[name], family.experts[1][name]
+        one, other = base.astype(np.float64), expert.astype(np.float64)
+        angle = np.arccos(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
+        wanted = (np.sin(0.7 * angle) * one + np.sin(0.3 * angle) * other) / np.sin(angle)
+        assert np.allclose(store["slerp"].tensor(name).reshape(-1), wanted, rtol=1e-5, atol=1e-6)
+    plan = store.plan(dataclasses.replace(asked, budget="50%"))
+    store.merge(plan, name="slerp-half")
+    error = sum(
+        float(((store["slerp-half"].tensor(n) - store["slerp"].tensor(n)) ** 2).sum())
+        for n in NAMES
+    )
+    norm = sum(float((value.astype(np.float64) ** 2).sum()) for value in family.base.values())
+    assert plan.error_bound is not None
+    assert 0 < (error / norm) ** 0.5 <= plan.error_bound
+    blamed = store.blame("slerp")
+    assert blamed.base_share is not None
+    assert blamed.base_share + (blamed.experts[0].share or 0) == pytest.approx(1, abs=1e-6)
+
+
+def test_ordinary_plans_keep_their_form(family: Family) -> None:
+    """A plan that plan/2 can express is encoded as plan/2, whoever made it; others as plan/3."""
+    store = family.store
+    plain = dataclasses.replace(ASKED, rules=(), outputs={})
+    forms = []
+    for asked in (plain, dataclasses.replace(plain, rules=[TensorRule(tensors="a")]), ASKED):
+        plan = store._catalog.record(Plan, store.plan(asked).plan)
+        forms.append(plan.encode()[4:10])
+        assert decode(Plan, plan.encode(), "plan") == plan
+    assert forms == [b"plan/2", b"plan/2", b"plan/3"]
+
+
+def test_the_text_of_a_plan_holds_all_of_it(family: Family) -> None:
+    """A plan with rules is exported and imported under the same id."""
+    store = family.store
+    plan = store.plan(ASKED)
+    text = store.export_plan(str(plan.plan))
+    assert json.loads(text)["format"] == "mstore plan 3"
+    assert store.import_plan(text).plan == plan.plan
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rules": [TensorRule(tensors="nothing")]}, "no tensor's name matches"),
+        ({"rules": [TensorRule(tensors="a", method="tie")]}, "unknown method"),
+        ({"rules": [TensorRule(tensors="a", weights=[1.0])]}, "one weight per expert"),
+        ({"rules": [TensorRule(tensors="")]}, "patterns"),
+        ({"rules": (), "outputs": {"a": "b"}}, "has a tensor of this name"),
+        ({"outputs": {"new": "nothing"}}, "has no tensor nothing"),
+        ({"outputs": {"new": ["a", "b"]}}, "one source in the base"),
+        ({"rules": ["a"]}, "TensorRule"),
+        ({"method": "slerp", "rules": (), "parameters": {"t": 0.5}}, "one expert"),
+    ],
+)
+def test_bad_rules_are_refused(family: Family, change: dict[str, Any], match: str) -> None:
+    """A rule or an output that cannot be meant is refused, and nothing is planned."""
+    with pytest.raises(BadRequest, match=match):
+        family.store.plan(dataclasses.replace(ASKED, **change))
+
+
+def test_slerp_says_what_it_needs(family: Family) -> None:
+    """Slerp without t, or with a weight, is refused with what to give instead."""
+    asked = MergeRequest(base="base", experts=["e0"], method="slerp")
+    with pytest.raises(BadRequest, match="needs a value for t"):
+        family.store.plan(asked)
+    with pytest.raises(BadRequest, match="has no weight"):
+        family.store.plan(dataclasses.replace(asked, experts=[("e0", 0.5)], parameters={"t": 0.5}))
+
+
+def test_shapes_of_sources_must_agree(tmp_path: Path) -> None:
+    """A new tensor of sources with different shapes is refused."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "e0"):
+            write_safetensors(
+                tmp_path / f"{name}.safetensors",
+                [
+                    (one, "F32", (size,), np.full(size, len(name), dtype=np.float32).tobytes())
+                    for one, size in (("a", 100), ("b", 200))
+                ],
+            )
+            store.add(tmp_path / f"{name}.safetensors", name=name)
+        with pytest.raises(Incompatible, match="shape"):
+            store.plan(
+                MergeRequest(
+                    base="base", experts=["e0"], method="linear", outputs={"new": ["a", "b"]}
+                )
+            )
