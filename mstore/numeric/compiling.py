@@ -18,7 +18,9 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.extending import intrinsic
 
 from mstore.numeric import code_cache
 
@@ -44,6 +46,20 @@ def inlined(function: _Function) -> _Function:
     """
     pasted = numba.njit(nogil=True, error_model="numpy", inline="always")
     return cast(_Function, pasted(function))
+
+
+@intrinsic
+def _pointer(_typing: Any, _address: Any) -> Any:
+    """Turn an address, an int64, into what `carray` takes."""
+
+    def made(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return numba.types.voidptr(numba.types.int64), made
+
+
+# The decorator's type shows the typing context as an argument, which calls do not pass.
+pointer: Any = _pointer
 
 
 class _StampedCache(FunctionCache):

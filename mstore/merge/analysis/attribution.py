@@ -26,22 +26,24 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, TILES
+from mstore.merge.arithmetic.arguments import pack
+from mstore.merge.arithmetic.tiles import LANES, TILE, address
+from mstore.merge.running.compute import chunk_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.code_cache import Pass
-from mstore.numeric.codes import dtype_code
 
 _HERE: Final = Path(__file__)
 _PACKAGE: Final = _HERE.parents[2]
 _attribute: Final = Pass(
     "mstore.merge.analysis.attribution_passes",
     "attribute",
-    "iippiiiiipiipiippippppppppppp",
+    "ppppppp",
     (
         _PACKAGE / "numeric" / "codes.py",
         _PACKAGE / "numeric" / "floats.py",
         _PACKAGE / "merge" / "arithmetic" / "philox.py",
         _PACKAGE / "merge" / "arithmetic" / "tiles.py",
+        _PACKAGE / "merge" / "arithmetic" / "arguments.py",
         _PACKAGE / "merge" / "arithmetic" / "stages.py",
         _HERE.with_name("attribution_passes.py"),
     ),
@@ -89,55 +91,20 @@ class Attribution:
 
 def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
     """Split one chunk's merged delta; quotas, as in `mix_chunk`, are ties that THIS chunk keeps."""
-    task, tensor = loaded.task, loaded.task.tensor
+    tensor = loaded.task.tensor
     mix = tensor.mix
     experts = mix.weights.size
-    # The base, as a summand itself, is an expert without a row.
-    row_of = (-1, *task.row_of) if mix.has_base else task.row_of
     sums = np.zeros((2, experts + 2))
     counts = np.zeros(experts + 3, dtype=np.int64)
     # Keep these alive until the pass is done: it gets their addresses.
-    taken = (
-        np.array([dtype_code(row.dtype) for row in task.rows], dtype=np.int64),
-        np.array(row_of, dtype=np.int64),
-        np.ascontiguousarray(tensor.thresholds, dtype=np.float32),
-        np.ascontiguousarray(quotas, dtype=np.int64),
-        np.ascontiguousarray(tensor.keys, dtype=np.uint32),
-    )
     room = (
-        np.empty(TILES + DRAWS, dtype=np.uint32),
         np.empty((experts + 3, TILE), dtype=np.float32),
         np.empty((experts + 3, TILE)),
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
-        np.empty(max(experts, len(quotas)), dtype=np.int64),
     )
-    codes_at, row_of_at, *tensor_at = (array.ctypes.data for array in taken)
-    base, rows = loaded.sides[0], loaded.sides[1:]
-    _attribute(
-        experts,
-        int(mix.flags[0]),
-        mix.weights.ctypes.data,
-        mix.factors.ctypes.data,
-        int(mix.flags[1]),
-        int(mix.flags[2]),
-        mix.mask_limit,
-        dtype_code(tensor.base_dtype),
-        base.size,
-        base.ctypes.data,
-        rows.shape[0],
-        rows.shape[1],
-        rows.ctypes.data,
-        len(task.rows),
-        task.n,
-        codes_at,
-        row_of_at,
-        task.first_index,
-        *tensor_at,
-        sums.ctypes.data,
-        counts.ctypes.data,
-        *(array.ctypes.data for array in room),
-    )
+    packed = pack(mix, chunk_of(loaded, quotas), None, tensor.out_dtype)
+    _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     own = slice(int(mix.has_base), experts)
     return Attribution(
         square=float(sums[1, experts + 1]),

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox, stages, tiles
+from mstore.merge.arithmetic import arguments, philox, stages, tiles
+from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import draw, subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
@@ -27,7 +28,7 @@ from mstore.merge.arithmetic.tiles import (
     TILES,
 )
 from mstore.numeric import floats
-from mstore.numeric.compiling import compiled, entry
+from mstore.numeric.compiling import compiled, entry, pointer
 from mstore.numeric.floats import bits_float, load_bits
 
 _ZERO: Final = np.float32(0.0)
@@ -123,53 +124,35 @@ def _accumulate(count: int, part: Any, total: Any, products: Any, squares: Any) 
     return moved
 
 
-@entry("iippiiiiipiipiippippppppppppp", floats, philox, stages, tiles)
+@entry("ppppppp", floats, philox, stages, tiles, arguments)
 def attribute(
-    experts: int,
-    kind: int,
-    weights_at: Any,
-    factors_at: Any,
-    normalizes: int,
-    cuts: int,
-    limit: int,
-    base_code: int,
-    base_length: int,
-    base_at: Any,
-    rows_count: int,
-    stride: int,
-    rows_at: Any,
-    codes_count: int,
-    n: int,
-    codes_at: Any,
-    row_of_at: Any,
-    first_index: int,
-    thresholds_at: Any,
-    quotas_at: Any,
-    keys_at: Any,
+    arguments_at: Any,
     sums_at: Any,
     counts_at: Any,
-    words_at: Any,
     votes_at: Any,
     parts_at: Any,
     lanes_at: Any,
     finite_at: Any,
-    left_at: Any,
 ) -> None:
-    """As `attribution.attribute`, into `sums` and `counts`; the last six arguments are scratch."""
-    weights = carray(weights_at, (experts,), np.float32)
-    factors = carray(factors_at, (3,), np.float32)
-    base = carray(base_at, (base_length,), np.uint8)
-    rows = carray(rows_at, (rows_count, stride), np.uint8)
-    row_codes = carray(codes_at, (codes_count,), np.int64)
-    row_of = carray(row_of_at, (experts,), np.int64)
+    """As `attribution.attribute`, into `sums` and `counts`; the last four are scratch."""
+    given = carray(arguments_at, (a.FIELDS,), np.int64)
+    experts, kind, normalizes = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
+    cuts, limit, base_code = given[a.CUTS], given[a.LIMIT], given[a.BASE_CODE]
+    n, first_index = given[a.LENGTH], given[a.FIRST_INDEX]
+    weights = carray(pointer(given[a.WEIGHTS_AT]), (experts,), np.float32)
+    factors = carray(pointer(given[a.FACTORS_AT]), (3,), np.float32)
+    base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
+    rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
+    row_codes = carray(pointer(given[a.CODES_AT]), (given[a.CODES],), np.int64)
+    row_of = carray(pointer(given[a.ROW_OF_AT]), (experts,), np.int64)
     slots = experts * max(1, cuts)
-    thresholds = carray(thresholds_at, (slots,), np.float32)
-    quotas = carray(quotas_at, (slots,), np.int64)
-    keys = carray(keys_at, (experts, 2), np.uint32)
+    thresholds = carray(pointer(given[a.THRESHOLDS_AT]), (slots,), np.float32)
+    quotas = carray(pointer(given[a.QUOTAS_AT]), (slots,), np.int64)
+    keys = carray(pointer(given[a.KEYS_AT]), (experts, 2), np.uint32)
     sums = carray(sums_at, (2, experts + 2), np.float64)
     counts = carray(counts_at, (experts + 3,), np.int64)
-    words = carray(words_at, (TILES + DRAWS,), np.uint32)
-    scratch, draws = words[:TILES], words[TILES:]
+    scratch = carray(pointer(given[a.TILES_AT]), (TILES,), np.uint32)
+    draws = carray(pointer(given[a.DRAWS_AT]), (DRAWS,), np.uint32)
     bases, tile = scratch[BASE : BASE + TILE], scratch[EXPERT : EXPERT + TILE]
     # The winning sign is known only after the last expert.
     voting = carray(votes_at, (experts + 3, TILE), np.float32)
@@ -180,7 +163,7 @@ def attribute(
     lanes = carray(lanes_at, (2, experts + 2, LANES), np.float64)
     products, squares = lanes[0], lanes[1]
     finite = carray(finite_at, (TILE,), np.uint8)
-    left = carray(left_at, (slots,), np.int64)
+    left = carray(pointer(given[a.WORKING_AT]), (slots,), np.int64)
     normalize = normalizes != 0
     divisor, lam, rescale = factors[0], factors[1], factors[2]
     for k in range(slots):

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox, stages, tiles
+from mstore.merge.arithmetic import arguments, philox, stages, tiles
+from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
@@ -42,7 +43,7 @@ from mstore.merge.arithmetic.tiles import (
     WEIGHTS,
 )
 from mstore.numeric import floats
-from mstore.numeric.compiling import compiled, entry, inlined
+from mstore.numeric.compiling import compiled, entry, inlined, pointer
 from mstore.numeric.floats import (
     bits_float,
     float_bits,
@@ -344,61 +345,34 @@ def _copy(count: int, source: int, at: int, scratch: Any) -> None:
         scratch[at + i] = scratch[source + i]
 
 
-@entry("iippiiiiipiipiippiipppppipipppp", floats, philox, stages, tiles)
-def mix(
-    experts_count: int,
-    kind: int,
-    weights_at: Any,
-    factors_at: Any,
-    normalize: int,
-    cuts: int,
-    limit: int,
-    base_code: int,
-    base_length: int,
-    base_at: Any,
-    rows_count: int,
-    stride: int,
-    rows_at: Any,
-    codes_count: int,
-    out_code: int,
-    codes_at: Any,
-    row_of_at: Any,
-    n: int,
-    first_index: int,
-    thresholds_at: Any,
-    quotas_at: Any,
-    keys_at: Any,
-    rescales_at: Any,
-    masks_at: Any,
-    masked: int,
-    out_at: Any,
-    out_length: int,
-    tiles_at: Any,
-    draws_at: Any,
-    experts_at: Any,
-    ties_at: Any,
-) -> None:
-    """Do `kernels.mix_chunk`; write its result into `ties`."""
-    weights = carray(weights_at, (experts_count,), np.float32)
-    factors = carray(factors_at, (3,), np.float32)
-    base = carray(base_at, (base_length,), np.uint8)
-    rows = carray(rows_at, (rows_count, stride), np.uint8)
-    row_codes = carray(codes_at, (codes_count,), np.int64)
-    row_of = carray(row_of_at, (experts_count,), np.int64)
+@entry("p", floats, philox, stages, tiles, arguments)
+def mix(arguments_at: Any) -> None:
+    """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
+    given = carray(arguments_at, (a.FIELDS,), np.int64)
+    experts_count, kind, normalize = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
+    cuts, limit, base_code = given[a.CUTS], given[a.LIMIT], given[a.BASE_CODE]
+    out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
+    masked = given[a.MASKED]
+    weights = carray(pointer(given[a.WEIGHTS_AT]), (experts_count,), np.float32)
+    factors = carray(pointer(given[a.FACTORS_AT]), (3,), np.float32)
+    base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
+    rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
+    row_codes = carray(pointer(given[a.CODES_AT]), (given[a.CODES],), np.int64)
+    row_of = carray(pointer(given[a.ROW_OF_AT]), (experts_count,), np.int64)
     trims = cuts != 0
     slots = experts_count * max(1, cuts)
-    thresholds = carray(thresholds_at, (slots,), np.float32)
-    quotas = carray(quotas_at, (slots,), np.int64)
-    keys = carray(keys_at, (experts_count, 2), np.uint32)
-    rescales = carray(rescales_at, (experts_count,), np.float32)
-    masks = carray(masks_at, (experts_count, n), np.uint8)
-    out = carray(out_at, (out_length,), np.uint8)
-    scratch = carray(tiles_at, (TILES,), np.uint32)
+    thresholds = carray(pointer(given[a.THRESHOLDS_AT]), (slots,), np.float32)
+    quotas = carray(pointer(given[a.QUOTAS_AT]), (slots,), np.int64)
+    keys = carray(pointer(given[a.KEYS_AT]), (experts_count, 2), np.uint32)
+    rescales = carray(pointer(given[a.RESCALES_AT]), (experts_count,), np.float32)
+    masks = carray(pointer(given[a.MASKS_AT]), (experts_count, n), np.uint8)
+    out = carray(pointer(given[a.OUT_AT]), (given[a.OUT_LENGTH],), np.uint8)
+    scratch = carray(pointer(given[a.TILES_AT]), (TILES,), np.uint32)
     grouped = scratch[WEIGHTS : WEIGHTS + GROUP].view(np.float32)
-    draws = carray(draws_at, (DRAWS,), np.uint32)
-    working = carray(experts_at, (slots + experts_count,), np.int64)
+    draws = carray(pointer(given[a.DRAWS_AT]), (DRAWS,), np.uint32)
+    working = carray(pointer(given[a.WORKING_AT]), (slots + experts_count,), np.int64)
     left, experts = working[:slots], working[slots:]
-    ties = carray(ties_at, (slots,), np.int64)
+    ties = carray(pointer(given[a.TIES_AT]), (slots,), np.int64)
     divisor, lam = factors[0], factors[1]
     for k in range(slots):
         left[k] = quotas[k]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
 
@@ -19,21 +20,24 @@ def blend(
     loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
 ) -> tuple[int, ...]:
     """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
+    tensor = loaded.task.tensor
+    return mix_chunk(tensor.mix, *chunk_of(loaded, quotas), out, tensor.out_dtype)
+
+
+def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:
+    """Return a chunk in the form that passes take; quotas as for `mix_chunk`."""
     task, tensor = loaded.task, loaded.task.tensor
-    return mix_chunk(
-        tensor.mix,
-        loaded.sides[0],
-        tensor.base_dtype,
-        loaded.sides[1:],
-        [row.dtype for row in task.rows],
-        task.row_of,
-        task.n,
-        task.first_index,
-        tensor.thresholds,
-        quotas,
-        tensor.keys,
-        out,
-        tensor.out_dtype,
+    return Chunk(
+        base=loaded.sides[0],
+        base_dtype=tensor.base_dtype,
+        rows=loaded.sides[1:],
+        row_dtypes=[row.dtype for row in task.rows],
+        row_of=task.row_of,
+        n=task.n,
+        first_index=task.first_index,
+        thresholds=tensor.thresholds,
+        quotas=quotas,
+        keys=tensor.keys,
     )
 
 

@@ -60,6 +60,10 @@ _OF_BUDGETS = """\
 for a budget, an error that was allowed, or a share of blocks to write. The command above
 makes the whole merge.
 """
+_OF_RULES = """\
+Some tensors were merged by rules of their own, which a command cannot state; `mstore explain REF`
+shows the method and the sources of each.
+"""
 _OF_IDS = """\
 In the store where it was made, `mstore log REF` tells this merge's snapshot and parents, and
 `mstore explain REF` its plan and what of which expert is in it. A snapshot's id cannot stand
@@ -191,6 +195,8 @@ class Papers:
         if not self._is_one_licence():
             yield f"\nTexts that came with the parents, if any, are in `{LICENCES}/`."
         yield from ("", "## How it was made", "", "```sh", self._command(), "```", "")
+        if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
+            yield _OF_RULES
         left, all_of_it = self._left_out()
         if left:
             yield f"{left} of {all_of_it} chunks of experts that matter were left out:"

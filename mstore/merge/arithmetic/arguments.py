@@ -1,0 +1,215 @@
+"""Arguments: what a compiled pass over a chunk takes, packed as one run of bytes.
+
+Owns the layout: int64 fields first (FIELDS), then the values per expert, per threshold and per row,
+then words that the pass writes.  One packing call and one address cost less than an array and an
+address per value.  Merge and attribution take the same.  Needs no compiler.
+
+K experts have S thresholds: K, or 2 K, where the second K say which of the largest elements are
+dropped.  If the base is a summand itself, it is the first expert, and has no row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.arithmetic.mix import Mix
+from mstore.merge.arithmetic.tiles import Scratch, address
+from mstore.numeric.codes import ITEMSIZES, dtype_code
+
+# Numbers, and lengths in elements or bytes.
+EXPERTS: Final = 0
+KIND: Final = 1
+NORMALIZES: Final = 2
+CUTS: Final = 3
+LIMIT: Final = 4
+BASE_CODE: Final = 5
+BASE_LENGTH: Final = 6
+ROWS: Final = 7
+STRIDE: Final = 8
+CODES: Final = 9
+OUT_CODE: Final = 10
+OUT_LENGTH: Final = 11
+LENGTH: Final = 12
+FIRST_INDEX: Final = 13
+MASKED: Final = 14
+# Addresses of the chunk.
+BASE_AT: Final = 15
+ROWS_AT: Final = 16
+OUT_AT: Final = 17
+MASKS_AT: Final = 18
+TILES_AT: Final = 19
+DRAWS_AT: Final = 20
+# Addresses within this run of bytes.
+ROW_OF_AT: Final = 21
+QUOTAS_AT: Final = 22
+CODES_AT: Final = 23
+THRESHOLDS_AT: Final = 24
+KEYS_AT: Final = 25
+WEIGHTS_AT: Final = 26
+RESCALES_AT: Final = 27
+FACTORS_AT: Final = 28
+TIES_AT: Final = 29
+WORKING_AT: Final = 30
+FIELDS: Final = 31
+
+_NOTHING: Final = np.empty(0, dtype=np.uint8)
+scratch: Final = Scratch()
+
+
+class Chunk(NamedTuple):
+    """A chunk in memory; see `kernels.mix_chunk` for each field."""
+
+    base: npt.NDArray[np.uint8]
+    base_dtype: str
+    rows: npt.NDArray[np.uint8]
+    row_dtypes: Sequence[str]
+    row_of: Sequence[int] | npt.NDArray[np.int64]
+    n: int
+    first_index: int
+    thresholds: npt.NDArray[np.float32]
+    quotas: Sequence[int] | npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint32]
+
+
+class Packed(NamedTuple):
+    """Packed arguments, valid until this thread packs again: their bytes, and their address."""
+
+    room: memoryview
+    at: int
+    ties: struct.Struct
+    ties_at: int
+
+    def read_ties(self) -> tuple[int, ...]:
+        """Return the ties that the pass wrote, one per threshold."""
+        return self.ties.unpack_from(self.room, self.ties_at)
+
+
+def pack(
+    mix: Mix,
+    chunk: Chunk,
+    out: npt.NDArray[np.uint8] | None,
+    out_dtype: str,
+    masks: npt.NDArray[np.uint8] | None = None,
+    rescales: npt.NDArray[np.float32] | None = None,
+) -> Packed:
+    """Check that the arrays fit, and pack them; the caller keeps them alive while the pass runs.
+
+    out: None for a pass that writes none.  Raises BadRequest for another element type and
+    ValueError for arrays that do not fit.
+    """
+    base, rows, row_of, n = chunk.base, chunk.rows, chunk.row_of, chunk.n
+    base_code, out_code = dtype_code(chunk.base_dtype), dtype_code(out_dtype)
+    row_codes, widest = _types(tuple(chunk.row_dtypes))
+    count = len(chunk.row_dtypes)
+    kind, normalizes, cuts, random = mix.flags.tolist()
+    if mix.has_base:
+        # An absent expert counts as the base.
+        row_of = (-1, *row_of)
+    experts = mix.weights.size
+    slots = experts * max(1, cuts)
+    if (
+        base.size < n * ITEMSIZES[chunk.base_dtype]
+        or (out is not None and out.size < n * ITEMSIZES[out_dtype])
+        or count > rows.shape[0]
+        or rows.shape[1] < n * widest
+    ):
+        raise ValueError("base, rows or out do not fit the chunk")
+    if not (base.flags.c_contiguous and rows.flags.c_contiguous):
+        raise ValueError("base and rows are contiguous")
+    if out is None:
+        out = _NOTHING
+    elif not out.flags.carray:
+        raise ValueError("out is contiguous and can be written")
+    if len(row_of) != experts or not -1 <= min(row_of) <= max(row_of) < count:
+        raise ValueError("row_of does not name one row, or none, of every expert")
+    if cuts and not len(chunk.thresholds) == len(chunk.quotas) == slots:
+        raise ValueError("thresholds or quotas are not one an expert")
+    if masks is None and mix.mask_limit < 2**32 and chunk.keys.shape != (experts, 2):
+        raise ValueError("keys are not one an expert")
+    if not random and not (masks is None and rescales is None):
+        raise ValueError("masks and rescales do not fit an operator that draws none")
+    if masks is not None and (masks.shape != (experts, n) or not masks.flags.c_contiguous):
+        raise ValueError("masks do not fit the chunk's experts and elements")
+    if rescales is not None and rescales.shape != (experts,):
+        raise ValueError("rescales are not one an expert")
+    layout = _layout(experts, slots, count)
+    room, at = scratch.arguments(layout.size)
+    factors = mix.factors.tobytes()
+    layout.packer.pack_into(
+        room,
+        0,
+        experts,
+        kind,
+        normalizes,
+        cuts,
+        mix.mask_limit,
+        base_code,
+        base.size,
+        rows.shape[0],
+        rows.shape[1],
+        count,
+        out_code,
+        out.size,
+        n,
+        chunk.first_index,
+        masks is not None,
+        address(base),
+        address(rows),
+        address(out),
+        0 if masks is None else address(masks),
+        scratch.tiles_at,
+        scratch.draws_at,
+        *[at + offset for offset in layout.offsets],
+        *row_of,
+        *(chunk.quotas if cuts else (0,) * slots),
+        row_codes,
+        np.asarray(chunk.thresholds, dtype=np.float32).tobytes(),
+        np.asarray(chunk.keys, dtype=np.uint32).tobytes(),
+        mix.weights.tobytes(),
+        factors[8:] * experts if rescales is None else rescales.astype(np.float32).tobytes(),
+        factors,
+    )
+    return Packed(room, at, layout.ties, layout.offsets[TIES_AT - ROW_OF_AT])
+
+
+class _Layout(NamedTuple):
+    """A packer, and the offsets of all fields from ROW_OF_AT on.
+
+    size: of everything, including what the pass writes: the ties, and its working words.
+    """
+
+    packer: struct.Struct
+    offsets: tuple[int, ...]
+    ties: struct.Struct
+    size: int
+
+
+@lru_cache(maxsize=64)
+def _layout(experts: int, slots: int, rows: int) -> _Layout:
+    """Return the layout for these numbers of experts, thresholds and rows."""
+    eight, four = 8 * experts, 4 * experts
+    sizes = (eight, 8 * slots, 8 * rows, 4 * slots, eight, four, four, 12)
+    starts = list(itertools.accumulate(sizes, initial=8 * FIELDS))
+    # The part that the pass writes starts at whole words again.
+    written = -(-starts[-1] // 8) * 8
+    offsets = (*starts[:-1], written, written + 8 * slots)
+    packer = struct.Struct(
+        "=" + "q" * (FIELDS + experts + slots) + "".join(f"{size}s" for size in sizes[2:])
+    )
+    # The words that the pass writes: ties, what is left of quotas, experts that take part.
+    size = written + 8 * (2 * slots + experts)
+    return _Layout(packer, offsets, struct.Struct(f"={slots}q"), size)
+
+
+@lru_cache(maxsize=64)
+def _types(dtypes: tuple[str, ...]) -> tuple[bytes, int]:
+    """Return the codes of these element types as int64[P], and the widest item size in bytes."""
+    codes = struct.pack(f"={len(dtypes)}q", *map(dtype_code, dtypes))
+    return codes, max((ITEMSIZES[dtype] for dtype in dtypes), default=0)
