@@ -32,11 +32,11 @@ from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt
 from mstore.ids import BlockId, PackId, SnapshotId
 from mstore.merge.planning.request import Input, resolve
 from mstore.merge.planning.session import request_key
+from mstore.merge.running.batches import batch_chunks
 from mstore.merge.running.engine import Engine, Means
 from mstore.merge.running.loading import SPARE_SIDES, Scratch, load, will_need
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.resume import Leftovers
-from mstore.merge.running.slices import group_chunks
 from mstore.merge.running.task import ChunkTask, Row, Source, Tasks
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
@@ -733,20 +733,20 @@ import os, signal, sys
 from mstore.api import Store
 from mstore.blocks.codecs import Policy
 from mstore.merge.running.commit import run_merge
-from mstore.merge.running.engine import Engine
+from mstore.merge.running.local import LocalRunner
 from mstore.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 
-honest = Engine._publish
+honest = LocalRunner._publish
 
-def publish(engine, pack):
-    honest(engine, pack)
+def publish(runner, pack):
+    honest(runner, pack)
     publish.sealed += 1
     if publish.sealed == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 publish.sealed = 0
-Engine._publish = publish
+LocalRunner._publish = publish
 with Store.open(sys.argv[1]) as store:
     catalog = store._catalog
     plan = catalog.record(Plan, find(catalog, sys.argv[2]))
@@ -880,7 +880,7 @@ def test_memory_counts_what_decoding_takes(places: Callable[[str], Place]) -> No
     sides = outputs = 0
     for planned_tensor in tasks.plan.tensors:
         one = tasks.tensor(planned_tensor.name)
-        length = 2 * min(one.elements, one.chunk_elements * group_chunks(one))
+        length = 2 * min(one.elements, one.chunk_elements * batch_chunks(one))
         experts = int(tasks.members(one.name).present.sum(axis=0).max())
         sides = max(sides, (1 + experts + SPARE_SIDES) * length)
         outputs = max(outputs, 2 * length)

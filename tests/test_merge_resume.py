@@ -27,23 +27,23 @@ PROGRAM = """
 import os, signal, sys
 from mstore.api import Store
 from mstore.merge.running.commit import run_merge
-from mstore.merge.running.engine import Engine
+from mstore.merge.running.local import LocalRunner
 from mstore.objects.plan import Plan
 from mstore.store.plans import find, sources_of
 
 root, plan, how, size = sys.argv[1:]
-honest = Engine._publish
+honest = LocalRunner._publish
 sealed = 0
 
-def publish(engine, pack):
+def publish(runner, pack):
     # Two packs are whole: now, in the middle of the third.
     global sealed
-    honest(engine, pack)
+    honest(runner, pack)
     sealed += 1
     if sealed == 2:
         os.kill(os.getpid(), getattr(signal, how))
 
-Engine._publish = publish
+LocalRunner._publish = publish
 with Store.open(root) as store:
     catalog = store._catalog
     record = catalog.record(Plan, find(catalog, plan))
@@ -188,7 +188,7 @@ def test_a_failure_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch)
     def refuse(self: object, pack: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr("mstore.merge.running.engine.Engine._publish", refuse)
+    monkeypatch.setattr("mstore.merge.running.local.LocalRunner._publish", refuse)
     with pytest.raises(OSError, match="no"):
         merge(store, plan_of(store))
     assert list((store.path / "tmp").iterdir()) == []

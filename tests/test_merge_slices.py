@@ -31,8 +31,9 @@ from mstore.merge.running.compute import blend, tie_counts
 from mstore.merge.running.engine import Engine, Means
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.memory import RESERVE, bounds
-from mstore.merge.running.slices import Slice, execute
+from mstore.merge.running.slices import Slice
 from mstore.merge.running.task import Tasks
+from mstore.merge.running.worker import execute
 from mstore.objects.plan import READ, SHARED, Plan
 from mstore.stats.chunks import chunk_blocks
 from mstore.store.plans import sources_of
@@ -211,7 +212,7 @@ class Unlucky(Executor):
 KILLED = """
 import os, pickle, signal, sys
 from mstore.blocks.packs import PackWriter
-from mstore.merge.running.slices import execute
+from mstore.merge.running.worker import execute
 
 append = PackWriter.append_encoded
 
@@ -227,7 +228,7 @@ execute(pickle.loads(sys.stdin.buffer.read()))
 def test_a_slice_may_run_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are killed with a pack half written, slices run twice, receipts come in the reverse
     order: the merge is the same, reads no more, and leaves nothing behind."""
-    monkeypatch.setattr("mstore.merge.running.engine._HANDED_OUT", 3)
+    monkeypatch.setattr("mstore.merge.running.remote._HANDED_OUT", 3)
     plan = plan_of(store, "linear", dtype="F32")
     pool = Unlucky()
     merged = merge(store, plan, executor=pool)

@@ -21,7 +21,7 @@ from mstore.blocks.packs import pack_path
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId
 from mstore.merge.planning import small
-from mstore.merge.running import slices
+from mstore.merge.running import batches, computer
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.task import Tasks
 from mstore.objects.canonical import Record
@@ -104,7 +104,7 @@ def test_together_as_alone(
     with filled(tmp_path / "together", written) as store:
         together = merged(store, method, budget)
     monkeypatch.setattr(small.SmallSurvey, "takes", lambda self, one: False)
-    monkeypatch.setattr(slices, "GROUP_BYTES", 1)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     with filled(tmp_path / "alone", written) as store:
         alone = merged(store, method, budget)
     assert together[:2] == alone[:2]
@@ -113,24 +113,24 @@ def test_together_as_alone(
 def test_small_tensors_are_taken_together(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch has many tensors, a group too: the test above compares what it says."""
-    batches: list[int] = []
+    """Planning and merging take many tensors at once: the test above compares the results."""
+    surveyed_together: list[int] = []
     sizes: list[int] = []
-    survey, compute = small.SmallSurvey.survey, slices.Computer._compute
+    survey, compute = small.SmallSurvey.survey, computer.Computer._compute
 
     def surveyed(self: small.SmallSurvey, batch: object) -> object:
-        batches.append(len(batch))  # type: ignore[arg-type]
+        surveyed_together.append(len(batch))  # type: ignore[arg-type]
         return survey(self, batch)  # type: ignore[arg-type]
 
-    def computed(self: slices.Computer, group: slices.Group) -> slices.Computed:
-        sizes.append(len({part.run.tensor.name for part in group.parts}))
-        return compute(self, group)
+    def computed(self: computer.Computer, batch: batches.Batch) -> computer.Computed:
+        sizes.append(len({part.run.tensor.name for part in batch.parts}))
+        return compute(self, batch)
 
     monkeypatch.setattr(small.SmallSurvey, "survey", surveyed)
-    monkeypatch.setattr(slices.Computer, "_compute", computed)
+    monkeypatch.setattr(computer.Computer, "_compute", computed)
     with filled(tmp_path / "store", written) as store:
         merged(store, "ties", None)
-    assert max(batches) > 8
+    assert max(surveyed_together) > 8
     assert max(sizes) > 8
 
 
@@ -140,14 +140,14 @@ def test_a_tensor_of_one_chunk_is_mixed_once(
     """A tie quota that ends within a tensor of one chunk costs no second pass: the chunk has it to
     itself."""
     mixed: list[tuple[str, int]] = []
-    blend = slices.blend
+    blend = computer.blend
 
     def counted(loaded: Loaded, *rest: Any) -> tuple[int, ...]:
         if loaded.task.tensor.limited and loaded.task.tensor.chunks == 1:
             mixed.append((loaded.task.tensor.name, loaded.task.number))
         return blend(loaded, *rest)
 
-    monkeypatch.setattr(slices, "blend", counted)
+    monkeypatch.setattr(computer, "blend", counted)
     with filled(tmp_path / "store", written) as store:
         ask = {"method": "ties", "parameters": {"density": 0.2}}
         plan = store.plan(MergeRequest(base="base", experts=["e0", "e1", "e2"], **ask)).plan

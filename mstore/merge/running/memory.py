@@ -1,6 +1,6 @@
 """Memory: how many threads may compute at a time so that a merge stays within its bound.
 
-The chunks in flight grow with a merge: each thread holds one group of the base and of every
+The chunks in flight grow with a merge: each thread holds one batch of the base and of every
 participating expert, plus decoding buffers, and a few outputs wait to be written.  The rest (the
 interpreter, compiled kernels, a codec's buffers for its current block, records of the plan's
 tensors) is a reserve that does not grow with experts.  Arithmetic only.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from mstore.errors import BadRequest
+from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
-from mstore.merge.running.slices import GROUP_BYTES, group_chunks
 from mstore.merge.running.task import Tasks, item_size
 
 MEMORY: Final = 512 << 20
@@ -25,9 +25,9 @@ RESERVE: Final = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """threads: how many compute in parallel. ahead: groups under way beyond the current one.
+    """threads: how many compute in parallel. ahead: batches under way beyond the current one.
 
-    together: bytes of a side up to which small tensors share a group (`slices.groups`).
+    together: bytes of a side up to which small tensors share a batch (`batches.batches`).
     """
 
     threads: int
@@ -66,8 +66,8 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
             where=alone.largest,
             hint=f"the least that works: --memory {-(-least >> 20)}MiB",
         )
-    # Small tensors share a group as long as that costs no thread.
-    shared = (GROUP_BYTES, GROUP_BYTES // 4, GROUP_BYTES // 16)
+    # Small tensors share a batch as long as that costs no thread.
+    shared = (BATCH_BYTES, BATCH_BYTES // 4, BATCH_BYTES // 16)
     fits = (size for size in shared if _need(shapes, size).of(count) <= memory)
     return Bounds(count, 2 * count, next(fits, 0))
 
@@ -75,7 +75,7 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
 class _Shape(NamedTuple):
     """The memory needs of one tensor.
 
-    They are the rows held, the elements of its own group, and the item size of the narrower of base
+    They are the rows held, the elements of its own batch, and the item size of the narrower of base
     and output, of the widest side and of the output.
     """
 
@@ -102,7 +102,7 @@ def _shapes(tasks: Tasks) -> _Shapes:
         base, out = item_size(tensor.base_dtype), item_size(tensor.out_dtype)
         wide = max([base, *[item_size(expert.dtype) for expert in members.experts]])
         there = int(members.present.sum(axis=0).max(initial=0))
-        elements = min(tensor.elements, tensor.chunk_elements * group_chunks(tensor))
+        elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
         shape = _Shape(1 + SPARE_SIDES + there, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

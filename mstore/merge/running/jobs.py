@@ -1,0 +1,43 @@
+"""Jobs: the tensors of a run, each with the ids of its output blocks found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mstore.ids import ID_BYTES, BlockId
+from mstore.merge.running.memo_hits import Shape
+from mstore.merge.running.task import Members, TensorTask
+from mstore.objects.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Job:
+    """One tensor in progress.  `ids` is complete once every chunk was put."""
+
+    tensor: TensorTask
+    members: Members
+    shape: Shape
+    ids: bytearray
+
+    @classmethod
+    def of(cls, tensor: TensorTask, members: Members, block_size: int) -> Job:
+        """Return a job without any output yet."""
+        shape = Shape(tensor, members, block_size)
+        return cls(tensor, members, shape, bytearray(shape.blocks * ID_BYTES))
+
+    def put(self, number: int, blocks: Sequence[BlockId]) -> None:
+        """Set the blocks of a chunk."""
+        at = number * self.shape.per_chunk * ID_BYTES
+        self.ids[at : at + len(blocks) * ID_BYTES] = b"".join(blocks)
+
+    def put_base(self, number: int) -> None:
+        """Set the blocks of a chunk to those of the base."""
+        span = self.shape.per_chunk * ID_BYTES
+        at = slice(number * span, (number + 1) * span)
+        self.ids[at] = self.members.base.blocks[at]
+
+    def record(self) -> Tensor:
+        """Return the output tensor."""
+        tensor = self.tensor
+        return Tensor(tensor.out_dtype, tensor.shape, tensor.out_bytes, bytes(self.ids))

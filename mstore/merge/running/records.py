@@ -1,0 +1,140 @@
+"""The output's records: its manifest and its coverage, once every tensor is complete.
+
+Writes headers, small files and records into the sink.  Does not compute elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from mstore.blocks import codecs
+from mstore.blocks.codecs import Policy
+from mstore.checkpoint.partition import block_count, partition
+from mstore.ids import ID_BYTES, BlockId, Id
+from mstore.merge.running.jobs import Job
+from mstore.merge.running.output import Layout, is_safetensors
+from mstore.merge.running.papers import Papers
+from mstore.merge.running.sink import Sink
+from mstore.objects.coverage import Coverage, TensorCoverage, bitmap
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
+from mstore.objects.plan import Plan
+from mstore.objects.tensor import BYTES, Tensor
+from mstore.store.catalog import Catalog
+
+
+class Records:
+    """Makes the records of one output.
+
+    sink: None to make them without storing. policy: how new files are coded. papers: the output's
+    own card and licences; None for the base's.  blocks_total: number of blocks of the output.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        layout: Layout,
+        sink: Sink | None,
+        *,
+        policy: Policy,
+        papers: Papers | None,
+    ) -> None:
+        self._block_size = catalog.block_size
+        self._layout = layout
+        self._sink = sink
+        self._policy = policy
+        self._papers = papers
+        self.blocks_total = 0
+
+    def manifest(self, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes]) -> Manifest:
+        """Return the manifest. tensors: by planned name. headers: new ones, by path of the file."""
+        files, new = self._layout.base.files, dict[str, bytes]()
+        if self._papers is not None:
+            files, new = self._papers.files()
+        found = [self._file(file, tensors, headers) for file in files]
+        for path, data in new.items():
+            part = self._put_bytes(data, path)
+            found.append(File(path, OPAQUE, part.nbytes, (part,)))
+        return Manifest(tuple(sorted(found, key=lambda file: file.path)))
+
+    def _file(
+        self, file: File, tensors: Mapping[str, Tensor], headers: Mapping[str, bytes]
+    ) -> File:
+        if not is_safetensors(file):
+            changed = self._layout.new_bytes(file)
+            if changed is None:
+                self._count_blocks(file.parts)
+                return file
+            part = self._put_bytes(changed, file.path)
+            return File(file.path, file.form, part.nbytes, (part,))
+        parts = list(file.parts)
+        if file.path in headers:
+            parts[0] = self._put_bytes(headers[file.path], file.path)
+        else:
+            self._count_blocks(parts[:1])
+        records: dict[int, Tensor] = {}
+        for number, part in enumerate(file.parts[1:], start=1):
+            name = self._layout.planned_name(part)
+            record = self._layout.retyped_empty(part) if name is None else tensors[name]
+            if record is not None:
+                records[number] = record
+        for (number, record), id in zip(
+            records.items(), self._put_records(list(records.values())), strict=True
+        ):
+            parts[number] = Part(parts[number].name, id, record.nbytes)
+        names = [new.name for new in self._layout.added(file)]
+        added = [tensors[name] for name in names]
+        for name, record, id in zip(names, added, self._put_records(added), strict=True):
+            parts.append(Part(name, id, record.nbytes))
+        self._count_blocks(parts[1:])
+        return File(file.path, file.form, sum([part.nbytes for part in parts]), tuple(parts))
+
+    def _count_blocks(self, parts: Sequence[Part]) -> None:
+        size = self._block_size
+        self.blocks_total += sum([block_count(part.nbytes, size) for part in parts])
+
+    def _put_bytes(self, data: bytes, path: str) -> Part:
+        ids = []
+        for start, length in partition(len(data), self._block_size):
+            block = data[start : start + length]
+            ids.append(BlockId.of(block))
+            if self._sink is not None and not self._sink.has_blocks(ids[-1:])[0]:
+                encoded = codecs.encode(block, codecs.PLAIN_BYTES, self._policy)
+                self._sink.put_block(ids[-1], encoded, path, start)
+        self.blocks_total += len(ids)
+        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
+        return Part(None, self._put_records([tensor])[0], len(data))
+
+    def _put_records(self, records: Sequence[Tensor]) -> Sequence[Id]:
+        if self._sink is None:
+            return [record.id() for record in records]
+        return self._sink.put_records(records)
+
+
+def coverage(plan: Plan, jobs: Iterable[Job]) -> Coverage:
+    """Return which experts contributed to which block. jobs: in the order of the plan's tensors."""
+    return Coverage(plan.id(), tuple(_covered(job) for job in jobs))
+
+
+def _covered(job: Job) -> TensorCoverage:
+    count = len(job.ids) // ID_BYTES
+    if count == 1:
+        like_base = job.tensor.out_dtype == job.tensor.base_dtype
+        is_base = like_base and job.ids == job.members.base.blocks
+        there = job.members.present[:, 0].tolist()
+        return TensorCoverage(
+            job.tensor.name, 1, bitmap([is_base]), tuple(bitmap([flag]) for flag in there)
+        )
+    ids = np.frombuffer(bytes(job.ids), dtype=np.uint8).reshape(count, ID_BYTES)
+    reused = np.zeros(count, dtype=np.bool_)
+    if job.tensor.out_dtype == job.tensor.base_dtype:
+        base = np.frombuffer(job.members.base.blocks, dtype=np.uint8)
+        reused = (ids == base.reshape(count, ID_BYTES)).all(axis=1)
+    contributed = np.repeat(job.members.present, job.shape.per_chunk, axis=1)[:, :count]
+    return TensorCoverage(
+        job.tensor.name,
+        count,
+        bitmap(reused.tolist()),
+        tuple(bitmap(row) for row in contributed.tolist()),
+    )
