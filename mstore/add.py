@@ -32,12 +32,13 @@ from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.errors import Corrupt, NotFound, StorageFailed
-from mstore.ids import BlockId, SnapshotId, TensorId
+from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
+from mstore.lineage import ParentReport
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, matching, require_same_shapes
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
-from mstore.reports import AddReport, ParentReport, Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
@@ -48,6 +49,50 @@ if TYPE_CHECKING:
     from mstore.stats.streaming import PairMeasure
 
 GROUP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AddReport:
+    """What `add` stored."""
+
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    manifest: ManifestId
+    """id of the content: same bytes, same id"""
+    new_snapshot: bool
+    """false if the ref already held these bytes"""
+    previous: SnapshotId | None
+    """what the branch pointed at before; None: it is new"""
+    files: int
+    """number of files"""
+    tensors: int
+    """number of tensors"""
+    plain_bytes: int
+    """size of the files as checked out"""
+    bytes_written: int
+    """bytes added to the store"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_new: int
+    """blocks that the store did not have"""
+    blocks_equal_base: int | None
+    """blocks equal to the base's; None without a base"""
+    base: ParentReport | None
+    """the base that the snapshot records; None: none"""
+    base_reason: str | None
+    """why this base or none; None: it was named, or no search took place"""
+    excluded: tuple[str, ...]
+    """files and directories (ending with a slash) that are not part of the model"""
+    excluded_files: int
+    """number of excluded files"""
+    excluded_bytes: int
+    """size of the excluded files"""
+    notes: tuple[str, ...]
+    """what was not done, as text"""
+    seconds: float
+    """how long it took"""
 
 
 class Base(NamedTuple):
@@ -466,7 +511,7 @@ def add(
     policy: Policy,
     message: str,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> AddReport:
     """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
 

@@ -16,6 +16,7 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,13 +27,29 @@ from mstore.ahead import in_order
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import BlockId, SnapshotId
-from mstore.reports import CheckoutReport, Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, Extent, SnapshotView
 
 PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckoutReport:
+    """What `checkout` wrote."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    directory: str
+    """where the files were written"""
+    files: int
+    """number of files"""
+    bytes_written: int
+    """bytes written there"""
+    seconds: float
+    """how long it took"""
 
 
 def checkout(
@@ -43,7 +60,7 @@ def checkout(
     threads: int,
     shared: bool = False,
     only: Sequence[str] = (),
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
@@ -146,7 +163,7 @@ class _Checkout:
         self._lock = Lock()
         self._threads = local()
 
-    def run(self, threads: int, total: int, progress: Callable[[Progress], None] | None) -> None:
+    def run(self, threads: int, total: int, progress: ProgressCallback | None) -> None:
         """Write all files and sync each. Closes every file, also after an error."""
         done = 0
         pool = ThreadPoolExecutor(threads, "checkout")

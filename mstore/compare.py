@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -24,17 +24,44 @@ from mstore.checkpoint.header import Header, TensorSlot, read_header
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
 from mstore.checkpoint.tree import Found, Tree, walk
+from mstore.diff import FileDiff, TensorDiff
 from mstore.errors import BadCheckpoint
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.reports import DirectoryDiffReport, FileDiff, Progress, TensorDiff
+from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, tensor_blocks
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryDiffReport:
+    """How a directory differs from a snapshot; the lists are empty if it matches."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    directory: str
+    """the directory, as it was named"""
+    files: tuple[FileDiff, ...]
+    """files that differ; removed: the directory lacks it, added: only it has it"""
+    tensors: tuple[TensorDiff, ...]
+    """tensors that differ; relative_l2 is None"""
+    files_equal: int
+    """number of equal files"""
+    tensors_equal: int
+    """number of equal tensors"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_changed: int
+    """blocks that differ"""
+    excluded: tuple[str, ...]
+    """files and directories (ending with a slash) that are not part of a model"""
+    notes: tuple[str, ...]
+    """files whose headers cannot be read, and why"""
 
 
 def compare(
@@ -47,7 +74,7 @@ def compare(
     threads: int,
     limits: CheckpointLimits = DEFAULT_LIMITS,
     computing: Callable[[], Computing] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DirectoryDiffReport:
     """Report differences from a snapshot to a directory.  `blocks` lists the changed block numbers.
 
@@ -75,7 +102,7 @@ class _Directory:
         block_size: int,
         limits: CheckpointLimits,
         pool: ThreadPoolExecutor,
-        progress: Callable[[Progress], None] | None,
+        progress: ProgressCallback | None,
     ) -> None:
         self.tree = tree
         self.files = {found.path: found for found in tree.files}

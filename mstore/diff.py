@@ -24,13 +24,75 @@ from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.reports import DiffReport, FileDiff, TensorDiff
 from mstore.store.catalog import Catalog
 from mstore.view import BlockCache, Computing, array_dtype, tensor_blocks
 
 _AHEAD = 4
 _TOGETHER = 256
 """How many tensor records are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor on both sides."""
+
+    name: str
+    """the tensor"""
+    status: str
+    """added, removed, changed or equal"""
+    dtype: str
+    """in b, as safetensors spells it; in a if b lacks it"""
+    shape: tuple[int, ...]
+    """elements in each dimension in b; in a if b lacks it"""
+    dtype_a: str | None
+    """in a; None if a lacks it"""
+    shape_a: tuple[int, ...] | None
+    """in a; None if a lacks it"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_changed: int
+    """blocks that differ"""
+    relative_l2: float | None
+    """norm of (b - a) / norm of a, in float64; None if dtypes or shapes differ, the dtype is not
+    floating point, or the norm of a is 0"""
+    changed_blocks: tuple[int, ...] | None
+    """their numbers; None unless requested"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiff:
+    """One file on both sides."""
+
+    path: str
+    """path inside the snapshot"""
+    status: str
+    """added, removed or changed"""
+    size_a: int | None
+    """bytes in a; None if a lacks it"""
+    size_b: int | None
+    """bytes in b; None if b lacks it"""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How snapshot b differs from snapshot a; equal files and tensors are counted, not listed."""
+
+    a: SnapshotId
+    """first snapshot"""
+    b: SnapshotId
+    """second snapshot"""
+    files: tuple[FileDiff, ...]
+    """files that differ"""
+    tensors: tuple[TensorDiff, ...]
+    """tensors that differ"""
+    files_equal: int
+    """number of equal files"""
+    tensors_equal: int
+    """number of equal tensors"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_changed: int
+    """blocks that differ"""
 
 
 @dataclass(frozen=True, slots=True)

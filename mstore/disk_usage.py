@@ -19,29 +19,25 @@ needed but not stored (in a damaged store) count nothing.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mstore.blocks import packs as packfiles
 from mstore.blocks.codecs import Codec
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import Kind, pack_path
-from mstore.errors import Corrupt, Incompatible, MstoreError, NotFound
+from mstore.blocks.packs import Kind
+from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
-from mstore.reports import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
-from mstore.store import leases, lost_found
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
 
@@ -56,21 +52,98 @@ _CHUNK = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """How a store's blocks are stored, and the bytes of packs that are of no use.
+class CodecUsage:
+    """Blocks stored with one codec: how many, and their bytes."""
 
-    unreachable: of blocks that nothing keeps; dead: of payloads that no index row names; overhead:
-    of headers, footers and padding; condemned: of packs that wait for their last readers; leftover:
-    of files in tmp/ that interrupted commands left; lost_found: of what gc and reindex moved there.
+    codec: str
+    """raw, constant, planes, or a delta"""
+    blocks: int
+    """number of blocks"""
+    plain_bytes: int
+    """their size as plain bytes"""
+    stored_bytes: int
+    """their size at rest"""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Stored bytes that another ref's snapshot uses as well."""
+
+    name: str
+    """the other ref"""
+    stored_bytes: int
+    """stored bytes that both use"""
+
+
+@dataclass(frozen=True, slots=True)
+class RefUsage:
+    """What one ref takes: the blocks of its snapshot, and the bases of those that are deltas.
+
+    stored_bytes = unique_bytes + shared_bytes.
     """
 
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    plain_bytes: int
+    """size of the files as checked out"""
+    stored_bytes: int
+    """stored bytes of its snapshot's blocks and of their delta bases"""
+    unique_bytes: int
+    """of these, bytes that no other ref uses"""
+    shared_bytes: int
+    """of these, bytes that other refs also use"""
+    portion_bytes: int
+    """stored bytes, where a block that n refs share counts as 1/n"""
+    freed_bytes: int
+    """what gc frees once the ref and its reflog are gone"""
+    shared_with: Sequence[SharedBytes]
+    """the refs it shares blocks with, most shared first; in JSON only if refs were named"""
+    unique: tuple[CodecUsage, ...]
+    """bytes that no other ref uses, by codec"""
+    shared: tuple[CodecUsage, ...]
+    """bytes that other refs also use, by codec"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Why blocks are kept, in stored bytes: each counts for the first reason that applies."""
+
+    refs: int
+    """stored bytes of the snapshots that refs name"""
+    virtual_inputs: int
+    """stored bytes of the inputs of virtual merges among these"""
+    lineage: int
+    """stored bytes of their ancestors: earlier versions, bases and experts"""
+    reflog: int
+    """stored bytes of what refs named in the last days, with its lineage"""
+    running: int
+    """stored bytes that running operations are reading"""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """What refs take and share, in stored bytes of blocks, and what gc would free without them."""
+
+    refs: tuple[RefUsage, ...]
+    """each requested ref, or all"""
+    stored_bytes: int
+    """stored bytes of all of them, shared blocks counted once"""
+    freed_bytes: int
+    """what gc frees once all of them and their reflogs are gone"""
     codecs: tuple[CodecUsage, ...]
+    """their blocks by how they are stored"""
+    live_bytes: int
+    """stored bytes of all kept blocks: the sum of `held`"""
+    held: HeldBytes
+    """why they are kept, each block for the first reason that applies"""
     unreachable_bytes: int
-    dead_bytes: int
-    overhead_bytes: int
-    condemned_bytes: int
-    leftover_bytes: int
-    lost_found_bytes: int
+    """stored bytes of blocks that nothing keeps: gc drops them"""
+    reflog_days: int
+    """number of days for which the reflog keeps what refs named"""
+    seconds: float
+    """how long it took"""
 
 
 def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageReport:
@@ -82,45 +155,6 @@ def usage(catalog: Catalog, names: Sequence[str], *, reflog_days: int) -> UsageR
     found = Usage.read(catalog, reflog_days)
     report = found.report(names, reflog_days=reflog_days)
     return replace(report, seconds=time.monotonic() - began)
-
-
-def store_usage(catalog: Catalog, *, reflog_days: int) -> StoreUsage:
-    """Report how all blocks are stored, and which bytes of packs are of no use."""
-    found = Usage.read(catalog, reflog_days)
-    with catalog.index.env.read() as transaction:
-        condemned = sum(pack.size for pack in catalog.index.condemned(transaction))
-    kept = Sums(found.kept, found.inventory.blocks)
-    tables = found.inventory.tables.values()
-    named = sum(int(table.heads["stored"].sum(dtype=np.int64)) for table in tables)
-    size = sum(size for _, size in found.inventory.packs.values())
-    dead = dead_bytes(found.inventory, catalog.layout.packs)
-    return StoreUsage(
-        codecs=kept.codecs(kept.all()),
-        unreachable_bytes=kept.stored(~kept.of_any()),
-        dead_bytes=dead,
-        overhead_bytes=size - named - dead,
-        condemned_bytes=condemned,
-        leftover_bytes=sum(one.size for one in leases.leftovers(catalog.layout)),
-        lost_found_bytes=lost_found.size(catalog.layout),
-    )
-
-
-def dead_bytes(inventory: Inventory, packs: Path) -> int:
-    """Return the payload bytes in packs that no row names. Unreadable packs count nothing."""
-    rows, stored = Counter[int](), Counter[int]()
-    for table in inventory.tables.values():
-        numbers = table.heads["pack"].astype(np.int64)
-        counts = np.bincount(numbers)
-        sums = np.bincount(numbers, table.heads["stored"])
-        for number in np.flatnonzero(counts).tolist():
-            rows[number] += int(counts[number])
-            stored[number] += int(sums[number])
-    dead = 0
-    for number, (pack, _) in inventory.packs.items():
-        # fsck reports damaged packs; a pack that was just removed holds no dead bytes.
-        with suppress(MstoreError):
-            dead += packfiles.dead_bytes(pack_path(packs, pack), rows[number], stored[number])
-    return dead
 
 
 # Who keeps what -----------------------------------------------------------------------------------

@@ -7,24 +7,133 @@ from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import dataclass
 
 from mstore.errors import Corrupt, NotFound
-from mstore.ids import PlanId, SnapshotId
+from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.reports import (
-    FileReport,
-    ParentReport,
-    ReflogReport,
-    RefReport,
-    SnapshotReport,
-    TensorOverflow,
-    TensorReport,
-)
+from mstore.signing import SignatureReport
 from mstore.store import contents
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
-from mstore.store.plans import overflow_of
+from mstore.store.plans import TensorOverflow, overflow_of
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """One file of a snapshot."""
+
+    path: str
+    """path inside the snapshot"""
+    size: int
+    """bytes"""
+    tensors: int
+    """tensors in it; 0 if not safetensors"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """One tensor of a snapshot."""
+
+    name: str
+    """the tensor"""
+    dtype: str
+    """as safetensors spells it"""
+    shape: tuple[int, ...]
+    """elements in each dimension"""
+    nbytes: int
+    """bytes of its data"""
+    file: str
+    """the file that holds it"""
+
+
+@dataclass(frozen=True, slots=True)
+class ParentReport:
+    """An edge of the lineage."""
+
+    role: str
+    """previous, base or expert"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    refs: tuple[str, ...] = ()
+    """branches and tags that point at it"""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """One snapshot as `log` and `show` print it."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    manifest: ManifestId | None
+    """id of the content: same bytes, same id"""
+    parents: tuple[ParentReport, ...]
+    """what it was made from"""
+    origin: str
+    """add or merge"""
+    plan: PlanId | None
+    """id of its merge plan; None if it was added"""
+    method: str | None
+    """the plan's method; None if it was added"""
+    virtual: bool
+    """whether its merged tensors are computed on read"""
+    message: str
+    """the message given with it"""
+    time_ns: int
+    """when, in nanoseconds since 1970 (UTC)"""
+    refs: tuple[str, ...]
+    """branches and tags that point at it"""
+    plain_bytes: int
+    """size of the files as checked out"""
+    files: int
+    """number of files"""
+    tensors: int
+    """number of tensors"""
+    signatures: tuple[SignatureReport, ...] = ()
+    """every signature, with its state"""
+    pruned: bool = False
+    """whether its contents were dropped"""
+    missing: bool = False
+    """whether its record or manifest is lost; then what is unknown is empty or None"""
+    overflow: tuple[TensorOverflow, ...] = ()
+    """tensors with elements that became, or may become, infinite, worst first"""
+
+
+@dataclass(frozen=True, slots=True)
+class RefReport:
+    """A name and what it points at."""
+
+    name: str
+    """the ref"""
+    kind: str
+    """branch or tag"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    manifest: ManifestId | None
+    """id of the content: same bytes, same id"""
+    time_ns: int
+    """when it last moved, in nanoseconds since 1970 (UTC)"""
+    missing: bool = False
+    """whether the snapshot it points at is lost"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReflogReport:
+    """One move of a ref."""
+
+    name: str
+    """the ref, possibly a removed one"""
+    position: int
+    """N of NAME@{N}; 0 is the latest"""
+    old: SnapshotId | None
+    """where it pointed before; None if the move created it"""
+    new: SnapshotId | None
+    """where it pointed afterwards; None if the move removed it"""
+    action: str
+    """what moved it"""
+    time_ns: int
+    """when, in nanoseconds since 1970 (UTC)"""
 
 
 def names_of(catalog: Catalog) -> dict[SnapshotId, list[str]]:

@@ -14,6 +14,7 @@ import base64
 import binascii
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -38,14 +39,8 @@ from mstore.objects.signature import (
     ssh_string,
 )
 from mstore.objects.tensor import Tensor
-from mstore.reports import (
-    BAD_SIGNATURE,
-    GOOD_SIGNATURE,
-    UNCHECKED,
-    UNKNOWN_KEY,
-    Progress,
-    SignatureReport,
-)
+from mstore.progress import Progress, ProgressCallback
+from mstore.store import contents
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import Transaction
 
@@ -57,6 +52,52 @@ MAX_SIGNERS_BYTES = 1 << 20
 KEY_TYPE = "ssh-ed25519"
 Trusted = Mapping[bytes, str]
 """Maps a public key to the name under which it is trusted."""
+
+
+GOOD_SIGNATURE = "good"
+UNKNOWN_KEY = "unknown key"
+BAD_SIGNATURE = "bad"
+UNCHECKED = "unchecked"
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureReport:
+    """One signature of a snapshot.
+
+    `state` is GOOD_SIGNATURE, UNKNOWN_KEY, BAD_SIGNATURE, or UNCHECKED if the library for checking
+    is missing.
+    """
+
+    signature: SignatureId
+    """the signature's id"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    state: str
+    """good (by a trusted key), unknown key, bad (not made by its key), or unchecked"""
+    key: str
+    """fingerprint of the key, as ssh-keygen -l prints it"""
+    signer: str | None
+    """the name under which the key is trusted; None: it is not trusted"""
+    claimed_signer: str | None
+    """the signer that the signature claims, which proves nothing"""
+    time_ns: int
+    """when, as the signature claims"""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Whether a trusted key signed a snapshot, and what was read of its blocks."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    verified: bool
+    """whether a trusted key made a good signature"""
+    signatures: tuple[SignatureReport, ...]
+    """every signature of the snapshot"""
+    bytes_read: int
+    """bytes of blocks read and checked; 0 unless requested"""
+    seconds: float
+    """how long it took"""
 
 
 def require_library() -> None:
@@ -322,6 +363,32 @@ def states(catalog: Catalog, snapshot: SnapshotId, trusted: Trusted) -> tuple[Si
     return tuple(reports)
 
 
+def verify(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    trusted: Trusted,
+    *,
+    read_data: bool,
+    progress: ProgressCallback | None = None,
+) -> VerifyReport:
+    """Check a snapshot's signatures; read_data: also read and check every byte.
+
+    Raises Corrupt, NotFound, Unavailable (no library to check with), StorageFailed.
+    """
+    began = time.monotonic()
+    require_library()
+    found = states(catalog, snapshot, trusted)
+    with contents.held(catalog, [snapshot]):
+        read = read_everything(catalog, snapshot, progress) if read_data else 0
+    return VerifyReport(
+        snapshot=snapshot,
+        verified=any(one.state == GOOD_SIGNATURE for one in found),
+        signatures=found,
+        bytes_read=read,
+        seconds=time.monotonic() - began,
+    )
+
+
 def _report(id: SignatureId, record: Signature, trusted: Trusted) -> SignatureReport:
     signer = trusted.get(record.public_key)
     try:
@@ -361,7 +428,7 @@ def is_good(record: Signature) -> bool:
 
 
 def read_everything(
-    catalog: Catalog, snapshot: SnapshotId, progress: Callable[[Progress], None] | None = None
+    catalog: Catalog, snapshot: SnapshotId, progress: ProgressCallback | None = None
 ) -> int:
     """Read and check every byte that a SnapshotId names; return how many bytes of blocks.
 

@@ -26,7 +26,8 @@ from mstore.errors import (
     NotFound,
     StorageFailed,
 )
-from mstore.reports import AddReport, Progress
+from mstore.progress import Progress
+from mstore.reports import AddReport
 
 FAMILY = families.layered(rows=100)
 

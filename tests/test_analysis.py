@@ -14,7 +14,7 @@ from families import BLOCK, Family
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.ids import TensorId
-from mstore.reports import Progress
+from mstore.progress import Progress
 from mstore.stats.table import DeltaTable
 
 FAMILY = families.layered(rows=70)

@@ -20,7 +20,8 @@ from mstore.errors import BadRequest, NotFound
 from mstore.merge.analysis import blame as blame_module
 from mstore.merge.analysis.layers import layers_of
 from mstore.objects.plan import READ, SHARED, Plan
-from mstore.reports import BlameReport, ExpertBlame, Progress
+from mstore.progress import Progress
+from mstore.reports import BlameReport, ExpertBlame
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Double = np.ndarray[Any, np.dtype[np.float64]]

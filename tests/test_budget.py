@@ -538,11 +538,11 @@ def test_what_costs_nothing_is_counted_exactly(place: Place) -> None:
             outputs.add(name) if moved else None
     plan = place.plan("task_arithmetic")
     assert plan.full_expert_bytes == plan.planned_expert_bytes == expert_bytes
-    assert plan.blocks_equal_base == counts["equal"] > 0
-    assert plan.blocks_shared == counts["shared"] == 4 + 2  # model.shared.weight, model.scale
-    assert plan.blocks_selected == counts["selected"]
-    assert (plan.blocks_omitted, plan.blocks_below_threshold) == (0, 0)
-    assert plan.blocks_total == counts["equal"] + counts["selected"]
+    assert plan.chunks_equal_base == counts["equal"] > 0
+    assert plan.chunks_shared == counts["shared"] == 4 + 2  # model.shared.weight, model.scale
+    assert plan.chunks_selected == counts["selected"]
+    assert (plan.chunks_omitted, plan.chunks_below_threshold) == (0, 0)
+    assert plan.chunks_total == counts["equal"] + counts["selected"]
     report, _ = place.merge(plan)
     assert (report.expert_bytes_read, report.base_bytes_read) == (expert_bytes, base_bytes)
     merged, base_view = place.store.view("merged"), place.store.view("base")
@@ -564,7 +564,7 @@ def test_equal_bytes_of_two_types_are_two_reads(tmp_path: Path) -> None:
     plan = place.store.plan(
         MergeRequest(base="base", experts=["e0", "e1"], method="task_arithmetic")
     )
-    assert plan.blocks_shared == 0
+    assert plan.chunks_shared == 0
     report, merged = place.merge(plan)
     assert report.expert_bytes_read == report.planned_expert_bytes == 4 * BLOCK
     wanted = families.expected(family, "task_arithmetic", {}, (1, 1))
@@ -606,7 +606,7 @@ def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
     wanted = families.expected(family, "ties", parameters, [1.0])
     assert families.differences(merged, wanted) == []
     shares = place.store.explain("merged", "w").tensors[0].experts
-    assert (shares[0].blocks_read, shares[0].blocks_below_threshold) == (1, 3)
+    assert (shares[0].chunks_read, shares[0].chunks_below_threshold) == (1, 3)
     place.store.close()
 
 

@@ -22,7 +22,7 @@ from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadRequest, Corrupt
 from mstore.ids import PackId
 from mstore.objects.manifest import Manifest
-from mstore.reports import Progress
+from mstore.progress import Progress
 from mstore.store import mirror, refs
 from mstore.store.catalog import Catalog
 from mstore.store.refs import BRANCH, Ref

@@ -34,7 +34,7 @@ from mstore.ids import SnapshotId
 from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
-from mstore.reports import Progress
+from mstore.progress import Progress
 from mstore.store import leases
 from mstore.store.transaction import Transaction
 

@@ -140,17 +140,17 @@ def test_explain_json_carries_all_sums(mstore: Program) -> None:
     assert tensors["lm_head.weight"]["tied_to"] == "model.embed_tokens.weight"
     own = [one for one in tensors.values() if one["tied_to"] is None]
     for number, share in enumerate(document["experts"]):
-        for key in ("blocks_read", "blocks_equal_base", "blocks_over_budget"):
+        for key in ("chunks_read", "chunks_equal_base", "chunks_over_budget"):
             counts = [one["experts"][number][key] for one in own if one["experts"]]
             assert share[key] == sum(counts)
             layers = [one["experts"][number][key] for one in document["layers"]]
             assert share[key] == sum(layers)
         norms = [one["experts"][number]["omitted_norm"] for one in own if one["experts"]]
         assert share["omitted_norm"] == pytest.approx(np.hypot.reduce(norms))
-    assert sum(one["blocks_over_budget"] for one in document["experts"]) > 0
+    assert sum(one["chunks_over_budget"] for one in document["experts"]) > 0
     layer = next(one for one in document["layers"] if one["name"] == "model.layers.10")
     assert layer["tensors"] == 2
-    assert layer["experts"][0]["blocks_equal_base"] == 4
+    assert layer["experts"][0]["chunks_equal_base"] == 4
 
 
 def test_explain_says_who_made_each_block(mstore: Program) -> None:
@@ -160,7 +160,7 @@ def test_explain_says_who_made_each_block(mstore: Program) -> None:
     assert line.startswith("0-1: m/math, m/long")
     assert "  equal to base: m/code" in done.lines
     half = mstore.succeed("explain", "half", "model.layers.10.mlp.weight", "--json").document
-    fates = {word for share in half["tensors"][0]["experts"] for word in share["blocks"]}
+    fates = {word for share in half["tensors"][0]["experts"] for word in share["chunks"]}
     told = mstore.succeed("explain", "half", "model.layers.10.mlp.weight").out
     assert all(f"  {fate}: " in told for fate in fates - {"read", "shared"})
 

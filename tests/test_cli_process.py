@@ -54,6 +54,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert imported("log", "--help") & {"mstore", *HEAVY} == set()
 
 
+def test_the_library_starts_without_reports() -> None:
+    """`import mstore` loads no report but those of names and lineage: each call loads its own."""
+    script = (
+        "import dataclasses, sys, mstore\n"
+        "print(*{one.__name__ for module in list(sys.modules.values())\n"
+        "    if getattr(module, '__name__', '').startswith('mstore')\n"
+        "    for one in vars(module).values()\n"
+        "    if isinstance(one, type) and one.__name__.endswith('Report')})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    assert {*done.stdout.split()} == {
+        *("FileReport", "ParentReport", "RefReport", "ReflogReport", "SnapshotReport"),
+        *("RemoveReport", "SignatureReport", "TensorReport", "VerifyReport"),
+    }
+
+
 @pytest.mark.parametrize("line", [["log", "-q"], ["refs", "--json"], ["show", "tiny", "--json"]])
 def test_looking_imports_no_compiler(line: list[str], store: Program) -> None:
     """Commands that only look load neither numba nor torch."""

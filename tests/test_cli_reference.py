@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 
+from mstore import reports
+from mstore.merge.planning import warnings
 from mstore_cli import keys, page, reference
 from mstore_cli.verbs import VERBS
+from mstore_fuse.mounts import MountInfo
 
+EXPORTED = [getattr(reports, name) for name in reports.__all__]
+# Progress is made by every long call.
+REPORTS = [one for one in EXPORTED if inspect.isclass(one) and one is not reports.Progress]
+REPORTS.append(MountInfo)
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
 
@@ -37,11 +47,76 @@ def test_every_help_is_complete(verb: str) -> None:
     assert "    2  wrong usage" in section
 
 
-def test_every_key_has_a_meaning() -> None:
-    """Each field of each report has a meaning, and no meaning is left from a field that went."""
-    assert keys.unused_meanings() == []
-    for report in keys.OBJECTS.values():
-        assert all(key.meaning for key in keys.keys_of(report))
+@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.__name__)
+def test_every_key_has_a_meaning(report: type) -> None:
+    """Each field of each report has a meaning, which stands below the field."""
+    names = [field.name for field in dataclasses.fields(report)]
+    assert list(keys.meanings(report)) == names
+    told = keys.keys_of(report)
+    assert [key.name for key in told] == names
+    assert all(key.kind and key.meaning for key in told)
+
+
+@dataclasses.dataclass
+class Told:
+    """A class of one field with a meaning and one without."""
+
+    found: int | None
+    """how many were
+    found; None: not counted"""
+    other: int
+
+
+def test_a_meaning_stands_below_its_field() -> None:
+    """A text below a field is its meaning, in one line; a field without one has no key."""
+    assert keys.meanings(Told) == {"found": "how many were found; None: not counted"}
+    with pytest.raises(KeyError, match="other"):
+        keys.keys_of(Told)
+
+
+def test_json_says_null() -> None:
+    """The meaning of a key says null where that of the field says None."""
+    told = next(key for key in keys.keys_of(reports.AddReport) if key.name == "previous")
+    assert "null" in told.meaning
+    assert "None" in keys.meanings(reports.AddReport)["previous"]
+
+
+class Left:
+    """A class that lost a field, but not its meaning."""
+
+    found: int
+    """how many"""
+    """how many of what is gone"""
+
+
+def test_a_text_below_no_field_is_refused() -> None:
+    """A text that stands below no field is an error: its field was moved or removed."""
+    with pytest.raises(ValueError, match="below no field"):
+        keys.meanings(Left)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.__name__)
+def test_a_report_stands_beside_what_makes_it(report: type) -> None:
+    """The module that defines a report makes it."""
+    source = Path(inspect.getfile(report)).read_text(encoding="utf-8")
+    assert re.search(rf"(?<!class ){report.__name__}\(", source)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.__name__)
+def test_a_count_is_named_for_what_it_counts(report: type) -> None:
+    """A key that counts (expert, chunk) pairs is called chunks, and one of blocks is not."""
+    counts = [key for key in keys.keys_of(report) if key.name.startswith(("blocks", "chunks"))]
+    for key in counts:
+        assert key.name.startswith("chunks") == ("chunk" in key.meaning), key.name
+
+
+def test_every_kind_of_warning_is_named() -> None:
+    """The meaning of a warning's kind names every kind."""
+    named = {name: kind for name, kind in vars(warnings).items() if name.isupper()}
+    kinds = [kind for kind in named.values() if isinstance(kind, str)]
+    assert len(kinds) > 5
+    told = keys.meanings(warnings.MergeWarning)["kind"]
+    assert [kind for kind in kinds if kind not in told] == []
 
 
 def test_every_command_but_cat_has_keys() -> None:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,51 @@ def test_links(page: Path) -> None:
         assert file.exists(), target
         if anchor:
             assert anchor in _anchors(file), target
+
+
+def _listed_layers() -> dict[str, list[list[str]]]:
+    """The list of docs/architecture.md: layers by container, modules side by side together."""
+    section = (DOCS / "architecture.md").read_text().split("\n## Layers\n")[1].split("\n## ")[0]
+    found: dict[str, list[list[str]]] = {"": [], "mstore": []}
+    for line in re.findall(r"^ {4}(.+)$", section, re.MULTILINE):
+        # `cli/mstore_cli`, `mstore/add`, `     | checkout` beside it, `  planning` inside it.
+        lead, beside, name = re.fullmatch(r"([a-z]+/| *)(\| )?(\w+)(?: .*)?", line).groups()
+        if lead == "mstore/":
+            container, last = "mstore", f"mstore.{name}"
+        elif lead.strip():
+            container = ""
+        else:
+            container = "mstore" if len(lead) == len("     ") else last
+        layers = found.setdefault(container, [])
+        if beside:
+            layers[-1].append(name)
+        else:
+            layers.append([name])
+    return found
+
+
+def test_one_list_of_the_layers() -> None:
+    """docs/architecture.md lists the layers that import-linter enforces, in their order."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    enforced = {
+        one.get("containers", [""])[0]: [re.findall(r"\w+", layer) for layer in one["layers"]]
+        for one in contracts["contracts"]
+        if one["type"] == "layers"
+    }
+    # The library itself, below its two faces, is the list that follows.
+    enforced[""].remove(["mstore"])
+    listed = _listed_layers()
+    assert [*listed] == [*enforced]
+    for container, layers in enforced.items():
+        assert [sorted(one) for one in listed[container]] == [sorted(one) for one in layers]
+
+
+def test_no_other_page_lists_the_layers() -> None:
+    """Other pages link to the list of layers: a second one would not be compared with anything."""
+    names = {name for layers in _listed_layers().values() for layer in layers for name in layer}
+    for page in {*PAGES} - {DOCS / "architecture.md", DOCS / "cli.md", DOCS / "api.md"}:
+        starts = re.findall(r"^ {2,}(?:mstore/)?(\w+)", page.read_text(), re.MULTILINE)
+        assert len({*starts} & (names - {"version", "ids"})) < 5, page
 
 
 def test_every_page_is_found() -> None:

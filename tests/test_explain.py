@@ -76,32 +76,32 @@ def test_counts_are_those_of_the_plan(way: str, store: Store) -> None:
         assert (named.treatment, named.blocks_total) == (item.treatment, item.blocks_total)
         assert [share.expert for share in named.experts] == [s.expert for s in item.experts]
         for share, coarse in zip(named.experts, item.experts, strict=True):
-            assert coarse.blocks is None
-            counted = Counter(share.blocks)
+            assert coarse.chunks is None
+            counted = Counter(share.chunks)
             assert counted == +Counter(
                 {
-                    "read": coarse.blocks_read,
-                    "shared": coarse.blocks_shared,
-                    "equal to base": coarse.blocks_equal_base,
-                    "below threshold": coarse.blocks_below_threshold,
-                    "over budget": coarse.blocks_over_budget,
-                    "outside the top-p share": coarse.blocks_outside_top_p,
+                    "read": coarse.chunks_read,
+                    "shared": coarse.chunks_shared,
+                    "equal to base": coarse.chunks_equal_base,
+                    "below threshold": coarse.chunks_below_threshold,
+                    "over budget": coarse.chunks_over_budget,
+                    "outside the top-p share": coarse.chunks_outside_top_p,
                 }
             )
             if item.name != "model.tied.embed_out":
                 total += counted
     assert total == +Counter(
         {
-            "read": plan.blocks_selected - plan.blocks_shared,
-            "shared": plan.blocks_shared,
-            "equal to base": plan.blocks_equal_base,
-            "below threshold": plan.blocks_below_threshold,
-            "over budget": plan.blocks_omitted,
-            "outside the top-p share": plan.blocks_outside_top_p,
+            "read": plan.chunks_selected - plan.chunks_shared,
+            "shared": plan.chunks_shared,
+            "equal to base": plan.chunks_equal_base,
+            "below threshold": plan.chunks_below_threshold,
+            "over budget": plan.chunks_omitted,
+            "outside the top-p share": plan.chunks_outside_top_p,
         }
     )
-    assert (plan.blocks_omitted > 0) == ("budget" in WAYS[way])
-    assert (plan.blocks_outside_top_p > 0) == ("top_p" in WAYS[way])
+    assert (plan.chunks_omitted > 0) == ("budget" in WAYS[way])
+    assert (plan.chunks_outside_top_p > 0) == ("top_p" in WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -132,7 +132,7 @@ def test_coverage_is_what_happened(way: str, store: Store) -> None:
 
 def _counts(share: ExpertShare) -> dict[str, int]:
     own = {f.name: getattr(share, f.name) for f in dataclasses.fields(share)}
-    return {name: count for name, count in own.items() if name.startswith("blocks_")}
+    return {name: count for name, count in own.items() if name.startswith("chunks_")}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -175,9 +175,9 @@ def test_omitted_norm_is_what_was_left_out(store: Store, family: families.Family
         base = family.base[name].astype(np.float64).ravel()
         for k, share in enumerate(store.explain("merged", name).tensors[0].experts):
             delta = family.experts[k][name].astype(np.float64).ravel() - base
-            assert share.blocks is not None
+            assert share.chunks is not None
             chunks = np.array_split(delta, range(BLOCK // 2, delta.size, BLOCK // 2))
-            left = [c for c, why in zip(chunks, share.blocks, strict=True) if why == "over budget"]
+            left = [c for c, why in zip(chunks, share.chunks, strict=True) if why == "over budget"]
             norm = float(np.sqrt(sum(float(c @ c) for c in left)))
             assert share.omitted_norm == pytest.approx(norm, rel=1e-5)
             checked += bool(left)

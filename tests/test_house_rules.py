@@ -267,6 +267,16 @@ def test_methods_and_verbs_have_properties() -> None:
     assert _found([*LIBRARY, *ADAPTERS], rule) == []
 
 
+def test_progress_has_one_type() -> None:
+    """What takes the ticks of a long call is a ProgressCallback; no module writes the type out."""
+
+    def rule(path: Path, source: str) -> Iterator[str]:
+        return (one for one in re.findall(r"Callable\[\[Progress\].*", source))
+
+    found = _found([*LIBRARY, *ADAPTERS], rule)
+    assert found == ["mstore/progress.py: Callable[[Progress], None]"]
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -14,8 +14,8 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest
-from mstore.merge.analysis import idle
 from mstore.merge.methods.registry import METHODS
+from mstore.merge.planning import warnings
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 CASES: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, str]]]] = {
     "none": (["e0", "e1"], {}, []),
-    "over budget": (["e0", "e1"], {"budget": 0.5}, [(idle.OVER_BUDGET, "e1")]),
-    "outside top-p": (["e0", ("e1", 0.0)], {"top_p": 0.5}, [(idle.NO_WEIGHT, "e1")]),
-    "weight 0": (["e0", ("e1", 0)], {}, [(idle.NO_WEIGHT, "e1")]),
-    "equal to the base": (["e0", "e2"], {}, [(idle.EQUALS_BASE, "e2")]),
-    "the base": (["e0", "base"], {}, [(idle.IS_BASE, "base")]),
-    "twice": (["e0", "e0"], {}, [(idle.REPEATED, "e0")]),
+    "over budget": (["e0", "e1"], {"budget": 0.5}, [(warnings.OVER_BUDGET, "e1")]),
+    "outside top-p": (["e0", ("e1", 0.0)], {"top_p": 0.5}, [(warnings.NO_WEIGHT, "e1")]),
+    "weight 0": (["e0", ("e1", 0)], {}, [(warnings.NO_WEIGHT, "e1")]),
+    "equal to the base": (["e0", "e2"], {}, [(warnings.EQUALS_BASE, "e2")]),
+    "the base": (["e0", "base"], {}, [(warnings.IS_BASE, "base")]),
+    "twice": (["e0", "e0"], {}, [(warnings.REPEATED, "e0")]),
     "the base twice": (
         ["e0", "base", "base"],
         {},
-        [(idle.IS_BASE, "base"), (idle.REPEATED, "base"), (idle.IS_BASE, "base")],
+        [(warnings.IS_BASE, "base"), (warnings.REPEATED, "base"), (warnings.IS_BASE, "base")],
     ),
 }
 
@@ -74,7 +74,7 @@ def test_who_takes_weight_from_others(method: str, place: Place) -> None:
     given = {"base": "base", "method": method, "parameters": {"normalize": True}}
     alone = place.store.plan(MergeRequest(experts=["e0"], **given))
     both = place.store.plan(MergeRequest(experts=["e0", "base"], **given))
-    [text] = [one.text for one in both.warnings if one.kind == idle.IS_BASE]
+    [text] = [one.text for one in both.warnings if one.kind == warnings.IS_BASE]
     weights = []
     for plan in (alone, both):
         place.store.merge(plan, name="m")
@@ -87,8 +87,8 @@ def test_left_out_for_an_error(place: Place) -> None:
     asked = MergeRequest(base="base", experts=["e0", "e1"], method="task_arithmetic", max_error=9.0)
     plan = place.store.plan(asked, allow_noop=True)
     told = {(one.kind, one.expert) for one in plan.warnings}
-    assert {(idle.LEFT_OUT, "e0"), (idle.LEFT_OUT, "e1")} <= told
-    assert all("--max-error" in one.text for one in plan.warnings if one.kind == idle.LEFT_OUT)
+    assert {(warnings.LEFT_OUT, "e0"), (warnings.LEFT_OUT, "e1")} <= told
+    assert all("--max-error" in one.text for one in plan.warnings if one.kind == warnings.LEFT_OUT)
 
 
 def test_for_people_and_programs(place: Place) -> None:
@@ -99,4 +99,4 @@ def test_for_people_and_programs(place: Place) -> None:
         said = mstore.succeed(*command, *line)
         assert "warning: e1 has weight 0, so nothing of it is in the merge" in said.lines
         [warning] = mstore.succeed(*command, *line, "--json").document["warnings"]
-        assert (warning["kind"], warning["expert"]) == (idle.NO_WEIGHT, "e1")
+        assert (warning["kind"], warning["expert"]) == (warnings.NO_WEIGHT, "e1")

@@ -350,5 +350,5 @@ def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workpla
     assert store.view("m").tensors["model.tied.embed_in"] != tensors["model.tied.embed_in"]
     shares = store.explain("m", "model.tied.embed_out").tensors[0]
     assert shares.treatment == "merged"
-    assert [share.blocks_read for share in shares.experts] == [1, 1, 1]
+    assert [share.chunks_read for share in shares.experts] == [1, 1, 1]
     assert full.expert_bytes_read == full.full_expert_bytes

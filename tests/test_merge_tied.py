@@ -14,9 +14,8 @@ from mstore import MergeRequest, Store
 from mstore.errors import Corrupt
 from mstore.ids import TensorId
 from mstore.merge.planning.tied import first_names
-from mstore.merge.running.commit import store_plan
 from mstore.objects.plan import Plan
-from mstore.store.plans import sources_of
+from mstore.store.plans import sources_of, store_plan
 
 
 def _ids(**names: str) -> dict[str, TensorId]:

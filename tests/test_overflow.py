@@ -15,7 +15,8 @@ from families import BLOCK
 
 from mstore import MergeRequest, Store
 from mstore.ids import PlanId
-from mstore.merge.running.overflow import KIND, infinite
+from mstore.merge.planning.warnings import OVERFLOW
+from mstore.merge.running.overflow import infinite
 from mstore.numeric.codes import LARGEST, can_overflow
 from mstore.reports import TensorOverflow
 from mstore.store.plans import sources_of
@@ -91,7 +92,7 @@ def test_overflow_is_counted(method: str, store: Store) -> None:
     assert report.overflow == wanted(store, "m")
     assert [one.tensor for one in report.overflow] == ["most", "some", "own"]
     assert report.overflow[0].elements == report.overflow[0].elements_total == ROWS * 256
-    [warning] = [one for one in report.warnings if one.kind == KIND]
+    [warning] = [one for one in report.warnings if one.kind == OVERFLOW]
     total = sum(one.elements or 0 for one in report.overflow)
     assert f"{total} of {3 * ROWS * 256} elements became infinite in F16" in warning.text
     assert f"most {ROWS * 256} of {ROWS * 256}, some " in warning.text
@@ -106,7 +107,7 @@ def test_the_plan_says_what_may_overflow(store: Store) -> None:
     names = {one.tensor for one in plan.overflow}
     assert names == {"most", "some", "own", "odd"}
     assert all(one.elements is None for one in plan.overflow)
-    [warning] = [one for one in plan.warnings if one.kind == KIND]
+    [warning] = [one for one in plan.warnings if one.kind == OVERFLOW]
     assert "may become infinite in F16, which holds 65504 at most" in warning.text
     virtual = store.merge(plan, name="v", virtual=True)
     assert virtual.overflow == plan.overflow
@@ -146,7 +147,7 @@ def test_where_nothing_overflows_nothing_is_said(store: Store) -> None:
     for given in ({}, {"dtype": "F32"}, {"dtype": "F16", **calm}):
         report = store.merge(store.plan(MergeRequest(**ASKED, **given)), name="m")
         assert report.overflow == store.show("m").overflow == ()
-        assert not [one for one in report.warnings if one.kind == KIND]
+        assert not [one for one in report.warnings if one.kind == OVERFLOW]
         plan = store.plan(MergeRequest(**ASKED, **given))
         assert sources_of(store._catalog, PlanId(plan.plan), None).overflow is None  # type: ignore[arg-type]
 

@@ -130,7 +130,7 @@ def test_top_p_writes_the_share(method: str, place: Place) -> None:
     whole, _ = place.merge(place.plan(method))
     plan = place.plan(method, top_p=0.25)
     assert plan.full_expert_bytes == whole.full_expert_bytes
-    assert plan.blocks_outside_top_p > 0
+    assert plan.chunks_outside_top_p > 0
     place.merge(plan)
     kept = record(place, plan)
     changed = {
@@ -243,19 +243,19 @@ def test_a_plan_is_found_again(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     first = place.plan("task_arithmetic", **asked)
     fresh = record(place, first).encode()
 
-    from mstore.merge.planning import session
+    from mstore.merge.planning import stored
 
     def never(*_given: object, **_options: object) -> None:
         raise AssertionError("planned again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(session, "Planning", never)
+        patched.setattr(stored, "Planning", never)
         again = place.plan("task_arithmetic", **asked)
         assert again.plan == first.plan
         for other in ({"budget": 0.38}, {"skip": []}, {"score": "random"}, {"analyze": False}):
             with pytest.raises(AssertionError, match="planned again"):
                 place.plan("task_arithmetic", **(asked | other))
-    monkeypatch.setattr(session, "request_key", lambda *_given: bytes(32))
+    monkeypatch.setattr(stored, "request_key", lambda *_given: bytes(32))
     assert record(place, place.plan("task_arithmetic", **asked)).encode() == fresh
 
 

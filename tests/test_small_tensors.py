@@ -27,7 +27,7 @@ from mstore.merge.running.task import Tasks
 from mstore.objects.canonical import Record
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
-from mstore.reports import Progress
+from mstore.progress import Progress
 from mstore.store.transaction import Transaction
 
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear")

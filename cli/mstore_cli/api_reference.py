@@ -73,7 +73,7 @@ def _sections() -> Iterator[str]:
     for error in _classes(errors):
         yield f"### {error.__name__}\n\n{_text(error)}"
     yield f"## mstore.reports\n\n{_text(reports)}"
-    for report in _classes(reports):
+    for report in _reports():
         yield f"### {report.__name__}\n\n{_text(report)}\n{_fields(report)}"
     yield "## mstore.signing\n\nKeys for `Store.sign` and `Store.verify`.\n"
     for function in (signing.load_key, signing.read_signers):
@@ -106,6 +106,12 @@ def _classes(module: object) -> list[type]:
         for one in vars(module).values()
         if inspect.isclass(one) and one.__module__ == getattr(module, "__name__", None)
     ]
+
+
+def _reports() -> list[type]:
+    """Return the classes that `mstore.reports` exports, by name."""
+    exported = [getattr(reports, name) for name in sorted(reports.__all__)]
+    return [one for one in exported if inspect.isclass(one)]
 
 
 def _members(owner: type, kind: str, instance: str) -> Iterator[str]:
@@ -186,12 +192,14 @@ def _paragraph(text: str) -> str:
 
 def _fields(report: type) -> str:
     """Format one row per field: its type as written, and the meaning of the JSON key."""
-    rows = [(f"`{field.name}`", f"`{field.type}`") for field in dataclasses.fields(report)]
-    if not keys.has_words(report):
-        return _table(("field", "type"), rows)
-    words = (re.sub(r"\bnull\b", "None", key.meaning) for key in keys.keys_of(report))
-    told = [(*row, meaning) for row, meaning in zip(rows, words, strict=True)]
-    return _table(("field", "type", "meaning"), told)
+    fields = dataclasses.fields(report)
+    told = keys.meanings(report)
+    if not told:
+        return _table(("field", "type"), [(f"`{one.name}`", f"`{one.type}`") for one in fields])
+    return _table(
+        ("field", "type", "meaning"),
+        [(f"`{one.name}`", f"`{one.type}`", told[one.name]) for one in fields],
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

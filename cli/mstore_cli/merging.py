@@ -316,6 +316,7 @@ def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
         "resumed_expert_bytes": 0,
         "base_bytes_read": 0,
         "bytes_written": 0,
+        "blocks_total": None,
         "blocks_reused": None,
         "file": None if file is None else str(file),
     }
@@ -340,13 +341,13 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
             # Pairs of an expert and a chunk, not blocks of the output.
-            ("expert chunks", report.blocks_total),
-            ("  equal to base", report.blocks_equal_base),
-            ("  shared", report.blocks_shared),
-            ("  below threshold", report.blocks_below_threshold),
-            ("  selected", report.blocks_selected),
-            ("  omitted", report.blocks_omitted),
-            ("  outside top-p", report.blocks_outside_top_p or None),
+            ("expert chunks", report.chunks_total),
+            ("  equal to base", report.chunks_equal_base),
+            ("  shared", report.chunks_shared),
+            ("  below threshold", report.chunks_below_threshold),
+            ("  selected", report.chunks_selected),
+            ("  omitted", report.chunks_omitted),
+            ("  outside top-p", report.chunks_outside_top_p or None),
             *error_fields(report),
             # A plan that is only displayed took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),

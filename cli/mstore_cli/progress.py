@@ -19,7 +19,7 @@ from mstore_cli.output import is_terminal, printable
 from mstore_cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from mstore.reports import Progress
+    from mstore.progress import Progress, ProgressCallback
 
 
 WINDOW_SECONDS = 5.0
@@ -59,7 +59,7 @@ class Rate:
 
 
 @contextmanager
-def bar(*, wanted: bool) -> Iterator[Callable[[Progress], None] | None]:
+def bar(*, wanted: bool) -> Iterator[ProgressCallback | None]:
     """Yield a callback that moves the bar, or None if nobody would see it."""
     if not wanted or not is_terminal(sys.stderr):
         yield None

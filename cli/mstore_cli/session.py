@@ -20,7 +20,7 @@ from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
     from mstore import Store
-    from mstore.reports import Progress
+    from mstore.progress import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
 STORE_NAME = ".mstore"
@@ -154,7 +154,7 @@ class Session:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def progress(self) -> AbstractContextManager[Callable[[Progress], None] | None]:
+    def progress(self) -> AbstractContextManager[ProgressCallback | None]:
         """Return the callback for a long call: a bar on a terminal, else None."""
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)

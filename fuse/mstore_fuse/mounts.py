@@ -39,18 +39,24 @@ _POLL = 0.02
 
 @dataclass(frozen=True, slots=True)
 class MountInfo:
-    """One mount. `revision` is None for the whole store, `pid` if no process serves it any more.
+    """One mount.
 
     A mount that is not `alive` crashed: reading it fails with ENOTCONN until it is unmounted.
-    `user` mounted it; this user and root may unmount it.
+    `user` and root may unmount it.
     """
 
     mountpoint: Path
+    """the directory"""
     store: Path
+    """the store"""
     revision: str | None
+    """what is shown; None: the whole store"""
     pid: int | None
+    """the process that serves it; None if that has ended"""
     alive: bool
+    """whether it answers; a dead one is cleared by `mstore unmount`"""
     user: int
+    """the number of the user who mounted it"""
 
 
 def mount(

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, thread_count
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.ids import SnapshotId
 from mstore.objects.shapes import require_patterns
-from mstore.reports import (
-    AddReport,
-    AnalyzeReport,
-)
 from mstore.store.config import typed
 from mstore.store.transaction import branch_to_move
 
 if TYPE_CHECKING:
-    from mstore.add import Base
+    from mstore.add import AddReport, Base
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
+    from mstore.progress import ProgressCallback
+    from mstore.stats.analysis import AnalyzeReport
 
 
 @checked("Store")
@@ -69,7 +67,7 @@ class Adding(OpenStore):
         threads: int | None = None,
         convert: ConversionLimits | None = None,
         limits: CheckpointLimits | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> AddReport:
         """Store a checkpoint directory, or one .safetensors file, under the ref `name`.
 
@@ -190,7 +188,7 @@ class Adding(OpenStore):
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> AnalyzeReport:
         """Compute the missing statistics of expert minus base; existing ones are kept.
 

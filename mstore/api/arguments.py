@@ -20,7 +20,6 @@ from typing import Any, Final, TypeVar
 
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
-from mstore.reports import PlanReport
 from mstore.requests import MergeRequest, TensorRule
 
 _Class = TypeVar("_Class", bound=type)
@@ -95,6 +94,7 @@ _SIGNERS = Kind(
     "names by public key, as mstore.signing.read_signers gives them",
 )
 _PARAMETERS = Kind(_mapping(_is(str), _anything), "values by the names of parameters")
+_PLAN_REPORT = _named("mstore.merge.planning.report", "PlanReport")
 _CHECKED_BY_THE_CALL = Kind(_anything, "")
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -112,14 +112,15 @@ KINDS: Final[Mapping[str, Kind]] = {
     "str | SnapshotId | None": _REVISION.optional(),
     "SnapshotId": Kind(_is(SnapshotId), "a SnapshotId", _REVISION.hint),
     "PlanReport | PlanId | str": Kind(
-        _is(PlanReport, PlanId, str), "a plan: what Store.plan gave, its PlanId, or that as text"
+        lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
+        "a plan: what Store.plan gave, its PlanId, or that as text",
     ),
     "Sequence[str]": Kind(_list(_is(str)), "a list of texts"),
     "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
     "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
     "Mapping[bytes, str]": _SIGNERS,
     "Mapping[bytes, str] | None": _SIGNERS.optional(),
-    "Report | None": Kind(callable, "something to call with a Progress").optional(),
+    "ProgressCallback | None": Kind(callable, "something to call with a Progress").optional(),
     "Executor | None": Kind(
         lambda one: callable(getattr(one, "submit", None)), "a concurrent.futures.Executor"
     ).optional(),

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, thread_count
 from mstore.blocks import lmdb_check
-from mstore.blocks.packs import Kind
-from mstore.reports import (
-    BackupReport,
-    CheckReport,
-    CloneReport,
-    GcReport,
-    MigrateReport,
-    PruneReport,
-    ReindexReport,
-    RepairReport,
-    StoreReport,
-    UsageReport,
-)
-from mstore.store.layout import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from mstore.backup.backup import BackupReport
+    from mstore.backup.clone import CloneReport
+    from mstore.check.fsck import CheckReport
+    from mstore.check.reindex import ReindexReport
+    from mstore.check.repair import RepairReport
+    from mstore.disk_usage import UsageReport
+    from mstore.gc.collect import GcReport
+    from mstore.gc.prune import PruneReport
+    from mstore.progress import ProgressCallback
+    from mstore.store.migrations import MigrateReport
+    from mstore.store_size import StoreReport
 
 
 @checked("Store")
@@ -40,7 +39,7 @@ class Keeping(OpenStore):
         reflog_days: int | None = None,
         dead_share: float | None = None,
         empty_lost_found: bool = False,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> GcReport:
         """Drop everything that no ref, reflog or pin reaches, and free its space.
 
@@ -122,7 +121,7 @@ class Keeping(OpenStore):
         sample: float | None = None,
         seed: int = 0,
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> CheckReport:
         """Check the store's structure, and with `read_data` every byte.  Changes nothing.
 
@@ -144,7 +143,7 @@ class Keeping(OpenStore):
         sources: Sequence[str | Path] = (),
         read_data: bool = False,
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> RepairReport:
         """Check the store, replace what is broken by good copies, and drop the rest.
 
@@ -170,7 +169,7 @@ class Keeping(OpenStore):
 
     @staticmethod
     def reindex(
-        path: str | Path, *, use_old_index: bool = True, progress: Report | None = None
+        path: str | Path, *, use_old_index: bool = True, progress: ProgressCallback | None = None
     ) -> ReindexReport:
         """Rebuild the index of a store from its packs and its ref mirror.
 
@@ -200,7 +199,7 @@ class Keeping(OpenStore):
         destination: str | Path,
         *,
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> BackupReport:
         """Update the backup of this store at `destination`, or create one.
 
@@ -223,7 +222,7 @@ class Keeping(OpenStore):
         destination: str | Path,
         *,
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> CloneReport:
         """Create a store with everything from the one at `source`: refs, reflogs, settings.
 
@@ -240,43 +239,12 @@ class Keeping(OpenStore):
 
     def stats(self) -> StoreReport:
         """Return sizes in bytes and counts for the whole store."""
-        from mstore.disk_usage import store_usage
+        from mstore.store_size import store_report
 
-        catalog = self._catalog
-        used = store_usage(catalog, reflog_days=catalog.config.reflog_days)
-        with catalog.index.env.read() as transaction:
-            packs = list(catalog.index.packs(transaction))
-            unique = sum(location.raw_length for _, location in catalog.index.blocks(transaction))
-            tensors = sum(
-                1 for kind, _, _ in catalog.index.records(transaction) if kind == Kind.TENSOR
-            )
-            blocks = catalog.index.count(transaction, "blocks")
-        ids = catalog.snapshot_ids()
-        reached = lineage.ancestry(catalog, lineage.names_of(catalog))
-        plain_bytes = sum(lineage.plain_bytes(catalog, id) for id in reached)
-        return StoreReport(
-            path=str(self.path),
-            uuid=self.uuid,
-            format_version=FORMAT_VERSION,
-            block_size=self.block_size,
-            refs=len(catalog.refs()),
-            snapshots=len(ids),
-            packs=len(packs),
-            blocks=blocks,
-            tensors=tensors,
-            plain_bytes=plain_bytes,
-            unique_bytes=unique,
-            stored_bytes=sum(size for _, size in packs),
-            index_bytes=catalog.index.env.file_bytes(),
+        return store_report(
+            self._catalog,
             statistics_bytes=self._statistics.file_bytes(),
             memo_bytes=self._memo.file_bytes(),
-            codecs=used.codecs,
-            unreachable_bytes=used.unreachable_bytes,
-            dead_bytes=used.dead_bytes,
-            overhead_bytes=used.overhead_bytes,
-            condemned_bytes=used.condemned_bytes,
-            leftover_bytes=used.leftover_bytes,
-            lost_found_bytes=used.lost_found_bytes,
         )
 
     def usage(self, names: Sequence[str] = ()) -> UsageReport:

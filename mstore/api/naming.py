@@ -5,29 +5,39 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, Report
+from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.ids import SnapshotId
-from mstore.reports import (
-    GOOD_SIGNATURE,
-    ReflogReport,
-    RefReport,
-    RemoveReport,
-    SignatureReport,
-    VerifyReport,
-)
-from mstore.store import contents, refs
+from mstore.store import refs
 from mstore.store.transaction import RefMove, choose_moves
 
 if TYPE_CHECKING:
-    from mstore.signing import SigningKey
+    from mstore.lineage import ReflogReport, RefReport
+    from mstore.progress import ProgressCallback
+    from mstore.signing import SignatureReport, SigningKey, VerifyReport
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveReport:
+    """Removed refs, and what they pointed at."""
+
+    removed: tuple[str, ...]
+    """the refs"""
+    kinds: tuple[str, ...]
+    """branch or tag, for each"""
+    snapshots: tuple[SnapshotId, ...]
+    """where each pointed"""
+    unnamed_snapshots: int
+    """snapshots that no ref reaches any more"""
+    reflog_days: int
+    """number of days for which reflogs keep them from gc"""
 
 
 @checked("Store")
@@ -167,7 +177,7 @@ class Naming(OpenStore):
         signers: Mapping[bytes, str],
         *,
         read_data: bool = False,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> VerifyReport:
         """Check the signatures of a snapshot against the keys that you trust.
 
@@ -179,18 +189,12 @@ class Naming(OpenStore):
         Raises Corrupt (bytes that differ from what was signed), NotFound, Unavailable (no library
         to check with), StorageFailed.
         """
-        from mstore.signing import read_everything, require_library, states
+        from mstore.signing import verify
 
-        began = time.monotonic()
-        require_library()
-        id = self._catalog.resolve(revision)
-        found = states(self._catalog, id, signers)
-        with contents.held(self._catalog, [id]):
-            read = read_everything(self._catalog, id, progress) if read_data else 0
-        return VerifyReport(
-            snapshot=id,
-            verified=any(one.state == GOOD_SIGNATURE for one in found),
-            signatures=found,
-            bytes_read=read,
-            seconds=time.monotonic() - began,
+        return verify(
+            self._catalog,
+            self._catalog.resolve(revision),
+            signers,
+            read_data=read_data,
+            progress=progress,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -14,7 +13,6 @@ from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
-from mstore.reports import MergeWarning, Progress
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
@@ -25,14 +23,12 @@ from mstore.store.memo import Memo
 # compiler.
 if TYPE_CHECKING:
     from mstore.ids import PlanId
+    from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.plans import Sources
     from mstore.view import BlockCache, SnapshotView
-
-
-Report = Callable[[Progress], None]
 
 
 @checked("Store")

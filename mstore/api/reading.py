@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, Report, thread_count
+from mstore.api.open_store import OpenStore, thread_count
 from mstore.ids import Buffer, SnapshotId
-from mstore.reports import (
-    CheckoutReport,
-    DiffReport,
-    DirectoryDiffReport,
-    FileReport,
-    SnapshotReport,
-    TensorReport,
-)
 from mstore.store import contents, leases
 
 if TYPE_CHECKING:
+    from mstore.checkout import CheckoutReport
+    from mstore.compare import DirectoryDiffReport
+    from mstore.diff import DiffReport
+    from mstore.lineage import FileReport, SnapshotReport, TensorReport
+    from mstore.progress import ProgressCallback
     from mstore.view import SnapshotView
 
 
@@ -165,7 +162,7 @@ class Reading(OpenStore):
         default_excludes: bool = True,
         blocks: bool = False,
         threads: int | None = None,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> DirectoryDiffReport:
         """Report how a directory, or one file, differs from a snapshot.
 
@@ -198,7 +195,7 @@ class Reading(OpenStore):
         threads: int | None = None,
         shared: bool = False,
         only: Sequence[str] = (),
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> CheckoutReport:
         """Write a byte-exact copy into a new or empty directory.
 

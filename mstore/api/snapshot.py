@@ -12,14 +12,11 @@ from mstore.api.reading import Reading
 from mstore.errors import BadRequest, Unavailable
 from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.reports import (
-    FileReport,
-    ParentReport,
-    SnapshotReport,
-)
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mstore.lineage import FileReport, ParentReport, SnapshotReport
 
 
 @checked("Snapshot")

@@ -22,6 +22,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
@@ -29,14 +30,14 @@ from mstore.backup import destination, lacking, packs, rows, source
 from mstore.backup.destination import Destination
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
-from mstore.backup.ticks import Report, Ticks
+from mstore.backup.ticks import Ticks
 from mstore.blocks.index import Condemned, Index
 from mstore.blocks.packs import SealedPack, pack_path
-from mstore.check.affected import Wounds
-from mstore.check.findings import Findings
+from mstore.check.affected import Hurt, Wounds
+from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
-from mstore.reports import BackupReport, Hurt
+from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
 from mstore.store import condemned, generation, leases, lost_found, mirror, refs
 from mstore.store.catalog import Catalog
@@ -45,12 +46,53 @@ from mstore.store.publishing import give_names
 _ATTEMPTS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class BackupReport:
+    """The result of `backup`: what the directory holds now, and what this run did.
+
+    If there are `problems`, nothing was removed.
+    """
+
+    path: str
+    """the backup"""
+    uuid: str
+    """the store's UUID, which the backup shares"""
+    generation: int
+    """number of commits that the store had published: the state of the backup"""
+    refs: int
+    """number of branches and tags"""
+    snapshots: int
+    """snapshots in the backup"""
+    packs: int
+    """packs in the backup"""
+    packs_copied: int
+    """packs that the backup lacked"""
+    bytes_copied: int
+    """size of the copied packs"""
+    packs_removed: tuple[str, ...]
+    """packs that the store no longer has, removed from the backup"""
+    freed_bytes: int
+    """size of the removed packs"""
+    waiting_bytes: int
+    """size of packs that may still be read; a later backup removes them"""
+    put_aside: tuple[str, ...]
+    """packs that no index knows, now in the backup's lost+found/"""
+    problems: tuple[Problem, ...]
+    """what is damaged in the store; empty: nothing that was copied is damaged"""
+    hurt: tuple[Hurt, ...]
+    """files and tensors that the damage makes unreadable"""
+    hint: str | None
+    """the next command if something is damaged; None: nothing is"""
+    seconds: float
+    """how long it took"""
+
+
 class Moved(Exception):
     """A pack went while it was copied: the rows of now name it no more."""
 
 
 def backup(
-    catalog: Catalog, target: Path, *, threads: int, progress: Report | None = None
+    catalog: Catalog, target: Path, *, threads: int, progress: ProgressCallback | None = None
 ) -> BackupReport:
     """Bring the backup at `target` up to date; see `Store.backup`."""
     source.require_outside(catalog.layout, target)
@@ -74,7 +116,7 @@ class _Backup:
     """One attempt, by the rows of one commit."""
 
     def __init__(
-        self, catalog: Catalog, into: Destination, threads: int, progress: Report | None
+        self, catalog: Catalog, into: Destination, threads: int, progress: ProgressCallback | None
     ) -> None:
         self._began = time.monotonic()
         self._catalog = catalog

@@ -15,7 +15,7 @@ import os
 import shlex
 import time
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mstore import fs
@@ -23,13 +23,13 @@ from mstore.backup import destination, lacking, packs, rows, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
 from mstore.backup.rows import NamedPack
-from mstore.backup.ticks import Report, Ticks
+from mstore.backup.ticks import Ticks
 from mstore.blocks.index import Index
 from mstore.blocks.packs import SealedPack, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import PackId
-from mstore.reports import CloneReport
+from mstore.progress import ProgressCallback
 from mstore.store import layout as layouts
 from mstore.store import mirror
 from mstore.store.catalog import Catalog
@@ -39,8 +39,30 @@ from mstore.store.publishing import give_names
 _ATTEMPTS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class CloneReport:
+    """The result of `clone`: a new store, `uuid`, with everything that `source` had."""
+
+    path: str
+    """the new store"""
+    uuid: str
+    """its UUID"""
+    source: str
+    """the store that was copied"""
+    refs: int
+    """number of branches and tags"""
+    snapshots: int
+    """snapshots in it"""
+    packs: int
+    """packs in it"""
+    bytes_copied: int
+    """size of these packs"""
+    seconds: float
+    """how long it took"""
+
+
 def clone(
-    origin: Path, target: Path, *, threads: int, progress: Report | None = None
+    origin: Path, target: Path, *, threads: int, progress: ProgressCallback | None = None
 ) -> CloneReport:
     """Make a store at `target` with everything that the one at `origin` has; see `Store.clone`."""
     began = time.monotonic()
@@ -54,7 +76,9 @@ def clone(
             )
 
 
-def _made(catalog: Catalog, path: Path, threads: int, progress: Report | None) -> CloneReport:
+def _made(
+    catalog: Catalog, path: Path, threads: int, progress: ProgressCallback | None
+) -> CloneReport:
     try:
         with layouts.creating(path, catalog.block_size, catalog.config.shared) as layout:
             catalog.config.save(layout)
@@ -75,7 +99,7 @@ class _Clone:
     """One attempt, by the rows of one commit."""
 
     def __init__(
-        self, catalog: Catalog, layout: Layout, threads: int, progress: Report | None
+        self, catalog: Catalog, layout: Layout, threads: int, progress: ProgressCallback | None
     ) -> None:
         self._catalog = catalog
         self._layout = layout

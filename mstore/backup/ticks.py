@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from mstore.reports import Progress
+from mstore.progress import Progress, ProgressCallback
 
-Report = Callable[[Progress], None]
 Tick = Callable[[int], None]
 """Called with the number of bytes just done."""
 
@@ -15,7 +14,7 @@ Tick = Callable[[int], None]
 class Ticks:
     """Adds up the bytes done, over several files of a phase, and reports them."""
 
-    def __init__(self, report: Report | None) -> None:
+    def __init__(self, report: ProgressCallback | None) -> None:
         self._report = report
         self._done = Counter[str]()
 

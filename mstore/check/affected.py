@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from mstore.blocks.packs import Kind
 from mstore.check import rows
@@ -10,9 +11,24 @@ from mstore.check.findings import Findings
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, SnapshotId, TensorId
 from mstore.objects.tensor import Tensor
-from mstore.reports import Hurt
 from mstore.store import refs
 from mstore.store.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Hurt:
+    """What of a snapshot cannot be read as it is: a tensor, a file, or all of it."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    refs: tuple[str, ...]
+    """the refs of that snapshot; empty if it has none"""
+    path: str | None
+    """the file; None: the whole snapshot"""
+    tensor: str | None
+    """the tensor; None: a header or a plain file"""
+    blocks: int
+    """how many of its blocks are lost; 0: its record is lost"""
 
 
 class Wounds:

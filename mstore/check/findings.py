@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mstore.blocks.packs import Kind
 from mstore.errors import MstoreError, StorageFailed
@@ -20,7 +21,6 @@ from mstore.objects.signature import Signature
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.reports import Problem
 
 RECORDS: dict[Kind, type[Record]] = {
     Kind.TENSOR: Tensor,
@@ -33,6 +33,18 @@ RECORDS: dict[Kind, type[Record]] = {
 }
 Key = tuple[Kind, bytes]
 """A block or record: its kind and the 32 bytes of its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding of `fsck`."""
+
+    kind: str
+    """kind of problem"""
+    where: str
+    """the object or file"""
+    what: str
+    """what is wrong"""
 
 
 class Findings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -17,19 +17,55 @@ from mstore.blocks import lmdb_check
 from mstore.blocks.index import Index, subject
 from mstore.blocks.packs import pack_path
 from mstore.check import index_file, rows
-from mstore.check.affected import Wounds
-from mstore.check.findings import Findings
+from mstore.check.affected import Hurt, Wounds
+from mstore.check.findings import Findings, Problem
 from mstore.check.footers import Footers, Totals
 from mstore.check.graph import Graph
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
 from mstore.ids import PackId
-from mstore.reports import CheckReport, Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 
-Report = Callable[[Progress], None]
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The result of `fsck`; the store is sound if `problems` is empty."""
+
+    read_data: bool
+    """whether every block was read"""
+    index_only: bool
+    """whether only the index was checked, because it cannot be trusted; all counts are 0"""
+    sample: float | None
+    """the share of blocks that was read; None: not a sample"""
+    seed: int | None
+    """the seed of the sample: the same seed selects the same blocks; None: not a sample"""
+    packs: int
+    """packs checked"""
+    blocks: int
+    """blocks checked"""
+    records: int
+    """records checked"""
+    snapshots: int
+    """snapshots checked"""
+    refs: int
+    """refs checked"""
+    bytes_read: int
+    """stored bytes of the blocks read"""
+    bytes_total: int
+    """stored bytes of all blocks"""
+    garbage: tuple[str, ...]
+    """what interrupted work left behind; harmless"""
+    problems: tuple[Problem, ...]
+    """what is wrong; empty in a sound store"""
+    hurt: tuple[Hurt, ...]
+    """every tensor and file that cannot be read as it is"""
+    hint: str | None
+    """the next command; None in a sound store"""
+    seconds: float
+    """how long it took"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +104,7 @@ class Checker:
         scope: Scope,
         *,
         threads: int,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._layout = layout
         self._scope = scope

@@ -6,7 +6,6 @@ goes before one that does. Deltas whose base is in no pack are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,11 +22,9 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.reports import Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.store import generation
 from mstore.store.layout import Layout
-
-Report = Callable[[Progress], None]
 
 
 class PackRows:
@@ -38,7 +35,11 @@ class PackRows:
     """
 
     def __init__(
-        self, layout: Layout, index: Index, condemned: set[PackId], progress: Report | None
+        self,
+        layout: Layout,
+        index: Index,
+        condemned: set[PackId],
+        progress: ProgressCallback | None,
     ) -> None:
         self._layout = layout
         self._index = index

@@ -36,13 +36,13 @@ from mstore.check import names as witnesses
 from mstore.check import old_index, rows
 from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
-from mstore.check.pack_rows import PackRows, Report
+from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
 from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
 from mstore.objects.canonical import decode, plain_id
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
-from mstore.reports import ReindexReport
+from mstore.progress import ProgressCallback
 from mstore.store import leases, lost_found, memo, mirror, refs
 from mstore.store.catalog import insert_snapshot, now_ns
 from mstore.store.config import Config
@@ -52,8 +52,40 @@ from mstore.store.plans import Source, Sources
 _DATA = "data.mdb"
 
 
+@dataclass(frozen=True, slots=True)
+class ReindexReport:
+    """The result of `reindex`."""
+
+    packs: int
+    """packs read"""
+    blocks: int
+    """blocks in the new index"""
+    records: int
+    """records in the new index"""
+    snapshots: int
+    """snapshots in the new index"""
+    refs: int
+    """branches and tags in the new index"""
+    pruned: int
+    """snapshots marked as pruned"""
+    old_index: bool
+    """whether names and history were taken from the old index"""
+    reflog_moves: int
+    """moves of refs taken from the old index"""
+    index_bytes: int
+    """size of the new index"""
+    recovered: tuple[str, ...]
+    """branches created for snapshots that nothing led to"""
+    notes: tuple[str, ...]
+    """what could not be read, and which source was used on disagreement, as text"""
+    kept_index: str | None
+    """path of the old index; None if it did not disagree"""
+    seconds: float
+    """how long it took"""
+
+
 def reindex(
-    root: Path, *, use_old_index: bool = True, progress: Report | None = None
+    root: Path, *, use_old_index: bool = True, progress: ProgressCallback | None = None
 ) -> ReindexReport:
     """Rebuild the index of the store at `root`.
 
@@ -235,7 +267,7 @@ class _Building:
         index: Index,
         old: OldIndex | None,
         returned: list[PackId],
-        progress: Report | None,
+        progress: ProgressCallback | None,
     ) -> None:
         self._layout = layout
         self._index = index

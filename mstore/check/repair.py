@@ -15,7 +15,7 @@ collected, and no one else moves what it moves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +28,44 @@ from mstore.blocks.packs import Kind
 from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, Key, typed
-from mstore.check.fsck import Checker, Scope
+from mstore.check.fsck import Checker, CheckReport, Scope
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.reports import Progress, RepairReport
+from mstore.progress import Progress, ProgressCallback
 from mstore.store import leases
 from mstore.store.catalog import Catalog, insert_snapshot, unlist_snapshot
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
-Report = Callable[[Progress], None]
 _DROPS = 3
 WIDTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """The result of `repair`.
+
+    `after.hurt` lists what the dropped objects make unreadable.
+    """
+
+    before: CheckReport
+    """the check before the repair"""
+    healed: tuple[str, ...]
+    """kind and id of what was restored from a good copy"""
+    dropped: tuple[str, ...]
+    """kind and id of what had no good copy; not in the index until it is added again"""
+    bytes_written: int
+    """bytes added to the store"""
+    condemned: tuple[PackId, ...]
+    """damaged packs with nothing good left in them; gc deletes them"""
+    kept: tuple[PackId, ...]
+    """damaged packs that stay, because the disk could not read them"""
+    after: CheckReport
+    """the check after the repair"""
+    seconds: float
+    """how long it took"""
 
 
 class Repair:
@@ -54,7 +78,7 @@ class Repair:
         sources: list[Path],
         *,
         threads: int,
-        progress: Report | None = None,
+        progress: ProgressCallback | None = None,
         max_pack: int = MAX_PACK_BYTES,
     ) -> None:
         self._layout = layout

@@ -21,7 +21,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +38,8 @@ from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
+from mstore.progress import Progress, ProgressCallback
 from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
-from mstore.reports import GcReport, Progress
 from mstore.stats.store import StatsStore
 from mstore.store import condemned, generation, leases, lost_found, plans
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
@@ -51,6 +51,56 @@ RESERVE_BYTES = 8 << 20
 """Free space, in bytes, that copies leave to others."""
 NEVER_NS = 1 << 64
 _POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What garbage collection dropped, or with `dry_run` would drop."""
+
+    dry_run: bool
+    """whether this only reports what would be dropped"""
+    snapshots_dropped: tuple[SnapshotId, ...]
+    """ids of unreachable snapshots"""
+    blocks_dropped: int
+    """unreachable blocks"""
+    records_dropped: int
+    """unreachable records, including snapshots and plans"""
+    plans_dropped: int
+    """plans whose inputs are gone"""
+    dropped_bytes: int
+    """their size in packs"""
+    packs_removed: tuple[str, ...]
+    """packs deleted because nothing in them is live"""
+    packs_rewritten: tuple[str, ...]
+    """packs whose live blocks were copied elsewhere"""
+    packs_joined: tuple[str, ...]
+    """those rewritten only to join many small packs"""
+    copied_bytes: int
+    """bytes copied out of rewritten packs"""
+    freed_bytes: int
+    """size of deleted packs minus the copies"""
+    joined_bytes: int
+    """the part of freed_bytes that joining small packs freed"""
+    dead_bytes: int
+    """dead payload bytes that stay, in packs with too little dead to rewrite"""
+    leftover_files: int
+    """deleted files that interrupted commands left in tmp/"""
+    leftover_bytes: int
+    """their size, not included in freed_bytes"""
+    waiting_bytes: int
+    """the part that becomes free when running operations have ended"""
+    waiting_for: tuple[str, ...]
+    """those operations"""
+    left: tuple[str, ...]
+    """what was not done, and why"""
+    put_aside: tuple[str, ...]
+    """packs that the index does not know, moved to lost+found/"""
+    lost_found_bytes: int
+    """size of lost+found/ afterwards"""
+    emptied_bytes: int
+    """bytes removed from lost+found/"""
+    seconds: float
+    """how long it took"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +188,7 @@ class Collector:
         *,
         reflog_days: int,
         limits: Limits,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._catalog = catalog
         self._limits = limits

@@ -17,12 +17,30 @@ from mstore.errors import BadRequest, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
 from mstore.reachability import NS_A_DAY, Roots
-from mstore.reports import PruneReport
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, apply_moves
 
 NS_A_SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """The snapshots whose contents were dropped, or with `dry_run` would be.
+
+    Garbage collection frees their space.
+    """
+
+    dry_run: bool
+    """whether this only reports what would be pruned"""
+    snapshots: tuple[SnapshotId, ...]
+    """ids of the snapshots whose contents were dropped, newest first"""
+    tags_removed: tuple[str, ...]
+    """tags that named some of them"""
+    held: tuple[SnapshotId, ...]
+    """those of them that a reflog or a running operation still keeps"""
+    seconds: float
+    """how long it took"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,12 +17,34 @@ from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.shapes import chosen, require_matches, require_same_shapes
 from mstore.objects.tensor import Tensor
-from mstore.reports import AnalyzeReport, Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.stats import deltas
 from mstore.stats.chunks import chunk_blocks, chunk_elements, read_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyzeReport:
+    """What `analyze` measured.  Tensors with the same content count once."""
+
+    expert: str
+    """the expert, as it was named"""
+    base: str
+    """the base, as it was named"""
+    tensors_measured: int
+    """tensors whose statistics were computed now"""
+    tensors_known: int
+    """tensors whose statistics already existed"""
+    tensors_equal: int
+    """tensors equal to the base's: nothing to measure"""
+    expert_bytes_read: int
+    """bytes read from the expert"""
+    statistics_bytes: int
+    """size of the statistics computed now"""
+    seconds: float
+    """how long it took"""
 
 
 def measure_pair(
@@ -79,7 +101,7 @@ def analyze(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
     """Compute the missing statistics of expert minus base, tensor by tensor.
 

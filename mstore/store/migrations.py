@@ -22,10 +22,25 @@ from mstore import fs
 from mstore.blocks.index import DATABASES, GENERATION, UNCHECKED, Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
-from mstore.reports import MigrateReport
 from mstore.store import mirror
 from mstore.store.config import Config
 from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateReport:
+    """The result of `migrate`: the steps between format versions, done or still to do."""
+
+    path: str
+    """the store"""
+    found: int
+    """format version found"""
+    target: int
+    """format version that this program writes"""
+    steps: tuple[str, ...]
+    """steps done, or to do, in order"""
+    done: bool
+    """false for a dry run"""
 
 
 @dataclass(frozen=True, slots=True)

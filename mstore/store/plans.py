@@ -9,6 +9,7 @@ imported plan), the newest snapshot with the same content takes its place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,9 +20,21 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
-from mstore.reports import TensorOverflow
 from mstore.store import refs
 from mstore.store.catalog import Catalog
+from mstore.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOverflow:
+    """A tensor of a merge whose element type cannot hold all results."""
+
+    tensor: str
+    """its name"""
+    elements: int | None
+    """how many became infinite and are finite in the base; None: some may"""
+    elements_total: int
+    """number of elements"""
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +121,14 @@ def put_sources(
     row = (sources.base, sources.experts, sources.change)
     told = row if sources.overflow is None else (*row, sources.overflow)
     catalog.index.put(transaction, "plans", plan, _encode(told))
+
+
+def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
+    """Store a plan and the names of its inputs."""
+    with Transaction(catalog, "plan") as transaction:
+        id = PlanId(transaction.put_record(plan))
+        transaction.commit(also=lambda rows: put_sources(catalog, rows, id, sources))
+    return id
 
 
 def _named_before(

@@ -25,7 +25,7 @@ from mstore.checkpoint import directory, tree
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert import conversion
 from mstore.errors import BadCheckpoint
-from mstore.reports import Progress
+from mstore.progress import Progress
 
 TIB = 1 << 40
 CHANGED = "changed while it was being read"

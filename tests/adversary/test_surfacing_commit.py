@@ -22,7 +22,7 @@ from small_models import BLOCK, small_model
 
 from mstore import MergeRequest, Store, fs
 from mstore.errors import Conflict
-from mstore.reports import Progress
+from mstore.progress import Progress
 from mstore.store import refs
 from mstore.store.transaction import RefMove, Transaction, move_refs
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     )
 
 CHUNKS = {
-    "READ": "blocks_read",
-    "SHARED": "blocks_shared",
-    "= BASE": "blocks_equal_base",
-    "BELOW": "blocks_below_threshold",
-    "BUDGET": "blocks_over_budget",
-    "TOP-P": "blocks_outside_top_p",
+    "READ": "chunks_read",
+    "SHARED": "chunks_shared",
+    "= BASE": "chunks_equal_base",
+    "BELOW": "chunks_below_threshold",
+    "BUDGET": "chunks_over_budget",
+    "TOP-P": "chunks_outside_top_p",
 }
 MADE = ("read", "shared")
 LONGEST_NAME = 40
@@ -103,9 +103,9 @@ def shares_read(report: Explanation, name: str) -> plots.HeatMap:
 
 
 def _share_read(share: ExpertShare) -> float | None:
-    taken = share.blocks_read + share.blocks_shared
+    taken = share.chunks_read + share.chunks_shared
     differ = (
-        taken + share.blocks_below_threshold + share.blocks_over_budget + share.blocks_outside_top_p
+        taken + share.chunks_below_threshold + share.chunks_over_budget + share.chunks_outside_top_p
     )
     return taken / differ if differ else None
 
@@ -178,7 +178,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
-    fates = list(zip(*(share.blocks or () for share in one.experts), strict=True))
+    fates = list(zip(*(share.chunks or () for share in one.experts), strict=True))
     names = distinct([share.expert for share in one.experts], LONGEST_NAME)
     if fates:
         screen.line()

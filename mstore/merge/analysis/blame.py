@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
 from mstore.errors import NotFound, did_you_mean
-from mstore.ids import SnapshotId
+from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.layers import layers_of
 from mstore.merge.planning.costs import costs_of
@@ -31,12 +31,105 @@ from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
-from mstore.reports import BlameReport, ExpertBlame, LayerBlame, Progress, TensorBlame
+from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of, sources_of_merge
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlame:
+    """One expert's part in a merged delta."""
+
+    expert: str
+    """the ref or id it was given by"""
+    weight: float
+    """the expert's weight"""
+    share: float | None
+    """<contribution, merged delta> / norm of the merged delta squared; None if nothing changed"""
+    norm: float
+    """norm of its contribution to the merged delta"""
+    moved: int
+    """elements where its contribution is not 0"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlame:
+    """Each expert's share of one merged tensor.  Their shares and `base_share` add up to 1."""
+
+    name: str
+    """the tensor"""
+    layer: str
+    """its layer"""
+    tied: tuple[str, ...]
+    """other names of this tensor"""
+    elements: int
+    """number of elements"""
+    changed: int
+    """elements where the merged delta is not 0"""
+    not_finite: int
+    """elements where it is NaN or infinite, counted nowhere else"""
+    norm: float
+    """norm of the merged delta"""
+    base_share: float | None
+    """share of the base itself: 0 unless the method scales the base"""
+    experts: tuple[ExpertBlame, ...]
+    """each expert's share"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlame:
+    """As `TensorBlame`, over the tensors of one layer; tied tensors count once."""
+
+    name: str
+    """the layer"""
+    tensors: int
+    """number of tensors"""
+    elements: int
+    """number of elements"""
+    changed: int
+    """elements where the merged delta is not 0"""
+    not_finite: int
+    """elements where it is NaN or infinite, counted nowhere else"""
+    norm: float
+    """norm of the merged delta"""
+    base_share: float | None
+    """share of the base itself: 0 unless the method scales the base"""
+    experts: tuple[ExpertBlame, ...]
+    """each expert's share"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlameReport:
+    """Each expert's share of what a merge changed, by tensor, by layer, and over all.
+
+    Measured by running the plan's blocks again; the bytes read are counted as for a merge.
+    """
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    plan: PlanId
+    """the plan's id"""
+    method: str
+    """the merge method"""
+    tensors: tuple[TensorBlame, ...]
+    """shares by tensor; tensors equal to the base's only on request"""
+    layers: tuple[LayerBlame, ...]
+    """the same, summed by layer; a tied tensor counts once"""
+    norm: float
+    """norm of the merged delta, over all requested tensors"""
+    base_share: float | None
+    """share of the base itself: 0 unless the method scales the base"""
+    experts: tuple[ExpertBlame, ...]
+    """each expert's share of the whole"""
+    expert_bytes_read: int
+    """bytes read from experts, counted at pread"""
+    base_bytes_read: int
+    """bytes read from the base"""
+    seconds: float
+    """how long it took"""
 
 
 def blame(
@@ -45,7 +138,7 @@ def blame(
     tensor: str | None,
     *,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> BlameReport:
     """Return the shares of a merged snapshot, or of one tensor of it; virtual merges too.
 
@@ -162,7 +255,7 @@ class _Run:
         catalog: Catalog,
         plan: Plan,
         threads: int,
-        progress: Callable[[Progress], None] | None,
+        progress: ProgressCallback | None,
     ) -> None:
         self.tasks = Tasks(catalog, plan)
         # The meter not only counts: it refuses a read beyond the plan.

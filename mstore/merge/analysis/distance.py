@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from mstore.merge.running.loading import Loaded, Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
-from mstore.reports import Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 
 BATCH = 16
@@ -48,7 +48,7 @@ def distances(
     plans: Sequence[Plan],
     *,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Distances:
     """Measure the distance of each of `plans` from `full`; they read parts of what `full` reads.
 

@@ -13,10 +13,9 @@ import msgspec
 
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import PlanId
-from mstore.merge.analysis.explain import plan_report
 from mstore.merge.planning.costs import told_costs
+from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.validate import check_block_size, check_fits
-from mstore.merge.running.commit import store_plan
 from mstore.objects.canonical import decode
 from mstore.objects.plan import (
     Criteria,
@@ -27,9 +26,8 @@ from mstore.objects.plan import (
     PlanTensor,
     Threshold,
 )
-from mstore.reports import PlanReport
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, find, sources_of
+from mstore.store.plans import Sources, find, sources_of, store_plan
 
 PLAIN = "mstore plan 2"
 FORMAT = "mstore plan 3"

@@ -11,27 +11,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from mstore.errors import NotFound, did_you_mean
-from mstore.ids import PlanId, SnapshotId
-from mstore.merge.analysis.idle import idle_experts
+from mstore.ids import SnapshotId
 from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.costs import Costs, told_costs
+from mstore.merge.planning.costs import told_costs
+from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.tied import names_of_plan
-from mstore.merge.running.overflow import overflow_warnings
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.reports import (
-    ExpertShare,
-    Explanation,
-    LayerExplanation,
-    MergeWarning,
-    PlanReport,
-    TensorExplanation,
-)
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, plan_of, reported, sources_of_merge
+from mstore.store.plans import Sources, plan_of, sources_of_merge
 
 STATE_NAMES = {
     READ: "read",
@@ -43,114 +34,91 @@ STATE_NAMES = {
 }
 
 
-def plan_report(
-    plan: Plan,
-    id: PlanId,
-    sources: Sources,
-    costs: Costs,
-    *,
-    analyzed: int = 0,
-    memo: int | None = None,
-    warnings: tuple[MergeWarning, ...] = (),
-    kept: bool = True,
-    seconds: float = 0.0,
-) -> PlanReport:
-    """Return the report of a plan; counts are (expert, chunk) pairs, `costs` those in this store.
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """What one expert contributed, and what was left out of it and why.
 
-    warnings: additional warnings about experts that the plan itself shows to be idle.
+    Counts are chunks of this expert; if all dtypes are equal, a chunk is a block.
     """
-    counts: Counter[int] = Counter()
-    for tensor in plan.tensors:
-        for states in tensor.states:
-            counts.update(states)
-    notes = list(plan.notes)
-    if analyzed:
-        # Not a note of the plan: the next run of the same plan does not incur this cost.
-        again = "and are not read for them again" if kept else "and what they told is not kept"
-        notes.append(
-            f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
-            f"missing, apart from the budget, {again}"
-        )
-    if not kept:
-        notes.append("this store can be read and not written: the plan is not kept in it")
-    if plan.budget is not None and costs.planned > plan.budget:
-        notes.append(
-            f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
-            f"bytes, more than its budget of {plan.budget}"
-        )
-    elects = any(operation.is_elected for operation in Operations(plan).used(plan))
-    if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
-        # Figures of bench/estimates.py.
-        notes.append(
-            "the estimate is no bound: real errors were 0.1 to 1.7 times it where experts were "
-            "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
-            "--measure tells"
-        )
-    notes += _copied_notes(plan)
-    return PlanReport(
-        plan=id,
-        method=plan.method,
-        base=sources.base.name,
-        experts=tuple(
-            (source.name, expert.weight)
-            for source, expert in zip(sources.experts, plan.experts, strict=True)
-        ),
-        parameters=dict(plan.parameters),
-        score=plan.criteria.score,
-        budget_bytes=plan.budget,
-        max_error=plan.criteria.max_error,
-        expert_budget_bytes=plan.criteria.expert_budget,
-        only=plan.criteria.only,
-        skip=plan.criteria.skip,
-        top_p=plan.criteria.top_p,
-        full_expert_bytes=costs.full,
-        planned_expert_bytes=costs.planned,
-        memo_expert_bytes=memo,
-        analyze_bytes_read=analyzed,
-        blocks_total=sum(counts.values()),
-        blocks_equal_base=counts[EQUAL],
-        blocks_shared=counts[SHARED],
-        blocks_below_threshold=counts[BELOW],
-        blocks_selected=counts[READ] + counts[SHARED],
-        blocks_omitted=counts[OMITTED],
-        blocks_outside_top_p=counts[DROPPED],
-        error_bound=plan.error_bound,
-        error_estimate=plan.error_estimate,
-        error_share_estimate=share_of(plan.error_estimate, sources.change),
-        overflow=reported(sources.overflow),
-        warnings=(
-            *idle_experts(plan, sources),
-            *overflow_warnings(plan, sources.overflow),
-            *warnings,
-        ),
-        notes=tuple(notes),
-        kept=kept,
-        seconds=seconds,
-    )
+
+    expert: str
+    """the ref or id it was given by"""
+    weight: float
+    """the expert's weight"""
+    chunks_read: int
+    """chunks read; if all dtypes are equal, a chunk is a block"""
+    chunks_shared: int
+    """chunks that another expert shares: read once"""
+    chunks_equal_base: int
+    """chunks equal to the base's: nothing to read"""
+    chunks_below_threshold: int
+    """chunks that the method trims away entirely"""
+    chunks_over_budget: int
+    """chunks left out because of the budget"""
+    chunks_outside_top_p: int
+    """chunks left out because of top_p"""
+    omitted_norm: float | None
+    """norm of the deltas left out; None if unknown"""
+    chunks: tuple[str, ...] | None
+    """one word per chunk; None unless a single tensor was requested"""
 
 
-def share_of(error: float | None, change: float | None) -> float | None:
-    """Return an error as a share of what the full merge changes, both relative to one norm.
+@dataclass(frozen=True, slots=True)
+class TensorExplanation:
+    """Where one merged tensor came from."""
 
-    None if either is unknown, or the full merge changes nothing.
-    """
-    if error == 0:
-        return 0.0
-    return error / change if error is not None and change else None
+    name: str
+    """the tensor"""
+    layer: str
+    """its layer"""
+    treatment: str
+    """how the merge treated it"""
+    tied_to: str | None
+    """the tied tensor that it was merged as; None if it was merged by itself"""
+    method: str | None
+    """the method that merged it; None if it was not merged"""
+    parameters: dict[str, bool | int | float] | None
+    """of that method; None if it was not merged"""
+    sources: tuple[str, ...]
+    """the tensors that it is made of, in the base and in each expert; empty if all have its name"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_reused: int
+    """blocks reused from the base"""
+    experts: tuple[ExpertShare, ...]
+    """what each expert contributed"""
 
 
-def _copied_notes(plan: Plan) -> list[str]:
-    """Return one line per tensor, but not hundreds of lines for hundreds of skipped tensors."""
-    causes: dict[str, list[str]] = {}
-    for name, why in plan.copied:
-        causes.setdefault(why, []).append(name)
-    notes = []
-    for why, names in causes.items():
-        shown = names if len(names) <= 3 else names[:2]
-        notes += [f"{name} is the base's own: {why}" for name in shown]
-        if len(names) > len(shown):
-            notes.append(f"{len(names) - len(shown)} more tensors are the base's own: {why}")
-    return notes
+@dataclass(frozen=True, slots=True)
+class LayerExplanation:
+    """Sums over the tensors of one layer.  A tied tensor's blocks count where it was merged."""
+
+    name: str
+    """the layer"""
+    tensors: int
+    """number of tensors"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_reused: int
+    """blocks reused from the base"""
+    experts: tuple[ExpertShare, ...]
+    """what each expert contributed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a merge came from: by tensor, by layer, and by expert over all requested tensors."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    plan: PlanReport
+    """the merge plan"""
+    tensors: tuple[TensorExplanation, ...]
+    """where each tensor came from"""
+    layers: tuple[LayerExplanation, ...]
+    """the same, summed by layer; a tied tensor counts once"""
+    experts: tuple[ExpertShare, ...]
+    """the same, summed over all requested tensors"""
 
 
 @dataclass(slots=True)
@@ -170,20 +138,20 @@ class _Tally:
             self.squares += omitted * omitted
 
     def share(
-        self, expert: str, weight: float, blocks: tuple[str, ...] | None = None
+        self, expert: str, weight: float, chunks: tuple[str, ...] | None = None
     ) -> ExpertShare:
         """Return the sums as a report."""
         return ExpertShare(
             expert=expert,
             weight=weight,
-            blocks_read=self.counts[READ],
-            blocks_shared=self.counts[SHARED],
-            blocks_equal_base=self.counts[EQUAL],
-            blocks_below_threshold=self.counts[BELOW],
-            blocks_over_budget=self.counts[OMITTED],
-            blocks_outside_top_p=self.counts[DROPPED],
+            chunks_read=self.counts[READ],
+            chunks_shared=self.counts[SHARED],
+            chunks_equal_base=self.counts[EQUAL],
+            chunks_below_threshold=self.counts[BELOW],
+            chunks_over_budget=self.counts[OMITTED],
+            chunks_outside_top_p=self.counts[DROPPED],
             omitted_norm=math.sqrt(self.squares) if self.known else None,
-            blocks=blocks,
+            chunks=chunks,
         )
 
 

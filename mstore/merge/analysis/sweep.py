@@ -9,14 +9,71 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mstore.errors import BadRequest
 from mstore.merge.analysis.distance import distances
-from mstore.merge.analysis.explain import share_of
+from mstore.merge.planning.report import share_of
 from mstore.merge.planning.session import Planned, Planning
-from mstore.reports import Progress, SweepPoint, SweepReport
+from mstore.progress import ProgressCallback
 
 SHARES = tuple(percent / 100 for percent in range(5, 101, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """The plan at one share of the full cost.
+
+    Errors are relative to the base's norm, and `*_error_share*` to what the full merge changes.
+    """
+
+    share: float
+    """the budget as a share of the full cost"""
+    budget_bytes: int
+    """the budget in bytes"""
+    planned_expert_bytes: int
+    """bytes that the plan reads from experts"""
+    unread_expert_bytes: int
+    """planned bytes that the memo table does not save"""
+    error_bound: float | None
+    """certified bound on the norm of (merged - full-read merge) / norm of base, before rounding to
+    the output dtype; None if the method has none"""
+    error_estimate: float | None
+    """estimate of the same error, not certified; None if there is none"""
+    error_share_estimate: float | None
+    """estimate of the norm of (merged - full-read merge) / norm of (full-read merge - base), the
+    share of the change that is lost; None if unknown"""
+    measured_error: float | None
+    """the real error, before rounding to the output dtype; None: not measured"""
+    measured_error_share: float | None
+    """the same as a share of what the full merge changes; None: not measured, or it changes
+    nothing, or the method scales the base"""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Cost against error over many budgets of one request."""
+
+    method: str
+    """the merge method"""
+    score: str
+    """how blocks were ranked"""
+    parameters: dict[str, float | int | bool]
+    """every parameter of the method, defaults included"""
+    base: str
+    """the model merged into"""
+    experts: tuple[tuple[str, float], ...]
+    """pairs of ref and weight"""
+    full_expert_bytes: int
+    """bytes that a merge without a budget would read from experts"""
+    points: tuple[SweepPoint, ...]
+    """the plan at each budget, the smallest first"""
+    measure_bytes_read: int
+    """bytes read from experts to measure errors; 0 if they were not measured"""
+    analyze_bytes_read: int
+    """bytes read to compute missing statistics"""
+    seconds: float
+    """how long it took"""
 
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
@@ -36,7 +93,7 @@ def sweep(
     memo_expert_bytes: Callable[[Planned], int],
     measure: bool,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SweepReport:
     """Return a point for each share of the full cost; `shares` as from check_shares.
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,7 @@ from mstore.objects.plan import (
     PlanTensor,
     Threshold,
 )
-from mstore.reports import Progress
+from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plans import Overflow
@@ -111,7 +110,7 @@ class Planning:
         request: Request,
         *,
         threads: int,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.catalog = catalog
         self.request = request

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +36,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import chosen, matching, require_matches, require_same_shapes
 from mstore.objects.tensor import Tensor
-from mstore.reports import Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.chunk import CHUNK, finite
 from mstore.stats.chunks import blocks_per_chunk, chunk_elements
@@ -60,7 +60,7 @@ class Surveyor:
         request: Request,
         *,
         threads: int,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._catalog = catalog
         self._statistics = statistics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from msgspec import structs
 
 from mstore.blocks.codecs import Policy
 from mstore.errors import StorageFailed
-from mstore.ids import ManifestId, PlanId, SnapshotId
+from mstore.ids import ManifestId, SnapshotId
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.overflow import counted
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
-from mstore.reports import Progress
+from mstore.progress import ProgressCallback
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
-from mstore.store.plans import Overflow, Sources, put_sources, sources_of
+from mstore.store.plans import Overflow, Sources, sources_of, store_plan
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 
@@ -42,14 +42,6 @@ class Merged:
     overflow: tuple[Overflow, ...]
 
 
-def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
-    """Store a plan and the names of its inputs."""
-    with Transaction(catalog, "plan") as transaction:
-        id = PlanId(transaction.put_record(plan))
-        transaction.commit(also=lambda rows: put_sources(catalog, rows, id, sources))
-    return id
-
-
 def run_merge(
     catalog: Catalog,
     plan: Plan,
@@ -58,7 +50,7 @@ def run_merge(
     name: str,
     message: str,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
     memo: Memo | None = None,
     memory: int | None = None,
     executor: Executor | None = None,

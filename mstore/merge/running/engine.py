@@ -13,7 +13,6 @@ any memo table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from mstore.objects.coverage import Coverage
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
-from mstore.reports import Progress
+from mstore.progress import ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 
@@ -103,7 +102,7 @@ class Engine:
         policy: Policy | None = None,
         memo: Memo | None = None,
         papers: bool = True,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         check_fits(catalog, plan)
         self._plan = plan

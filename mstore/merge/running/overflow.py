@@ -15,16 +15,12 @@ import numpy.typing as npt
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.running.task import Members, TensorTask
-from mstore.numeric.codes import INFINITIES, ITEMSIZES, LARGEST, can_overflow
-from mstore.objects.plan import Plan
-from mstore.reports import MergeWarning
+from mstore.numeric.codes import INFINITIES, ITEMSIZES, can_overflow
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.plans import Overflow
 
 Bytes = npt.NDArray[np.uint8]
-KIND = "overflow"
-_NAMED = 3
 
 
 def infinite(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
@@ -86,27 +82,3 @@ def counted(catalog: Catalog, tally: Tally) -> tuple[Overflow, ...]:
 
 def _read(catalog: Catalog, blocks: Iterable[BlockId]) -> Bytes:
     return np.frombuffer(b"".join(catalog.read_block(block) for block in blocks), dtype=np.uint8)
-
-
-def overflow_warnings(
-    plan: Plan, overflow: tuple[Overflow, ...] | None
-) -> tuple[MergeWarning, ...]:
-    """Return the warning for people: counts after a merge, else that overflow may occur."""
-    if not overflow:
-        return ()
-    what = "the output's type" if plan.dtype is None else plan.dtype
-    holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
-    shown = ", ".join(map(told, overflow[:_NAMED]))
-    more = f" and {len(overflow) - _NAMED} more tensors" if len(overflow) > _NAMED else ""
-    known = [one for one in overflow if one.elements is not None]
-    if known:
-        total, of = sum(one.elements or 0 for one in known), sum(one.of for one in known)
-        text = f"{total} of {of} elements became infinite in {what}{holds}: {shown}{more}"
-    else:
-        text = f"elements may become infinite in {what}{holds}: {shown}{more}; merge counts them"
-    return (MergeWarning(KIND, None, text),)
-
-
-def told(one: Overflow) -> str:
-    """Format a tensor with its counts, if known."""
-    return one.tensor if one.elements is None else f"{one.tensor} {one.elements} of {one.of}"

@@ -34,10 +34,13 @@ from mstore.checkpoint.declared import (
 )
 from mstore.ids import ManifestId
 from mstore.merge.planning.noop import is_base, is_retyped
+from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.store import contents
 from mstore.store.catalog import Catalog
+from mstore.store.plans import Sources
 
 LICENCES = "licenses"
 _LICENCE_FILE = re.compile(
@@ -290,6 +293,26 @@ def has_papers(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> bool:
     """Return whether a merge has papers of its own; merges by earlier versions have the base's."""
     ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
     return ours.file(CARD) != base.file(CARD)
+
+
+def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    """Return warnings about the licences that the inputs' model cards state.
+
+    Raises NotFound if the contents of an input were pruned, Corrupt, StorageFailed.
+    """
+    inputs = (sources.base, *sources.experts)
+    names = [source.name for source in inputs]
+    with contents.held(catalog, (source.snapshot_id() for source in inputs)):
+        for source in inputs:
+            contents.require(catalog, source.snapshot_id(), source.name)
+        return tuple(
+            MergeWarning(
+                LICENCE_TERMS,
+                names[who[0]] if len(who) == 1 else None,
+                f"{', '.join(dict.fromkeys(names[n] for n in who))}: {text}",
+            )
+            for who, text in Papers(catalog, plan).licence_warnings()
+        )
 
 
 def _is_licence(file: File) -> bool:

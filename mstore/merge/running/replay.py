@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from mstore.ids import SnapshotId
+from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.merge.running.papers import has_papers
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
-from mstore.reports import Progress, ReplayReport
+from mstore.progress import ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """A recorded plan run again."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    plan: PlanId
+    """the plan's id"""
+    manifest: ManifestId
+    """the recorded content"""
+    replayed: ManifestId
+    """the content of this run"""
+    same: bool
+    """whether the two are equal"""
+    first_difference: str | None
+    """where they first differ; None if they do not"""
+    seconds: float
+    """how long it took"""
 
 
 def replay(
@@ -21,7 +41,7 @@ def replay(
     snapshot: SnapshotId,
     *,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ReplayReport:
     """Compute everything again, without the memo table, and compare ManifestIds.
 

@@ -6,7 +6,7 @@ cut into slices (`cutting`).  Slices are made lazily, while others are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mstore.merge.running.cutting import Cutter
 from mstore.merge.running.jobs import Job
@@ -16,7 +16,7 @@ from mstore.merge.running.output import Layout, is_safetensors, tensor_bytes
 from mstore.merge.running.overflow import Tally
 from mstore.merge.running.slices import Result, Run, Slice
 from mstore.merge.running.task import Tasks, TensorTask, item_size
-from mstore.reports import Progress
+from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 
 
@@ -36,7 +36,7 @@ class WorkList:
         layout: Layout,
         known: KnownChunks,
         cutter: Cutter,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._tasks = tasks
         self._files = [file for file in layout.base.files if is_safetensors(file)]

@@ -8,7 +8,7 @@ happens in between. Each publishes in one transaction, or publishes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 
 from mstore.blocks import codecs
@@ -26,13 +26,41 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.reports import Progress
+from mstore.progress import ProgressCallback
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
 from mstore.store.plans import Source, Sources, sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
+
+
+@dataclass(frozen=True, slots=True)
+class MaterializeReport:
+    """What computing a virtual merge in full read and wrote."""
+
+    name: str
+    """the ref"""
+    plan: PlanId | None
+    """the plan that was run; None if there was none"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    manifest: ManifestId
+    """id of the content: same bytes, same id"""
+    new_snapshot: bool
+    """false if the branch already held stored bytes: nothing was done"""
+    expert_bytes_read: int
+    """bytes read from experts, counted at pread"""
+    base_bytes_read: int
+    """bytes read from the base"""
+    bytes_written: int
+    """bytes added to the store"""
+    blocks_total: int
+    """blocks in all"""
+    blocks_reused: int
+    """output blocks that the store already had"""
+    seconds: float
+    """how long it took"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +197,6 @@ class _Output:
         return Part(None, self._transaction.put_record(tensor), len(data))
 
 
-@dataclass(frozen=True, slots=True)
-class Materialized:
-    """A branch that holds stored bytes. `merged` is None if it did so before."""
-
-    snapshot: SnapshotId
-    record: SnapshotRecord
-    merged: Merged | None
-
-
 def materialize(
     catalog: Catalog,
     memo: Memo,
@@ -185,20 +204,21 @@ def materialize(
     *,
     message: str,
     threads: int,
-    progress: Callable[[Progress], None] | None = None,
-) -> Materialized:
+    progress: ProgressCallback | None = None,
+) -> MaterializeReport:
     """Run the plan of the virtual merge at a branch, and move the branch to the real one.
 
     The virtual snapshot becomes the previous parent, and its message is reused unless another is
     given. Raises BadRequest (no branch), Conflict (a tag, or moved meanwhile), and what a merge
     raises; then the branch stays where it is.
     """
+    began = time.monotonic()
     with catalog.publishing():
         current = _branch(catalog, name)
     record = catalog.snapshot(current.snapshot_id())
     plan_id = record.plan_id()
     if not record.is_virtual or plan_id is None:
-        return Materialized(current.snapshot_id(), record, None)
+        return _materialized(name, current.snapshot_id(), record, None, began)
     plan = catalog.record(Plan, plan_id)
     merged = run_merge(
         catalog,
@@ -212,7 +232,27 @@ def materialize(
         materialized=current,
         papers=has_papers(catalog, record, plan),
     )
-    return Materialized(merged.snapshot, catalog.snapshot(merged.snapshot), merged)
+    return _materialized(name, merged.snapshot, catalog.snapshot(merged.snapshot), merged, began)
+
+
+def _materialized(
+    name: str, snapshot: SnapshotId, record: SnapshotRecord, merged: Merged | None, began: float
+) -> MaterializeReport:
+    """Report a branch that holds stored bytes; merged: None if it did so before."""
+    outcome = None if merged is None else merged.outcome
+    return MaterializeReport(
+        name=name,
+        plan=record.plan_id(),
+        snapshot=snapshot,
+        manifest=record.manifest_id(),
+        new_snapshot=merged is not None,
+        expert_bytes_read=0 if outcome is None else outcome.expert_bytes_read,
+        base_bytes_read=0 if outcome is None else outcome.base_bytes_read,
+        bytes_written=0 if merged is None else merged.bytes_written,
+        blocks_total=0 if outcome is None else outcome.blocks_total,
+        blocks_reused=0 if outcome is None else outcome.blocks_reused,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _sources(catalog: Catalog, record: SnapshotRecord, id: PlanId, plan: Plan) -> Sources:

@@ -1,17 +1,19 @@
-"""Idle experts: those that a plan names but that contribute nothing, or nothing of their own.
+"""Warnings about a plan: experts that contribute nothing of their own, and overflow.
 
-Computed from the plan alone, so that a stored plan, a merge and an explanation agree.
+Computed from the plan and what is recorded beside it, so that a stored plan, a merge and an
+explanation agree.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mstore.merge.methods.registry import Operations
+from mstore.numeric.codes import LARGEST
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
-from mstore.reports import MergeWarning
-from mstore.store.plans import Sources
+from mstore.store.plans import Overflow, Sources
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"
@@ -20,6 +22,22 @@ EQUALS_BASE = "expert equals the base"
 OVER_BUDGET = "expert over budget"
 LEFT_OUT = "expert left out"
 TRIMMED = "expert trimmed away"
+OVERFLOW = "overflow"
+LICENCE_TERMS = "licences"
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MergeWarning:
+    """Something allowed that is usually a mistake."""
+
+    kind: str
+    """expert is the base, expert given twice, expert without weight, expert equals the base, expert
+    over budget, expert left out, expert trimmed away, overflow, or licences"""
+    expert: str | None
+    """the expert concerned, as it was named; None: several models"""
+    text: str
+    """the warning, as text"""
 
 
 def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
@@ -74,3 +92,27 @@ def _diluting(plan: Plan) -> str:
     if divides and len(plan.experts) > 1:
         return " but to take weight from the others"
     return ""
+
+
+def overflow_warnings(
+    plan: Plan, overflow: tuple[Overflow, ...] | None
+) -> tuple[MergeWarning, ...]:
+    """Return the warning for people: counts after a merge, else that overflow may occur."""
+    if not overflow:
+        return ()
+    what = "the output's type" if plan.dtype is None else plan.dtype
+    holds = "" if plan.dtype is None else f", which holds {LARGEST[plan.dtype]:g} at most"
+    shown = ", ".join(map(_told, overflow[:_NAMED]))
+    more = f" and {len(overflow) - _NAMED} more tensors" if len(overflow) > _NAMED else ""
+    known = [one for one in overflow if one.elements is not None]
+    if known:
+        total, of = sum(one.elements or 0 for one in known), sum(one.of for one in known)
+        text = f"{total} of {of} elements became infinite in {what}{holds}: {shown}{more}"
+    else:
+        text = f"elements may become infinite in {what}{holds}: {shown}{more}; merge counts them"
+    return (MergeWarning(OVERFLOW, None, text),)
+
+
+def _told(one: Overflow) -> str:
+    """Format a tensor with its counts, if known."""
+    return one.tensor if one.elements is None else f"{one.tensor} {one.elements} of {one.of}"

@@ -1,0 +1,196 @@
+"""The report of a plan: its identity, its costs in this store, and its bounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mstore.ids import PlanId
+from mstore.merge.methods.registry import Operations
+from mstore.merge.planning.costs import Costs
+from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.store.plans import Sources, TensorOverflow, reported
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A plan's identity, costs and bounds.
+
+    Counts are of (expert, chunk) pairs; if all dtypes are equal, a chunk is a block.
+    """
+
+    plan: PlanId
+    """the plan's id"""
+    method: str
+    """the merge method"""
+    base: str
+    """the model merged into"""
+    experts: tuple[tuple[str, float], ...]
+    """pairs of ref and weight"""
+    parameters: dict[str, float | int | bool]
+    """every parameter of the method, defaults included"""
+    score: str
+    """how blocks were ranked"""
+    budget_bytes: int | None
+    """most bytes that may be read from experts; None: no budget"""
+    max_error: float | None
+    """the requested error limit; None: none"""
+    expert_budget_bytes: int | None
+    """most bytes that may be read from any one expert; None: no limit"""
+    only: tuple[str, ...]
+    """patterns of the tensors to merge; empty: all"""
+    skip: tuple[str, ...]
+    """patterns of the tensors left as they are in the base"""
+    top_p: float | None
+    """share of the output's blocks that may differ from the base's; None: all"""
+    full_expert_bytes: int
+    """bytes that a merge without a budget would read from experts"""
+    planned_expert_bytes: int
+    """bytes that the plan reads from experts"""
+    memo_expert_bytes: int | None
+    """planned bytes that the memo table saves; None if not looked up"""
+    analyze_bytes_read: int
+    """bytes read to compute missing statistics"""
+    chunks_total: int
+    """expert chunks in total; if all dtypes are equal, a chunk is a block"""
+    chunks_equal_base: int
+    """chunks equal to the base's: nothing to read"""
+    chunks_shared: int
+    """chunks that another expert shares: read once"""
+    chunks_below_threshold: int
+    """chunks that the method trims away entirely"""
+    chunks_selected: int
+    """chunks to read, or shared"""
+    chunks_omitted: int
+    """chunks left out because of the budget"""
+    chunks_outside_top_p: int
+    """chunks left out because of top_p"""
+    error_bound: float | None
+    """certified bound on the norm of (merged - full-read merge) / norm of base, before rounding to
+    the output dtype; None if the method has none"""
+    error_estimate: float | None
+    """estimate of the same error, not certified; None if there is none"""
+    error_share_estimate: float | None
+    """estimate of the norm of (merged - full-read merge) / norm of (full-read merge - base), the
+    share of the change that is lost; None if unknown"""
+    overflow: tuple[TensorOverflow, ...]
+    """tensors with elements that became, or may become, infinite, worst first"""
+    warnings: tuple[MergeWarning, ...]
+    """likely mistakes: idle experts, overflow, licences that differ or forbid merging"""
+    notes: tuple[str, ...]
+    """notes of the planner, as text"""
+    kept: bool
+    """whether the plan is stored and can be found by its id; false if the store is read-only"""
+    seconds: float
+    """how long it took"""
+
+
+def plan_report(
+    plan: Plan,
+    id: PlanId,
+    sources: Sources,
+    costs: Costs,
+    *,
+    analyzed: int = 0,
+    memo: int | None = None,
+    warnings: tuple[MergeWarning, ...] = (),
+    kept: bool = True,
+    seconds: float = 0.0,
+) -> PlanReport:
+    """Return the report of a plan; counts are (expert, chunk) pairs, `costs` those in this store.
+
+    warnings: additional warnings about experts that the plan itself shows to be idle.
+    """
+    counts: Counter[int] = Counter()
+    for tensor in plan.tensors:
+        for states in tensor.states:
+            counts.update(states)
+    notes = list(plan.notes)
+    if analyzed:
+        # Not a note of the plan: the next run of the same plan does not incur this cost.
+        again = "and are not read for them again" if kept else "and what they told is not kept"
+        notes.append(
+            f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
+            f"missing, apart from the budget, {again}"
+        )
+    if not kept:
+        notes.append("this store can be read and not written: the plan is not kept in it")
+    if plan.budget is not None and costs.planned > plan.budget:
+        notes.append(
+            f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
+            f"bytes, more than its budget of {plan.budget}"
+        )
+    elects = any(operation.is_elected for operation in Operations(plan).used(plan))
+    if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
+        # Figures of bench/estimates.py.
+        notes.append(
+            "the estimate is no bound: real errors were 0.1 to 1.7 times it where experts were "
+            "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
+            "--measure tells"
+        )
+    notes += _copied_notes(plan)
+    return PlanReport(
+        plan=id,
+        method=plan.method,
+        base=sources.base.name,
+        experts=tuple(
+            (source.name, expert.weight)
+            for source, expert in zip(sources.experts, plan.experts, strict=True)
+        ),
+        parameters=dict(plan.parameters),
+        score=plan.criteria.score,
+        budget_bytes=plan.budget,
+        max_error=plan.criteria.max_error,
+        expert_budget_bytes=plan.criteria.expert_budget,
+        only=plan.criteria.only,
+        skip=plan.criteria.skip,
+        top_p=plan.criteria.top_p,
+        full_expert_bytes=costs.full,
+        planned_expert_bytes=costs.planned,
+        memo_expert_bytes=memo,
+        analyze_bytes_read=analyzed,
+        chunks_total=sum(counts.values()),
+        chunks_equal_base=counts[EQUAL],
+        chunks_shared=counts[SHARED],
+        chunks_below_threshold=counts[BELOW],
+        chunks_selected=counts[READ] + counts[SHARED],
+        chunks_omitted=counts[OMITTED],
+        chunks_outside_top_p=counts[DROPPED],
+        error_bound=plan.error_bound,
+        error_estimate=plan.error_estimate,
+        error_share_estimate=share_of(plan.error_estimate, sources.change),
+        overflow=reported(sources.overflow),
+        warnings=(
+            *idle_experts(plan, sources),
+            *overflow_warnings(plan, sources.overflow),
+            *warnings,
+        ),
+        notes=tuple(notes),
+        kept=kept,
+        seconds=seconds,
+    )
+
+
+def share_of(error: float | None, change: float | None) -> float | None:
+    """Return an error as a share of what the full merge changes, both relative to one norm.
+
+    None if either is unknown, or the full merge changes nothing.
+    """
+    if error == 0:
+        return 0.0
+    return error / change if error is not None and change else None
+
+
+def _copied_notes(plan: Plan) -> list[str]:
+    """Return one line per tensor, but not hundreds of lines for hundreds of skipped tensors."""
+    causes: dict[str, list[str]] = {}
+    for name, why in plan.copied:
+        causes.setdefault(why, []).append(name)
+    notes = []
+    for why, names in causes.items():
+        shown = names if len(names) <= 3 else names[:2]
+        notes += [f"{name} is the base's own: {why}" for name in shown]
+        if len(names) > len(shown):
+            notes.append(f"{len(names) - len(shown)} more tensors are the base's own: {why}")
+    return notes
