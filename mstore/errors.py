@@ -35,7 +35,8 @@ class MstoreError(Exception):
         return f"{self.where}: {self.what}" if self.where else self.what
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.hint))
+        # The attributes carry what a subclass adds: a worker's error comes back whole.
+        return (_rebuild, (type(self), self.what, self.where, self.hint), self.__dict__)
 
 
 def _rebuild(
@@ -73,7 +74,18 @@ class Incompatible(MstoreError):
 
 
 class Corrupt(MstoreError):
-    """Stored bytes do not match their id, checksum or length."""
+    """Stored bytes do not match their id, checksum or length; `block` is the damaged block's id."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        block: bytes | None = None,
+    ) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.block = block
 
 
 class BudgetExceeded(MstoreError):
@@ -102,12 +114,17 @@ class Unavailable(MstoreError):
 def did_you_mean(given: str, known: Iterable[str], hint: str | None = None) -> str | None:
     """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
-    A name is a candidate if its last part alone was given, or if few letters differ.
+    A name is a candidate if its last part alone was given, or if few letters differ. For a pattern,
+    up to three names that it matches are.
     """
     from difflib import get_close_matches
+    from fnmatch import fnmatchcase
 
     names = sorted(known)
     found = [name for name in names if name.rpartition("/")[2] == given]
-    found = found[:1] if len(found) == 1 else get_close_matches(given, names, n=1)
+    if any(character in given for character in "*?["):
+        found = [name for name in names if fnmatchcase(name, given)][:3]
+    else:
+        found = found[:1] if len(found) == 1 else get_close_matches(given, names, n=1)
     lines = [f"did you mean {name}?" for name in found] + ([hint] if hint else [])
     return "\n".join(lines) or None

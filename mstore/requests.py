@@ -52,7 +52,8 @@ class MergeRequest:
     budget: the most bytes to read from experts: a `Budget`, text as on the command line ("2GiB",
     "30%"), bytes (int), or a share of the full cost (float below 1).  The number 1 is refused.
     max_error: find the cheapest plan whose error, relative to the base's norm, is at most this.
-    dtype: of the output, as safetensors or torch spells it; None uses the base's.
+    dtype: of the output, as safetensors or torch spells it ("BF16", "bfloat16"), or a torch or
+    numpy dtype; None uses the base's.
     analyze: compute missing statistics; otherwise the plan chooses whole tensors.
     score: norm, trimmed, conflict or random; None uses the method's own.
     only, skip: patterns of tensor names; tensors that they leave out stay as in the base.
@@ -79,6 +80,10 @@ class MergeRequest:
     rules: Sequence[TensorRule] = ()
     outputs: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # A frozen value may set its own fields only this way.
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
         experts: Any = self.experts
@@ -97,6 +102,17 @@ class MergeRequest:
                 )
             found.append((revision, cast(float, weight)))
         return found
+
+
+def _dtype_name(given: Any) -> Any:
+    """Return the name of a dtype of torch or numpy; anything else as it is.  Imports neither."""
+    if type(given).__module__ == "torch":
+        return str(given).removeprefix("torch.")
+    if type(given).__module__.startswith("numpy"):
+        return getattr(given, "name", given)
+    if isinstance(given, type) and given.__module__ in ("numpy", "ml_dtypes"):
+        return given.__name__
+    return given
 
 
 def _is_pair(one: object) -> bool:

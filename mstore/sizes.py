@@ -1,4 +1,4 @@
-"""Sizes and budgets as people write them: `2GiB`, `512MB`, `30%`.
+"""Sizes and budgets as people write and read them: `2GiB`, `512MB`, `30%`.
 
 In Python, where the numbers 1 and 1.0 are equal, `Budget` states a limit unambiguously.  On the
 command line a budget is text.  Parsing raises BadRequest that names the option.
@@ -58,6 +58,23 @@ def parse_budget(text: str, *, option: str = "--budget") -> int | float:
     return _scaled(match[1], UNITS[match[2].upper()], text, option)
 
 
+def format_size(size: int) -> str:
+    """Format in binary units, up to three digits before the point: `0 B`, `1.5 MiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        # Round before comparing, so that 1023.96 KiB becomes 1.0 MiB.
+        if round(value, 1) < 1024:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} EiB"
+
+
+def exact_size(size: int) -> str:
+    """Format with the exact number of bytes in brackets, where close sizes are compared."""
+    told = format_size(size)
+    return told if size < 1024 else f"{told} ({size} bytes)"
+
+
 def _scaled(number: str, unit: int, text: str, option: str) -> int:
     # Whole numbers stay exact: a float would be off above 2**53.
     size = int(float(number) * unit) if "." in number else int(number) * unit
@@ -113,6 +130,12 @@ class Budget:
         if isinstance(given, bool) or not isinstance(given, int | float):
             _refuse(
                 f"a budget is a number of bytes or a share, not {given!r}",
+                option,
+                'budget="2GiB" or budget="30%"',
+            )
+        if not given >= 0:
+            _refuse(
+                f"a budget is a number above 0, not {given!r}",
                 option,
                 'budget="2GiB" or budget="30%"',
             )

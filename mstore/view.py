@@ -215,10 +215,11 @@ def piece_of(data: Buffer, extent: Extent) -> Buffer:
 
 
 def _misplaced(block: BlockId | VirtualBlock) -> Corrupt:
-    where = f"block {block}"
+    what = "the block is not as long as its place in the file"
     if isinstance(block, VirtualBlock):
         where = f"virtual tensor {block.tensor}, block {block.number}"
-    return Corrupt("the block is not as long as its place in the file", where=where)
+        return Corrupt(what, where=where)
+    return Corrupt(what, where=f"block {block}", block=block)
 
 
 def tensor_blocks(catalog: Catalog, cache: BlockCache, id: TensorId) -> Iterator[Buffer]:
@@ -451,10 +452,17 @@ class SnapshotView:
         tensor = self.record(name)
         dtype = array_dtype(tensor.dtype)
         data = bytearray(tensor.nbytes)
-        target = memoryview(data)
+        with contents.or_collected(self._catalog, [self.id]):
+            self._fill(self._tensor_id(name), tensor, memoryview(data))
+        array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
+        array.flags.writeable = False
+        return array
+
+    def _fill(self, id: TensorId, tensor: Tensor | VirtualTensor, target: memoryview) -> None:
+        """Fill `target`, which is as long as the tensor, with its bytes."""
         done = 0
         if isinstance(tensor, VirtualTensor):
-            for piece in tensor_blocks(self._catalog, self._cache, self._tensor_id(name)):
+            for piece in tensor_blocks(self._catalog, self._cache, id):
                 target[done : done + len(piece)] = piece
                 done += len(piece)
         else:
@@ -466,9 +474,6 @@ class SnapshotView:
                     blocks[number], location, target[done : done + length]
                 )
                 done += length
-        array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
-        array.flags.writeable = False
-        return array
 
 
 _NUMPY = {

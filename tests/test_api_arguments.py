@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import write_safetensors
+from later import Later
 
 from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store
 from mstore.errors import BadName, BadRequest
@@ -132,3 +133,53 @@ def test_what_is_taken(store: Store, model: Path) -> None:
     assert store.log("tiny", np.int32(1))[0].snapshot == store["tiny"].id  # type: ignore[arg-type]
     assert isinstance(store["tiny"].id, SnapshotId)
     assert store["tiny"].read(Path("model.safetensors"))
+
+
+# -- what Python users see ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [-1, -0.5, float("nan")])
+def test_a_negative_budget(budget: float) -> None:
+    """A budget below 0 is refused as such."""
+    with pytest.raises(BadRequest, match="a budget is a number above 0") as refused:
+        Budget.of(budget, option="budget")
+    assert refused.value.hint == 'budget="2GiB" or budget="30%"'
+
+
+def test_in_and_repr(tmp_path: Path) -> None:
+    """`in` says whether a revision is there; repr shows the path."""
+    write_safetensors(tmp_path / "m" / "model.safetensors", [("t", "U8", (9,), bytes(9))])
+    with Store.init(tmp_path / "store") as store:
+        id = store.add(tmp_path / "m", name="a").snapshot
+        assert "a" in store
+        assert id in store
+        assert "a~0" in store
+        assert "b" not in store
+        assert "not a name" not in store
+        with pytest.raises(BadRequest, match="revision must be a revision"):
+            assert 1 not in store  # type: ignore[operator]
+        assert repr(store) == f"Store({str(tmp_path / 'store')!r})"
+    assert repr(store) == f"Store({str(tmp_path / 'store')!r})"
+
+
+def test_python_names_the_public_class(tmp_path: Path) -> None:
+    """Python's own errors about arguments name the class that users know."""
+    with Store.init(tmp_path / "store") as store:
+        with pytest.raises(TypeError, match=r"^Store\.plan\(\) missing"):
+            store.plan()  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"^Store\.reset\(\) got an unexpected keyword"):
+            store.reset("a", "b", force=True)  # type: ignore[call-arg]
+
+
+def test_dtypes_of_numpy_and_torch() -> None:
+    """A dtype object stands for its name; no other object does."""
+    torch = Later("torch")
+
+    def dtype_of(given: Any) -> Any:
+        return MergeRequest(base="a", experts=["b"], method="linear", dtype=given).dtype
+
+    assert dtype_of(torch.bfloat16) == "bfloat16"
+    assert dtype_of(torch.float16) == dtype_of(np.float16) == dtype_of(np.dtype("<f2")) == "float16"
+    assert dtype_of("BF16") == "BF16"
+    assert dtype_of(None) is None
+    assert dtype_of(Path("float16")) == Path("float16")

@@ -36,6 +36,7 @@ from mstore.errors import (
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.tensor import Tensor
+from mstore.sizes import exact_size
 from mstore.store.catalog import Catalog
 from mstore.store.transaction import Transaction
 
@@ -413,7 +414,7 @@ def test_reads_are_metered(catalog: Catalog) -> None:
     catalog.packs.close()
     shutil.rmtree(catalog.layout.packs)
     id, location = next(iter(found.items()))
-    with pytest.raises(BudgetExceeded, match=re.escape(f"the plan allows {total}")):
+    with pytest.raises(BudgetExceeded, match=re.escape(f"the plan allows {exact_size(total)}")):
         catalog.read_block(id, location, meter)
     target = memoryview(bytearray(location.raw_length))
     with pytest.raises(BudgetExceeded):

@@ -344,7 +344,8 @@ def test_a_damaged_block_leaves_nothing(odd: Path, tmp_path: Path) -> None:
         (tmp_path / "here").mkdir()
         with pytest.raises(Corrupt) as found:
             store.checkout("odd", tmp_path / "here" / "out")
-        assert found.value.where == f"block {block}"
+        file = "model-00002-of-00002.safetensors"
+        assert found.value.where == f"odd:{file}, tensor many.blocks, block {block}"
         assert list((tmp_path / "here").iterdir()) == []
 
 

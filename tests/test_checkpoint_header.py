@@ -172,7 +172,10 @@ SOUND = safetensors_bytes(
         (SOUND[:-1], "truncated: tensor 'last' ends at byte 13 of the data; the file holds 12"),
         (SOUND[:-5], "truncated: tensor 'ä.weight' ends at byte 12"),
         (SOUND + b"!", "trailing bytes: the last tensor ends at byte 13 of the data"),
-        (struct.pack("<Q", 2**63) + b"{}", "the header is too long: 9223372036854775808 bytes"),
+        (
+            struct.pack("<Q", 2**63) + b"{}",
+            "the header is too long: 8.0 EiB (9223372036854775808 bytes)",
+        ),
         (struct.pack("<Q", 0), "not JSON"),
         (file_of(b"{]"), "the header is not JSON"),
         (file_of(b"{}x"), "the header is not JSON"),

@@ -15,6 +15,7 @@ from huggingface_hub.file_download import repo_folder_name
 from mstore.checkpoint.directory import CheckpointLimits, scan
 from mstore.checkpoint.tree import given_name
 from mstore.errors import BadCheckpoint
+from mstore.sizes import format_size
 
 REVISION = "a" * 40
 WEIGHTS = safetensors_bytes([("a", "U8", (2,), b"aa")])
@@ -181,6 +182,6 @@ def test_all_headers_together_have_limits(tmp_path: Path) -> None:
         scan(tmp_path, limits=CheckpointLimits(max_all_tensors=2))
     assert len(scan(tmp_path, limits=CheckpointLimits(max_all_tensors=3)).files) == 3
     length = 3 * (len(WEIGHTS) - 2)
-    with pytest.raises(BadCheckpoint, match=f"more bytes than the limit of {length - 1}"):
+    with pytest.raises(BadCheckpoint, match=f"more than the limit of {format_size(length - 1)}"):
         scan(tmp_path, limits=CheckpointLimits(max_all_header_bytes=length - 1))
     assert len(scan(tmp_path, limits=CheckpointLimits(max_all_header_bytes=length)).files) == 3

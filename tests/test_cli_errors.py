@@ -75,7 +75,10 @@ def test_other_os_errors() -> None:
     """An unexpected error of the operating system is one readable line."""
     assert said(PermissionError(errno.EACCES, "Permission denied", "/x")) == (
         1,
-        "error: /x: permission denied\n",
+        (
+            "error: /x: permission denied\n"
+            "hint: ls -ld /x says who may read it: run as that user, or chmod u+r it\n"
+        ),
     )
     assert said(OSError("odd")) == (1, "error: odd\n")
 

@@ -128,9 +128,15 @@ def test_explain_sums_by_layer(mstore: Program) -> None:
         *("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.10"),
         *("model.norm", "lm_head", "model.steps", "all"),
     ]
-    assert table[0].split() == ["LAYER", "READ", "=", "BASE", "BUDGET", "LEFT", "OUT"]
+    assert table[0].split() == [
+        "LAYER",
+        "READ",
+        "=",
+        "BASE",
+        *["LEFT", "OUT", "NORM", "LEFT", "OUT"],
+    ]
     full = mstore.succeed("explain", "full").out
-    assert "BUDGET" not in full
+    assert "LEFT OUT  NORM" not in full
 
 
 def test_explain_json_carries_all_sums(mstore: Program) -> None:

@@ -94,7 +94,7 @@ LISTS = {
     "log": (["log"], [MATH, CODE, "merge task_arithmetic", MESSAGE]),
     "graph": (["log", "--graph"], [MATH, CODE, MESSAGE]),
     "reflog": (["reflog"], [f"{MATH}@{{0}}", f"{CODE}@{{0}}"]),
-    "explain": (["explain", "tiny/merged"], [f"{MATH}=1", f"{CODE}=0.5", "LEFT OUT"]),
+    "explain": (["explain", "tiny/merged"], [f"{MATH}=1", f"{CODE}=0.5", "NORM LEFT OUT"]),
     "blame": (["blame", "tiny/merged"], ["2026-11/run-1=0.5", "MOVED"]),
     "verify": (["verify", MATH, CODE], [MATH, CODE]),
     "plans": (["plans"], [f"{MATH}=1,", f"{CODE}=0.5"]),

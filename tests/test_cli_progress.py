@@ -80,8 +80,25 @@ def test_a_new_count_begins_at_nothing(clock: Clock) -> None:
     assert rate.now() == done
 
 
+def test_no_rate_before_anything_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar has no rate until bytes moved."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    terminal = Terminal(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with bar(wanted=True) as tick:
+        assert tick is not None
+        tick(Progress("add", 0, 4 * MIB))
+        tick(Progress("add", 0, 4 * MIB))
+    terminal.flush()
+    assert isinstance(terminal.buffer, io.BytesIO)
+    seen = terminal.buffer.getvalue().decode()
+    assert "0 B / 4.0 MiB" in seen
+    assert "B/s" not in seen
+
+
 def test_the_bar_shows_the_rate(tmp_path: Path) -> None:
-    """`mstore add` shows bytes a second from its first moment."""
+    """`mstore add` shows bytes a second once something moved."""
     shard = tmp_path / "m" / "model.safetensors"
     write_safetensors(shard, [("t", "U8", (MIB,), bytes(MIB))])
     mstore = Program(tmp_path / "store")

@@ -621,7 +621,7 @@ def test_what_interrupted_commands_left_is_told(store: Store, tmp_path: Path) ->
     assert told(report) == told(promised)
     for one in (promised, report):
         assert (one.leftover_files, one.leftover_bytes) == (2, 5060)
-        assert "2 files (760 bytes) of interrupted merges" in one.left[0]
+        assert "2 files (760 B) of interrupted merges" in one.left[0]
     assert [path.name for path in tmp.iterdir() if path.is_dir()] == ["merge"]
     assert store.stats().leftover_bytes == 760
 

@@ -65,6 +65,8 @@ def test_the_registry_names_each_method() -> None:
         ("ties", "lambda", "-0.0", 0.0),
         ("ties", "normalize", "False", False),
         ("ties", "normalize", "1", True),
+        ("ties", "normalize", 1, True),
+        ("ties", "normalize", 0, False),
         ("ties", "normalize", " yes ", True),
         ("dare_ties", "seed", "18446744073709551615", 2**64 - 1),
         ("dare_ties", "seed", np.int64(7), 7),
@@ -86,7 +88,7 @@ def test_values_are_made_canonical(
     [
         *(("ties", "density", bad) for bad in (0, "0", -0.1, 1.5, "nan", "inf", "x", None, True)),
         *(("ties", "lambda", bad) for bad in ("inf", "nan", 1e39, "", [1.0], 10**400)),
-        *(("ties", "normalize", bad) for bad in ("maybe", 1, 0.0, None)),
+        *(("ties", "normalize", bad) for bad in ("maybe", 2, 0.0, None)),
         *(("dare_ties", "seed", bad) for bad in (-1, 2**64, 1.0, "1.0", "x", False)),
         ("dare_ties", "density", 2.0**-33),
     ],

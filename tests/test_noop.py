@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 NOOPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "30 for 30 %": ({"budget": 30}, "would read nothing", "did you mean 30%"),
-    "few bytes": ({"budget": 500}, "fits 500 bytes", "--sweep"),
+    "few bytes": ({"budget": 500}, "fits 500 B", "--sweep"),
     "few bytes of each": ({"expert_budget": 20}, "would read nothing", "did you mean 20%"),
     "an error that the base keeps": ({"max_error": 10.0}, "allows the base itself", "smaller"),
     "all skipped": ({"skip": ["*"]}, "leave no tensor", "--allow-noop"),

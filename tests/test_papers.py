@@ -17,6 +17,9 @@ from mstore import MergeRequest, Store
 from mstore.checkpoint.declared import front_matter, values
 from mstore.merge.planning import costs as planning_costs
 from mstore.merge.running import papers
+from mstore.merge.running.commit import run_merge
+from mstore.objects.plan import Plan
+from mstore.store.plans import sources_of
 
 Make = Callable[..., Store]
 CARDS = {
@@ -179,6 +182,49 @@ def test_one_merge_one_card(make: Make) -> None:
     with make(codec="dense") as dense:
         assert merged(dense) == text
         assert dense["m"].manifest == manifest
+
+
+def test_the_card_of_a_budgeted_merge_makes_it_again(make: Make) -> None:
+    """Where chunks were left out, the first command of the card makes the same content again, and
+    the second the whole merge.
+    """
+    with make() as store:
+        merged(store, name="full")
+        text = merged(store, name="half", budget=0.5)
+        first, second = [line for line in text.splitlines() if line.startswith("mstore merge")]
+        manifests = {name: store[name].manifest for name in ("half", "full")}
+        path = store.path
+    assert manifests["half"] != manifests["full"]
+    Program(path).succeed(*shlex.split(first.replace("REF", "half").replace("NEW", "again"))[1:])
+    Program(path).succeed(*shlex.split(second.replace("REF", "whole"))[1:])
+    with Store.open(path) as store:
+        assert store["again"].manifest == manifests["half"]
+        assert store["whole"].manifest == manifests["full"]
+    refused = Program(path)("merge", "--plan", "base", "--name", "x")
+    assert "base: no merge made it, so it has no plan" in refused.err
+    refused = Program(path)("merge", "--plan", "nowhere", "--name", "x")
+    assert "nowhere: neither a plan's id, nor a file, nor a merged snapshot" in refused.err
+
+
+def test_merges_of_earlier_versions_keep_their_card(make: Make) -> None:
+    """A merge whose card is of an earlier version is replayed to the same content."""
+    with make() as store:
+        text = merged(store, name="half", budget=0.5)
+        catalog = store._catalog
+        plan_id = store.show("half").plan
+        assert plan_id is not None
+        plan = catalog.record(Plan, plan_id)
+        sources = sources_of(catalog, plan_id, plan)
+        run_merge(
+            catalog, plan, sources, name="old", message="", threads=1, papers=papers.Form.EARLIER
+        )
+        assert store["old"].manifest != store["half"].manifest
+        card = store["old"].read("README.md").decode()
+        assert "The command above\nmakes the whole merge." in card
+        assert "--plan" in text
+        assert "--plan" not in card
+        assert store.replay("old").same
+        assert store.replay("half").same
 
 
 def test_cards_that_are_none(make: Make) -> None:

@@ -233,7 +233,7 @@ def test_a_store_of_another_block_size(text: str, tmp_path: Path) -> None:
     """A plan is for blocks of one size; a store of another one refuses it and says so."""
     with (
         Store.init(tmp_path / "large", block_size=BLOCK * 2) as store,
-        pytest.raises(Incompatible, match="blocks of 65536 bytes, this store has 131072"),
+        pytest.raises(Incompatible, match=r"blocks of 64\.0 KiB, this store has 128\.0 KiB"),
     ):
         store.import_plan(text)
 

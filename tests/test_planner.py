@@ -334,7 +334,7 @@ def test_budget_and_max_error_must_both_hold() -> None:
     """A budget that cannot keep the error is refused with what it could keep."""
     tensors = survey(tensor("t", expert([4, 3, 2, 1], [10] * 4)), base_squares=1e4)
     assert select(tensors, budget=20, max_error=0.03).planned_expert_bytes == 20
-    with pytest.raises(BadRequest, match=r"20 bytes keeps the error only to 0\.0224"):
+    with pytest.raises(BadRequest, match=r"20 B keeps the error only to 0\.0224"):
         select(tensors, budget=20, max_error=0.01)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mstore import Budget
-from mstore.errors import BadRequest
+from mstore import Budget, sizes
+from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest, BudgetExceeded
+from mstore_cli.sizes import format_size
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,14 @@ def test_what_could_mean_two_things(given: Any) -> None:
     if given == 1 and given is not True:
         assert "100%" in (refused.value.hint or "")
         assert "Budget.bytes(1)" in (refused.value.hint or "")
+
+
+def test_sizes_in_messages() -> None:
+    """Messages have the sizes of the tables; where close ones are compared, the number too."""
+    assert sizes.format_size(2623440) == format_size(2623440) == "2.5 MiB"
+    assert sizes.exact_size(2623440) == "2.5 MiB (2623440 bytes)"
+    assert sizes.exact_size(30) == "30 B"
+    meter = Meter("expert", 4 << 20)
+    with pytest.raises(BudgetExceeded) as refused:
+        meter.charge((4 << 20) + 1)
+    assert "4.0 MiB (4194305 bytes); the plan allows 4.0 MiB (4194304 bytes)" in str(refused.value)

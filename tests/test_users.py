@@ -212,6 +212,7 @@ def is_refused(place: World, reader: User, store: Path, *words: str) -> None:
         "mstore merge --base llama --expert code --method linear --name other",
         "mstore tag v1 merged",
         "mstore reset code math",
+        "mstore analyze math --base code",
         "mstore rm math",
         "mstore config codec raw",
         "mstore prune --keep-last 1",

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli.errors import UsageError, notes
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
+from mstore_cli.verbs import OTHER_WORDS
 
 StoreOption = Annotated[
     Path | None,
@@ -30,7 +31,8 @@ StoreOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only ids or names, one a line.")
+    bool,
+    typer.Option("--quiet", "-q", help="Print only ids or names, one per line; warnings stay."),
 ]
 NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Never show a progress bar.")]
 
@@ -56,8 +58,8 @@ class Verb:
     """A command ready for typer: its function with the global options, and help for mistakes.
 
     bare: the value of an option given without one. foreign: file name endings of other programs
-    that people may pass, and the message for each. mistaken: options that do not exist, and what to
-    type instead.
+    that people may pass, and the message for each; foreign_hint: what to type instead. mistaken:
+    options that do not exist, and what to type instead.
     """
 
     name: str
@@ -66,7 +68,23 @@ class Verb:
     epilog: str
     bare: Mapping[str, str]
     foreign: Mapping[str, str]
+    foreign_hint: str
     mistaken: Mapping[str, str]
+
+
+class VerbGroup(TyperGroup):
+    """The program: suggests a command for words that other programs have as commands."""
+
+    # The context type is private to typer.
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            if args[:1] and args[0] in OTHER_WORDS:
+                raise UsageError(
+                    f"no such command: {args[0]!r}", hint=OTHER_WORDS[args[0]]
+                ) from error
+            raise
 
 
 class VerbCommand(TyperCommand):
@@ -74,6 +92,7 @@ class VerbCommand(TyperCommand):
 
     bare: Mapping[str, str] = MappingProxyType({})
     foreign: Mapping[str, str] = MappingProxyType({})
+    foreign_hint: str = ""
     mistaken: Mapping[str, str] = MappingProxyType({})
 
     # The context and formatter types are private to typer.
@@ -90,7 +109,7 @@ class VerbCommand(TyperCommand):
                 None,
             )
             if told is not None:
-                raise UsageError(told, hint=f"mstore {ctx.info_name} --help") from error
+                raise UsageError(told, hint=self.foreign_hint) from error
             name: Any = getattr(error, "option_name", None)
             if name in self.mistaken:
                 raise UsageError(f"no such option: {name}", hint=self.mistaken[name]) from error
@@ -98,6 +117,10 @@ class VerbCommand(TyperCommand):
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__["ctx"] = ctx
             raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_usage(parameter) for parameter in arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -110,11 +133,22 @@ class VerbCommand(TyperCommand):
                 title = "Options"
             record = parameter.get_help_record(ctx)
             if record is not None:
+                if parameter.param_type_name == "argument":
+                    record = (_usage(parameter), record[1])
                 sections.setdefault(title, []).append(record)
         for title in ("Arguments", "Options", "Global options"):
             if title in sections:
                 with formatter.section(title):
                     formatter.write_dl(sections[title])
+
+
+def _usage(argument: Any) -> str:
+    """Return an argument as usage lines have it: `REF`, `[REF]`, `REF...` or `[REF]...`."""
+    name = argument.metavar or str(argument.name).upper()
+    if " " in name:
+        # Arguments that are told apart by their number, written as one.
+        return str(name)
+    return f"{name if argument.required else f'[{name}]'}{'' if argument.nargs == 1 else '...'}"
 
 
 def command(
@@ -123,13 +157,14 @@ def command(
     failure: str = "an error",
     bare: Mapping[str, str] = MappingProxyType({}),
     foreign: Mapping[str, str] = MappingProxyType({}),
+    foreign_hint: str = "",
     mistaken: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb from a function `(session, its own parameters) -> None`.
 
     The function's name is the verb, its docstring the help.  `example` is a realistic command line;
     `failure` says when the exit status is 1. bare: options whose value follows an equals sign or is
-    left out, and the value if left out. foreign, mistaken: as in `Verb`.
+    left out, and the value if left out. foreign, foreign_hint, mistaken: as in `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -163,7 +198,16 @@ def command(
         entry.__dict__["__signature__"] = inspect.Signature(parameters)
         summary = (function.__doc__ or "").partition("\n")[0]
         told = _epilog(example, failure)
-        return Verb(function.__name__, summary, entry, told, bare, foreign, mistaken)
+        return Verb(
+            name=function.__name__,
+            summary=summary,
+            run=entry,
+            epilog=told,
+            bare=bare,
+            foreign=foreign,
+            foreign_hint=foreign_hint,
+            mistaken=mistaken,
+        )
 
     return decorate
 

@@ -203,6 +203,10 @@ def _hint(error: BaseException, rule: Rule) -> str | None:
         return own
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return DISK_FULL_HINT
+    denied = getattr(error, "errno", None) == errno.EACCES
+    path = getattr(error, "where", None) or getattr(error, "filename", None)
+    if denied and isinstance(path, str):
+        return f"ls -ld {shlex.quote(path)} says who may read it: run as that user, or chmod u+r it"
     context = getattr(error, "ctx", None)
     if isinstance(error, typer.TyperException) and context is not None:
         return f"{context.command_path} --help"

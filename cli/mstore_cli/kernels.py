@@ -7,33 +7,36 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 from mstore_cli.errors import notes
-from mstore_cli.output import is_terminal
 
 VARIABLE = "MSTORE_CACHE_DIR"
 
 
-class _OnATerminal(logging.Handler):
-    """Tells users on a terminal about the delay; otherwise passes records to existing handlers."""
+class _OnStandardError(logging.Handler):
+    """Reports the delay on standard error, a terminal or not, unless the user wants no progress."""
+
+    is_quiet = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_terminal(sys.stderr):
+        if not self.is_quiet:
             notes([record.getMessage()])
 
 
-def prepare() -> None:
-    """Cache kernels where the user says, and report when some are compiled.
+_HANDLER = _OnStandardError()
+
+
+def prepare(*, quiet: bool = False) -> None:
+    """Cache kernels where the user says, and report when some are compiled, unless `quiet`.
 
     Raises Unavailable that names the variable.
     """
     directory = os.environ.get(VARIABLE)
     logger = logging.getLogger("mstore.numeric")
-    if not any(isinstance(one, _OnATerminal) for one in logger.handlers):
-        logger.addHandler(_OnATerminal())
-        logger.setLevel(logging.INFO)
+    logger.addHandler(_HANDLER)
+    logger.setLevel(logging.INFO)
+    _HANDLER.is_quiet = quiet
     if directory:
         from mstore.errors import MstoreError, Unavailable
 

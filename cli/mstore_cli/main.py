@@ -24,6 +24,7 @@ from mstore_cli.command import (
     StoreOption,
     Verb,
     VerbCommand,
+    VerbGroup,
 )
 from mstore_cli.output import Output
 from mstore_cli.session import Choices, Session
@@ -32,8 +33,8 @@ from mstore_cli.verbs import VERBS
 PROGRAM = "mstore"
 EPILOG = (
     "Global options stand before or after the command. A snapshot is named by branch, tag, id or "
-    "the beginning of an id, REF~N (N steps to the first parent) or REF@{N} (N moves ago). "
-    "mstore help COMMAND prints what mstore COMMAND --help does.\n\n"
+    "the beginning of an id (4 digits or more), REF~N (N steps to the first parent) or REF@{N} "
+    "(N moves ago). mstore help COMMAND prints what mstore COMMAND --help does.\n\n"
     "\b\nExit status:\n  0  success\n  1  an error\n  2  wrong usage of the command line\n"
     "  130  interrupted"
 )
@@ -72,6 +73,7 @@ def build() -> TyperGroup:
     """Build the whole command line as one command tree."""
     app = typer.Typer(
         name=PROGRAM,
+        cls=VerbGroup,
         add_completion=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -87,7 +89,12 @@ def build() -> TyperGroup:
             cls=type(
                 "VerbCommand",
                 (VerbCommand,),
-                {"bare": verb.bare, "foreign": verb.foreign, "mistaken": verb.mistaken},
+                {
+                    "bare": verb.bare,
+                    "foreign": verb.foreign,
+                    "foreign_hint": verb.foreign_hint,
+                    "mistaken": verb.mistaken,
+                },
             ),
             short_help=verb.summary,
             epilog=verb.epilog,

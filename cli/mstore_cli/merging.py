@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
-TOP_P_HINT = "--top-p 20% or --top-p 0.2"
+MOST_PERCENT = 100
 
 _RECIPE = (
     "a recipe of mergekit is given: mstore reads none, and takes base, experts, weights and method "
     "on the command line"
 )
+RECIPE_HINT = "--base REF --expert REF=WEIGHT --method ties --param density=0.2"
 MISTAKEN = MappingProxyType(
     {
         "--weight": EXPERT_HINT,
@@ -43,12 +45,16 @@ MISTAKEN = MappingProxyType(
         "--normalize": "--param normalize=true",
         "--rescale": "--param rescale=false",
         "--seed": "--param seed=7",
+        "--recipe": RECIPE_HINT,
+        "--config": RECIPE_HINT,
     }
 )
 """Options that people expect, and the equivalent ones."""
 
 RECIPES = {".yaml": _RECIPE, ".yml": _RECIPE}
 """File name endings of other programs' recipes, and the message for each."""
+# `REF:0.5` or `REF@0.5`: a ref has neither sign.
+_OTHER_SIGN = re.compile(r"([^:@]+)[:@](-?[0-9.]+)")
 
 
 def _parse_error(text: str) -> float:
@@ -64,14 +70,14 @@ def _parse_error(text: str) -> float:
 _BASE = typer.Option(
     "--base",
     metavar="REF",
-    help="The model that is merged into.",
+    help="The model to merge into.",
     autocompletion=completion.refs,
 )
 _EXPERT = typer.Option(
     "--expert",
     metavar="REF[=WEIGHT]",
     autocompletion=completion.refs,
-    help="A model whose difference from the base is merged; weight 1 unless given. Repeat.",
+    help="A model whose difference from the base is merged [default weight: 1]. Repeatable.",
 )
 _METHOD = typer.Option(
     "--method",
@@ -87,14 +93,14 @@ MaybeExperts = Annotated[list[str] | None, _EXPERT]
 MaybeMethod = Annotated[str | None, _METHOD]
 Parameters = Annotated[
     list[str] | None,
-    typer.Option("--param", metavar="KEY=VALUE", help="A parameter of the method. Repeat."),
+    typer.Option("--param", metavar="KEY=VALUE", help="A parameter of the method. Repeatable."),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
         "--budget",
         metavar="SIZE|SHARE",
-        help="Most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
+        help="The most bytes to read from experts: 2GiB, 512MB, or 30% of the full cost.",
     ),
 ]
 MaxError = Annotated[
@@ -103,19 +109,19 @@ MaxError = Annotated[
         "--max-error",
         metavar="E",
         parser=_parse_error,
-        help="Cheapest plan whose error (relative to the base's norm) is at most E: the bound, or "
-        "the estimate for methods that have none.",
+        help="Find the cheapest plan whose error (relative to the base's norm) is at most E: the "
+        "bound, or the estimate for methods that have none.",
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Output dtype [default: the base's]."),
+    typer.Option("--dtype", metavar="DTYPE", help="The dtype of the output [default: the base's]."),
 ]
 NoAnalyze = Annotated[
     bool,
     typer.Option(
         "--no-analyze",
-        help="Do not read experts to make missing statistics; choose whole tensors instead.",
+        help="Do not read experts to compute missing statistics; choose whole tensors instead.",
     ),
 ]
 
@@ -133,7 +139,7 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="PATTERN",
-        help="Merge only tensors whose names match; the rest are the base's own. Repeat.",
+        help="Merge only tensors whose names match; take the rest from the base. Repeatable.",
     ),
 ]
 Skip = Annotated[
@@ -141,7 +147,7 @@ Skip = Annotated[
     typer.Option(
         "--skip",
         metavar="PATTERN",
-        help="Leave tensors whose names match as they are in the base. Repeat.",
+        help="Take tensors whose names match from the base. Repeatable.",
     ),
 ]
 PerExpertBudget = Annotated[
@@ -149,7 +155,7 @@ PerExpertBudget = Annotated[
     typer.Option(
         "--per-expert-budget",
         metavar="SIZE|SHARE",
-        help="Most bytes to read from any one expert: a size, or a share of the full cost.",
+        help="The most bytes to read from any one expert: a size, or a share of the full cost.",
     ),
 ]
 TopP = Annotated[
@@ -164,7 +170,7 @@ AllowNoop = Annotated[
     bool,
     typer.Option(
         "--allow-noop",
-        help="Also take a plan that reads nothing, or whose result is the base itself.",
+        help="Accept a plan that reads nothing, or whose result is the base itself.",
     ),
 ]
 
@@ -207,6 +213,9 @@ def parse_expert(text: str) -> tuple[str, float]:
     if not name:
         _refuse(f"no ref in {text!r}", "--expert", EXPERT_HINT)
     if not equals:
+        slip = _OTHER_SIGN.fullmatch(text)
+        if slip is not None:
+            _refuse(f"not REF=WEIGHT: {text!r}", "--expert", f"--expert {slip[1]}={slip[2]}")
         return name, 1.0
     try:
         number = float(weight)
@@ -217,20 +226,29 @@ def parse_expert(text: str) -> tuple[str, float]:
     return name, number
 
 
-def parse_share(text: str) -> float:
-    """Parse `20%` or `0.2`.  Raises BadRequest; the library checks whether the share is valid."""
+def parse_share(text: str, option: str = "--top-p") -> float:
+    """Parse `20%` or `0.2`.  Raises BadRequest that names the option, also for more than 1."""
     number, percent, rest = text.partition("%")
+    hint = f"{option} 20% or {option} 0.2"
     try:
         value = float(number)
     except ValueError:
-        _refuse(f"not a share: {text!r}", "--top-p", TOP_P_HINT)
+        _refuse(f"not a share: {text!r}", option, hint)
     if rest:
-        _refuse(f"not a share: {text!r}", "--top-p", TOP_P_HINT)
-    return value / 100 if percent else value
+        _refuse(f"not a share: {text!r}", option, hint)
+    if percent:
+        return value / 100
+    if 1 < value <= MOST_PERCENT:
+        _refuse(
+            f"a share is at most 1, which is 100%, not {text}",
+            option,
+            f"did you mean {option} {number}%?",
+        )
+    return value
 
 
 def parse_parameters(texts: list[str]) -> dict[str, object]:
-    """Parse `k=v` pairs; whole numbers, numbers, `true` and `false` are converted.
+    """Parse `k=v` pairs; whole numbers, numbers, shares, `true` and `false` are converted.
 
     Raises BadRequest for a missing `=` and for a key given twice.
     """
@@ -291,6 +309,10 @@ def _value(text: str) -> object:
     words: dict[str, object] = {"true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
+    number, percent, rest = text.partition("%")
+    if percent and not rest:
+        with suppress(ValueError):
+            return float(number) / 100
     for kind in (int, float):
         try:
             return kind(text)
@@ -346,7 +368,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("  shared", report.chunks_shared),
             ("  below threshold", report.chunks_below_threshold),
             ("  selected", report.chunks_selected),
-            ("  omitted", report.chunks_omitted),
+            ("  left out", report.chunks_omitted),
             ("  outside top-p", report.chunks_outside_top_p or None),
             *error_fields(report),
             # A plan that is only displayed took no time.

@@ -10,7 +10,7 @@ from mstore_cli import completion
 
 _REVISION = typer.Argument(
     metavar="REF",
-    help="A branch, tag, snapshot id or its beginning, REF~N, or REF@{N}.",
+    help="A branch, tag, snapshot id or its beginning (4 digits or more), REF~N, or REF@{N}.",
     show_default=False,
     autocompletion=completion.refs,
 )
@@ -19,14 +19,17 @@ MaybeRevision = Annotated[str | None, _REVISION]
 RefNames = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[REF]...",
-        help="Branches, tags, or patterns [else all].",
+        metavar="REF",
+        help="Branches, tags, or patterns [default: all].",
         show_default=False,
         autocompletion=completion.refs,
     ),
 ]
 Message = Annotated[
-    str, typer.Option("--message", "-m", metavar="MSG", help="Why, in words.", show_default=False)
+    str,
+    typer.Option(
+        "--message", "-m", metavar="MSG", help="A message that says why.", show_default=False
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -34,14 +37,14 @@ Threads = Annotated[
         "--threads",
         metavar="N",
         min=1,
-        help="Worker threads [default: one a processor].",
+        help="Worker threads [default: one per processor].",
         show_default=False,
     ),
 ]
 OnlyCompared = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeat."
+        "--only", metavar="PATTERN", help="Compare only tensors whose names match. Repeatable."
     ),
 ]
 SkipCompared = Annotated[
@@ -50,7 +53,7 @@ SkipCompared = Annotated[
         "--skip",
         metavar="PATTERN",
         help="Do not compare tensors whose names match: they may be missing, extra or of "
-        "another shape. Repeat.",
+        "another shape. Repeatable.",
     ),
 ]
 Exclude = Annotated[
@@ -58,7 +61,7 @@ Exclude = Annotated[
     typer.Option(
         "--exclude",
         metavar="PATTERN",
-        help="Leave out files or directories whose names match, as in a .gitignore. Repeat.",
+        help="Leave out files or directories whose names match, as in a .gitignore. Repeatable.",
         show_default=False,
     ),
 ]
@@ -66,7 +69,6 @@ NoDefaultExcludes = Annotated[
     bool,
     typer.Option(
         "--no-default-excludes",
-        help="Keep what is left out by default: .git, download caches, states of optimizers and "
-        "the like.",
+        help="Store what is left out by default: .git, download caches, training states.",
     ),
 ]

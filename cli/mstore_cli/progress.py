@@ -1,8 +1,9 @@
 """A progress bar on standard error, for terminals only.
 
 Converts the library's `Progress` ticks to a bar with rate and time left.  Ticks may come from any
-thread.  The rate covers the last seconds, and falls to 0 B/s when ticks stop, as with a network
-mount that hangs.  The bar disappears when the command ends; only the result stays.
+thread.  There is no rate before anything moved.  It covers the last seconds, and falls to 0 B/s
+when ticks stop, as with a network mount that hangs.  The bar disappears when the command ends; only
+the result stays.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Rate:
         self._clock = clock
         self._lock = threading.Lock()
         self._ticks: deque[tuple[float, int]] = deque()
+        self.has_moved = False
+        """Whether more was done at some tick than at the first one."""
 
     def tick(self, done: int) -> None:
         """Record the bytes done so far; fewer than before starts a new count."""
@@ -39,6 +42,7 @@ class Rate:
             if self._ticks and done < self._ticks[-1][1]:
                 self._ticks.clear()
             self._ticks.append((self._clock(), done))
+            self.has_moved = self.has_moved or done > self._ticks[0][1]
             self._forget()
 
     def now(self) -> float:
@@ -80,9 +84,10 @@ def bar(*, wanted: bool) -> Iterator[ProgressCallback | None]:
         """`done / total` and bytes per second, in binary units."""
 
         def render(self, task: Task) -> Text:
-            rate = format_size(int(rates[task.id].now()))
+            rate = rates[task.id]
+            told = f"  {format_size(int(rate.now()))}/s" if rate.has_moved else ""
             total = format_size(int(task.total or 0))
-            return Text(f"{format_size(int(task.completed))} / {total}  {rate}/s")
+            return Text(f"{format_size(int(task.completed))} / {total}{told}")
 
     lock = threading.Lock()
     tasks: dict[str, TaskID] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ class Session:
         # Imported late: it imports `logging`, which --help and the like do not need.
         from mstore_cli import kernels
 
-        kernels.prepare()
+        kernels.prepare(quiet=self._choices.quiet)
         store = open_at(self.store_path())
         self._stores.append(store)
         why = store.doubt()
@@ -136,6 +136,12 @@ class Session:
                 self.typed("mstore reindex"),
             )
         return store
+
+    def warn_if_quiet(self, texts: Iterable[str]) -> None:
+        """Print warnings on standard error with --quiet; other outputs have them already."""
+        if self.output.mode is Mode.QUIET:
+            for text in texts:
+                warn(text)
 
     def notes(self) -> list[str]:
         """Return what this run's stores found damaged and replaced."""

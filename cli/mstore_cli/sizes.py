@@ -28,13 +28,9 @@ def format_size(size: int | None) -> str:
     """Format in binary units, up to three digits before the point: `0 B`, `1.5 MiB`; None: `-`."""
     if size is None:
         return "-"
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        # Round before comparing, so that 1023.96 KiB becomes 1.0 MiB.
-        if round(value, 1) < 1024:
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} EiB"
+    from mstore import sizes
+
+    return sizes.format_size(size)
 
 
 def counted(number: int, noun: str) -> str:

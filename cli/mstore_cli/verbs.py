@@ -14,3 +14,29 @@ VERBS = (
 )
 # These act on no store, or on those given as arguments.
 OF_NO_STORE = frozenset({"mounts", "unmount", "clone"})
+
+_ADD = "mstore add PATH --name REF (each add, merge and reset is a commit of its own)"
+_COPY = "mstore clone SRC DST copies a whole store, and mstore backup DEST brings a copy up to date"
+_LIST = "mstore refs lists branches and tags, mstore ls REF the files of one"
+_MOVE = "mstore reset NAME REF moves a branch, or makes one"
+OTHER_WORDS = {
+    "commit": _ADD,
+    "branch": f"mstore refs lists branches; {_MOVE}",
+    "switch": f"mstore checkout REF DIR copies files out; {_MOVE}",
+    "restore": f"mstore checkout REF DIR copies files out; {_MOVE}",
+    "push": _COPY,
+    "pull": _COPY,
+    "fetch": _COPY,
+    "remote": _COPY,
+    "status": "mstore diff REF DIR compares a directory with a snapshot; mstore refs lists refs",
+    "revert": "mstore reset NAME 'NAME@{1}' moves a branch back; mstore reflog lists its moves",
+    "list": _LIST,
+    "get": "mstore checkout REF DIR copies files out, mstore mount shows them",
+    "export": "mstore checkout REF DIR copies files out, mstore mount shows them",
+    "import": "mstore add PATH --name REF",
+    "delete": "mstore rm REF",
+    "remove": "mstore rm REF",
+    "move": "mstore rename OLD NEW",
+    "mv": "mstore rename OLD NEW",
+}
+"""Commands of git and other programs that mstore lacks, and what to type instead."""

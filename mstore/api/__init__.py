@@ -17,6 +17,7 @@ from mstore.api.merging import Merging
 from mstore.api.naming import Naming
 from mstore.api.reading import Reading
 from mstore.api.snapshot import Snapshot
+from mstore.errors import BadName, NotFound
 from mstore.ids import SnapshotId
 
 __all__ = ["Snapshot", "Store"]
@@ -32,3 +33,11 @@ class Store(Reading, Adding, Merging, Naming, Keeping):
         Raises NotFound, BadName.
         """
         return Snapshot(self, self._catalog.resolve(revision))
+
+    def __contains__(self, revision: str | SnapshotId) -> bool:
+        """Return whether `store[revision]` finds a snapshot."""
+        try:
+            self._catalog.resolve(revision)
+        except (NotFound, BadName):
+            return False
+        return True

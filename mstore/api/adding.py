@@ -198,20 +198,23 @@ class Adding(OpenStore):
         compared nor read.
 
         Raises NotFound, BadRequest (a virtual merge, no such pattern), Incompatible (different
-        tensors or shapes), Corrupt.
+        tensors or shapes), Corrupt, StorageFailed (statistics are missing, and this user may only
+        read the store).
         """
         from mstore.stats.analysis import Side, analyze
+        from mstore.store import damage
 
-        return analyze(
-            self._catalog,
-            self._statistics,
-            Side(self._real(expert), str(expert)),
-            Side(self._real(base), str(base)),
-            only=only,
-            skip=skip,
-            threads=thread_count(threads),
-            progress=progress,
-        )
+        sides = [Side(self._real(one), str(one)) for one in (expert, base)]
+        with damage.placed(self._catalog, (side.snapshot for side in sides)):
+            return analyze(
+                self._catalog,
+                self._statistics,
+                *sides,
+                only=only,
+                skip=skip,
+                threads=thread_count(threads),
+                progress=progress,
+            )
 
 
 def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:

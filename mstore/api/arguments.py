@@ -23,7 +23,7 @@ from mstore.ids import PlanId, SnapshotId
 from mstore.requests import MergeRequest, TensorRule
 
 _Class = TypeVar("_Class", bound=type)
-_ITEM: Final = ("__getitem__",)
+_ITEM: Final = ("__getitem__", "__contains__")
 _SHOWN = 60
 
 
@@ -180,6 +180,8 @@ def checked(owner: str) -> Callable[[_Class], _Class]:
 
 def _checking(owner: str, function: Callable[..., Any]) -> Callable[..., Any]:
     where = f"{owner}.{function.__name__}"
+    # Python's own errors name it, and users know only the public class.
+    function.__qualname__ = where
     parameters = inspect.signature(function).parameters.values()
     kinds = {one.name: KINDS[one.annotation] for one in parameters if one.annotation != one.empty}
     # None stands for the receiver, self or cls.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -16,6 +17,7 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
 from mstore.requests import MergeRequest
+from mstore.store import damage
 from mstore.store import layout as layouts
 
 if TYPE_CHECKING:
@@ -65,15 +67,17 @@ class Merging(OpenStore):
         began = time.monotonic()
         if keep:
             layouts.require_writable(self._catalog.layout)
-        made = plan_of_request(
-            self._catalog,
-            self._statistics,
-            self._memo,
-            self._resolved(request),
-            allow_noop=allow_noop,
-            threads=thread_count(threads),
-            progress=progress,
-        )
+        resolved = self._resolved(request)
+        with damage.placed(self._catalog, _inputs(resolved)):
+            made = plan_of_request(
+                self._catalog,
+                self._statistics,
+                self._memo,
+                resolved,
+                allow_noop=allow_noop,
+                threads=thread_count(threads),
+                progress=progress,
+            )
         id = made.plan.id()
         if not made.is_stored:
             self._unkept[id] = made.plan, made.sources
@@ -117,14 +121,17 @@ class Merging(OpenStore):
         if request.budget is not None or request.max_error is not None:
             raise BadRequest("a sweep goes over budgets itself: leave out budget and max_error")
         number = thread_count(threads)
-        return sweep(
-            Planning(self._catalog, self._statistics, resolved, threads=number, progress=progress),
-            wanted,
-            memo_expert_bytes=lambda one: self._memo_expert_bytes(one.plan, one.costs),
-            measure=measure,
-            threads=number,
-            progress=progress,
-        )
+        with damage.placed(self._catalog, _inputs(resolved)):
+            return sweep(
+                Planning(
+                    self._catalog, self._statistics, resolved, threads=number, progress=progress
+                ),
+                wanted,
+                memo_expert_bytes=lambda one: self._memo_expert_bytes(one.plan, one.costs),
+                measure=measure,
+                threads=number,
+                progress=progress,
+            )
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""
@@ -276,8 +283,13 @@ class Merging(OpenStore):
         )
         sources = structs.replace(sources, overflow=merged.overflow)
         outcome = merged.outcome
+        base, made = (self._catalog.manifest(one) for one in (record.base_id(), merged.manifest))
+        equal = ("every tensor of the result equals the base's",)
+        planned = plan_report(record, id, sources, outcome.costs, warnings=licences)
+        if made.tensors() == base.tensors():
+            planned = replace(planned, notes=planned.notes + equal)
         return merge_report(
-            plan_report(record, id, sources, outcome.costs, warnings=licences),
+            planned,
             outcome,
             name=name,
             snapshot=merged.snapshot,
@@ -370,3 +382,8 @@ class Merging(OpenStore):
 
         id = self._real(revision)
         return replay(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+
+def _inputs(asked: Request) -> list[SnapshotId]:
+    """Return the snapshots of a request's base and experts."""
+    return [asked.base.snapshot, *(expert.snapshot for expert in asked.experts)]

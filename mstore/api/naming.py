@@ -5,7 +5,7 @@ Part of `mstore.api.Store`, which combines all parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,8 @@ class RemoveReport:
     """snapshots that no ref reaches any more"""
     reflog_days: int
     """number of days for which reflogs keep them from gc"""
+    dry_run: bool = False
+    """whether this only reports what would be removed"""
 
 
 @checked("Store")
@@ -106,10 +108,11 @@ class Naming(OpenStore):
         """
         return lineage.reflog(self._catalog, name)
 
-    def remove(self, *names: str) -> RemoveReport:
+    def remove(self, *names: str, dry_run: bool = False) -> RemoveReport:
         """Remove refs, all or none.  Their snapshots stay, and their reflogs can restore them.
 
         names: refs, or patterns such as `old/*`.
+        dry_run: only report what would be removed.
 
         Raises NotFound, StorageFailed.
         """
@@ -122,15 +125,17 @@ class Naming(OpenStore):
             ]
 
         with index.env.read() as transaction:
-            going = refs.chosen(refs.names(index, transaction), names)
-        told = lineage.unnamed_without(self._catalog, set(going))
-        moves = choose_moves(self._catalog, choose)
+            moves: Sequence[RefMove] = choose(transaction)
+        told = lineage.unnamed_without(self._catalog, {move.name for move in moves})
+        if not dry_run:
+            moves = choose_moves(self._catalog, choose)
         return RemoveReport(
             removed=tuple(move.name for move in moves),
             kinds=tuple(m.expect.kind for m in moves if m.expect is not None),
             snapshots=tuple(SnapshotId(m.expect.snapshot) for m in moves if m.expect is not None),
             unnamed_snapshots=told,
             reflog_days=self._catalog.config.reflog_days,
+            dry_run=dry_run,
         )
 
     def rename(self, old: str, new: str) -> RefReport:

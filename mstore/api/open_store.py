@@ -58,6 +58,9 @@ class OpenStore:
         self._virtual: VirtualBlocks | None = None
         self._virtual_lock = Lock()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._opened.layout.root)!r})"
+
     @classmethod
     def init(
         cls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import Lock
 
 from mstore.errors import BudgetExceeded
+from mstore.sizes import exact_size, format_size
 
 
 class Meter:
@@ -30,7 +31,7 @@ class Meter:
         with self._lock:
             if self.limit is not None and self._total + length > self.limit:
                 raise BudgetExceeded(
-                    f"reading {length} more {self.purpose} bytes would make "
-                    f"{self._total + length}; the plan allows {self.limit}"
+                    f"reading {format_size(length)} more from {self.purpose}s would make "
+                    f"{exact_size(self._total + length)}; the plan allows {exact_size(self.limit)}"
                 )
             self._total += length

@@ -92,11 +92,14 @@ class BlockReader:
             raise Corrupt(
                 f"a block of {at.raw_length} bytes where {len(target)} were expected",
                 where=f"block {id}",
+                block=id,
             )
         if at.codec == Codec.RAW:
             # A raw payload must be as long as its block.
             if at.stored_length != at.raw_length:
-                raise Corrupt("a raw block of two lengths", where=f"block {id}", hint=FSCK)
+                raise Corrupt(
+                    "a raw block of two lengths", where=f"block {id}", hint=FSCK, block=id
+                )
             self._source.read_scattered(at.pack, at.offset, [target])
             return
         payload = self._source.read(at.pack, at.offset, at.stored_length)
@@ -122,7 +125,7 @@ class BlockReader:
         # Before anything is allocated: neither a row nor a pack's table proves that a length is
         # sane.
         if max(at.raw_length, at.stored_length) > self._block_size:
-            raise Corrupt("longer than the block size", where=f"block {id}", hint=FSCK)
+            raise Corrupt("longer than the block size", where=f"block {id}", hint=FSCK, block=id)
 
 
 def decoded(id: BlockId, at: Location, payload: Buffer, base: Buffer | None = None) -> Buffer:
@@ -153,15 +156,22 @@ def verify(id: BlockId, at: Location, data: Buffer, base: Buffer | None = None) 
         return
     if base is not None and BlockId.of(base) != at.base:
         raise Corrupt(
-            f"its base {BlockId(at.base)} is not what its id says", where=f"block {id}", hint=FSCK
+            f"its base {BlockId(at.base)} is not what its id says",
+            where=f"block {id}",
+            hint=FSCK,
+            block=id,
         )
     raise Corrupt(
         f"the stored bytes do not match the id (pack {at.pack.short}, offset {at.offset})",
         where=f"block {id}",
         hint=FSCK,
+        block=id,
     )
 
 
 def _named(error: MstoreError, block: BlockId) -> MstoreError:
     """Return a codec's error as one about this block."""
-    return type(error)(error.what, where=f"block {block}", hint=error.hint or FSCK)
+    named = type(error)(error.what, where=f"block {block}", hint=error.hint or FSCK)
+    if isinstance(named, Corrupt):
+        named.block = block
+    return named

@@ -35,6 +35,7 @@ from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_e
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, told, walk
 from mstore.errors import BadCheckpoint
+from mstore.sizes import format_size
 
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -200,8 +201,8 @@ def _sources(
             )
         if header_bytes > limits.max_all_header_bytes:
             raise BadCheckpoint(
-                "the headers of its files take more bytes than the limit of "
-                f"{limits.max_all_header_bytes}",
+                "the headers of its files take more than the limit of "
+                f"{format_size(limits.max_all_header_bytes)}",
                 where=str(tree.shown),
             )
     return tuple(files)
@@ -368,7 +369,8 @@ def read_weight_map(
         raw = read_range(descriptor, 0, limits.max_index_bytes + 1)
     if len(raw) > limits.max_index_bytes:
         raise BadCheckpoint(
-            f"the index is longer than the limit of {limits.max_index_bytes} bytes", where=where
+            f"the index is longer than the limit of {format_size(limits.max_index_bytes)}",
+            where=where,
         )
     index_object = parse_object(
         raw, what="the index", where=where, max_containers=limits.max_json_containers

@@ -27,6 +27,7 @@ from mstore.checkpoint.paths import CONTROL, quoted
 from mstore.checkpoint.reading import Stamp, open_regular, read_range
 from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint
+from mstore.sizes import exact_size, format_size
 
 LENGTH_BYTES = 8
 METADATA_KEY = "__metadata__"
@@ -165,7 +166,8 @@ def _json_length(prefix: bytes, file_size: int, where: str, limits: HeaderLimits
     length = int.from_bytes(prefix, "little")
     if length > limits.max_header_bytes:
         raise BadCheckpoint(
-            f"the header is too long: {length} bytes; the limit is {limits.max_header_bytes}",
+            f"the header is too long: {exact_size(length)}; the limit is "
+            f"{format_size(limits.max_header_bytes)}",
             where=where,
         )
     if LENGTH_BYTES + length > file_size:

@@ -50,6 +50,7 @@ from mstore.checkpoint.reading import (
     storage_error,
 )
 from mstore.errors import BadCheckpoint, MstoreError, NotFound
+from mstore.sizes import format_size
 
 # Keeps a hint that lists paths to one line.
 _PATHS_SHOWN = 16
@@ -181,13 +182,14 @@ def _refuse_holes(tree: Tree, limit: int | None) -> None:
         return
     largest = max(sparse, key=lambda found: found.status.st_size)
     status = largest.status
-    others = f" with {len(sparse) - 1} more files like it, {total}" if len(sparse) > 1 else ""
+    more = f" with {len(sparse) - 1} more files like it, {format_size(total)}"
     where = shlex.quote(str(tree.shown if len(tree.files) > 1 else tree.shown / largest.path))
     command = f"mstore add {where} --name {name_for(tree.shown)} --max-sparse {total}"
     raise BadCheckpoint(
-        f"is mostly holes: its size is {status.st_size}{others} bytes, "
-        f"{status.st_blocks * _UNIT} of it on the disk, and the limit for such files is {limit} "
-        "bytes, the free space of the store's disk unless told otherwise",
+        f"is mostly holes: its size is {format_size(status.st_size)}"
+        f"{more if len(sparse) > 1 else ''}, {format_size(status.st_blocks * _UNIT)} of it on the "
+        f"disk, and the limit for such files is {format_size(limit)}, the free space of the "
+        "store's disk unless told otherwise",
         where=str(tree.shown / largest.path),
         hint=f"if it is meant to be so: {command}",
     )

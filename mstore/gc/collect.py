@@ -40,6 +40,7 @@ from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, PlanId, SnapshotId
 from mstore.progress import Progress, ProgressCallback
 from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
+from mstore.sizes import format_size
 from mstore.stats.store import StatsStore
 from mstore.store import condemned, generation, leases, lost_found, plans
 from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
@@ -265,8 +266,9 @@ class Collector:
         stays = [one for one in before if one.resumable]
         if stays:
             tally.left.append(
-                f"{sum(one.files for one in stays)} files ({sum(one.size for one in stays)} bytes) "
-                "of interrupted merges in tmp: the next merge goes on from them, or removes them"
+                f"{sum(one.files for one in stays)} files "
+                f"({format_size(sum(one.size for one in stays))}) of interrupted merges in tmp: "
+                "the next merge goes on from them, or removes them"
             )
 
     # -- doing -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
 from mstore.ids import PackId, SnapshotId
 from mstore.reachability import Flags, Inventory, Numbers, Reach, Table
+from mstore.sizes import format_size
 
 DEAD_SHARE = 0.3
 """Default share of dead payload bytes from which a pack is rewritten."""
@@ -153,7 +154,8 @@ def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> C
             rewrite.append(use)
         else:
             short = True
-            left.append(f"pack {use.pack.hex()}: no room for a copy of {use.live_bytes} bytes")
+            size = format_size(use.live_bytes)
+            left.append(f"pack {use.pack.hex()}: no room for a copy of {size}")
     done = {use.number for use in (*remove, *rewrite)}
     return Choice(
         tuple(remove),

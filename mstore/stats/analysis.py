@@ -23,6 +23,7 @@ from mstore.stats.chunks import chunk_blocks, chunk_elements, read_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
+from mstore.store.layout import require_writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ def analyze(
     equal to the base's, which have no difference, and those of other dtypes than BF16, F16 and F32,
     which have no statistics. only, skip: patterns of tensor names; tensors that they leave out may
     be missing, extra or of another shape, and are not read.  Raises Incompatible if names or shapes
-    differ, BadRequest for a pattern that matches nothing, Corrupt, StorageFailed.
+    differ, BadRequest for a pattern that matches nothing, Corrupt, StorageFailed (also if something
+    is missing and this user may only read the store).
     """
     began = time.monotonic()
     bases, experts = _tensors(catalog, base), _tensors(catalog, expert)
@@ -137,6 +139,9 @@ def analyze(
         if table is not None
     }
     missing = [pair for pair in differing if pair not in known]
+    if missing and not catalog.index.env.may_write():
+        # Before anything is read: what it would tell cannot be kept.
+        require_writable(catalog.layout)
     meter = Meter("analyzed")
     taken = done = 0
     total = sum(record.nbytes for _, record in pairs.values())

@@ -259,11 +259,12 @@ class Catalog:
     def _relocating(self, block: BlockId, location: Location, read: Callable[[Location], T]) -> T:
         try:
             return read(location)
-        except PackGone:
+        except PackGone as gone:
             fresh = self.locate([block])[0]
             if fresh == location:
                 # Or the index itself was replaced, and its packs have moved since.
                 if not self.index.env.follow():
+                    gone.block = block
                     raise
                 fresh = self.locate([block])[0]
             return read(fresh)
@@ -281,15 +282,21 @@ class Catalog:
         with self.index.env.read() as transaction:
             place = self.index.block(transaction, base)
         if place is None:
-            raise Corrupt(f"its base {base} is not stored", where=f"block {block}", hint=FSCK)
+            raise Corrupt(
+                f"its base {base} is not stored", where=f"block {block}", hint=FSCK, block=block
+            )
         if _is_delta(place) or place.raw_length != location.raw_length:
-            raise Corrupt(f"block {base} cannot be its base", where=f"block {block}", hint=FSCK)
+            raise Corrupt(
+                f"block {base} cannot be its base", where=f"block {block}", hint=FSCK, block=block
+            )
         return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
 
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
         # After a new lookup the location may be of any kind.
         if _is_delta(location):
-            raise Corrupt("a delta cannot be a base", where=f"block {block}", hint=FSCK)
+            raise Corrupt(
+                "a delta cannot be a base", where=f"block {block}", hint=FSCK, block=block
+            )
         found = self._room(location.raw_length)
         self._reader.unchecked_into(block, location, found)
         return found
@@ -534,7 +541,9 @@ def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[b
     found = [row for row in rows if row is not None]
     if len(found) < len(rows):
         missing = BlockId(blocks[rows.index(None)])
-        raise Corrupt("the store does not have this block", where=f"block {missing}")
+        raise Corrupt(
+            "the store does not have this block", where=f"block {missing}", hint=FSCK, block=missing
+        )
     return found
 
 

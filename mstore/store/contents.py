@@ -18,7 +18,7 @@ from mstore.blocks.packs import Kind
 from mstore.errors import Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
-from mstore.store import leases
+from mstore.store import damage, leases
 from mstore.store.catalog import Catalog
 
 
@@ -83,10 +83,12 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
     """Raise Conflict instead, if data is missing because a snapshot was collected meanwhile.
 
     Data that is missing from a snapshot which was not collected is damage; its error passes
-    through.
+    through, and names the file and tensor of the damaged block.
     """
+    snapshots = list(snapshots)
     try:
-        yield
+        with damage.placed(catalog, snapshots):
+            yield
     except Pruned:
         raise
     except (Corrupt, NotFound) as error:

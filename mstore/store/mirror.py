@@ -29,6 +29,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Corrupt, MstoreError, StorageFailed
 from mstore.ids import SnapshotId
+from mstore.sizes import format_size
 from mstore.store import refs
 from mstore.store.layout import Layout
 from mstore.store.refs import BRANCH, TAG, Ref
@@ -202,7 +203,7 @@ def _bytes(path: Path) -> bytes | None:
             return None
         raise
     if len(data) > MAX_BYTES:
-        raise Corrupt(f"longer than {MAX_BYTES} bytes", where=str(path))
+        raise Corrupt(f"longer than {format_size(MAX_BYTES)}", where=str(path))
     return data
 
 

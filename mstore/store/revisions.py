@@ -23,6 +23,7 @@ from mstore.store import refs
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 MAX_LENGTH = 1000
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
+_TOO_SHORT = re.compile(r"[0-9a-f]{1,3}")
 _HINT = "mstore refs lists the names, mstore log the snapshots"
 
 
@@ -68,6 +69,8 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
         )
     if not ids:
         hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
+        if _TOO_SHORT.fullmatch(revision.name):
+            hint = f"the beginning of an id has at least 4 digits\n{hint}"
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
     if len(ids) > 1:
         listed = ", ".join(id.short for id in ids[:5])

@@ -33,14 +33,14 @@ NAMES_SHOWN = 4
 
 @command(
     example="mstore add ./llama-base ./llama-math --name-prefix llama/",
-    failure="an error; of several checkpoints those before it were stored, as it says",
+    failure="an error; checkpoints before the failed one are stored, and the hint lists them",
 )
 def add(
     session: Session,
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Checkpoint directories, .safetensors files, or models of a Hugging Face cache.",
             show_default=False,
         ),
@@ -50,7 +50,7 @@ def add(
         typer.Option(
             "--name",
             metavar="REF",
-            help="The branch that will point at it; once for each PATH, in their order.",
+            help="The branch that will point at it; one per PATH, in the same order.",
             show_default=False,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def add(
         typer.Option(
             "--name-prefix",
             metavar="TEXT",
-            help="Name each branch by this text and the name of its PATH.",
+            help="Name each branch TEXT plus the name of its PATH.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def add(
         typer.Option(
             "--base",
             metavar="REF",
-            help="What it was fine-tuned from: compare block by block, keep delta statistics. "
+            help="The model that it was fine-tuned from: compare block by block, keep statistics. "
             f"[default: the nearest stored model, if one is near; {NO_BASE!r}: no base]",
             show_default=False,
         ),
@@ -98,8 +98,8 @@ def add(
         typer.Option(
             "--max-sparse",
             metavar="SIZE",
-            help="Read files that are mostly holes up to this size together "
-            "[default: what is free on the store's disk].",
+            help="The most bytes of files that are mostly holes, all together "
+            "[default: the free space of the store's disk].",
             show_default=False,
         ),
     ] = None,
@@ -108,13 +108,14 @@ def add(
 ) -> None:
     """Store checkpoints, byte for byte, and name them.
 
-    Blocks that the store has already cost nothing. Adding the same bytes again changes nothing.
-    Each of several checkpoints is stored whole or not at all; those that others declare as their
-    base come first.
+    Blocks that are already in the store take no space. Adding the same bytes again changes nothing,
+    but restores blocks that the store had lost. Each checkpoint is stored completely or not at
+    all. If one checkpoint declares another as its base, the base is stored first.
 
-    Left out is what is no part of a model: .git, the Hub's download cache, and what only goes on
-    training (optimizer.pt, scheduler.pt, training_args.bin, global_step*/ and their like). Patterns
-    of a file .mstoreignore in the directory and those of --exclude say more; '!name' takes back.
+    Some files are left out because they are not part of the model: .git, the Hub's download cache,
+    and training states (optimizer.pt, scheduler.pt, training_args.bin, global_step*/ and others).
+    To leave out more, use --exclude or a file .mstoreignore in the directory; the pattern '!NAME'
+    keeps a file.
     """
     named = _named(paths, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
@@ -236,6 +237,13 @@ def _show(screen: Screen, reports: list[AddReport]) -> None:
 def _show_one(screen: Screen, report: AddReport) -> None:
     if report.new_snapshot:
         screen.line(f"added {report.name} {short(report.snapshot)}", style="green")
+    elif report.bytes_written:
+        blocks = counted(report.blocks_new, "block")
+        screen.line(
+            f"restored {report.name}: the store had lost some of its bytes ({blocks})",
+            style="green",
+        )
+        screen.command("to check the rest", "mstore fsck --read-data")
     else:
         screen.line(f"nothing new: {report.name} holds these bytes already")
         # The blocks were found by their ids: only reading them detects bit rot.

@@ -15,7 +15,7 @@ from mstore_cli.sizes import format_seconds, format_size
 
 @command(
     example="mstore analyze llama/math --base llama/base",
-    failure="an error; statistics that were finished are kept",
+    failure="an error; finished statistics are kept",
 )
 def analyze(
     session: Session,
@@ -24,7 +24,7 @@ def analyze(
         typer.Argument(metavar="EXPERT", help="The fine-tuned snapshot.", show_default=False),
     ],
     base: Annotated[
-        str, typer.Option("--base", metavar="REF", help="What it is to be compared with.")
+        str, typer.Option("--base", metavar="REF", help="The snapshot to compare it with.")
     ],
     only: OnlyCompared = None,
     skip: SkipCompared = None,
@@ -32,8 +32,8 @@ def analyze(
 ) -> None:
     """Measure how an expert differs from a base, so that merges can be planned.
 
-    `add --base` has done so already; this is for other pairs. Only what is missing is measured,
-    and an interrupted run goes on where it stopped.
+    `add --base` already does this; use `analyze` for other pairs. It measures only what is missing,
+    and resumes after an interruption.
     """
     with session.open() as store, session.progress() as tick:
         report = store.analyze(

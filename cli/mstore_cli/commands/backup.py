@@ -35,16 +35,17 @@ def backup(
     ],
     threads: Threads = None,
 ) -> None:
-    """Copy the store to DEST, or bring an earlier backup there up to date.
+    """Copy the store to DEST, or update an earlier backup there.
 
-    Commands, mounts and gc may run meanwhile: DEST has the state of one moment. Only packs that
-    DEST has not are copied, and every block in them is checked. DEST stays what it was until all
-    is there, wherever this is interrupted; then what gc has removed from the store goes from DEST.
+    Commands, mounts and gc may run meanwhile: DEST gets the state of one moment. Only packs that
+    DEST lacks are copied, and every block in them is checked. Until the copy is complete, DEST
+    keeps its previous state, also after an interruption. Then what gc removed from the store is
+    removed from DEST.
 
-    DEST is a store: mstore --store DEST reads it. Once something is written to it, it is a store
-    of its own, and no backup goes there any more. Statistics and the memo table are not copied.
+    DEST is a store: `mstore --store DEST` reads it. If you write to it, it becomes an independent
+    store and accepts no more backups. Statistics and the memo table are not copied.
 
-    Nobody else may write it, whoever shares the store; your umask says who may read it.
+    Only you may write DEST, even if the store is shared; your umask says who may read it.
     """
     with session.open() as store, session.progress() as tick:
         report = store.backup(destination, threads=threads, progress=tick)

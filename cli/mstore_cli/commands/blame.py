@@ -47,12 +47,13 @@ def blame(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Say how much of what a merge changed came from which expert.
+    """Print how much of a merge's change came from which expert.
 
-    Measured, not estimated: the blocks of the plan are read and merged again, and no others of an
-    expert. SHARE is the part of the merged delta, along itself, that the expert contributed; the
-    shares add up to 100 %, and one that worked against the outcome is negative. NORM is the norm
-    of the contribution, MOVED the number of elements that it moved. Nothing is published.
+    The command measures: it reads the blocks of the plan and merges them again, without publishing
+    anything. SHARE is the part of the merged delta that an expert contributed (its contribution
+    projected on that delta). Shares add up to 100 %; the share of an expert that worked against the
+    result is negative. NORM is the norm of the contribution, MOVED the number of elements that it
+    changed.
     """
     if svg is not None:
         plots.require()

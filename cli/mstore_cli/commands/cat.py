@@ -15,7 +15,7 @@ from mstore_cli.session import Session
 
 @command(
     example="mstore cat llama/merged:config.json",
-    failure="an error; what was written before it is right, but not all",
+    failure="an error; the bytes written before it are correct but incomplete",
 )
 def cat(
     session: Session,
@@ -26,7 +26,7 @@ def cat(
 ) -> None:
     """Write one file of a snapshot to standard output, byte for byte.
 
-    It has no JSON form. Every block is checked before it is written.
+    There is no JSON form. Every block is checked before it is written.
     """
     if session.output.mode is Mode.JSON:
         raise UsageError("cat writes bytes and has no JSON form", hint="mstore ls REF --json")

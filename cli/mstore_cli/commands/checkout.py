@@ -28,7 +28,7 @@ def checkout(
     patterns: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PATTERN]...",
+            metavar="PATTERN",
             help="Only files that match, as '*.json' [else all].",
             show_default=False,
         ),
@@ -44,7 +44,7 @@ def checkout(
 ) -> None:
     """Write the files of a snapshot into a directory, byte for byte.
 
-    A PATTERN is matched against whole paths, `*` also over `/`.
+    A PATTERN must match a whole path; `*` also matches `/`.
     """
     with session.open() as store, session.progress() as tick:
         report = store.checkout(

@@ -30,11 +30,11 @@ def clone(
     ],
     threads: Threads = None,
 ) -> None:
-    """Make a new store with all that SRC has: models, refs, reflogs and settings.
+    """Create an independent copy of a store: models, refs, reflogs and settings.
 
-    The new store is independent: it has a UUID of its own, and nothing that is done to one shows in
-    the other. Others may use SRC meanwhile. All is copied, no file is linked, and every block is
-    checked on the way. Statistics and the memo table are not copied.
+    The new store has its own UUID. Later changes to one store do not affect the other. Others may
+    use SRC meanwhile. Everything is copied, no file is linked, and every block is checked.
+    Statistics and the memo table are not copied.
     """
     given = session.given_store
     if given is not None and given.absolute() != source.absolute():

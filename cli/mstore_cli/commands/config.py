@@ -27,16 +27,19 @@ def config(
     ] = None,
     value: Annotated[
         str | None,
-        typer.Argument(metavar="VALUE", help="What it shall be from now on.", show_default=False),
+        typer.Argument(metavar="VALUE", help="The new value.", show_default=False),
     ] = None,
 ) -> None:
     """Show the store's settings, or change one.
 
-    codec says how new blocks are stored: auto compresses where that saves much, dense wherever it
-    saves anything, raw never. reflog_days is for how many days the reflog keeps what a ref pointed
-    at. What is stored already stays as it is. shared says who besides its maker may use the files
-    of the store: umask leaves it to the umask, group lets the group of the store read and write,
-    all lets everybody else read too; files that are there are widened at once, and never narrowed.
+    codec: how new blocks are stored. auto compresses where that saves much, dense wherever it saves
+    anything, raw never. Stored blocks stay as they are.
+
+    reflog_days: for how many days the reflog keeps what a ref pointed at.
+
+    shared: who may use the files of the store besides its owner. umask: as the umask says. group:
+    the store's group reads and writes. all: everybody else reads too. Existing files get the added
+    permissions at once; permissions are never taken away.
     """
     with session.open() as store:
         if key is not None and value is not None:

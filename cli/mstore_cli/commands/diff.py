@@ -69,12 +69,13 @@ def diff(
 ) -> None:
     """Compare two snapshots, or a snapshot with a directory: files, tensors, blocks.
 
-    Of two snapshots it is told how far each tensor moved, ||b - a|| / ||a|| over a whole tensor.
-    Equal files and tensors are counted, not listed. The exit status does not say whether they
-    differ.
+    For two snapshots, the command prints how far each tensor moved: ||b - a|| / ||a|| over the
+    whole tensor. Equal files and tensors are counted, not listed. The exit status does not depend
+    on whether they differ.
 
-    A directory is read as add reads it, with the same patterns for what is no part of a model, and
-    every byte is hashed; nothing is written. removed is what it lacks, added what only it has.
+    A directory is read as `mstore add` reads it, with the same exclude patterns. Every byte is
+    hashed and nothing is written. "removed" marks what the directory lacks, "added" what only the
+    directory has.
     """
     with session.open() as store, session.progress() as tick:
         _require_snapshot_first(store, a, b)

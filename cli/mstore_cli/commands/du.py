@@ -52,11 +52,11 @@ def du(
         ),
     ] = None,
 ) -> None:
-    """Print what refs take in stored bytes, what they share, and what gc frees without them.
+    """Print the stored bytes of refs, what they share, and what gc would free without them.
 
-    Sizes are of blocks at rest: those of the ref's snapshot and the bases of its deltas. A ref's
-    history counts in what is freed, and what others keep does not: their histories, tags, reflogs.
-    With names, also with whom each of them shares.
+    Sizes are of blocks as stored: those of the ref's snapshot and the bases of its deltas. FREED BY
+    RM also counts the ref's history, but not what something else keeps: other refs, their
+    histories, reflogs. If you name refs, the command also prints what each shares with whom.
     """
     if svg is not None:
         plots.require()

@@ -32,10 +32,12 @@ CHUNKS = {
     "SHARED": "chunks_shared",
     "= BASE": "chunks_equal_base",
     "BELOW": "chunks_below_threshold",
-    "BUDGET": "chunks_over_budget",
+    "LEFT OUT": "chunks_over_budget",
     "TOP-P": "chunks_outside_top_p",
 }
 MADE = ("read", "shared")
+SHOWN = {"over budget": "left out"}
+"""Words of the report that are shown as the table has them."""
 LONGEST_NAME = 40
 
 
@@ -65,12 +67,13 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Say which experts contributed to which blocks, what was left out and why.
+    """Print which experts contributed to which blocks, what was left out and why.
 
-    Counts are pairs of an expert and a chunk (a block, where all dtypes are one): READ; SHARED
-    with an expert read before; = BASE, so that there is nothing to read; BELOW the method's
-    threshold; over the BUDGET; outside the TOP-P share. Columns of zeros are left out. LEFT OUT is
-    the norm of the delta that was left out.
+    The table counts pairs of an expert and a chunk (a block, where all tensors have one dtype).
+    READ: read and merged. SHARED: equal to a chunk of an earlier expert, so read once. = BASE:
+    equal to the base, so there is nothing to read. BELOW: below the method's threshold. LEFT OUT:
+    left out for the budget or --max-error. TOP-P: outside the share of --top-p. Columns of zeros
+    are not shown. NORM LEFT OUT is the norm of the delta in LEFT OUT and TOP-P.
     """
     if svg is not None:
         plots.require()
@@ -133,7 +136,7 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     if not detailed:
         groups.append(total)
     title = "TENSOR" if detailed else "" if by is By.EXPERT else by.name
-    draw_groups(screen, title, (*used, "LEFT OUT"), groups)
+    draw_groups(screen, title, (*used, "NORM LEFT OUT"), groups)
     if detailed:
         for one in report.tensors:
             _draw_chunks(screen, one)
@@ -188,7 +191,7 @@ def _draw_chunks(screen: Screen, one: TensorExplanation) -> None:
         for fate in dict.fromkeys(words):
             if fate not in MADE:
                 left = [name for name, word in zip(names, words, strict=True) if word == fate]
-                _wrapped(screen, f"  {fate}: ", ", ".join(left))
+                _wrapped(screen, f"  {SHOWN.get(fate, fate)}: ", ", ".join(left))
 
 
 def _wrapped(screen: Screen, head: str, text: str) -> None:

@@ -47,7 +47,7 @@ def fsck(
         typer.Option(
             "--sample",
             metavar="SHARE",
-            help="Read and verify a random share of the blocks, as 5%.",
+            help="Read and verify a random share of the blocks, such as 5%.",
             show_default=False,
         ),
     ] = None,
@@ -57,20 +57,20 @@ def fsck(
             "--seed",
             metavar="N",
             min=0,
-            help="Draw the sample by this number, to read the same blocks again.",
+            help="Seed of the sample, to read the same blocks again.",
             show_default=False,
         ),
     ] = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Put good copies in the place of what is broken."),
+        typer.Option("--repair", help="Replace damaged blocks by good copies."),
     ] = False,
     places: Annotated[
         list[Path] | None,
         typer.Option(
             "--from",
             metavar="PLACE",
-            help="Another store or a checkpoint that may have good copies; may be repeated.",
+            help="Another store or a checkpoint that may have good copies. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -78,10 +78,10 @@ def fsck(
 ) -> None:
     """Check the store: packs, index, records, refs; with --read-data every byte.
 
-    Changes nothing but with --repair. Garbage is what interrupted work left behind; it does no
-    harm. --repair takes good copies from the store's own packs and from each --from, checked byte
-    by byte, and drops what has none; what that hurts is listed, and comes back when good
-    files are added again.
+    Nothing changes without --repair. Garbage is what interrupted commands left behind; it does no
+    harm. --repair takes good copies from the store's own packs and from each --from, checks every
+    byte, and drops blocks without a good copy. It lists what that affects. Add the original files
+    again to restore it.
     """
     if places and not repair:
         raise UsageError("--from goes with --repair", hint="mstore fsck --repair --from PLACE")
@@ -92,7 +92,7 @@ def fsck(
     if repair:
         _repair(session, places or [], read_data=read_data, threads=threads)
         return
-    share = None if sample is None else parse_share(sample)
+    share = None if sample is None else parse_share(sample, "--sample")
     seed = secrets.randbelow(1 << 32) if seed is None else seed
     with session.open_checked() as store, session.progress() as tick:
         report = store.fsck(

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 SNAPSHOTS_SHOWN = 10
 
 
-@command(example="mstore gc --dry-run", failure="an error; nothing that is needed was touched")
+@command(example="mstore gc --dry-run", failure="an error; nothing that is needed was removed")
 def gc(
     session: Session,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only say what would go.")
+        bool, typer.Option("--dry-run", "-n", help="Only print what would be removed.")
     ] = False,
     wait: Annotated[
         float,
@@ -29,21 +29,21 @@ def gc(
             "--wait",
             metavar="SECONDS",
             min=0,
-            help="Wait so long for running operations that may still read what goes.",
+            help="Wait up to this long for running operations that may still read it.",
         ),
     ] = 5.0,
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Rewrite every pack with anything dead, not only from 30% dead on."
+            "--all", help="Rewrite every pack with dead bytes, not only those that are 30% dead."
         ),
     ] = False,
     empty_lost_found: Annotated[
         bool,
         typer.Option(
             "--empty-lost-found",
-            help="Also remove what lies in lost+found/: packs that the index did not know, and "
-            "indexes that reindex replaced.",
+            help="Also delete lost+found/: packs that the index did not know, and indexes that "
+            "reindex replaced.",
         ),
     ] = False,
     reflog_days: Annotated[
@@ -52,16 +52,17 @@ def gc(
             "--reflog-days",
             metavar="DAYS",
             min=0,
-            help="Keep what refs pointed at in so many days [default: as the store is set].",
+            help="Keep what refs pointed at in the last DAYS days [default: reflog_days].",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Drop what no ref reaches, and give its space back.
+    """Remove what no ref reaches, and free its space.
 
-    Kept is what refs, their reflogs of the last 30 days (mstore config reflog_days) and running
-    operations reach. Packs that are 30% dead are rewritten. Safe beside everything else. A pack
-    that the index does not know is not deleted: it moves to lost+found/ in the store.
+    Kept is what is reachable from refs, from their reflogs of the last 30 days (`mstore config
+    reflog_days`) and from running operations. Packs of which at least 30% is dead are rewritten.
+    Other commands may run at the same time. A pack that the index does not know is not deleted: it
+    moves to lost+found/ in the store.
     """
     with session.open() as store, session.progress() as progress:
         report = store.gc(

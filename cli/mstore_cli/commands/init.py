@@ -54,21 +54,21 @@ def init(
         typer.Option(
             "--shared",
             metavar="[=WHO]",
-            help="Who may use the store: group (and may write it), all (and others may read it), "
-            "umask; without =WHO, group.",
+            help="Who may use the store: group (its group reads and writes), all (others also "
+            "read), umask [default without =WHO: group].",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Make an empty store.
+    """Create an empty store.
 
     The block size is fixed for the life of the store. Smaller blocks find more equal parts and
-    cost more index.
+    make the index larger.
 
-    --shared makes all that is ever written in the store readable and writable for the group of its
-    directory, whatever umask who writes has. That is the group of the directory above where that is
-    setgid (chgrp GROUP and chmod g+s it first), else your own; it says which. chgrp -R GROUP on the
-    store changes it later.
+    --shared lets the group of the store's directory read and write everything in it, whatever the
+    umask of its members. A new directory gets the group of its parent directory if that has the
+    setgid bit (set it first: chgrp GROUP DIR; chmod g+s DIR), else your own group. The command
+    prints which. To change the group later: chgrp -R GROUP STORE.
     """
     if directory and session.named_store and directory.absolute() != session.named_store.absolute():
         raise UsageError(

@@ -52,7 +52,7 @@ def log(
         bool, typer.Option("--all", help="Every stored snapshot, also those that no ref reaches.")
     ] = False,
 ) -> None:
-    """List snapshots with what they were made from, newest first."""
+    """List snapshots and what each was made from, newest first."""
     if every and revision is not None:
         raise UsageError("--all goes without REF", hint="mstore log --all")
     with session.open() as store:

@@ -32,10 +32,10 @@ def materialize(
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Run the plan of a virtual merge, store the result and move the branch to it.
+    """Compute a virtual merge, store the result and move the branch to it.
 
-    The content is the one that a merge without --virtual has. Where the branch holds stored bytes
-    already there is nothing to do.
+    The content equals that of a merge without --virtual. If the branch already holds stored bytes,
+    nothing changes.
     """
     with session.open() as store, session.progress() as tick:
         report = store.materialize(branch, message=message, threads=threads, progress=tick)

@@ -12,6 +12,7 @@ from mstore_cli.command import command
 from mstore_cli.errors import Interrupted, UsageError
 from mstore_cli.merging import (
     MISTAKEN,
+    RECIPE_HINT,
     RECIPES,
     AllowNoop,
     Budget,
@@ -49,7 +50,12 @@ PLAN_HINT = "mstore plan --help"
     example="mstore merge --plan plan.json --name llama/merged",
     failure="an error; nothing was published",
     foreign=RECIPES,
-    mistaken=MISTAKEN,
+    foreign_hint=f"mstore merge {RECIPE_HINT}",
+    mistaken={
+        **MISTAKEN,
+        "--abort": "nothing to abort: a merge publishes all or nothing, and Ctrl-C stops it",
+        "--continue": "the same command continues an interrupted merge",
+    },
 )
 def merge(
     session: Session,
@@ -60,8 +66,9 @@ def merge(
         str | None,
         typer.Option(
             "--plan",
-            metavar="ID_OR_FILE",
-            help="Run this plan: its id, the beginning of it, or a file made by `plan -o`.",
+            metavar="ID|FILE|REF",
+            help="Run this plan: its id, the beginning of the id, a file made by `plan -o`, or "
+            "the plan of this merged snapshot.",
         ),
     ] = None,
     base: MaybeBase = None,
@@ -82,14 +89,14 @@ def merge(
         bool,
         typer.Option(
             "--virtual",
-            help="Commit the plan alone: read and write nothing now, compute what is read later.",
+            help="Commit only the plan: read and write no blocks now, compute them when read.",
         ),
     ] = False,
     no_memo: Annotated[
         bool,
         typer.Option(
             "--no-memo",
-            help="Compute everything, also what an earlier merge made; remember nothing.",
+            help="Compute everything, even outputs of earlier merges, and remember nothing.",
         ),
     ] = False,
     memory: Annotated[
@@ -97,17 +104,17 @@ def merge(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Most anonymous memory to use [default: 512MiB].",
+            help="The most anonymous memory to use [default: 512MiB].",
             show_default=False,
         ),
     ] = None,
     message: Message = "",
     threads: Threads = None,
 ) -> None:
-    """Merge experts into a base: plan it now, or run a plan made before.
+    """Merge experts into a base: with a new plan, or with a plan made before.
 
-    Takes either --plan, or the options of `mstore plan`. Never reads more from experts than the
-    plan says.
+    Give either --plan, or the options of `mstore plan`. A merge never reads more from experts than
+    its plan says. Recipes of mergekit (YAML) are not read: pass their values as options.
     """
     request: MergeRequest | None = None
     if plan is None:
@@ -206,17 +213,18 @@ def merge(
         draw_notes(screen, report.notes, report.warnings)
 
     session.output.emit(report, ids=[report.snapshot], human=human)
+    session.warn_if_quiet(warning.text for warning in report.warnings)
 
 
 def _known_plan(store: Store, id_or_file: str) -> str:
     """Return the id of a plan named by id, prefix or file.  A file wins, and is imported first."""
     path = Path(id_or_file)
+    if path.suffix in RECIPES:
+        raise UsageError(RECIPES[path.suffix], hint=f"mstore merge {RECIPE_HINT} --name REF")
     if not path.is_file():
         if set(id_or_file) <= set("0123456789abcdef"):
             return id_or_file
-        from mstore.errors import NotFound
-
-        raise NotFound("neither a plan's id nor a file", where=id_or_file, hint=PLAN_HINT)
+        return _plan_of(store, id_or_file)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -224,6 +232,20 @@ def _known_plan(store: Store, id_or_file: str) -> str:
 
         raise BadRequest("not a plan: not a text file", where=str(path), hint=PLAN_HINT) from error
     return str(store.import_plan(text).plan)
+
+
+def _plan_of(store: Store, name: str) -> str:
+    """Return the id of the plan that made a snapshot."""
+    from mstore.errors import BadName, BadRequest, NotFound
+
+    try:
+        report = store.show(name)
+    except (NotFound, BadName) as error:
+        what = "neither a plan's id, nor a file, nor a merged snapshot"
+        raise NotFound(what, where=name, hint=PLAN_HINT) from error
+    if report.plan is None:
+        raise BadRequest("no merge made it, so it has no plan", where=name, hint=PLAN_HINT)
+    return str(report.plan)
 
 
 def _optional_size(size: int | None) -> str:

@@ -18,12 +18,12 @@ from mstore_cli.session import Session
 def migrate(
     session: Session,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
+        bool, typer.Option("--dry-run", help="Only print what would be done.")
     ] = False,
 ) -> None:
-    """Bring a store of an older format to the one that this program reads and writes.
+    """Convert a store of an older format to the current one.
 
-    Each step can be interrupted and run again. Needs the store for itself.
+    Each step can be interrupted and run again. The store must not be in use.
     """
     from mstore import Store
 

@@ -36,7 +36,7 @@ def mount(
 ) -> None:
     """Show a snapshot as a read-only directory, or the whole store with --all.
 
-    Returns once the mount answers; it outlives the shell.
+    The command returns when the mount works. The mount stays after you close the shell.
     """
     if len(target) != (1 if everything else 2):
         wanted = "--all takes only DIR" if everything else "give REF and DIR, or --all and DIR"

@@ -12,6 +12,7 @@ from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.merging import (
     MISTAKEN,
+    RECIPE_HINT,
     RECIPES,
     AllowNoop,
     Base,
@@ -48,6 +49,7 @@ HELP = "mstore plan --help"
     "--method ties --param density=0.2 --budget 30%",
     failure="an error; no plan was kept",
     foreign=RECIPES,
+    foreign_hint=f"mstore plan {RECIPE_HINT}",
     mistaken=MISTAKEN,
 )
 def plan(
@@ -69,30 +71,32 @@ def plan(
     threads: Threads = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write the plan here, as JSON."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Also write the plan to FILE, as JSON."
+        ),
     ] = None,
     sweep: Annotated[
         bool,
         typer.Option(
-            "--sweep", help="Instead of one plan: cost and error at budgets of 5 % to 100 %."
+            "--sweep", help="Print cost and error at budgets of 5 % to 100 %, instead of one plan."
         ),
     ] = False,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="With --sweep: also the real error; reads all experts once."
+            "--measure", help="With --sweep: also measure the real error; reads all experts once."
         ),
     ] = False,
     svg: Annotated[
         Path | None,
-        typer.Option("--svg", metavar="FILE", help="With --sweep: also draw it here, as SVG."),
+        typer.Option("--svg", metavar="FILE", help="With --sweep: also draw it to FILE, as SVG."),
     ] = None,
 ) -> None:
-    """Choose which expert blocks a merge reads, and say what it costs and how far off it can be.
+    """Choose which expert blocks a merge reads, and print its cost and error.
 
-    The plan is kept in the store, unless it can only be read; -o writes it for others then. The
-    same request gives the same plan. With --sweep no plan is kept: each line is what the plan with
-    that budget would be, and -q prints the bytes that each reads from experts.
+    The store keeps the plan. If you may only read the store, use -o to write the plan to a file.
+    The same request always gives the same plan. With --sweep, no plan is kept: each line describes
+    the plan with that budget, and -q prints the bytes that each plan reads from experts.
     """
     if sweep and (budget is not None or max_error is not None or output is not None):
         raise UsageError(
@@ -139,6 +143,7 @@ def plan(
             screen.command("to hand it to whoever may write", "mstore plan ... -o plan.json")
 
     session.output.emit(plan_document(report, output), ids=[report.plan], human=human)
+    session.warn_if_quiet(warning.text for warning in report.warnings)
 
 
 def _sweep(

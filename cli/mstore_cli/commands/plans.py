@@ -29,8 +29,8 @@ COLUMNS = (
 def plans(session: Session) -> None:
     """List the plans that the store keeps, by base, method and cost.
 
-    Each can be run with `mstore merge --plan ID`. LOST is about how much is lost of what the
-    merge without a budget changes, BOUND the certified bound on the error, over the base's norm.
+    To run one: `mstore merge --plan ID`. LOST estimates which share of the full merge's change is
+    lost. BOUND is the certified bound on the error, relative to the base's norm.
     """
     with session.open() as store:
         found = store.plans()

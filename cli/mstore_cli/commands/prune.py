@@ -8,6 +8,7 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import counted
@@ -22,7 +23,7 @@ def prune(
     branches: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="REF...",
+            metavar="REF",
             help="Branches [default: all of them].",
             show_default=False,
             autocompletion=completion.refs,
@@ -71,25 +72,30 @@ def prune(
         bool,
         typer.Option(
             "--keep-tagged/--no-keep-tagged",
-            help="Keep what a tag names; else remove such tags.",
+            help="Keep tagged snapshots, or remove their tags.",
         ),
     ] = True,
     unnamed_inputs: Annotated[
         bool,
         typer.Option(
-            "--unnamed-inputs", help="Also bases and experts of merges that no ref names."
+            "--unnamed-inputs", help="Also prune bases and experts of merges that no ref names."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only say what would be pruned.")
+        bool, typer.Option("--dry-run", "-n", help="Only print what would be pruned.")
     ] = False,
 ) -> None:
-    """Let the contents of old snapshots go: of each branch, those that no --keep-... keeps.
+    """Drop the contents of old snapshots: on each branch, those that no --keep-... keeps.
 
-    The tip of a branch always stays. Days are those of this machine's zone. What is pruned stays
-    in the log, with its plans and parents. Its space comes back with `mstore gc`, once the reflog
-    lets go of it too.
+    The tip of a branch always stays. Days are those of this machine's time zone. Pruned snapshots
+    stay in the log, with their plans and parents. `mstore gc` frees their space when they are older
+    than the reflog keeps (reflog_days).
     """
+    if not any((keep_last, keep_daily, keep_weekly, keep_monthly, keep_yearly)):
+        raise UsageError(
+            "say what to keep: at least one --keep-... option",
+            hint="mstore prune --keep-last 3 --dry-run says what that would prune",
+        )
     with session.open() as store:
         report = store.prune(
             branches or (),

@@ -33,8 +33,8 @@ def reflog(
 ) -> None:
     """List where a ref has pointed, newest first.
 
-    NAME@{N} in the first column is a revision like any other; `mstore reset NAME NAME@{1}` brings
-    a removed branch back.
+    NAME@{N} in the first column is a revision like any other. To restore a removed branch:
+    `mstore reset NAME NAME@{1}`.
     """
     with session.open() as store:
         entries = store.reflog(name)

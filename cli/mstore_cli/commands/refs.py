@@ -28,10 +28,16 @@ def refs(
     """List branches and tags and what they point at."""
     with session.open() as store:
         found = store.refs(*(names or ()))
+        removed = [one for one in store.reflog() if one.new is None] if not found else []
 
     def human(screen: Screen) -> None:
-        if not found:
+        if not found and not removed:
             screen.command("no refs yet; next", "mstore add PATH --name REF")
+        elif not found:
+            name = removed[0].name
+            screen.line(f"no refs: all were removed, {name} last")
+            screen.command("to restore it", f"mstore reset {name} '{name}@{{1}}'")
+            screen.command("to list all that were removed", "mstore reflog")
         screen.table(
             COLUMNS, ((one.name, one.kind, _snapshot(one), when(one.time_ns)) for one in found)
         )

@@ -23,15 +23,15 @@ def reindex(
         bool,
         typer.Option(
             "--no-old-index",
-            help="Do not look at the index that is there: refs from the mirror, no reflogs.",
+            help="Ignore the old index: take refs from the mirror, and no reflogs.",
         ),
     ] = False,
 ) -> None:
     """Rebuild the index from the packs and the text mirror of the refs.
 
-    Reflogs and the names of plans' inputs are taken over from the old index where it can be read.
-    Where mirror, reflog and old index say different things of a ref, the latest is believed, and
-    standard error tells of it. Needs the store for itself: let commands end and unmount it first.
+    Reflogs and the names of plans' inputs come from the old index, if it is readable. If mirror,
+    reflog and old index disagree about a ref, the newest wins, and a warning says so. The store
+    must not be in use: stop other commands and unmount it first.
     """
     from mstore import Store
 

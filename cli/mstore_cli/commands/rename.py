@@ -28,9 +28,9 @@ def rename(
     ],
     new: Annotated[str, typer.Argument(metavar="NEW", help="Its new name.", show_default=False)],
 ) -> None:
-    """Give a branch or tag another name.
+    """Rename a branch or tag.
 
-    Where it pointed before stays in the reflog of the old name.
+    The reflog of the old name keeps its earlier positions.
     """
     with session.open() as store:
         report = store.rename(old, new)

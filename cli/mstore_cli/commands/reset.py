@@ -23,11 +23,15 @@ def reset(
     The old position stays in the reflog.
     """
     with session.open() as store:
+        was = next((one.snapshot for one in store.refs() if one.name == name), None)
         report = store.reset(name, revision)
         session.settled()
         was_nowhere = store.reflog(name)[0].old is None
 
     def human(screen: Screen) -> None:
+        if was == report.snapshot:
+            screen.line(f"nothing changed: {report.name} was at {short(report.snapshot)} already")
+            return
         screen.line(f"{report.name} is now {short(report.snapshot)}", style="green")
         if not was_nowhere:
             screen.command("where it was", f"mstore reflog {report.name}")

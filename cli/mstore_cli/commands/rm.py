@@ -22,25 +22,35 @@ def rm(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="REF...",
-            help="Branches, tags, or patterns, as 'old/*'.",
+            metavar="REF",
+            help="Branches, tags, or patterns such as 'old/*'.",
             show_default=False,
             autocompletion=completion.refs,
         ),
     ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Only print what would be removed.")
+    ] = False,
 ) -> None:
     """Remove branches or tags, all of them or none.
 
-    Their snapshots stay, and so do their reflogs, until `mstore gc` finds them too old.
+    Snapshots stay until `mstore gc` drops them: when no ref reaches them and the reflog is older
+    than reflog_days (see `mstore config`). Until then `mstore reset` brings a branch back.
     """
     with session.open() as store:
-        report = store.remove(*names)
+        report = store.remove(*names, dry_run=dry_run)
         session.settled()
 
     session.output.emit(report, ids=report.removed, human=lambda screen: _print(screen, report))
 
 
 def _print(screen: Screen, report: RemoveReport) -> None:
+    if report.dry_run:
+        for name, kind in zip(report.removed, report.kinds, strict=True):
+            screen.line(f"would remove {kind} {name}")
+        if report.unnamed_snapshots:
+            screen.line(f"{counted(report.unnamed_snapshots, 'snapshot')} would have no ref")
+        return
     for name, kind in zip(report.removed, report.kinds, strict=True):
         screen.line(f"removed {name}", style="green")
         back = "tag" if kind == "tag" else "reset"

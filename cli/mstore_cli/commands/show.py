@@ -20,7 +20,7 @@ SHOWN = 5
 
 @command(example="mstore show llama/merged")
 def show(session: Session, revision: Revision) -> None:
-    """Print what is known of one snapshot: content, parents, origin, message."""
+    """Print one snapshot: content, parents, origin, message."""
     with session.open() as store:
         report = store.show(revision, signers=trusted_signers(None))
 

@@ -48,7 +48,7 @@ def sign(
 ) -> None:
     """Sign a snapshot with a key: every byte, its lineage and its plan.
 
-    The signature is kept in the store. Signing again with the same key changes nothing.
+    The store keeps the signature. Signing again with the same key changes nothing.
     """
     from mstore.signing import load_key
 

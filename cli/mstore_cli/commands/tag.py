@@ -21,12 +21,12 @@ def tag(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="The new tag; alone, a pattern of tags.", show_default=False
+            metavar="NAME", help="The new tag; alone, a pattern of tags.", show_default=False
         ),
     ] = None,
     revision: MaybeRevision = None,
 ) -> None:
-    """Give a snapshot a name that does not move; without REF, list the tags.
+    """Give a snapshot a fixed name; without REF, list the tags.
 
     `mstore tag` lists all tags, and `mstore tag 'v1.*'` those that match.
     """

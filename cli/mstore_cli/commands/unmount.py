@@ -26,7 +26,7 @@ def unmount(
         typer.Option("--lazy", help="At once; files that are open stay readable until closed."),
     ] = False,
 ) -> None:
-    """End a mount, or clear away one whose process died."""
+    """End a mount, or remove one whose process died."""
     from mstore_fuse.mounts import unmount as end_mount
 
     mountpoint = directory.absolute()

@@ -35,7 +35,7 @@ def verify(
     revisions: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[REF]...",
+            metavar="REF",
             help="What to check [default: all branches and tags].",
             show_default=False,
         ),

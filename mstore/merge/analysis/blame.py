@@ -34,6 +34,7 @@ from mstore.objects.plan import Plan
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of, sources_of_merge
+from mstore.store.refs import is_pattern
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
@@ -152,7 +153,8 @@ def blame(
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
         listed = f"mstore ls --tensors {snapshot.short}"
-        raise NotFound("no such tensor", where=tensor, hint=did_you_mean(tensor, names, listed))
+        what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
+        raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
     plan = catalog.record(Plan, plan_id)
     with inputs_held(catalog, snapshot, record):
         check_fits(catalog, plan)

@@ -23,6 +23,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.plans import Sources, plan_of, sources_of_merge
+from mstore.store.refs import is_pattern
 
 STATE_NAMES = {
     READ: "read",
@@ -306,7 +307,8 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     names = catalog.manifest(record.manifest_id()).tensors()
     if tensor is not None and tensor not in names:
         listed = f"mstore ls --tensors {snapshot.short}"
-        raise NotFound("no such tensor", where=tensor, hint=did_you_mean(tensor, names, listed))
+        what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
+        raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
     plan = catalog.record(Plan, plan_id)
     sources = sources_of_merge(catalog, plan_id, plan, record)
     explainer = _Explainer(catalog, record, plan, sources)

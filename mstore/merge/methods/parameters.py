@@ -109,6 +109,8 @@ def _parse_int(given: object) -> int | None:
 def _parse_bool(given: object) -> bool | None:
     if isinstance(given, bool):
         return given
+    if isinstance(given, Integral) and given in (0, 1):
+        return given == 1
     return _BOOLEANS.get(given.strip().lower()) if isinstance(given, str) else None
 
 

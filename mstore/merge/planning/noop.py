@@ -9,6 +9,7 @@ from __future__ import annotations
 from mstore.errors import BadRequest
 from mstore.merge.methods.registry import Operations
 from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.sizes import format_size
 from mstore.store.catalog import Catalog
 
 _ALLOW = "--allow-noop merges it all the same"
@@ -23,6 +24,12 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
     small tensor may fit even that.
     """
     asked = plan.criteria
+    if _cancels(plan):
+        raise BadRequest(
+            "both experts are the same model and their weights cancel: this merge would be the "
+            "base itself",
+            hint=f"change a weight; {_ALLOW}",
+        )
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
     if _reads(plan):
         if leaves_out and plan.budget is not None and plan.budget <= _PERCENT:
@@ -59,6 +66,21 @@ def is_retyped(catalog: Catalog, plan: Plan) -> bool:
     )
 
 
+def _cancels(plan: Plan) -> bool:
+    """Return whether a plain sum has only two terms, one the exact negative of the other."""
+    if not plan.is_plain:
+        return False
+    operation = Operations(plan).main
+    weighted = [expert for expert in plan.experts if expert.weight]
+    if len(weighted) != 2 or not operation.is_additive or operation.is_whole:
+        return False
+    # Drawn elements differ between experts, unless all are kept.
+    if operation.is_drawn and operation.density < 1:
+        return False
+    one, other = weighted
+    return one.manifest == other.manifest and one.weight == -other.weight
+
+
 def _reads(plan: Plan) -> bool:
     return any(READ in states for tensor in plan.tensors for states in tensor.states)
 
@@ -79,9 +101,9 @@ def _too_small(option: str, budget: int, *, reads: bool = False) -> BadRequest:
         else f"{option} 30%, or mstore plan --sweep for what budgets give; "
     )
     return BadRequest(
-        f"no block of an expert fits {budget} bytes, so this merge would read nothing"
+        f"no block of an expert fits {format_size(budget)}, so this merge would read nothing"
         if not reads
-        else f"hardly a block of an expert fits {budget} bytes",
+        else f"hardly a block of an expert fits {format_size(budget)}",
         where=option,
         hint=f"{meant}{_ALLOW}",
     )

@@ -10,6 +10,7 @@ from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.sizes import exact_size, format_size
 from mstore.store.plans import Sources, TensorOverflow, reported
 
 
@@ -111,15 +112,15 @@ def plan_report(
         # Not a note of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
         notes.append(
-            f"{analyzed} bytes of experts were read for statistics or exact thresholds that were "
-            f"missing, apart from the budget, {again}"
+            f"{format_size(analyzed)} of experts were read for statistics or exact thresholds that "
+            f"were missing, apart from the budget, {again}"
         )
     if not kept:
         notes.append("this store can be read and not written: the plan is not kept in it")
     if plan.budget is not None and costs.planned > plan.budget:
         notes.append(
-            f"the plan was made where its blocks lie otherwise: here they take {costs.planned} "
-            f"bytes, more than its budget of {plan.budget}"
+            "the plan was made where its blocks lie otherwise: here they take "
+            f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
     elects = any(operation.is_elected for operation in Operations(plan).used(plan))
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:

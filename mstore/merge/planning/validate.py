@@ -18,6 +18,7 @@ from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
+from mstore.sizes import format_size
 from mstore.stats.chunks import chunk_elements
 from mstore.store.catalog import Catalog
 
@@ -29,8 +30,8 @@ def check_block_size(catalog: Catalog, plan: Plan) -> None:
     """Raise Incompatible for a plan of a store with another block size."""
     if plan.block_size != catalog.block_size:
         raise Incompatible(
-            f"the plan is for blocks of {plan.block_size} bytes, this store has "
-            f"{catalog.block_size}",
+            f"the plan is for blocks of {format_size(plan.block_size)}, this store has "
+            f"{format_size(catalog.block_size)}",
             hint="mstore plan makes one for this store",
         )
 

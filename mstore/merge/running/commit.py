@@ -15,6 +15,7 @@ from mstore.ids import ManifestId, SnapshotId
 from mstore.merge.running.engine import Engine, Means, Outcome
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.overflow import counted
+from mstore.merge.running.papers import Form
 from mstore.merge.running.slices import SLICE_BYTES
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
@@ -57,7 +58,7 @@ def run_merge(
     slice_bytes: int = SLICE_BYTES,
     policy: Policy | None = None,
     materialized: refs.Ref | None = None,
-    papers: bool = True,
+    papers: Form = Form.CURRENT,
 ) -> Merged:
     """Run a stored plan and publish the result under a ref.
 

@@ -30,7 +30,7 @@ from mstore.merge.running.local import LocalRunner
 from mstore.merge.running.memory import MEMORY, bounds
 from mstore.merge.running.output import Layout
 from mstore.merge.running.overflow import Tally
-from mstore.merge.running.papers import Papers
+from mstore.merge.running.papers import Form, Papers
 from mstore.merge.running.records import Records, coverage
 from mstore.merge.running.remote import RemoteRunner
 from mstore.merge.running.sink import Sink
@@ -88,8 +88,8 @@ class Engine:
     """One run of one plan.
 
     sink: None to compute the outcome without storing it. memo: None to use no memo table. policy:
-    how the output is coded, None for the store's own. papers: whether the output has its own model
-    card (`merge.running.papers`); merges of earlier versions have the base's.
+    how the output is coded, None for the store's own. papers: which model card the output has
+    (`merge.running.papers`).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         means: Means,
         policy: Policy | None = None,
         memo: Memo | None = None,
-        papers: bool = True,
+        papers: Form = Form.CURRENT,
         progress: ProgressCallback | None = None,
     ) -> None:
         check_fits(catalog, plan)
@@ -144,7 +144,7 @@ class Engine:
             layout,
             sink,
             policy=policy,
-            papers=Papers(catalog, plan) if papers else None,
+            papers=Papers(catalog, plan, papers) if papers else None,
         )
 
     def run(self) -> Outcome:

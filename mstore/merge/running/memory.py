@@ -15,6 +15,7 @@ from mstore.errors import BadRequest
 from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.task import Tasks, item_size
+from mstore.sizes import format_size
 
 MEMORY: Final = 512 << 20
 """Default limit of a merge's anonymous memory, in bytes."""
@@ -61,8 +62,9 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
     if not count:
         least = alone.of(1)
         raise BadRequest(
-            f"{memory} bytes of memory are too few: {RESERVE} are the fixed working memory of the "
-            f"process, and one chunk of the base and of each expert takes {least - RESERVE} more",
+            f"{format_size(memory)} of memory is too little: {format_size(RESERVE)} is the fixed "
+            "working memory of the process, and one chunk of the base and of each expert takes "
+            f"{format_size(least - RESERVE)} more",
             where=alone.largest,
             hint=f"the least that works: --memory {-(-least >> 20)}MiB",
         )

@@ -18,6 +18,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 
@@ -67,6 +68,12 @@ _OF_RULES = """\
 Some tensors were merged by rules of their own, which a command cannot state; `mstore explain REF`
 shows the method and the sources of each.
 """
+_OF_THIS_PLAN = """\
+REF is this merge, in a store that has it. Its plan names the chunks that were read; a number
+of bytes would not, because a chunk's bytes depend on how a store keeps it. NEW is a name for
+the result.
+"""
+_OF_THE_WHOLE = "The same merge with nothing left out:"
 _OF_IDS = """\
 In the store where it was made, `mstore log REF` tells this merge's snapshot and parents, and
 `mstore explain REF` its plan and what of which expert is in it. A snapshot's id cannot stand
@@ -95,12 +102,25 @@ class Parent:
         return self.name or self.manifest.hex()
 
 
+class Form(IntEnum):
+    """Which card a merge has: the base's own, this version's, or that of earlier versions.
+
+    The card of earlier versions gives, for a merge that leaves chunks out, only the command of the
+    whole merge. It is made where such a merge is run again.
+    """
+
+    NONE = 0
+    CURRENT = 1
+    EARLIER = 2
+
+
 class Papers:
     """Card and licence files of one plan's merge. Reads the parents' cards, and nothing else."""
 
-    def __init__(self, catalog: Catalog, plan: Plan) -> None:
+    def __init__(self, catalog: Catalog, plan: Plan, form: Form = Form.CURRENT) -> None:
         self._catalog = catalog
         self._plan = plan
+        self._form = form
 
     def files(self) -> tuple[tuple[File, ...], dict[str, bytes]]:
         """Return the merge's files taken from parents, without the card; and new files by path."""
@@ -145,6 +165,11 @@ class Papers:
         silent = tuple(n for n, one in enumerate(stated) if one is None)
         if known and silent:
             yield silent, "no licence is stated; nothing says that a merge may be passed on"
+
+    def is_card_of(self, id: ManifestId) -> bool:
+        """Return whether a content has exactly this card."""
+        card = self.card().encode()
+        return self._start(id, CARD, len(card) + 1) == card
 
     # -- the card ------------------------------------------------------------------------------
 
@@ -197,14 +222,25 @@ class Papers:
         yield from [f"- {text}" for text in said] or ["Every parent's own terms apply."]
         if not self._is_one_licence():
             yield f"\nTexts that came with the parents, if any, are in `{LICENCES}/`."
-        yield from ("", "## How it was made", "", "```sh", self._command(), "```", "")
+        yield from ("", "## How it was made", "")
+        yield from self._how()
+        yield _OF_IDS
+
+    def _how(self) -> Iterator[str]:
+        """Yield the command that makes this merge again, also if its plan leaves chunks out."""
+        left, all_of_it = self._left_out()
+        if left and self._form is not Form.EARLIER:
+            yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
+            yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
+            yield f"budget, an allowed error, or a share of blocks to write. {_OF_THE_WHOLE}"
+            yield ""
+        yield from ("```sh", self._command(), "```", "")
+        plan = self._plan
         if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
             yield _OF_RULES
-        left, all_of_it = self._left_out()
-        if left:
+        if left and self._form is Form.EARLIER:
             yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
             yield _OF_BUDGETS
-        yield _OF_IDS
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
@@ -289,10 +325,13 @@ class Papers:
         return data[:length]
 
 
-def has_papers(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> bool:
-    """Return whether a merge has papers of its own; merges by earlier versions have the base's."""
+def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
+    """Return which card a recorded merge has: running it again makes the same one."""
     ours, base = (catalog.manifest(id) for id in (record.manifest_id(), plan.base_id()))
-    return ours.file(CARD) != base.file(CARD)
+    if ours.file(CARD) == base.file(CARD):
+        return Form.NONE
+    earlier = Papers(catalog, plan, Form.EARLIER)
+    return Form.EARLIER if earlier.is_card_of(record.manifest_id()) else Form.CURRENT
 
 
 def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
 from mstore.merge.running.engine import Engine, Means, Outcome
-from mstore.merge.running.papers import has_papers
+from mstore.merge.running.papers import form_of
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.progress import ProgressCallback
@@ -59,7 +59,7 @@ def replay(
             plan,
             None,
             means=Means(threads),
-            papers=has_papers(catalog, record, plan),
+            papers=form_of(catalog, record, plan),
             progress=progress,
         ).run()
     manifest = outcome.manifest

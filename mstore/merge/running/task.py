@@ -358,6 +358,7 @@ class Tasks:
                 "a pack that the index names is missing",
                 where=f"pack {source.at.pack}",
                 hint="mstore fsck",
+                block=source.id,
             )
         # The reader was charged for the old length and decodes by the old codec.
         if place is None or msgspec.structs.replace(
@@ -386,6 +387,7 @@ class Tasks:
                     "stored as a delta whose base is a delta itself",
                     where=f"block {block}",
                     hint="mstore fsck",
+                    block=block,
                 )
         sources |= {
             block: Source(block, places[block], sources[base]) for block, base in deltas.items()

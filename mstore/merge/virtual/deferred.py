@@ -19,7 +19,7 @@ from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
-from mstore.merge.running.papers import Papers, has_papers
+from mstore.merge.running.papers import Papers, form_of
 from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
@@ -230,7 +230,7 @@ def materialize(
         progress=progress,
         memo=memo,
         materialized=current,
-        papers=has_papers(catalog, record, plan),
+        papers=form_of(catalog, record, plan),
     )
     return _materialized(name, merged.snapshot, catalog.snapshot(merged.snapshot), merged, began)
 

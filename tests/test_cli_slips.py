@@ -1,0 +1,252 @@
+"""What fresh readers stumbled over: results that say what happened, hints for common slips."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import write_safetensors
+from cli_runs import Program
+
+from mstore import Store
+from mstore.errors import StorageFailed
+from mstore.numeric.code_cache import COMPILING, LOGGER
+from mstore_cli import kernels
+from mstore_cli.errors import report
+
+MERGE = ["merge", "--base", "base", "--expert", "expert", "--method", "linear"]
+
+
+def write(path: Path, seed: int) -> Path:
+    """A checkpoint of two layers and a norm."""
+    random = np.random.default_rng(seed)
+    tensors = []
+    for name in ("layers.0.up", "layers.1.up", "norm"):
+        values = random.standard_normal(1 << 16).astype("<f4")
+        tensors.append((name, "F32", (256, 256), values.tobytes()))
+    write_safetensors(path / "model.safetensors", tensors)
+    return path
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """A store with a base and an expert."""
+    mstore = Program(tmp_path / "a store")
+    mstore.succeed("init")
+    for seed, name in enumerate(("base", "expert")):
+        mstore.succeed("add", write(tmp_path / name, seed), "--name", name, "--base", "none")
+    return mstore
+
+
+def typed(mstore: Program, command: str) -> str:
+    """A command of a hint, as the user of this store types it."""
+    return f"mstore --store {shlex.quote(str(mstore.store))} {command}"
+
+
+# -- results say what happened -----------------------------------------------------------------
+
+
+def test_a_reset_to_where_it_is(mstore: Program) -> None:
+    """A reset that moves nothing says so, and points at no reflog."""
+    out = mstore.succeed("reset", "base", "base").out
+    assert out.startswith("nothing changed: base was at ")
+    assert "where it was" not in out
+    assert "is now" in mstore.succeed("reset", "base", "expert").out
+
+
+def test_refs_after_all_were_removed(mstore: Program) -> None:
+    """An emptied store says which command restores the last ref; the command works."""
+    assert "all were removed" not in mstore.succeed("refs").out
+    mstore.succeed("rm", "*")
+    out = mstore.succeed("refs").out
+    assert "no refs yet" not in out
+    assert f"to list all that were removed: {typed(mstore, 'reflog')}" in out
+    line = next(line for line in out.splitlines() if line.startswith("to restore it: "))
+    mstore.succeed(*shlex.split(line.partition(f"{mstore.store}' ")[2]))
+    assert len(mstore.succeed("refs", "-q").lines) == 1
+
+
+def test_refs_of_a_new_store(tmp_path: Path) -> None:
+    """A store that never had a ref says how to add a model."""
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    assert "no refs yet" in mstore.succeed("refs").out
+
+
+def test_rm_dry_run(mstore: Program) -> None:
+    """rm --dry-run says what would be removed, and removes nothing."""
+    mstore.succeed("tag", "v1", "base")
+    done = mstore.succeed("rm", "--dry-run", "*")
+    assert "would remove branch base" in done.out
+    assert "would remove tag v1" in done.out
+    assert "2 snapshots would have no ref" in done.out
+    document = mstore.succeed("rm", "-n", "base", "--json").document
+    assert (document["removed"], document["dry_run"]) == (["base"], True)
+    assert mstore.succeed("refs", "-q").lines == ["base", "expert", "v1"]
+    assert mstore.succeed("rm", "v1", "--json").document["dry_run"] is False
+
+
+def test_quiet_keeps_warnings(mstore: Program) -> None:
+    """-q prints only the id; warnings go to standard error."""
+    line = [*MERGE[:-2], "--expert", "base", "--method", "linear"]
+    loud = mstore.succeed(*line, "--name", "loud")
+    assert "warning: base is the base itself" in loud.out
+    for quiet in (
+        mstore.succeed(*line, "--name", "quiet", "-q"),
+        mstore.succeed("plan", *line[1:], "-q"),
+    ):
+        assert len(quiet.lines) == 1
+        assert "warning: base is the base itself" in quiet.err
+
+
+def test_compiling_is_reported_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard error says that kernels are compiled, terminal or not, unless -q was given."""
+    kernels.prepare()
+    logging.getLogger(LOGGER).info(COMPILING)
+    assert capsys.readouterr().err == f"note: {COMPILING}\n"
+    kernels.prepare(quiet=True)
+    logging.getLogger(LOGGER).info(COMPILING)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lost_block_is_stored_again(mstore: Program, tmp_path: Path) -> None:
+    """`add` of bytes that a repair dropped says that it restored them."""
+    with Store.open(mstore.store) as store:
+        tensor = store._catalog.tensor(store.view("base").tensors["norm"])
+        at = store._catalog.locate([tensor.block(0)])[0]
+        pack = store._catalog.packs.path(at.pack)
+    pack.chmod(0o644)
+    with pack.open("r+b") as file:
+        file.seek(at.offset + at.stored_length // 2)
+        file.write(b"damaged")
+    mstore("fsck", "--repair", "--read-data")
+    add = ("add", tmp_path / "base", "--name", "base", "--base", "none")
+    done = mstore.succeed(*add)
+    assert done.out.startswith("restored base: the store had lost some of its bytes (1 block)\n")
+    assert "nothing new" not in done.out
+    assert mstore.succeed("fsck", "--read-data", "-q").out == ""
+    assert mstore.succeed(*add).out.startswith("nothing new: base holds these bytes already\n")
+
+
+# -- hints for common slips --------------------------------------------------------------------
+
+
+PLAN = ["plan", "--base", "base", "--expert", "expert"]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (["plan", "--recipe", "r"], "--base REF --expert REF=WEIGHT --method ties"),
+        (["plan", "r.yaml"], "mstore plan --base REF --expert REF=WEIGHT --method ties"),
+        (
+            ["merge", "--plan", "r.yml", "--name", "m"],
+            "mstore merge --base REF --expert REF=WEIGHT",
+        ),
+        (["prune"], "mstore prune --keep-last 3 --dry-run"),
+        (["show", "abc"], "the beginning of an id has at least 4 digits"),
+        (["fsck", "--sample", "5"], "did you mean --sample 5%?"),
+        ([*PLAN, "--method", "ties", "--top-p", "5"], "did you mean --top-p 5%?"),
+        ([*PLAN[:-1], "expert:0.5", "--method", "ties"], "--expert expert=0.5"),
+        ([*PLAN[:-1], "expert@-1", "--method", "ties"], "--expert expert=-1"),
+        (["commit"], "mstore add PATH --name REF"),
+        (["commit", "-m", "words"], "mstore add PATH --name REF"),
+        (["branch"], "mstore refs lists branches"),
+        (["push"], "mstore backup DEST"),
+        (["pull"], "mstore clone SRC DST"),
+        (["status"], "mstore diff REF DIR"),
+        (["merge", "--abort"], "nothing to abort: a merge publishes all or nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_slips(line: list[str], hint: str, mstore: Program) -> None:
+    """A common slip is answered with what to type instead, and changes nothing."""
+    done = mstore(*line)
+    assert done.status != 0
+    assert done.out == ""
+    told = done.err.partition("hint: ")[2]
+    assert hint in told.replace(f"--store {shlex.quote(str(mstore.store))} ", "")
+    assert "Traceback" not in done.err
+
+
+def test_a_share_as_a_parameter(mstore: Program) -> None:
+    """A parameter takes 30% as 0.3."""
+    line = [*PLAN, "--method", "ties", "--json", "--param"]
+    assert mstore.succeed(*line, "density=30%").document["parameters"]["density"] == 0.3
+    assert "density" in mstore(*line, "density=x%").err
+    assert mstore.succeed(*line, "normalize=1").document["parameters"]["normalize"] is True
+    assert mstore.succeed(*line, "normalize=0").document["parameters"]["normalize"] is False
+
+
+@pytest.mark.parametrize("verb", ["explain", "blame"])
+def test_a_pattern_where_a_tensor_is_asked_for(verb: str, mstore: Program) -> None:
+    """A pattern is refused with the names of tensors that it matches."""
+    mstore.succeed(*MERGE, "--name", "merged")
+    done = mstore(verb, "merged", "layers.*")
+    assert done.status == 1
+    assert "error: layers.*: takes one tensor, not a pattern" in done.err
+    assert "did you mean layers.0.up?" in done.err
+    assert "did you mean layers.1.up?" in done.err
+
+
+def test_a_file_that_may_not_be_read() -> None:
+    """Where the system refuses to read a file, the hint says how to find out who may."""
+    told = io.StringIO()
+    refused = StorageFailed("Permission denied", where="/a b/x", errno=errno.EACCES)
+    assert report(refused, told) == 1
+    assert "hint: ls -ld '/a b/x' says who may read it" in told.getvalue()
+
+
+def test_merge_help_says_that_recipes_are_not_read(mstore: Program) -> None:
+    """People who come with a recipe learn from the help that options replace it."""
+    assert "Recipes of mergekit (YAML) are not read" in mstore.succeed("merge", "--help").out
+
+
+# -- help --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("refs", "[REF]..."),
+        ("rm", "REF..."),
+        ("add", "PATH..."),
+        ("checkout", "REF DIR [PATTERN]..."),
+        ("tag", "[NAME] [REF]"),
+        ("mount", "[REF] DIR"),
+        ("explain", "REF [TENSOR]"),
+    ],
+)
+def test_usage_lines(verb: str, usage: str, mstore: Program) -> None:
+    """Usage lines write REF for one, [REF] for at most one, and dots for several."""
+    out = mstore.succeed(verb, "--help").out
+    assert f"Usage: mstore {verb} [OPTIONS] {usage}\n" in out
+    assert "<list[str]>" not in out
+
+
+# -- merges that are the base ------------------------------------------------------------------
+
+
+def test_weights_that_cancel(mstore: Program) -> None:
+    """A sum of a model and its negative is refused as the base itself, unless that is meant."""
+    line = [*MERGE[:-2], "--expert", "expert=-1", "--name", "m", "--method"]
+    done = mstore(*line, "task_arithmetic")
+    assert done.status == 1
+    assert "their weights cancel: this merge would be the base itself" in done.err
+    assert "--allow-noop" in done.err
+    told = mstore.succeed(*line, "task_arithmetic", "--allow-noop").out
+    assert "note: every tensor of the result equals the base's" in told
+    assert "cancel" not in mstore(*line, "ties").err
+    assert "cancel" not in mstore(*line, "dare_linear", "--param", "density=50%").err
+
+
+def test_a_merge_that_turned_out_to_be_the_base(mstore: Program) -> None:
+    """A merge whose random mask kept nothing says that its result is the base."""
+    line = [*MERGE[:-2], "--name", "m", "--method", "dare_linear", "--param"]
+    assert "equals the base's" in mstore.succeed(*line, "density=1e-9").out
+    assert "equals the base's" not in mstore.succeed(*line, "density=50%").out
