@@ -33,7 +33,8 @@ from measure import keep, machine, options, run, spread
 
 from mstore import Store
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import _LOCATION, DATABASES, UNCHECKED, sealed
+from mstore.blocks.index import DATABASES, UNCHECKED, sealed
+from mstore.blocks.location_rows import _LOCATION
 from mstore.blocks.packs import _HEADER, _TAIL, ENTRY, MAGIC, PAGE, TAIL_MAGIC, VERSION, Kind
 from mstore.ids import ManifestId, PackId, SnapshotId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mstore import fs
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp

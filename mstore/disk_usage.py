@@ -31,13 +31,14 @@ import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location_arrays import Table
 from mstore.blocks.packs import Kind
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, Table, is_recent
+from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
 
@@ -445,7 +446,7 @@ class Sums:
             found += owned.T @ columns[start : start + _CHUNK]
         whole = found[:, :-1].astype(np.int64).reshape(len(asked), 2, len(Codec), 3)
         return [
-            Alone(sums[0], sums[1], int(row[-1])) for sums, row in zip(whole, found, strict=True)
+            Alone(sums[0], sums[1], int(own[-1])) for sums, own in zip(whole, found, strict=True)
         ]
 
     def common(self, owner: int) -> Numbers:

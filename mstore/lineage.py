@@ -14,7 +14,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.signing import SignatureReport
-from mstore.store import contents
+from mstore.store import pruned_rows
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.plans import TensorOverflow, overflow_of
@@ -156,7 +156,7 @@ def describe(
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
     """Return the pruned snapshots that no ref names; a ref keeps the contents of its own."""
     with catalog.index.env.read() as transaction:
-        return contents.pruned(catalog.index, transaction) - names.keys()
+        return pruned_rows.ids(catalog.index, transaction) - names.keys()
 
 
 def _described(

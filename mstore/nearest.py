@@ -39,7 +39,7 @@ from mstore.errors import Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import BASE, SnapshotRecord
-from mstore.store import contents
+from mstore.store import pruned_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -526,9 +526,7 @@ def _newest(catalog: Catalog, ids: Iterable[SnapshotId], most: int) -> list[Snap
     """Return at most this many of these snapshots, newest first, from their index rows alone."""
     index = catalog.index
     with index.env.read() as transaction:
-        rows = {id: index.get(transaction, "snapshots", id) for id in ids}
-    # A row ends with the time, big-endian.
-    times = {id: bytes(row[-8:]) for id, row in rows.items() if row is not None}
+        times = snapshot_rows.times(index, transaction, ids)
     return sorted(times, key=lambda id: (times[id], id), reverse=True)[:most]
 
 
@@ -545,7 +543,7 @@ def _root(id: SnapshotId, bases: dict[SnapshotId, SnapshotId]) -> SnapshotId:
 
 def _pruned(catalog: Catalog) -> set[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        return contents.pruned(catalog.index, transaction)
+        return pruned_rows.ids(catalog.index, transaction)
 
 
 def _is_called(candidate: _Candidate, name: str) -> bool:

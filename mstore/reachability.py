@@ -16,48 +16,34 @@ once, bypassing the catalog's cache. Takes time linear in what is reached. Used 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mstore.blocks.index import Location
+from mstore.blocks import location_arrays
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
+from mstore.blocks.location_arrays import LOST_BASE, Flags, Numbers, Table
 from mstore.blocks.packs import NO_BASE, Kind, PackGone
 from mstore.errors import Corrupt, MstoreError
-from mstore.ids import ID_BYTES, BlockId, ManifestId, PackId, PlanId, SnapshotId, TensorId
+from mstore.ids import ID_BYTES, BlockId, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.canonical import Record, decode
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import contents, leases, refs
+from mstore.store import leases, pruned_rows, refs, signature_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
-Numbers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 NS_A_DAY = 86_400 * 10**9
-HEAD = np.dtype(
-    [
-        ("pack", ">u4"),
-        ("offset", ">u8"),
-        ("stored", ">u4"),
-        ("plain", ">u4"),
-        ("codec", "u1"),
-        ("width", "u1"),
-    ]
-)
 NEVER_NS = 1 << 64
 """The start of a window of zero days: no move is that recent."""
 _FIRST_NS, _LAST_NS = 1_735_689_600 * 10**9, 4_891_363_200 * 10**9
 """2025 and 2125: no store existed before, and a clock beyond that is wrong."""
 _BATCH = 1 << 16
-_NO_BASE, _LOST_BASE = -1, -2
 
 
 def is_recent(time_ns: int, since_ns: int) -> bool:
@@ -95,62 +81,8 @@ class Roots:
         return cls(
             frozenset(named),
             frozenset(loose - named),
-            frozenset(contents.pruned(index, transaction)),
+            frozenset(pruned_rows.ids(index, transaction)),
         )
-
-
-class Table:
-    """The rows of one kind in id order; a row's number is its position."""
-
-    def __init__(self, keys: bytearray, heads: bytearray) -> None:
-        self.ids = np.frombuffer(keys, ">u8").reshape(-1, ID_BYTES // 8)
-        self.heads = np.frombuffer(heads, HEAD)
-        self._keys = memoryview(keys)
-        self._heads = memoryview(heads)
-        self._first = self.ids[:, 0].astype(np.uint64)
-        self.base = np.empty(0, np.int32)
-
-    def __len__(self) -> int:
-        return len(self.heads)
-
-    def id(self, number: int) -> bytes:
-        """Return the id of a row."""
-        return bytes(self._keys[number * ID_BYTES : (number + 1) * ID_BYTES])
-
-    def row(self, number: int) -> bytes | None:
-        """Return the row as stored in the index; None for a delta whose base is not stored."""
-        head = bytes(self._heads[number * HEAD.itemsize : (number + 1) * HEAD.itemsize])
-        base = int(self.base[number]) if len(self.base) else _NO_BASE
-        if base == _LOST_BASE:
-            return None
-        return head if base == _NO_BASE else head + self.id(base)
-
-    def find(self, ids: bytes) -> Numbers:
-        """Return the row numbers of concatenated ids; -1 for an id without a row."""
-        wanted = np.frombuffer(ids, ">u8").reshape(-1, ID_BYTES // 8)
-        first = wanted[:, 0].astype(np.uint64)
-        # In sorted order, each search finds the data of the one before in the processor's cache.
-        order = np.argsort(first)
-        found = np.empty(len(first), np.int64)
-        found[order] = np.searchsorted(self._first, first[order])
-        result = np.full(len(wanted), -1, np.int64)
-        open_ = np.flatnonzero(found < len(self))
-        # Ids with the same first eight bytes are neighbours: step through them.
-        while len(open_):
-            open_ = open_[self._first[found[open_]] == first[open_]]
-            same = (self.ids[found[open_]] == wanted[open_]).all(axis=1)
-            result[open_[same]] = found[open_[same]]
-            open_ = open_[~same]
-            found[open_] += 1
-            open_ = open_[found[open_] < len(self)]
-        return result
-
-    def resolve_bases(self, deltas: Iterable[tuple[list[int], bytes]]) -> None:
-        """Set the bases of rows from (row numbers, concatenated ids of their bases)."""
-        self.base = np.full(len(self), _NO_BASE, np.int32)
-        for numbers, bases in deltas:
-            found = self.find(bases)
-            self.base[numbers] = np.where(found < 0, _LOST_BASE, found)
 
 
 class Inventory:
@@ -158,13 +90,10 @@ class Inventory:
 
     def __init__(self, catalog: Catalog, transaction: IndexTransaction) -> None:
         index = catalog.index
-        self.packs: dict[int, tuple[PackId, int]] = {}
-        for key, value in index.walk(transaction, "packs"):
-            number = int.from_bytes(key, "big")
-            self.packs[number] = PackId(value[:32]), int.from_bytes(value[32:40], "big")
-        self.snapshots = snapshot_ids(catalog, transaction)
-        self.tables = _record_tables(catalog, transaction)
-        self.tables[Kind.BLOCK] = _block_table(catalog, transaction)
+        packs = index.named_packs(transaction)
+        self.packs = {pack.number: (pack.id, pack.size) for pack in packs}
+        self.snapshots = set(snapshot_rows.ids(index, transaction))
+        self.tables = location_arrays.read(index, transaction)
 
     @classmethod
     def read(cls, catalog: Catalog) -> Inventory:
@@ -183,7 +112,6 @@ class Inventory:
         pack = self.packs.get(int(head["pack"]))
         if pack is None:
             raise Corrupt(f"the index names an unknown pack {head['pack']}", hint="mstore fsck")
-        base = int(table.base[number]) if len(table.base) else _NO_BASE
         return Location(
             pack[0],
             int(head["offset"]),
@@ -191,61 +119,8 @@ class Inventory:
             int(head["plain"]),
             int(head["codec"]),
             int(head["width"]),
-            NO_BASE if base < 0 else table.id(base),
+            table.base_id(number) or NO_BASE,
         )
-
-
-def snapshot_ids(catalog: Catalog, transaction: IndexTransaction) -> set[SnapshotId]:
-    """Return every snapshot that the index lists."""
-    return {SnapshotId(key) for key, _ in catalog.index.walk(transaction, "snapshots")}
-
-
-def _block_table(catalog: Catalog, transaction: IndexTransaction) -> Table:
-    keys, heads = bytearray(), bytearray()
-    size = HEAD.itemsize
-    for batch in _batches(catalog, transaction):
-        keys += b"".join([key for key, _ in batch])
-        heads += b"".join([row[:size] for _, row in batch])
-    table = Table(keys, heads)
-    # Read the rows again: kept from the first pass, the bases would take as much memory as all ids.
-    table.resolve_bases(_deltas(_batches(catalog, transaction)))
-    return table
-
-
-def _batches(
-    catalog: Catalog, transaction: IndexTransaction
-) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Yield all rows of blocks in batches."""
-    with transaction.cursor(db=catalog.index.db("blocks")) as cursor:
-        rows = iter(cursor)
-        while batch := list(islice(rows, _BATCH)):
-            yield batch
-
-
-def _deltas(batches: Iterable[list[tuple[bytes, bytes]]]) -> Iterator[tuple[list[int], bytes]]:
-    """Yield the numbers of rows that name a base, with those bases."""
-    start = 0
-    for batch in batches:
-        found = [
-            (number, row[HEAD.itemsize :])
-            for number, (_, row) in enumerate(batch, start)
-            if len(row) > HEAD.itemsize
-        ]
-        yield [number for number, _ in found], b"".join([base for _, base in found])
-        start += len(batch)
-
-
-def _record_tables(catalog: Catalog, transaction: IndexTransaction) -> dict[Kind, Table]:
-    keys = {kind: bytearray() for kind in Kind}
-    heads = {kind: bytearray() for kind in Kind}
-    with transaction.cursor(db=catalog.index.db("records")) as cursor:
-        for key, row in cursor:
-            # Ignore kinds that this version does not know; their packs stay.
-            with suppress(ValueError):
-                kind = Kind(key[0])
-                keys[kind] += key[1:]
-                heads[kind] += row[: HEAD.itemsize]
-    return {kind: Table(keys[kind], heads[kind]) for kind in Kind}
 
 
 class Reach:
@@ -270,7 +145,7 @@ class Reach:
         self._blocks: list[bytes] = []
         self._blocks_waiting = 0
         # Rows newer than the inventory: they may be read, and never dropped.
-        self._later: Any = None
+        self._later: IndexTransaction | None = None
 
     def of(self, snapshots: Iterable[SnapshotId]) -> Flags:
         """Return a flag per block row: what just these snapshots contain, with bases of deltas."""
@@ -286,7 +161,7 @@ class Reach:
         there = np.flatnonzero(found >= 0)
         return [ids[at] for at in there[self.live[kind][found[there]]].tolist()]
 
-    def grow(self, roots: Roots, later: Any = None) -> None:
+    def grow(self, roots: Roots, later: IndexTransaction | None = None) -> None:
         """Mark everything that these roots keep.
 
         later: an open index transaction, newer than the inventory, in which the roots were read.
@@ -324,9 +199,8 @@ class Reach:
     def _has_snapshot(self, id: SnapshotId) -> bool:
         if id in self.inventory.snapshots:
             return True
-        return (
-            self._later is not None
-            and self._catalog.index.get(self._later, "snapshots", id) is not None
+        return self._later is not None and snapshot_rows.is_listed(
+            self._catalog.index, self._later, id
         )
 
     def _has_contents(self, id: SnapshotId) -> bool:
@@ -374,8 +248,8 @@ class Reach:
         return record
 
     def _mark_signatures(self, transaction: IndexTransaction, id: SnapshotId) -> None:
-        for key, _ in self._catalog.index.walk(transaction, "signatures", id):
-            self._mark(Kind.SIGNATURE, key[len(id) :])
+        for signature in signature_rows.of(self._catalog.index, transaction, id):
+            self._mark(Kind.SIGNATURE, signature)
 
     def _keep_contents(self, record: SnapshotRecord) -> None:
         self._manifests.append(record.manifest_id())
@@ -462,7 +336,7 @@ class Reach:
         while len(numbers):
             live[numbers] = True
             bases = self.inventory.blocks.base[numbers]
-            lost = numbers[bases == _LOST_BASE].tolist()
+            lost = numbers[bases == LOST_BASE].tolist()
             self.lost_bases.update(map(self.inventory.blocks.id, lost))
             numbers = bases[bases >= 0].astype(np.int64)
             numbers = numbers[~live[numbers]]
@@ -488,7 +362,7 @@ class Reach:
     def _found_later(self, kind: Kind, id: bytes) -> Location | None:
         if self._later is None:
             return None
-        row = self._later.get(bytes([kind]) + id, db=self._catalog.index.db("records"))
+        row = self._catalog.index.row(self._later, (kind, id))
         return None if row is None else self._catalog.index.location(self._later, row)
 
     def _load(self, kind: type[Any], id: bytes, *, mark: bool = True) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
@@ -40,7 +40,7 @@ from mstore.objects.signature import (
 )
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import contents
+from mstore.store import contents, signature_rows
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import Transaction
 
@@ -320,8 +320,8 @@ def sign(
     with Transaction(catalog, "sign") as transaction:
         id = SignatureId(transaction.put_record(record))
 
-        def insert(rows: Any) -> None:
-            if catalog.index.record(rows, Kind.SNAPSHOT, snapshot) is None:
+        def insert(rows: IndexTransaction) -> None:
+            if not catalog.index.has_record(rows, Kind.SNAPSHOT, snapshot):
                 raise Conflict(
                     "the snapshot was collected while this command was running",
                     where=str(snapshot),
@@ -335,16 +335,13 @@ def sign(
 
 def insert_row(catalog: Catalog, transaction: IndexTransaction, record: Signature) -> None:
     """Link a stored signature to its snapshot, in an open index transaction."""
-    catalog.index.put(transaction, "signatures", record.snapshot + record.id(), b"")
+    signature_rows.insert(catalog.index, transaction, record.snapshot, record.id())
 
 
 def signatures_of(catalog: Catalog, snapshot: SnapshotId) -> list[tuple[SignatureId, Signature]]:
     """Return a snapshot's signatures, unchecked, oldest first by the time they claim."""
     with catalog.index.env.read() as transaction:
-        found = [
-            SignatureId(key[len(snapshot) :])
-            for key, _ in catalog.index.walk(transaction, "signatures", snapshot)
-        ]
+        found = signature_rows.of(catalog.index, transaction, snapshot)
     records = [(id, catalog.record(Signature, id)) for id in found]
     return sorted(records, key=lambda one: (one[1].time_ns, one[0]))
 

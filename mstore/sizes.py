@@ -133,7 +133,7 @@ class Budget:
                 option,
                 'budget="2GiB" or budget="30%"',
             )
-        if not given >= 0:
+        if given < 0:
             _refuse(
                 f"a budget is a number above 0, not {given!r}",
                 option,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, VirtualId

@@ -138,7 +138,7 @@ def test_what_is_taken(store: Store, model: Path) -> None:
 # -- what Python users see ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [-1, -0.5, float("nan")])
+@pytest.mark.parametrize("budget", [-1, -0.5])
 def test_a_negative_budget(budget: float) -> None:
     """A budget below 0 is refused as such."""
     with pytest.raises(BadRequest, match="a budget is a number above 0") as refused:

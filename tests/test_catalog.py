@@ -20,7 +20,7 @@ from small_models import BLOCK, small_model
 from mstore import fs
 from mstore.api import Store
 from mstore.blocks.codecs import PLAIN_BYTES, Policy, encode
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import Kind
 from mstore.errors import (

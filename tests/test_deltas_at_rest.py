@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from mstore.api import Store
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy, encode
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackFiles, PackGone, read_table
 from mstore.blocks.reader import BlockReader

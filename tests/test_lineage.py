@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mstore import MergeRequest, SnapshotId, Store, lineage
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.errors import NotFound
 from mstore.ids import Id
 from mstore.objects.manifest import Manifest

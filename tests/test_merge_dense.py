@@ -25,7 +25,7 @@ from msgspec import structs
 from mstore import MergeRequest, Store
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackFiles, PackWriter
 from mstore.errors import BadRequest, BudgetExceeded, Conflict, Corrupt

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from test_gc import BLOCK, write
 
 from mstore.api import Store
+from mstore.blocks.location_arrays import HEAD, Table
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import Corrupt
 from mstore.ids import ID_BYTES
-from mstore.reachability import HEAD, Inventory, Reach, Roots, Table
+from mstore.reachability import Inventory, Reach, Roots
 
 
 @pytest.fixture

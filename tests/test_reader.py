@@ -15,7 +15,7 @@ from pack_sources import PackSourceContract
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec, Policy
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, Kind, PackFiles, PackGone, PackWriter, pack_path
 from mstore.blocks.reader import BlockReader, PackSource, located
 from mstore.errors import Corrupt, Incompatible, MstoreError

@@ -16,7 +16,7 @@ from small_models import BLOCK
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import pack_path
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import BlockId, Id, ManifestId

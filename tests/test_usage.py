@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from mstore import MergeRequest, Store
 from mstore.blocks.codecs import Codec
+from mstore.blocks.location_arrays import HEAD, Table
 from mstore.disk_usage import Sharings, Sums, flags, usage
 from mstore.errors import NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.objects.tensor import Tensor
-from mstore.reachability import HEAD, Table
 from mstore.reports import HeldBytes, UsageReport
 from mstore.store import leases
 from mstore.store.catalog import Catalog

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.deferred import MaterializeReport
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
-    from mstore.store.plans import Sources
+    from mstore.store.plan_rows import Sources
 
 
 @checked("Store")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
-    from mstore.store.plans import Sources
+    from mstore.store.plan_rows import Sources
     from mstore.view import BlockCache, SnapshotView
 
 

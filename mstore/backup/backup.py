@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, rows, source
+from mstore.backup import destination, lacking, packs, source
 from mstore.backup.destination import Destination
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
-from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Ticks
-from mstore.blocks.index import Condemned, Index
+from mstore.blocks import index_copy
+from mstore.blocks.index import Index
+from mstore.blocks.location_rows import pack_number
+from mstore.blocks.pack_numbers import Condemned, NamedPack
 from mstore.blocks.packs import SealedPack, pack_path
 from mstore.check.affected import Hurt, Wounds
 from mstore.check.findings import Findings, Problem
@@ -39,7 +41,7 @@ from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
-from mstore.store import condemned, generation, leases, lost_found, mirror, refs
+from mstore.store import condemned, generation, leases, lost_found, mirror, pruned_rows, refs
 from mstore.store.catalog import Catalog
 from mstore.store.publishing import give_names
 
@@ -134,9 +136,9 @@ class _Backup:
         fs.remove_tree(fresh)
         fs.make_directory(fresh)
         with closing(Index(fresh, create=True)) as index:
-            named = rows.copy(self._catalog.index, index)
+            named = index_copy.copy(self._catalog.index, index)
             with index.env.write() as transaction:
-                rows.name(index, transaction, named)
+                index.name_packs(transaction, named)
             self._require_later(index)
             missing = [pack for pack in named if not self._has(pack)]
             staged = self._copy(missing)
@@ -235,10 +237,11 @@ class _Backup:
             proof.run(here, tick, threads=self._threads)
         finally:
             files.close()
-        lost = {bytes(pack.number): pack.id for pack in missing}
-        self._damaged = {
-            lost[row[:4]] for row in self._findings.broken.values() if row and row[:4] in lost
-        } | set(self._findings.packs)
+        lost = {pack.number: pack.id for pack in missing}
+        broken = self._findings.broken.values()
+        numbers = {pack_number(row) for row in broken if row is not None}
+        damaged = {lost[number] for number in numbers & lost.keys()}
+        self._damaged = damaged | set(self._findings.packs)
 
     def _finish(
         self,
@@ -256,7 +259,7 @@ class _Backup:
         if not self._findings.problems:
             with index.env.write() as transaction:
                 for pack in kept:
-                    index.condemn(transaction, pack.id)
+                    condemned.condemn(index, transaction, pack.id)
 
     def _name_older(self, index: Index, named: Sequence[NamedPack]) -> list[NamedPack]:
         """Name the packs too that the backup has and the source has no more."""
@@ -266,13 +269,10 @@ class _Backup:
         own = {pack.id for pack in named}
         old = {pack.id: pack.size for pack in before.packs}
         gone = [pack for pack in (*old, *before.condemned) if pack not in own]
-        first = max((int.from_bytes(pack.number, "big") for pack in named), default=-1) + 1
-        kept = [
-            NamedPack((first + at).to_bytes(4, "big"), pack, self._size(pack, old))
-            for at, pack in enumerate(gone)
-        ]
+        first = max((pack.number for pack in named), default=-1) + 1
+        kept = [NamedPack(first + at, pack, self._size(pack, old)) for at, pack in enumerate(gone)]
         with index.env.write() as transaction:
-            rows.name(index, transaction, kept)
+            index.name_packs(transaction, kept)
         self._helps = bool(kept)
         return kept
 
@@ -328,7 +328,7 @@ class _Backup:
             return ()
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read() as transaction:
-                pruned = {key for key, _ in catalog.index.walk(transaction, "pruned")}
+                pruned = pruned_rows.ids(catalog.index, transaction)
             return Wounds(catalog, self._findings).all(names, pruned)
 
     def _hint(self) -> str | None:

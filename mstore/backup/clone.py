@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mstore import fs
-from mstore.backup import destination, lacking, packs, rows, source
+from mstore.backup import destination, lacking, packs, source
 from mstore.backup.backup import Moved
 from mstore.backup.packs import PackLost, PlacedPacks, Proof
-from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Ticks
+from mstore.blocks import index_copy
 from mstore.blocks.index import Index
+from mstore.blocks.pack_numbers import NamedPack
 from mstore.blocks.packs import SealedPack, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
@@ -114,12 +115,12 @@ class _Clone:
         fs.make_directory(layout.index)
         fs.make_directory(layout.incoming, private=True)
         with closing(Index(layout.index, create=True)) as index:
-            theirs = rows.copy(self._catalog.index, index)
+            theirs = index_copy.copy(self._catalog.index, index)
             destination.forget(index)
             staged: dict[PackId, Path] = {}
             own = [self._copy(pack, theirs, staged) for pack in theirs]
             with index.env.write() as transaction:
-                rows.name(index, transaction, own)
+                index.name_packs(transaction, own)
             self._prove(index, own, staged)
             give_names(
                 layout.packs,

@@ -1,8 +1,8 @@
 """A directory that is a backup of one store, and of no other.
 
     backup             "mstore backup 1 <uuid>": whose backup it is; the first file that is written
-    index, counters    "backup" -> the generation of the last backup, u64, and the PackIds of packs
-                       that were damaged when they were copied
+    index, counters    the generation of the last backup, and which packs were damaged when they
+                       were copied (`mstore.store.backup_row`)
     tmp/incoming/      packs and the index of the next state, while they are not all there
     tmp/incoming.lock  held by the backup that runs: to others it looks like a lease
 
@@ -25,15 +25,14 @@ from pathlib import Path
 from typing import Self
 
 from mstore import fs
-from mstore.backup.rows import NamedPack, packs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
+from mstore.blocks.pack_numbers import NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
-from mstore.ids import ID_BYTES, PackId
+from mstore.ids import PackId
+from mstore.store import backup_row, leases, refs
 from mstore.store import layout as layouts
-from mstore.store import leases, refs
 from mstore.store.config import Config
-from mstore.store.generation import BACKUP
 from mstore.store.layout import BACKUP_MARKER, Layout
 from mstore.store.mirror import Mirror
 
@@ -57,14 +56,13 @@ class State:
 def note(index: Index, generation: int, damaged: Sequence[PackId]) -> None:
     """Say in a new index that it is a backup's, as of which generation, and what is damaged."""
     with index.env.write() as transaction:
-        value = generation.to_bytes(8, "big") + b"".join(damaged)
-        index.put(transaction, "counters", BACKUP, value)
+        backup_row.put(index, transaction, generation, damaged)
 
 
 def forget(index: Index) -> None:
     """Take that back: this index is a store's."""
     with index.env.write() as transaction:
-        transaction.delete(BACKUP, db=index.db("counters"))
+        backup_row.remove(index, transaction)
 
 
 class Destination:
@@ -141,9 +139,9 @@ class Destination:
             raise Conflict("this process has the backup open", where=str(layout.root))
         try:
             with closing(Index(layout.index)) as index, index.env.read() as transaction:
-                row = index.get(transaction, "counters", BACKUP)
+                row = backup_row.get(index, transaction)
                 generation = index.generation(transaction)
-                if row is None or int.from_bytes(row[:8], "big") != generation:
+                if row is None or row.generation != generation:
                     raise Conflict(
                         "something was written to this backup, so it is a separate store now",
                         where=str(layout.root),
@@ -151,11 +149,9 @@ class Destination:
                     )
                 return State(
                     Mirror(generation, dict(refs.walk(index, transaction))),
-                    tuple(packs(index, transaction)),
+                    tuple(index.named_packs(transaction)),
                     tuple(one.pack for one in index.condemned(transaction)),
-                    frozenset(
-                        PackId(row[at : at + ID_BYTES]) for at in range(8, len(row), ID_BYTES)
-                    ),
+                    frozenset(row.damaged),
                 )
         except Corrupt as error:
             store = shlex.quote(str(layout.root))

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
+from mstore.blocks import location_rows, row_batches
 from mstore.blocks.index import Index
+from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import Kind
-from mstore.check import rows
-from mstore.check.findings import Findings, Key
+from mstore.check.findings import Findings
 from mstore.check.graph import Graph
 from mstore.errors import MstoreError
-from mstore.ids import PackId, SnapshotId
-from mstore.store.catalog import Catalog, insert_snapshot
+from mstore.ids import SnapshotId
+from mstore.store import snapshot_rows
+from mstore.store.catalog import Catalog
 
 _KEPT = "missing from the store; this backup keeps its copy"
 
@@ -27,12 +29,13 @@ def found(catalog: Catalog) -> Findings:
     findings = Findings()
     Graph(catalog, findings).run(with_mirror=False)
     index = catalog.index
-    for batch in rows.batches(index, "blocks"):
-        bases = sorted({base for _, row in batch if (base := rows.base_of(row)) is not None})
+    for batch in row_batches.blocks(index):
+        named = (location_rows.base_of(row) for _, row in batch)
+        bases = sorted({base for base in named if base is not None})
         with index.env.read() as transaction:
-            there = index.block_rows(transaction, bases) if bases else []
-        for base, row in zip(bases, there, strict=True):
-            if row is None:
+            stored = index.has_blocks(transaction, bases) if bases else []
+        for base, is_stored in zip(bases, stored, strict=True):
+            if not is_stored:
                 findings.tell_row(Kind.BLOCK, base, None, "the base of other blocks: missing")
     return findings
 
@@ -62,18 +65,15 @@ def kept(catalog: Catalog, old: Index, findings: Findings) -> frozenset[Key]:
 def _restored(new: Index, old: Index, wanted: Iterable[Key]) -> Iterator[Key]:
     """Restore the rows in packs that the new index names as well; yield their keys."""
     with old.env.read() as reading, new.env.write() as writing:
-        numbers = {
-            number: new.get(writing, "pack_ids", PackId(pack[:32]))
-            for number, pack in old.walk(reading, "packs")
-        }
-        for kind, id in sorted(wanted):
-            database, key = rows.record_key(kind, id)
-            row = old.row(reading, database, key)
-            number = None if row is None else numbers.get(rows.pack_number(row))
-            if row is None or number is None or new.row(writing, database, key) is not None:
+        packs = old.named_packs(reading)
+        numbers = {pack.number: new.pack_number(writing, pack.id) for pack in packs}
+        for key in sorted(wanted):
+            row = old.row(reading, key)
+            number = None if row is None else numbers.get(location_rows.pack_number(row))
+            if row is None or number is None or new.row(writing, key) is not None:
                 continue
-            writing.put(key, number + row[len(number) :], db=new.db(database))
-            yield kind, id
+            new.put_row(writing, key, location_rows.moved(row, number))
+            yield key
 
 
 def _list_again(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> None:
@@ -81,4 +81,4 @@ def _list_again(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> None:
         with suppress(MstoreError):
             record = catalog.snapshot(id)
             with catalog.index.env.write() as transaction:
-                insert_snapshot(catalog.index, transaction, record)
+                snapshot_rows.insert(catalog.index, transaction, record)

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.ahead import in_order
-from mstore.backup.rows import NamedPack
 from mstore.backup.ticks import Tick
-from mstore.blocks.index import Index, Location
+from mstore.blocks.index import Index
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Row, pack_number
+from mstore.blocks.pack_numbers import NamedPack
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, open_pack, read_table, store_of
 from mstore.blocks.reader import BlockReader
-from mstore.check import rows
 from mstore.check.findings import Findings, typed
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId
@@ -109,8 +110,8 @@ class PlacedPacks(PackFiles):
         return self._places.get(pack) or super().path(pack)
 
 
-_Payload = tuple[Kind, bytes, Location, bytes]
-_Failure = tuple[Kind, bytes, bytes, MstoreError]
+_Payload = tuple[Kind, bytes, Location, Row]
+_Failure = tuple[Kind, bytes, Row, MstoreError]
 
 
 class Proof:
@@ -176,9 +177,8 @@ class Proof:
                 except ValueError:
                     # Nothing that this version reads leads there.
                     continue
-                database, key = rows.record_key(kind, entry.id)
-                row = index.row(transaction, database, key)
-                if row is None or rows.pack_number(row) != pack.number:
+                row = index.row(transaction, (kind, entry.id))
+                if row is None or pack_number(row) != pack.number:
                     continue
                 location = index.location(transaction, row)
                 if _told(entry) == _told(location):

@@ -60,4 +60,4 @@ def names(index: Index, pack: PackId) -> bool:
     """Return whether the index currently names this pack."""
     index.env.refresh()
     with index.env.read() as transaction:
-        return index.get(transaction, "pack_ids", pack) is not None
+        return index.pack_number(transaction, pack) is not None

@@ -1,20 +1,23 @@
-"""The index: which pack holds a block or record, and at what offset.
+"""The index: which pack holds a block or record, at what offset, and the tables of the store.
 
-Named databases of one LMDB environment, keys fixed-width and big-endian:
+Named databases of one LMDB environment, keys fixed-width and big-endian.  One module knows the
+bytes of each:
 
-    blocks      BlockId                    -> location
-    records     kind u8 + id               -> location
-    packs       pack number u32            -> PackId + size u64
-    pack_ids    PackId                     -> pack number u32
-    condemned   pack number u32            -> PackId + size u64 + lease names, 16 bytes each
-    counters    "packs"                    -> the next pack number, u32
-                "generation"               -> how often something was published, u64
-    location =  pack number u32, offset u64, stored length u32, raw length u32, codec u8, width u8
-                [, base BlockId]
+    blocks, records               blocks.location_rows
+    packs, pack_ids, condemned    blocks.pack_numbers
+    counters    "packs"           -> the next pack number, u32: this module
+                "generation"      -> how often something was published, u64: this module
+                "backup"          store.backup_row
+    snapshots, edges              store.snapshot_rows
+    refs, reflog                  store.refs
+    plans                         store.plan_rows
+    pruned                        store.pruned_rows
+    signatures                    store.signature_rows
+    leases                        store.leases
 
-A pack number is never reused, so a remembered number stays valid for ever.  No row names a
-condemned pack; its file is deleted once the leases of that moment have ended
-(`mstore.store.condemned`).
+Others ask `Index` or a function of these modules, and get ids, numbers, locations and records.
+`get`, `put`, `delete`, `keys`, `walk` and `db` are for these modules alone (a house-rules test
+checks).
 
 Payloads and footers prove the rows of blocks and records.  Nothing proves the others, so each ends
 with a check of its database, key and value (`checked_rows`), and is read through `get` and `walk`,
@@ -27,23 +30,21 @@ so that the caller decides what is one atomic step.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
-from mstore.blocks import checked_rows
+from mstore.blocks import checked_rows, location_rows, pack_numbers
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.blocks.packs import NO_BASE, Entry, Kind, SealedPack
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import BLOCKS, RECORDS, Key, Row
+from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, Condemned, NamedPack
+from mstore.blocks.packs import Kind, SealedPack
 from mstore.errors import Corrupt
-from mstore.ids import BlockId, Id, PackId
-
-if TYPE_CHECKING:
-    import numpy as np
+from mstore.ids import BlockId, PackId
 
 DATABASES = (
     "blocks",
@@ -63,35 +64,10 @@ DATABASES = (
 )
 UNCHECKED = frozenset({"blocks", "records", "leases"})
 """Databases whose rows end with no check: payloads prove the first two, locks the third."""
-_LOCATION = struct.Struct(">IQIIBB")
-_STORED_LENGTH = slice(12, 16)
-_NUMBER = struct.Struct(">I")
-_SIZE = struct.Struct(">Q")
+COUNTERS = "counters"
 _NEXT_PACK = b"packs"
-GENERATION = b"generation"
-_LEASE_NAME_BYTES = 16
-
-
-class Location(msgspec.Struct, frozen=True, gc=False):
-    """Where a payload is stored.  `pack` is resolved, so a location outlives its transaction."""
-
-    pack: PackId
-    offset: int
-    stored_length: int
-    raw_length: int
-    codec: int
-    width: int
-    base: bytes = NO_BASE
-
-
-@dataclass(frozen=True, slots=True)
-class Condemned:
-    """A pack that no row names any more, with the leases that existed when it was condemned."""
-
-    number: int
-    pack: PackId
-    size: int
-    leases: tuple[str, ...]
+_GENERATION = b"generation"
+_COUNT = struct.Struct(">Q")
 
 
 def sealed(database: str, key: bytes, value: bytes) -> bytes:
@@ -132,13 +108,9 @@ def _hashed(key: bytes) -> bytes:
     return len(key).to_bytes(2, "big") + key
 
 
-def stored_lengths(rows: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the stored bytes of many blocks, int64[rows], read from their rows alone."""
-    # Rows differ in length (some name a base block); their heads do not.
-    import numpy as np  # late: reading a log needs no numpy
-
-    lengths = b"".join([row[_STORED_LENGTH] for row in rows])
-    return np.frombuffer(lengths, dtype=">u4").astype(np.int64)
+def read_generation(key: bytes, value: bytes) -> int | None:
+    """Return the generation that a row of `counters` states; None for another counter."""
+    return int.from_bytes(value, "big") if key == _GENERATION else None
 
 
 class Index:
@@ -196,86 +168,211 @@ class Index:
                 yield key, _opened(database, key, cursor.value())
                 more = cursor.next()
 
+    def delete(self, transaction: IndexTransaction, database: str, key: bytes) -> bool:
+        """Delete a row; return whether there was one."""
+        return transaction.delete(key, db=self.db(database))
+
+    def keys(
+        self, transaction: IndexTransaction, database: str, start: bytes = b""
+    ) -> Iterator[bytes]:
+        """Yield the keys from `start` on, in order.  Neither reads nor checks values."""
+        with transaction.cursor(db=self.db(database)) as cursor:
+            if cursor.set_range(start) if start else cursor.first():
+                yield from map(bytes, cursor.iternext(values=False))
+
+    def count(self, transaction: IndexTransaction, name: str) -> int:
+        """Return the number of rows of a named database."""
+        return int(transaction.stat(self.db(name))["entries"])
+
+    # -- generations -------------------------------------------------------------------------
+
     def generation(self, transaction: IndexTransaction) -> int:
         """Return how many commits were published.  Raises Corrupt if the row is damaged."""
-        value = self.get(transaction, "counters", GENERATION)
-        return 0 if value is None else _SIZE.unpack(value)[0]
+        value = self.get(transaction, COUNTERS, _GENERATION)
+        return 0 if value is None else _COUNT.unpack(value)[0]
 
     def set_generation(self, transaction: IndexTransaction, generation: int) -> None:
         """Record how many commits were published, in the transaction that publishes one."""
-        self.put(transaction, "counters", GENERATION, _SIZE.pack(generation))
+        self.put(transaction, COUNTERS, _GENERATION, _COUNT.pack(generation))
+
+    def has_generation(self, transaction: IndexTransaction) -> bool:
+        """Return whether a generation was ever recorded; does not check the row."""
+        return transaction.get(_GENERATION, db=self.db(COUNTERS)) is not None
 
     # -- locations ---------------------------------------------------------------------------
 
     def block(self, transaction: IndexTransaction, block: BlockId) -> Location | None:
         """Return the location of a block, or None."""
-        return self._decode(transaction, transaction.get(block, db=self.db("blocks")))
-
-    def block_rows(
-        self, transaction: IndexTransaction, blocks: Sequence[bytes]
-    ) -> list[bytes | None]:
-        """Return the rows of many blocks in one call into LMDB; None for a block not stored."""
-        with transaction.cursor(db=self.db("blocks")) as cursor:
-            found = cursor.getmulti(blocks)
-        if len(found) == len(blocks):
-            return [row for _, row in found]
-        rows = dict(found)
-        return [rows.get(bytes(block)) for block in blocks]
-
-    def location(self, transaction: IndexTransaction, row: bytes) -> Location:
-        """Decode the row of a block or record."""
-        location = self._decode(transaction, row)
-        assert location is not None
-        return location
+        return self._located(transaction, transaction.get(block, db=self.db(BLOCKS)))
 
     def has_block(self, transaction: IndexTransaction, block: BlockId) -> bool:
         """Return whether the block is stored."""
-        return transaction.get(block, db=self.db("blocks")) is not None
+        return transaction.get(block, db=self.db(BLOCKS)) is not None
 
-    def record(self, transaction: IndexTransaction, kind: Kind, id: Id) -> Location | None:
+    def has_blocks(self, transaction: IndexTransaction, blocks: Sequence[bytes]) -> list[bool]:
+        """Return whether each block is stored, with one call into LMDB."""
+        return [row is not None for row in self.block_rows(transaction, blocks)]
+
+    def record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> Location | None:
         """Return the location of a record, or None."""
-        return self._decode(
-            transaction, transaction.get(_record_key(kind, id), db=self.db("records"))
-        )
+        database, key = location_rows.name(kind, id)
+        return self._located(transaction, transaction.get(key, db=self.db(database)))
 
-    def record_rows(
-        self, transaction: IndexTransaction, keys: Sequence[bytes]
-    ) -> dict[bytes, bytes]:
-        """Return the existing rows of many records, by kind and id, in one call into LMDB."""
-        with transaction.cursor(db=self.db("records")) as cursor:
-            return dict(cursor.getmulti(keys))
+    def has_record(self, transaction: IndexTransaction, kind: Kind, id: bytes) -> bool:
+        """Return whether the record is stored.  Raises Corrupt if its row names an unknown pack."""
+        return self.record(transaction, kind, id) is not None
 
-    def span(self, transaction: IndexTransaction, row: bytes) -> tuple[PackId, int, int, int]:
-        """Return pack, offset, stored length and codec of a row: a fast `location` for bulk use."""
-        number, offset, stored, _, codec, _ = _LOCATION.unpack_from(row)
-        return self._pack_id(transaction, number), offset, stored, codec
+    def has_records(self, transaction: IndexTransaction, keys: Iterable[Key]) -> set[Key]:
+        """Return those of these records that are stored, with one call into LMDB."""
+        names = {location_rows.name(*key)[1]: key for key in keys}
+        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+            return {names[name] for name, _ in cursor.getmulti(list(names))}
 
-    def _decode(self, transaction: IndexTransaction, value: bytes | None) -> Location | None:
-        if value is None:
-            return None
-        number, offset, stored, raw, codec, width = _LOCATION.unpack_from(value)
+    def record_spans(
+        self, transaction: IndexTransaction, kind: Kind, ids: Iterable[bytes]
+    ) -> list[tuple[PackId, int, int, int, bytes]]:
+        """Return pack, offset, stored length, codec and id of those records that are stored.
+
+        A fast `record` for many, with one call into LMDB.
+        """
+        names = location_rows.record_names(kind, ids)
+        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+            rows: Any = cursor.getmulti(names)
+        spans = []
+        packs = _Packs(self, transaction)
+        for name, row in rows:
+            number, offset, stored, _, codec, _, _ = location_rows.fields(row)
+            spans.append((packs[number], offset, stored, codec, name[1:]))
+        return spans
+
+    def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
+        """Yield every block with its location, in id order."""
+        row: Any
+        with transaction.cursor(db=self.db(BLOCKS)) as cursor:
+            for key, row in cursor:
+                yield BlockId(key), self.location(transaction, row)
+
+    def records(self, transaction: IndexTransaction) -> Iterator[tuple[Kind, bytes, Location]]:
+        """Yield every record's kind, id and location."""
+        row: Any
+        with transaction.cursor(db=self.db(RECORDS)) as cursor:
+            for key, row in cursor:
+                yield Kind(key[0]), key[1:], self.location(transaction, row)
+
+    def record_ids(self, transaction: IndexTransaction, kind: Kind) -> Iterator[bytes]:
+        """Yield the ids of every record of one kind, in order."""
+        for key in self.keys(transaction, RECORDS, bytes([kind])):
+            if key[0] != kind:
+                break
+            yield key[1:]
+
+    # -- rows of locations -------------------------------------------------------------------
+
+    def row(self, transaction: IndexTransaction, key: tuple[int, bytes]) -> Row | None:
+        """Return the row of a block or record, or None.  A record may be of an unknown kind."""
+        database, name = location_rows.name(*key)
+        found: Any = transaction.get(name, db=self.db(database))
+        row: Row | None = found
+        return row
+
+    def block_rows(
+        self, transaction: IndexTransaction, blocks: Sequence[bytes]
+    ) -> list[Row | None]:
+        """Return the rows of many blocks in one call into LMDB; None for a block not stored."""
+        with transaction.cursor(db=self.db(BLOCKS)) as cursor:
+            found: Any = cursor.getmulti(blocks)
+        if len(found) == len(blocks):
+            return [row for _, row in found]
+        rows: dict[bytes, Row] = dict(found)
+        return [rows.get(bytes(block)) for block in blocks]
+
+    def location(self, transaction: IndexTransaction, row: Row) -> Location:
+        """Return where the row of a block or record says that its payload lies."""
+        number, offset, stored, raw, codec, width, base = location_rows.fields(row)
         pack = self._pack_id(transaction, number)
-        return Location(pack, offset, stored, raw, codec, width, value[_LOCATION.size :] or NO_BASE)
+        return Location(pack, offset, stored, raw, codec, width, base)
+
+    def locations(self, transaction: IndexTransaction, rows: Iterable[Row]) -> list[Location]:
+        """Return the locations of many rows: a fast `location`."""
+        packs = _Packs(self, transaction)
+        found = []
+        for row in rows:
+            number, offset, stored, raw, codec, width, base = location_rows.fields(row)
+            found.append(Location(packs[number], offset, stored, raw, codec, width, base))
+        return found
+
+    def put_row(self, transaction: IndexTransaction, key: Key, row: Row) -> None:
+        """Write the row of a block or record."""
+        database, name = location_rows.name(*key)
+        data: Any = row
+        transaction.put(name, data, db=self.db(database))
+
+    def delete_row(self, transaction: IndexTransaction, key: Key) -> None:
+        """Delete the row of a block or record, if there is one."""
+        database, name = location_rows.name(*key)
+        transaction.delete(name, db=self.db(database))
+
+    def delete_row_if(self, transaction: IndexTransaction, key: Key, row: Row) -> bool:
+        """Delete the row of a block or record if it is still this one; return whether it was."""
+        if self.row(transaction, key) != row:
+            return False
+        self.delete_row(transaction, key)
+        return True
+
+    def _located(self, transaction: IndexTransaction, row: Any) -> Location | None:
+        return None if row is None else self.location(transaction, row)
 
     def _pack_id(self, transaction: IndexTransaction, number: int) -> PackId:
         if self._epoch != self.env.epoch:
             # A number assigned in an aborted transaction is assigned again.
             self._epoch = self.env.epoch
             self._pack_ids.clear()
-        pack = self._pack_ids.get(number)
-        if pack is None:
-            row = self.get(transaction, "packs", _NUMBER.pack(number))
-            if row is None:
+        id = self._pack_ids.get(number)
+        if id is None:
+            pack = self.numbered_pack(transaction, number)
+            if pack is None:
                 raise Corrupt(
                     "the index names an unknown pack",
                     where=f"pack number {number}",
                     hint="mstore fsck",
                 )
             # Numbers are never reused, so caching them is safe.
-            pack = self._pack_ids[number] = PackId(row[:32])
-        return pack
+            id = self._pack_ids[number] = pack.id
+        return id
 
-    # -- writing -----------------------------------------------------------------------------
+    # -- packs -------------------------------------------------------------------------------
+
+    def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
+        """Yield (PackId, size in bytes) of every pack."""
+        for pack in self.named_packs(transaction):
+            yield pack.id, pack.size
+
+    def named_packs(self, transaction: IndexTransaction) -> Iterator[NamedPack]:
+        """Yield every pack that the index names, by number."""
+        for key, value in self.walk(transaction, PACKS):
+            yield pack_numbers.decode_pack(key, value)
+
+    def numbered_pack(self, transaction: IndexTransaction, number: int) -> NamedPack | None:
+        """Return the pack that has this number, or None."""
+        key = pack_numbers.encode_number(number)
+        value = self.get(transaction, PACKS, key)
+        return None if value is None else pack_numbers.decode_pack(key, value)
+
+    def has_number(self, transaction: IndexTransaction, number: int) -> bool:
+        """Return whether a pack has this number; does not check the row."""
+        return transaction.get(pack_numbers.encode_number(number), db=self.db(PACKS)) is not None
+
+    def pack_number(self, transaction: IndexTransaction, pack: PackId) -> int | None:
+        """Return the number of a pack; None for a pack that the index does not name."""
+        value = self.get(transaction, PACK_IDS, pack)
+        return None if value is None else pack_numbers.decode_number(value)
+
+    def name_packs(self, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
+        """Insert the rows of packs under the numbers that they have."""
+        for pack in packs:
+            number = pack_numbers.encode_number(pack.number)
+            self.put(transaction, PACKS, number, pack_numbers.encode_pack(pack))
+            self.put(transaction, PACK_IDS, pack.id, number)
 
     def insert_pack(self, transaction: IndexTransaction, pack: SealedPack) -> None:
         """Insert rows for a pack and all its entries.
@@ -284,129 +381,85 @@ class Index:
         that gc collects.
         """
         number = self._number_pack(transaction, pack)
-        rows: dict[str, list[tuple[bytes, bytes]]] = {"blocks": [], "records": []}
+        rows: dict[str, list[tuple[bytes, Any]]] = {BLOCKS: [], RECORDS: []}
         for entry in pack.entries:
-            database, key = _entry_key(entry)
-            rows[database].append((key, _encode(number, entry)))
+            database, key = location_rows.name(entry.kind, entry.id)
+            rows[database].append((key, location_rows.encode(number, entry)))
         for database, items in rows.items():
             with transaction.cursor(db=self.db(database)) as cursor:
                 cursor.putmulti(items, overwrite=False)
 
     def _number_pack(self, transaction: IndexTransaction, pack: SealedPack) -> int:
         """Insert rows for the pack itself and return its number, which no pack had before."""
-        counter = self.get(transaction, "counters", _NEXT_PACK)
-        number = 0 if counter is None else _NUMBER.unpack(counter)[0]
-        for database in ("packs", "condemned"):
+        counter = self.get(transaction, COUNTERS, _NEXT_PACK)
+        number = 0 if counter is None else pack_numbers.decode_number(counter)
+        for database in (PACKS, CONDEMNED):
             with transaction.cursor(db=self.db(database)) as cursor:
                 if cursor.last():
-                    number = max(number, _NUMBER.unpack(cursor.key())[0] + 1)
-        key = _NUMBER.pack(number)
-        self.put(transaction, "counters", _NEXT_PACK, _NUMBER.pack(number + 1))
-        self.put(transaction, "packs", key, pack.id + _SIZE.pack(pack.size))
-        self.put(transaction, "pack_ids", pack.id, key)
+                    number = max(number, pack_numbers.decode_number(cursor.key()) + 1)
+        self.put(transaction, COUNTERS, _NEXT_PACK, pack_numbers.encode_number(number + 1))
+        self.name_packs(transaction, [NamedPack(number, pack.id, pack.size)])
         return number
 
     def move_into(
-        self,
-        transaction: IndexTransaction,
-        pack: SealedPack,
-        rows: Mapping[tuple[str, bytes], bytes],
-    ) -> list[bytes]:
+        self, transaction: IndexTransaction, pack: SealedPack, rows: Mapping[Key, Row]
+    ) -> Counter[int]:
         """Repoint rows to a pack of copies: each entry whose row is unchanged since the copy.
 
-        rows: by database and key, the row at the time the payload was copied.  Returns the rows
-        that were replaced; if none was, no row names the pack at all.
+        rows: the row of each at the time when its payload was copied.  Returns how many rows were
+        taken from each pack, by its number; if none was, no row names the pack of copies at all.
         """
-        moved = [
-            entry
-            for entry in pack.entries
-            if (row := rows.get(_entry_key(entry))) is not None
-            and self.row(transaction, *_entry_key(entry)) == row
-        ]
+        moved = []
+        for entry in pack.entries:
+            key = (Kind(entry.kind), entry.id)
+            row = rows.get(key)
+            if row is not None and self.row(transaction, key) == row:
+                moved.append((key, entry, row))
         if moved:
             number = self._number_pack(transaction, pack)
-            for entry in moved:
-                database, key = _entry_key(entry)
-                transaction.put(key, _encode(number, entry), db=self.db(database))
-        return [rows[_entry_key(entry)] for entry in moved]
+            for key, entry, _ in moved:
+                self.put_row(transaction, key, location_rows.encode(number, entry))
+        return Counter(location_rows.pack_number(row) for _, _, row in moved)
 
-    def row(self, transaction: IndexTransaction, database: str, key: bytes) -> bytes | None:
-        """Return a row as stored."""
-        found: bytes | None = transaction.get(key, db=self.db(database))
-        return found
+    # -- condemned packs ---------------------------------------------------------------------
 
-    def condemn(self, transaction: IndexTransaction, pack: PackId) -> None:
+    def condemn(self, transaction: IndexTransaction, pack: PackId, leases: Iterable[str]) -> None:
         """Remove a pack from the index; no row may name it any more.
 
-        Holders of a lease that is in the index now may still read its file.
+        leases: those that are in the index now; their holders may still read its file.
         """
-        number = self.get(transaction, "pack_ids", pack)
+        number = self.pack_number(transaction, pack)
         if number is None:
             return
-        with transaction.cursor(db=self.db("leases")) as cursor:
-            names = b"".join(bytes(key) for key, _ in cursor if len(key) == _LEASE_NAME_BYTES)
-        row = self.get(transaction, "packs", number)
-        if row is None:
+        named = self.numbered_pack(transaction, number)
+        if named is None:
             raise Corrupt("the pack has two numbers, or none", where=f"pack {pack.hex()}")
-        self.put(transaction, "condemned", number, row + names)
-        transaction.delete(number, db=self.db("packs"))
-        transaction.delete(pack, db=self.db("pack_ids"))
+        key = pack_numbers.encode_number(number)
+        self.put(transaction, CONDEMNED, key, pack_numbers.encode_condemned(named, leases))
+        self.delete(transaction, PACKS, key)
+        self.delete(transaction, PACK_IDS, pack)
 
     def condemned(self, transaction: IndexTransaction) -> list[Condemned]:
         """Return every condemned pack whose file may still exist."""
-        found = []
-        for key, value in self.walk(transaction, "condemned"):
-            names = value[40:].decode("ascii", "replace")
-            found.append(
-                Condemned(
-                    _NUMBER.unpack(key)[0],
-                    PackId(value[:32]),
-                    _SIZE.unpack_from(value, 32)[0],
-                    tuple(names[at : at + 16] for at in range(0, len(names), 16)),
-                )
-            )
-        return found
+        rows = self.walk(transaction, CONDEMNED)
+        return [pack_numbers.decode_condemned(key, value) for key, value in rows]
 
     def forget_condemned(self, transaction: IndexTransaction, packs: Iterable[Condemned]) -> None:
         """Remove the rows of condemned packs whose files are deleted."""
         for pack in packs:
-            transaction.delete(_NUMBER.pack(pack.number), db=self.db("condemned"))
+            self.delete(transaction, CONDEMNED, pack_numbers.encode_number(pack.number))
 
-    # -- walking -----------------------------------------------------------------------------
 
-    def packs(self, transaction: IndexTransaction) -> Iterator[tuple[PackId, int]]:
-        """Yield (PackId, size in bytes) of every pack."""
-        for _, value in self.walk(transaction, "packs"):
-            yield PackId(value[:32]), int.from_bytes(value[32:40], "big")
+class _Packs(dict[int, PackId]):
+    """Packs by number, each looked up when it is first needed."""
 
-    def blocks(self, transaction: IndexTransaction) -> Iterator[tuple[BlockId, Location]]:
-        """Yield every block with its location, in id order."""
-        with transaction.cursor(db=self.db("blocks")) as cursor:
-            for key, value in cursor:
-                location = self._decode(transaction, value)
-                assert location is not None
-                yield BlockId(key), location
+    def __init__(self, index: Index, transaction: IndexTransaction) -> None:
+        self._index = index
+        self._transaction = transaction
 
-    def records(self, transaction: IndexTransaction) -> Iterator[tuple[Kind, bytes, Location]]:
-        """Yield every record's kind, id and location."""
-        with transaction.cursor(db=self.db("records")) as cursor:
-            for key, value in cursor:
-                location = self._decode(transaction, value)
-                assert location is not None
-                yield Kind(key[0]), key[1:], location
-
-    def record_ids(self, transaction: IndexTransaction, kind: Kind) -> Iterator[bytes]:
-        """Yield the ids of every record of one kind, in order."""
-        prefix = bytes([kind])
-        with transaction.cursor(db=self.db("records")) as cursor:
-            more = cursor.set_range(prefix)
-            while more and cursor.key().startswith(prefix):
-                yield cursor.key()[1:]
-                more = cursor.next()
-
-    def count(self, transaction: IndexTransaction, name: str) -> int:
-        """Return the number of rows of a named database."""
-        return int(transaction.stat(self.db(name))["entries"])
+    def __missing__(self, number: int) -> PackId:
+        pack = self[number] = self._index._pack_id(self._transaction, number)
+        return pack
 
 
 def _opened(database: str, key: bytes, row: bytes) -> bytes:
@@ -414,21 +467,3 @@ def _opened(database: str, key: bytes, row: bytes) -> bytes:
     if value is None:
         raise damaged(database, key)
     return value
-
-
-def _entry_key(entry: Entry) -> tuple[str, bytes]:
-    """Return database and key of an entry's row."""
-    if entry.kind == Kind.BLOCK:
-        return "blocks", entry.id
-    return "records", bytes([entry.kind]) + entry.id
-
-
-def _record_key(kind: Kind, id: Id) -> bytes:
-    return bytes([kind]) + id
-
-
-def _encode(number: int, entry: Entry) -> bytes:
-    head = _LOCATION.pack(
-        number, entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width
-    )
-    return head if entry.base == NO_BASE else head + entry.base

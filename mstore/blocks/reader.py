@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import Entry
 from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, Buffer, Id, PackId

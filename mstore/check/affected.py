@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from mstore.blocks import location_rows
+from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind
-from mstore.check import rows
 from mstore.check.findings import Findings
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, SnapshotId, TensorId
@@ -41,16 +43,16 @@ class Wounds:
         self._tensors: dict[TensorId, int] = {}
         self._numbers = self._damaged_numbers()
 
-    def _damaged_numbers(self) -> set[bytes]:
+    def _damaged_numbers(self) -> set[int]:
         index = self._catalog.index
         with index.env.read() as transaction:
             return {
                 number
                 for pack in self._findings.packs
-                if (number := index.get(transaction, "pack_ids", pack)) is not None
+                if (number := index.pack_number(transaction, pack)) is not None
             }
 
-    def all(self, names: dict[str, refs.Ref], pruned: set[bytes]) -> tuple[Hurt, ...]:
+    def all(self, names: dict[str, refs.Ref], pruned: AbstractSet[SnapshotId]) -> tuple[Hurt, ...]:
         """Return everything that is hurt, by snapshot; empty if nothing is."""
         if not self._findings.broken and not self._findings.packs:
             return ()
@@ -97,23 +99,23 @@ class Wounds:
         lost = sum(self._is_lost(block, row) for block, row in zip(blocks, found, strict=True))
         return lost or -1
 
-    def _is_lost(self, block: BlockId, row: bytes | None) -> bool:
+    def _is_lost(self, block: BlockId, row: Row | None) -> bool:
         if row is None:
             return True
         if block not in self._blocks:
             self._blocks[block] = self._reads_wrong(block, row)
         return self._blocks[block]
 
-    def _reads_wrong(self, block: BlockId, row: bytes) -> bool:
+    def _reads_wrong(self, block: BlockId, row: Row) -> bool:
         if (Kind.BLOCK, bytes(block)) in self._findings.broken:
             return True
-        base = rows.base_of(row)
+        base = location_rows.base_of(row)
         if base is not None:
             with self._catalog.index.env.read() as transaction:
-                under = self._catalog.index.block_rows(transaction, [base])[0]
+                under = self._catalog.index.row(transaction, (Kind.BLOCK, base))
             if self._is_lost(BlockId(base), under):
                 return True
-        if rows.pack_number(row) not in self._numbers:
+        if location_rows.pack_number(row) not in self._numbers:
             return False
         try:
             self._catalog.read_block(block)

@@ -17,10 +17,11 @@ from typing import NamedTuple, Protocol
 from mstore import fs
 from mstore.blocks import codecs
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Entry, Kind, PackFiles, read_table
 from mstore.blocks.reader import BlockReader, located
-from mstore.check.findings import Key, typed
+from mstore.check.findings import typed
 from mstore.checkpoint.directory import Checkpoint, SourceFile, scan
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.partition import partition

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import Kind
 from mstore.errors import MstoreError, StorageFailed
 from mstore.ids import BlockId, Id, PackId
@@ -31,8 +32,6 @@ RECORDS: dict[Kind, type[Record]] = {
     Kind.VIRTUAL: VirtualTensor,
     Kind.SIGNATURE: Signature,
 }
-Key = tuple[Kind, bytes]
-"""A block or record: its kind and the 32 bytes of its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Findings:
     def __init__(self) -> None:
         self._problems: dict[tuple[str, str, str], Problem] = {}
         self.garbage: list[str] = []
-        self.broken: dict[Key, bytes | None] = {}
+        self.broken: dict[Key, Row | None] = {}
         self.unreadable: set[Key] = set()
         self.packs: dict[PackId, str] = {}
         self.incomplete: set[bytes] = set()
@@ -76,7 +75,7 @@ class Findings:
         """Add a problem for people."""
         self._problems.setdefault((kind, where, what), Problem(kind, where, what))
 
-    def tell_row(self, kind: Kind, id: bytes, row: bytes | None, what: str) -> None:
+    def tell_row(self, kind: Kind, id: bytes, row: Row | None, what: str) -> None:
         """Add a block or record that is missing, or whose row or payload is wrong."""
         self.broken.setdefault((kind, bytes(id)), row)
         self.tell(kind.name.lower(), id.hex(), what)
@@ -130,7 +129,7 @@ class Findings:
             self.tell(kind, where, error.what)
 
     @contextmanager
-    def catching_row(self, kind: Kind, id: bytes, row: bytes | None) -> Iterator[None]:
+    def catching_row(self, kind: Kind, id: bytes, row: Row | None) -> Iterator[None]:
         """Turn a library error inside the block into a broken block or record."""
         try:
             yield

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.index import Location
+from mstore.blocks import location_rows, row_batches
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Row, pack_number
 from mstore.blocks.packs import NO_BASE, Entry, Kind, pack_path, read_table, store_of
-from mstore.check import rows
 from mstore.check.findings import RECORDS, Findings
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import PackId
@@ -45,7 +46,7 @@ class Footers:
         self._index = catalog.index
         self._findings = findings
         self._totals = Totals()
-        self._matched: Counter[bytes] = Counter()
+        self._matched: Counter[int] = Counter()
 
     def run(self) -> Totals:
         """Check packs and rows; report condemned packs and packs that no row names as garbage."""
@@ -64,35 +65,31 @@ class Footers:
             self._strays(suspects)
         return self._totals
 
-    def _numbered(self) -> dict[bytes, tuple[PackId, int]]:
+    def _numbered(self) -> dict[int, tuple[PackId, int]]:
         index = self._index
         found = {}
-        for batch in rows.batches(index, "packs"):
-            for number, value in batch:
-                found[number] = (PackId(value[:32]), int.from_bytes(value[32:40], "big"))
         with index.env.read() as transaction:
-            for number, (pack, _) in found.items():
-                # A pack that was collected meanwhile has no number any more.
-                is_here = index.get(transaction, "packs", number) is not None
-                if is_here and index.get(transaction, "pack_ids", pack) != number:
-                    self._findings.tell("index", pack.hex(), "the pack has two numbers, or none")
+            for pack in index.named_packs(transaction):
+                found[pack.number] = (pack.id, pack.size)
+                if index.pack_number(transaction, pack.id) != pack.number:
+                    what = "the pack has two numbers, or none"
+                    self._findings.tell("index", pack.id.hex(), what)
         return found
 
-    def _garbage(self, packs: dict[bytes, tuple[PackId, int]]) -> None:
+    def _garbage(self, packs: dict[int, tuple[PackId, int]]) -> None:
         layout = self._catalog.layout
         known = {f"{pack.hex()}.pack" for pack, _ in packs.values()}
         for path in sorted(layout.packs.glob("*/*")):
             if path.name not in known:
                 self._findings.garbage.append(str(path.relative_to(layout.root)))
 
-    def _count_rows(self, numbers: set[bytes]) -> Counter[bytes]:
-        named: Counter[bytes] = Counter()
-        for database in ("blocks", "records"):
-            for batch in rows.batches(self._index, database):
-                counted = Counter(value[:4] for _, value in batch)
-                named.update(counted)
-                if counted.keys() - numbers:
-                    self._unknown_pack(database, batch, numbers)
+    def _count_rows(self, numbers: set[int]) -> Counter[int]:
+        named: Counter[int] = Counter()
+        for batch in row_batches.locations(self._index):
+            counted = Counter(pack_number(row) for _, _, row in batch)
+            named.update(counted)
+            if counted.keys() - numbers:
+                self._unknown_pack(batch, numbers)
         self._totals.blocks, self._totals.records = (
             self._count("blocks"),
             self._count("records"),
@@ -103,36 +100,31 @@ class Footers:
         with self._index.env.read() as transaction:
             return self._index.count(transaction, database)
 
-    def _unknown_pack(
-        self, database: str, batch: list[tuple[bytes, bytes]], numbers: set[bytes]
-    ) -> None:
+    def _unknown_pack(self, batch: list[tuple[int, bytes, Row]], numbers: set[int]) -> None:
         with self._index.env.read() as transaction:
             # Include packs that were published after the numbers were read.
-            numbers = numbers | {
-                value[:4]
-                for _, value in batch
-                if transaction.get(value[:4], db=self._index.db("packs")) is not None
-            }
-        for key, value in batch:
+            fresh = {pack_number(row) for _, _, row in batch} - numbers
+            unknown = {n for n in fresh if not self._index.has_number(transaction, n)}
+        for kind, id, row in batch:
             # A pack that was added meanwhile is not a problem.
-            if value[:4] not in numbers and not self._is_numbered(value[:4]):
-                number = int.from_bytes(value[:4], "big")
-                what = f"the index names an unknown pack {number}"
-                self._tell(database, key, value, what)
+            number = pack_number(row)
+            if number in unknown and not self._is_numbered(number):
+                self._tell(kind, id, row, f"the index names an unknown pack {number}")
 
-    def _is_numbered(self, number: bytes) -> bool:
+    def _is_numbered(self, number: int) -> bool:
         with self._index.env.read() as transaction:
-            return transaction.get(number, db=self._index.db("packs")) is not None
+            return self._index.has_number(transaction, number)
 
-    def _tell(self, database: str, key: bytes, value: bytes, what: str) -> None:
+    def _tell(self, kind: int, id: bytes, row: Row, what: str) -> None:
         try:
-            kind, id = rows.key_of(database, key)
+            known = Kind(kind)
         except ValueError:
-            self._findings.tell("index", key.hex(), f"a record of an unknown kind {key[0]}")
+            key = f"{kind:02x}{id.hex()}"
+            self._findings.tell("index", key, f"a record of an unknown kind {kind}")
             return
-        self._findings.tell_row(kind, id, value, what)
+        self._findings.tell_row(known, id, row, what)
 
-    def _pack(self, number: bytes, pack: PackId, size: int) -> None:
+    def _pack(self, number: int, pack: PackId, size: int) -> None:
         path = pack_path(self._catalog.layout.packs, pack)
         entries = self._entries(path, pack, size)
         if entries is None:
@@ -144,16 +136,16 @@ class Footers:
             own = [
                 (entry, row)
                 for entry, row in zip(blocks, found, strict=True)
-                if row is not None and row[:4] == number
+                if row is not None and pack_number(row) == number
             ]
             for entry, row in own:
                 self._compare(Kind.BLOCK, entry, row, index.location(transaction, row))
             self._deltas(transaction, [(e, r) for e, r in own if e.base != NO_BASE])
             records = []
             for entry in entries[len(blocks) :]:
-                at = transaction.get(bytes([entry.kind]) + entry.id, db=index.db("records"))
-                if at is not None and at[:4] == number:
-                    records.append((entry, bytes(at), index.location(transaction, at)))
+                at = index.row(transaction, (entry.kind, entry.id))
+                if at is not None and pack_number(at) == number:
+                    records.append((entry, at, index.location(transaction, at)))
         self._matched[number] += len(own) + len(records)
         self._totals.stored_bytes += sum(entry.stored_length for entry, _ in own)
         self._totals.sound.append(pack)
@@ -183,7 +175,7 @@ class Footers:
             self._findings.tell("format", pack.hex(), "the pack carries the id of another store")
         return entries
 
-    def _compare(self, kind: Kind, entry: Entry, row: bytes, location: Location) -> None:
+    def _compare(self, kind: Kind, entry: Entry, row: Row, location: Location) -> None:
         told = (entry.offset, entry.stored_length, entry.raw_length, entry.codec, entry.width)
         mine = (
             location.offset,
@@ -201,22 +193,22 @@ class Footers:
         if kind == Kind.BLOCK and longest > self._catalog.block_size:
             self._findings.tell_row(kind, entry.id, row, "longer than the block size")
 
-    def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[Entry, bytes]]) -> None:
+    def _deltas(self, transaction: IndexTransaction, deltas: list[tuple[Entry, Row]]) -> None:
         """Check that each delta's base is stored, as long as the block, and not a delta itself."""
         bases = self._index.block_rows(transaction, [entry.base for entry, _ in deltas])
         for (entry, row), base in zip(deltas, bases, strict=True):
             name = entry.base.hex()[:12]
             if base is None:
                 what = f"its base {name} is missing"
-            elif rows.base_of(base) is not None:
+            elif location_rows.base_of(base) is not None:
                 what = f"its base {name} is a delta itself"
-            elif rows.raw_length(base) != entry.raw_length:
+            elif location_rows.raw_length(base) != entry.raw_length:
                 what = f"its base {name} has another length"
             else:
                 continue
             self._findings.tell_row(Kind.BLOCK, entry.id, row, what)
 
-    def _record(self, entry: Entry, row: bytes, location: Location) -> None:
+    def _record(self, entry: Entry, row: Row, location: Location) -> None:
         try:
             kind = Kind(entry.kind)
         except ValueError:
@@ -226,7 +218,7 @@ class Footers:
         with self._findings.catching_row(kind, entry.id, row):
             check_record(self._catalog, kind, entry.id, location)
 
-    def _strays(self, suspects: dict[bytes, PackId]) -> None:
+    def _strays(self, suspects: dict[int, PackId]) -> None:
         """Report rows that name a sound pack whose footer lacks them."""
         footers = {}
         for number, pack in suspects.items():
@@ -234,16 +226,12 @@ class Footers:
             with suppress(StorageFailed):
                 _, entries = read_table(pack_path(self._catalog.layout.packs, pack))
                 footers[number] = {(entry.kind, entry.id) for entry in entries}
-        for database in ("blocks", "records"):
-            for batch in rows.batches(self._index, database):
-                for key, value in batch:
-                    number = value[:4]
-                    if number not in footers:
-                        continue
-                    kind = Kind.BLOCK if database == "blocks" else key[0]
-                    if (kind, key[-32:]) not in footers[number]:
-                        what = f"not in the footer of pack {suspects[number].short}"
-                        self._tell(database, key, value, what)
+        for batch in row_batches.locations(self._index):
+            for kind, id, row in batch:
+                number = pack_number(row)
+                if number in footers and (kind, id) not in footers[number]:
+                    what = f"not in the footer of pack {suspects[number].short}"
+                    self._tell(kind, id, row, what)
 
 
 def check_record(catalog: Catalog, kind: Kind, id: bytes, location: Location) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
 
-from mstore.blocks import lmdb_check
+from mstore.blocks import lmdb_check, row_batches
 from mstore.blocks.index import Index, subject
+from mstore.blocks.location_rows import pack_number
 from mstore.blocks.packs import pack_path
-from mstore.check import index_file, rows
+from mstore.check import index_file
 from mstore.check.affected import Hurt, Wounds
 from mstore.check.findings import Findings, Problem
 from mstore.check.footers import Footers, Totals
@@ -140,7 +141,7 @@ class Checker:
     def _index(self, catalog: Catalog) -> None:
         """Find faults that only a new index fixes; with such an index, nothing else is judged."""
         findings = self.findings
-        for database, key in rows.damaged(catalog.index):
+        for database, key in row_batches.damaged(catalog.index):
             kind, name = subject(database, key)
             findings.tell(kind, name, "the row does not match its check")
         why = generation.doubt(catalog.layout, catalog.index, packs=True)
@@ -219,23 +220,20 @@ class Checker:
         findings, index = self.findings, catalog.index
         index.env.refresh()
         with index.env.read() as transaction:
-            for (kind, id), row in list(findings.broken.items()):
-                database, key = rows.record_key(kind, id)
-                if row is not None and transaction.get(key, db=index.db(database)) != row:
-                    findings.forget_row(kind, id)
+            for key, row in list(findings.broken.items()):
+                if row is not None and index.row(transaction, key) != row:
+                    findings.forget_row(*key)
             for pack in list(findings.packs):
-                if index.get(transaction, "pack_ids", pack) is None:
+                if index.pack_number(transaction, pack) is None:
                     findings.forget_pack(pack)
 
     def _damaged_packs(self, index: Index) -> set[PackId]:
         """Return the packs with any problem; a missing pack counts."""
-        numbers = {rows.pack_number(row) for row in self.findings.broken.values() if row}
+        broken = self.findings.broken.values()
+        numbers = {pack_number(row) for row in broken if row is not None}
         with index.env.read() as transaction:
-            named = {
-                PackId(value[:32])
-                for number, value in index.walk(transaction, "packs")
-                if number in numbers
-            }
+            packs = index.named_packs(transaction)
+            named = {pack.id for pack in packs if pack.number in numbers}
         return named | set(self.findings.packs)
 
     def _leftovers(self) -> list[str]:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import msgspec
-
+from mstore.blocks.location_rows import raw_length
 from mstore.blocks.packs import Kind
-from mstore.check import rows
 from mstore.check.findings import Findings
 from mstore.errors import MstoreError, NotFound
-from mstore.ids import Id, ManifestId, PlanId, SignatureId, SnapshotId, TensorId
+from mstore.ids import Id, ManifestId, PlanId, SnapshotId, TensorId
 from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import mirror, plans, refs
-from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog
+from mstore.store import mirror, plan_rows, pruned_rows, refs, signature_rows, snapshot_rows
+from mstore.store.catalog import Catalog
 
 
 def _shown(ref: refs.Ref | None) -> str:
@@ -40,7 +38,7 @@ class Graph:
         self._planned: dict[PlanId, frozenset[str]] = {}
         self.names: dict[str, refs.Ref] = {}
         self.lost: list[str] = []
-        self.pruned: set[bytes] = set()
+        self.pruned: set[SnapshotId] = set()
         self.snapshots = 0
 
     def run(self, *, with_mirror: bool = True) -> None:
@@ -64,48 +62,28 @@ class Graph:
             self._mirror()
 
     def _refs(self) -> dict[str, refs.Ref]:
-        names = {}
-        for batch in rows.batches(self._index, "refs"):
-            for key, _ in batch:
-                with self._index.env.read() as transaction:
-                    try:
-                        name = key.decode()
-                        ref = refs.get(self._index, transaction, name)
-                        if ref is not None and ref.snapshot_id():
-                            names[name] = ref
-                    except (msgspec.MsgspecError, ValueError, MstoreError):
-                        shown = key.decode(errors="backslashreplace")
-                        self.findings.tell("ref", shown, "the row cannot be read")
-        self._reflogs()
+        def tell(name: str) -> None:
+            self.findings.tell("ref", name, "the row cannot be read")
+
+        names = refs.readable(self._index, tell)
+        for name in refs.unreadable_reflogs(self._index):
+            self.findings.tell("reflog", name, "a move cannot be read")
         return names
 
-    def _reflogs(self) -> None:
-        seen: set[bytes] = set()
-        for batch in rows.batches(self._index, "reflog"):
-            # Name, a zero byte, eight bytes of position.
-            seen.update(key[:-9] for key, _ in batch)
-        for raw in sorted(seen):
-            shown = raw.decode(errors="backslashreplace")
-            with self._index.env.read() as transaction:
-                try:
-                    refs.reflog(self._index, transaction, raw.decode())
-                except (msgspec.MsgspecError, ValueError, MstoreError):
-                    self.findings.tell("reflog", shown, "a move cannot be read")
-
-    def _pruned(self) -> set[bytes]:
+    def _pruned(self) -> set[SnapshotId]:
         """Return the snapshots that need no contents; one that a ref names directly needs them."""
-        marked = {key for batch in rows.batches(self._index, "pruned") for key, _ in batch}
-        return marked - {ref.snapshot for ref in self.names.values()}
+        with self._index.env.read() as transaction:
+            marked = pruned_rows.ids(self._index, transaction)
+        return marked - {ref.snapshot_id() for ref in self.names.values()}
 
     def _unlisted(self, known: set[SnapshotId]) -> None:
         """Report snapshot records that are missing from the list of snapshots."""
-        prefix = bytes([Kind.SNAPSHOT])
-        for batch in rows.batches(self._index, "records"):
-            for key, _ in batch:
-                if key.startswith(prefix) and key[1:] not in known:
-                    self.findings.incomplete.add(key[1:])
-                    what = "is stored and not in the index's list of snapshots"
-                    self.findings.tell("snapshot", key[1:].hex(), what)
+        with self._index.env.read() as transaction:
+            stored = set(self._index.record_ids(transaction, Kind.SNAPSHOT))
+        for id in sorted(stored - known):
+            self.findings.incomplete.add(id)
+            what = "is stored and not in the index's list of snapshots"
+            self.findings.tell("snapshot", id.hex(), what)
 
     def _snapshot(self, id: SnapshotId, known: set[SnapshotId], *, with_contents: bool) -> None:
         try:
@@ -137,25 +115,19 @@ class Graph:
             self._manifest(manifest, f"plan {id.short}", with_contents=True)
 
     def _own_rows(self, id: SnapshotId, record: SnapshotRecord) -> None:
-        index = self._index
-        edges = [MANIFEST_EDGE + record.manifest + id]
-        edges += [PARENT_EDGE + p.snapshot + id + p.role.encode() for p in record.parents]
-        with index.env.read() as transaction:
-            row = index.get(transaction, "snapshots", id)
-            there = all(transaction.get(e, db=index.db("edges")) is not None for e in edges)
-        if row is not None and (
-            row != record.manifest + record.time_ns.to_bytes(8, "big") or not there
-        ):
+        with self._index.env.read() as transaction:
+            do_agree = snapshot_rows.agree(self._index, transaction, id, record)
+        if not do_agree:
             self.findings.incomplete.add(bytes(id))
             what = "its rows in the index do not agree with its record"
             self.findings.tell("snapshot", id.hex(), what)
 
     def _require(self, kind: Kind, id: Id, where: str) -> bool:
         with self._index.env.read() as transaction:
-            row = self._index.record(transaction, kind, id)
-        if row is None:
+            is_stored = self._index.has_record(transaction, kind, id)
+        if not is_stored:
             self._lost(kind, id, NotFound("missing"), where)
-        return row is not None
+        return is_stored
 
     def _lost(self, kind: Kind, id: Id, error: MstoreError, where: str) -> None:
         # A row with an unreadable record was reported with its pack; only a missing row is new.
@@ -205,9 +177,9 @@ class Graph:
         for number, (block, row) in enumerate(zip(blocks, found, strict=True)):
             if row is None:
                 self.findings.tell_row(Kind.BLOCK, block, None, f"{where}: missing")
-            elif rows.raw_length(row) != record.block_length(number, self._catalog.block_size):
+            elif raw_length(row) != record.block_length(number, self._catalog.block_size):
                 what = f"{where}: another length"
-                self.findings.tell_row(Kind.BLOCK, block, bytes(row), what)
+                self.findings.tell_row(Kind.BLOCK, block, row, what)
 
     def _virtual(self, id: TensorId, record: VirtualTensor, where: str) -> None:
         id_of_plan = record.plan_id()
@@ -219,27 +191,19 @@ class Graph:
             self.findings.tell("virtual", id.hex(), what)
 
     def _signatures(self, known: set[SnapshotId]) -> None:
-        for batch in rows.batches(self._index, "signatures"):
-            for key, _ in batch:
-                if len(key) != 64:
-                    self.findings.tell("index", key.hex(), "not a row of a signature")
-                    continue
-                snapshot, signature = SnapshotId(key[:32]), SignatureId(key[32:])
-                if snapshot not in known:
-                    what = f"signs {snapshot.short}, which is missing"
-                    self.findings.tell("signature", signature.hex(), what)
-                self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
+        for row in signature_rows.all_rows(self._index):
+            if isinstance(row, bytes):
+                self.findings.tell("index", row.hex(), "not a row of a signature")
+                continue
+            snapshot, signature = row
+            if snapshot not in known:
+                what = f"signs {snapshot.short}, which is missing"
+                self.findings.tell("signature", signature.hex(), what)
+            self._require(Kind.SIGNATURE, signature, f"snapshot {snapshot.short}")
 
     def _sources(self) -> None:
-        for batch in rows.batches(self._index, "plans"):
-            for key, _ in batch:
-                with (
-                    self.findings.catching("plan", key.hex()),
-                    self._index.env.read() as transaction,
-                ):
-                    row = self._index.get(transaction, "plans", key)
-                    if row is not None:
-                        plans.decode_sources(PlanId(key), row)
+        for plan, error in plan_rows.unreadable(self._index):
+            self.findings.tell("plan", plan, error.what)
 
     def _mirror(self) -> None:
         # A crash right after a commit leaves the mirror behind; the next writer refreshes it.

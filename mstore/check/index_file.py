@@ -11,24 +11,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mstore.blocks.checked_rows import CHECK_BYTES
+from mstore.blocks import location_rows, pack_numbers
 from mstore.blocks.index import DATABASES
 from mstore.blocks.lmdb_check import at_most
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, MstoreError, StorageFailed
-from mstore.ids import ID_BYTES
+from mstore.store import snapshot_rows
 from mstore.store.layout import Layout
 
-_LOCATION = 22
-_LOCATIONS = frozenset({_LOCATION, _LOCATION + ID_BYTES})
 # database -> lengths of its keys, lengths of its values; the readers check the databases not
 # listed.
 _FORMS: dict[bytes, tuple[frozenset[int], frozenset[int]]] = {
-    b"blocks": (frozenset({ID_BYTES}), _LOCATIONS),
-    b"records": (frozenset({1 + ID_BYTES}), frozenset({_LOCATION})),
-    b"packs": (frozenset({4}), frozenset({ID_BYTES + 8 + CHECK_BYTES})),
-    b"pack_ids": (frozenset({ID_BYTES}), frozenset({4 + CHECK_BYTES})),
-    b"snapshots": (frozenset({ID_BYTES}), frozenset({ID_BYTES + 8 + CHECK_BYTES})),
+    b"blocks": location_rows.BLOCKS_FORM,
+    b"records": location_rows.RECORDS_FORM,
+    b"packs": pack_numbers.PACKS_FORM,
+    b"pack_ids": pack_numbers.PACK_IDS_FORM,
+    b"snapshots": snapshot_rows.FORM,
 }
 _ATTEMPTS = 20
 _PAUSE = 0.01

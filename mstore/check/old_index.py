@@ -11,20 +11,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mstore.blocks.index import GENERATION, opened
+from mstore.blocks.index import opened, read_generation
 from mstore.blocks.lmdb_pages import LmdbFile, Tree
+from mstore.blocks.pack_numbers import decode_condemned, decode_pack
 from mstore.errors import BadName, Corrupt, MstoreError
-from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
+from mstore.ids import PackId, PlanId, SnapshotId
+from mstore.store import leases, plan_rows, pruned_rows, refs
 from mstore.store.layout import Layout
-from mstore.store.leases import LeaseRow
-from mstore.store.plans import Sources
-from mstore.store.refs import BRANCH, TAG, Move, Ref, check_name
-
-_POSITION_BYTES = 8
-_decode_ref = msgspec.msgpack.Decoder(Ref).decode
-_decode_move = msgspec.msgpack.Decoder(Move).decode
-_decode_sources = msgspec.msgpack.Decoder(Sources).decode
-_decode_lease = msgspec.msgpack.Decoder(LeaseRow).decode
+from mstore.store.refs import LogRow, Move, Ref
 
 
 @dataclass(slots=True)
@@ -41,11 +35,11 @@ class OldIndex:
     refs: dict[str, Ref] = field(default_factory=dict)
     are_refs_whole: bool = False
     is_reflog_whole: bool = False
-    reflog: dict[bytes, bytes] = field(default_factory=dict)
+    reflog: dict[bytes, LogRow] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
     plans: dict[PlanId, bytes] = field(default_factory=dict)
     snapshots: set[SnapshotId] | None = None
-    pruned: dict[SnapshotId, bytes] | None = None
+    pruned: dict[SnapshotId, int] | None = None
     packs: set[PackId] = field(default_factory=set)
     condemned: set[PackId] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -78,13 +72,14 @@ class OldIndex:
         self.is_reflog_whole = not self._take_all(file, databases, b"reflog", self._take_move)
         self.are_refs_whole = not self._take_all(file, databases, b"refs", self._take_ref)
         snapshots: set[SnapshotId] = set()
-        pruned: dict[SnapshotId, bytes] = {}
+        pruned: dict[SnapshotId, int] = {}
 
         def take_snapshot(key: bytes, value: bytes) -> None:
             snapshots.add(SnapshotId(key))
 
         def take_pruned(key: bytes, value: bytes) -> None:
-            pruned[SnapshotId(key)] = value
+            id, time_ns = pruned_rows.parse(key, value)
+            pruned[id] = time_ns
 
         if not self._take_all(file, databases, b"snapshots", take_snapshot):
             self.snapshots = snapshots
@@ -119,42 +114,33 @@ class OldIndex:
         return bool(told)
 
     def _take_counter(self, key: bytes, value: bytes) -> None:
-        if key == GENERATION:
-            self.generation = int.from_bytes(value, "big")
+        found = read_generation(key, value)
+        if found is not None:
+            self.generation = found
 
     def _take_ref(self, key: bytes, value: bytes) -> None:
-        name, ref = key.decode(), _decode_ref(value)
-        check_name(name)
-        if ref.kind not in (BRANCH, TAG):
-            raise ValueError(f"not a kind of ref: {ref.kind}")
-        ref.snapshot_id()
+        name, ref = refs.parse(key, value)
         self.refs[name] = ref
 
     def _take_move(self, key: bytes, value: bytes) -> None:
-        if len(key) <= _POSITION_BYTES + 1 or key[-_POSITION_BYTES - 1]:
-            raise ValueError("not a position in a reflog")
-        name = key[: -_POSITION_BYTES - 1].decode()
-        check_name(name)
-        move = _decode_move(value)
-        for id in (move.old, move.new):
-            if id is not None:
-                SnapshotId(id)
-        self.reflog[key] = value
+        row = LogRow(key, value)
+        name, move = refs.parse_log(row)
+        self.reflog[key] = row
         # Rows come in the order of positions, so the newest comes last.
         self.moves[name] = move
 
     def _take_plan(self, key: bytes, value: bytes) -> None:
-        sources = _decode_sources(value)
-        for source in (sources.base, *sources.experts):
-            source.snapshot_id()
-        self.plans[PlanId(key)] = value
+        id = PlanId(key)
+        plan_rows.decode(id, value)
+        self.plans[id] = value
 
     def _take_pack(self, key: bytes, value: bytes) -> None:
-        self.packs.add(PackId(value[:ID_BYTES]))
+        self.packs.add(decode_pack(key, value).id)
 
     def _take_condemned(self, key: bytes, value: bytes) -> None:
-        self.condemned.add(PackId(value[:ID_BYTES]))
-        self.packs.add(PackId(value[:ID_BYTES]))
+        pack = decode_condemned(key, value).pack
+        self.condemned.add(pack)
+        self.packs.add(pack)
 
 
 def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
@@ -164,7 +150,7 @@ def at_work(layout: Layout) -> Iterator[tuple[str, int, str]]:
         if b"leases" in databases:
             for key, value in file.rows(b"leases", databases[b"leases"], lambda _: None):
                 try:
-                    row = _decode_lease(value)
-                    yield key.decode(), row.pid, row.purpose
+                    name, row = leases.parse(key, value)
+                    yield name, row.pid, row.purpose
                 except (msgspec.MsgspecError, ValueError):
                     continue

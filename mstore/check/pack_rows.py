@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from mstore.blocks import row_batches
 from mstore.blocks.index import Index
-from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location_rows import Key, Row, base_of, raw_length
 from mstore.blocks.packs import Kind, PackFiles, SealedPack, generation_of, read_table, store_of
 from mstore.blocks.reader import BlockReader
-from mstore.check import rows
-from mstore.check.findings import Key, typed
+from mstore.check.findings import typed
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, TensorId
 from mstore.objects.canonical import decode
@@ -47,7 +47,7 @@ class PackRows:
         self._progress = progress
         self._files = PackFiles(layout.packs)
         self._reader = BlockReader(self._files, layout.block_size)
-        self._doubles: dict[Key, list[bytes]] = {}
+        self._doubles: dict[Key, list[Row]] = {}
         self._whole: dict[TensorId, bool] = {}
         self._manifests: dict[ManifestId, bool] = {}
         self.homes: dict[bytes, set[PackId]] = {}
@@ -120,16 +120,16 @@ class PackRows:
                 keys.append((Kind(entry.kind), entry.id))
         index = self._index
         with index.env.write() as transaction:
-            known = {key: row for key in keys if (row := _row(index, transaction, key)) is not None}
+            known = {key: row for key in keys if (row := index.row(transaction, key)) is not None}
             # Delete known rows, to see the rows that this pack would have on its own.
-            for database, name in (rows.record_key(*key) for key in known):
-                transaction.delete(name, db=index.db(database))
+            for key in known:
+                index.delete_row(transaction, key)
             index.insert_pack(transaction, pack)
             for key, row in known.items():
-                mine = _row(index, transaction, key)
+                mine = index.row(transaction, key)
                 assert mine is not None
                 self._doubles.setdefault(key, [row]).append(mine)
-                _put(index, transaction, key, row)
+                index.put_row(transaction, key, row)
 
     def _settle_doubles(self) -> None:
         """Choose, for each payload that several packs have, the first that reads correctly."""
@@ -143,29 +143,29 @@ class PackRows:
             }
             with index.env.write() as transaction:
                 for key, row in settled.items():
-                    _put(index, transaction, key, row)
+                    index.put_row(transaction, key, row)
                     del self._doubles[key]
 
-    def _first_right(self, key: Key, found: list[bytes], *, is_delta: bool) -> bytes | None:
+    def _first_right(self, key: Key, found: list[Row], *, is_delta: bool) -> Row | None:
         for row in found:
-            if (rows.base_of(row) is not None) == is_delta:
+            if (base_of(row) is not None) == is_delta:
                 with suppress(MstoreError):
                     self._payload(key, row)
                     return row
         return None
 
-    def _payload(self, key: Key, row: bytes) -> Buffer:
+    def _payload(self, key: Key, row: Row) -> Buffer:
         """Read and check the plain bytes that a row leads to. Raises Corrupt, StorageFailed."""
         kind, id = key
         with self._index.env.read() as transaction:
             location = self._index.location(transaction, row)
-            base = rows.base_of(row)
-            under = None if base is None else _row(self._index, transaction, (Kind.BLOCK, base))
+            base = base_of(row)
+            under = None if base is None else self._index.row(transaction, (Kind.BLOCK, base))
         if kind != Kind.BLOCK:
             return self._reader.record(typed(kind, id), location)
         plain = None
         if base is not None:
-            if under is None or rows.base_of(under) is not None:
+            if under is None or base_of(under) is not None:
                 raise Corrupt("its base is missing", where=id.hex())
             self._reader.check_lengths(BlockId(id), location)
             plain = self._payload((Kind.BLOCK, base), under)
@@ -175,24 +175,22 @@ class PackRows:
         """Drop deltas whose base is missing, or cannot be one."""
         index = self._index
         left_out = 0
-        for batch in rows.batches(index, "blocks"):
-            deltas = [(key, row, base) for key, row in batch if (base := rows.base_of(row))]
+        for batch in row_batches.blocks(index):
+            deltas = [(id, row, base) for id, row in batch if (base := base_of(row))]
             if not deltas:
                 continue
             with index.env.read() as transaction:
                 bases = index.block_rows(transaction, [base for _, _, base in deltas])
             orphans = [
-                key
-                for (key, row, _), base in zip(deltas, bases, strict=True)
-                if base is None
-                or rows.base_of(base) is not None
-                or rows.raw_length(base) != rows.raw_length(row)
+                id
+                for (id, row, _), base in zip(deltas, bases, strict=True)
+                if base is None or base_of(base) is not None or raw_length(base) != raw_length(row)
             ]
             left_out += len(orphans)
             if orphans:
                 with index.env.write() as transaction:
-                    for key in orphans:
-                        transaction.delete(key, db=index.db("blocks"))
+                    for id in orphans:
+                        index.delete_row(transaction, (Kind.BLOCK, id))
         if left_out:
             self.notes.append(f"{left_out} deltas are left out: their bases are in no pack")
 
@@ -201,7 +199,7 @@ class PackRows:
     def record(self, kind: Kind, id: bytes) -> Buffer | None:
         """Return the bytes of a record; None if it is missing or wrong."""
         with self._index.env.read() as transaction:
-            row = _row(self._index, transaction, (kind, id))
+            row = self._index.row(transaction, (kind, id))
         if row is None:
             return None
         try:
@@ -239,17 +237,5 @@ class PackRows:
             else:
                 blocks = [BlockId(b) for b in decode(Tensor, data, id.hex()).block_ids()]
                 with self._index.env.read() as transaction:
-                    found = self._index.block_rows(transaction, blocks)
-                self._whole[id] = all(row is not None for row in found)
+                    self._whole[id] = all(self._index.has_blocks(transaction, blocks))
         return self._whole[id]
-
-
-def _row(index: Index, transaction: IndexTransaction, key: Key) -> bytes | None:
-    database, name = rows.record_key(*key)
-    value = transaction.get(name, db=index.db(database))
-    return None if value is None else bytes(value)
-
-
-def _put(index: Index, transaction: IndexTransaction, key: Key, row: bytes) -> None:
-    database, name = rows.record_key(*key)
-    transaction.put(name, row, db=index.db(database))

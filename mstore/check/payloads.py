@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from mstore.ahead import in_order
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind, pack_path, read_table
 from mstore.check.findings import Findings
 from mstore.errors import MstoreError, StorageFailed
@@ -19,8 +20,8 @@ from mstore.ids import BlockId, PackId
 from mstore.store.catalog import Catalog
 
 _GROUP_BYTES = 8 << 20
-_Block = tuple[BlockId, Location, bytes]
-_Failure = tuple[BlockId, bytes, MstoreError]
+_Block = tuple[BlockId, Location, Row]
+_Failure = tuple[BlockId, Row, MstoreError]
 
 
 class Payloads:
@@ -93,7 +94,7 @@ class Payloads:
                 if row is not None:
                     location = index.location(transaction, row)
                     if location.pack == pack:
-                        found.append((BlockId(id), location, bytes(row)))
+                        found.append((BlockId(id), location, row))
         found.sort(key=lambda block: block[1].offset)
         return found
 

@@ -25,29 +25,37 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from mstore import fs
 from mstore.blocks import lmdb_env
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
 from mstore.check import names as witnesses
-from mstore.check import old_index, rows
+from mstore.check import old_index
 from mstore.check.names import Names
 from mstore.check.old_index import OldIndex
 from mstore.check.pack_rows import PackRows
 from mstore.errors import Conflict, Corrupt, MstoreError
-from mstore.ids import ID_BYTES, PackId, PlanId, SnapshotId
-from mstore.objects.canonical import decode, plain_id
+from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
+from mstore.objects.canonical import decode
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.progress import ProgressCallback
-from mstore.store import leases, lost_found, memo, mirror, refs
-from mstore.store.catalog import insert_snapshot, now_ns
+from mstore.store import (
+    leases,
+    lost_found,
+    memo,
+    mirror,
+    plan_rows,
+    pruned_rows,
+    refs,
+    signature_rows,
+    snapshot_rows,
+)
+from mstore.store.catalog import now_ns
 from mstore.store.config import Config
 from mstore.store.layout import Layout, locate, require_writable
-from mstore.store.plans import Source, Sources
+from mstore.store.plan_rows import Source, Sources
 
 _DATA = "data.mdb"
 
@@ -237,12 +245,7 @@ def _forget_requests(layout: Layout) -> None:
     if not (layout.memo / _DATA).exists():
         return
     with suppress(MstoreError):
-        env = lmdb_env.Environment.acquire(layout.memo, memo.DATABASES)
-        try:
-            with env.write() as transaction:
-                transaction.drop(env.databases[memo.REQUESTS], delete=False)
-        finally:
-            env.release()
+        memo.forget_requests(layout.memo)
 
 
 @dataclass(slots=True)
@@ -341,40 +344,44 @@ class _Building:
         """Insert rows of snapshots, edges and signatures, except for collected snapshots."""
         index = self._index
         snapshots: dict[SnapshotId, SnapshotRecord] = {}
-        signatures: list[bytes] = []
-        for batch in rows.batches(index, "records"):
-            for key, _ in batch:
-                if key[0] not in (Kind.SNAPSHOT, Kind.SIGNATURE) or key[1:] in collected:
-                    continue
-                data = self._packs.record(Kind(key[0]), key[1:])
-                if data is None:
-                    self._notes.append(f"{Kind(key[0]).name.lower()} {key[1:].hex()} is unreadable")
-                elif key[0] == Kind.SNAPSHOT:
-                    with suppress(Corrupt):
-                        snapshot = decode(SnapshotRecord, data, key[1:].hex())
-                        snapshots[SnapshotId(key[1:])] = snapshot
-                else:
-                    with suppress(Corrupt):
-                        signature = decode(Signature, data, key[1:].hex())
-                        signatures.append(signature.snapshot + key[1:])
+        signatures: dict[SignatureId, bytes] = {}
+        for id in self._stored(Kind.SNAPSHOT):
+            data = None if id in collected else self._record(Kind.SNAPSHOT, id)
+            if data is not None:
+                with suppress(Corrupt):
+                    snapshots[SnapshotId(id)] = decode(SnapshotRecord, data, id.hex())
+        for id in self._stored(Kind.SIGNATURE):
+            data = self._record(Kind.SIGNATURE, id)
+            if data is not None:
+                with suppress(Corrupt):
+                    signatures[SignatureId(id)] = decode(Signature, data, id.hex()).snapshot
         with index.env.write() as transaction:
             for id in collected:
                 # Its blocks may be gone as well: a listed record without them would be reported as
                 # damage.
-                transaction.delete(bytes([Kind.SNAPSHOT]) + id, db=index.db("records"))
+                index.delete_row(transaction, (Kind.SNAPSHOT, id))
             for snapshot in snapshots.values():
-                insert_snapshot(index, transaction, snapshot)
-            for name in signatures:
-                if name[:ID_BYTES] not in collected:
-                    index.put(transaction, "signatures", name, b"")
+                snapshot_rows.insert(index, transaction, snapshot)
+            for signature, signed in signatures.items():
+                if signed not in collected:
+                    signature_rows.insert(index, transaction, signed, signature)
         return snapshots
+
+    def _stored(self, kind: Kind) -> list[bytes]:
+        with self._index.env.read() as transaction:
+            return list(self._index.record_ids(transaction, kind))
+
+    def _record(self, kind: Kind, id: bytes) -> Buffer | None:
+        data = self._packs.record(kind, id)
+        if data is None:
+            self._notes.append(f"{kind.name.lower()} {id.hex()} is unreadable")
+        return data
 
     def _refs(self, settled: Names, known: set[SnapshotId]) -> tuple[dict[str, refs.Ref], int]:
         """Insert the chosen refs, and the old index's reflogs with a move to the chosen state."""
         old, index = self._old, self._index
         with index.env.write() as transaction:
-            for key, value in old.reflog.items():
-                index.put(transaction, "reflog", key, value)
+            refs.restore_log(index, transaction, old.reflog.values())
             for name in settled.removed:
                 last = old.moves[name].new
                 if last is not None:
@@ -451,7 +458,7 @@ class _Building:
         # Prefer branch names: those are what people type.
         ordered = sorted(names.items(), key=lambda item: (item[1].kind == refs.BRANCH, item[0]))
         called = {ref.snapshot_id(): name for name, ref in ordered}
-        derived: dict[PlanId, bytes] = {}
+        derived: dict[PlanId, Sources] = {}
 
         def source(snapshot: bytes) -> Source:
             id = SnapshotId(snapshot)
@@ -462,13 +469,16 @@ class _Building:
             bases = [p.snapshot for p in record.parents if p.role == BASE]
             experts = [p.snapshot for p in record.parents if p.role == EXPERT]
             if plan is not None and len(bases) == 1:
-                sources = Sources(source(bases[0]), tuple(map(source, experts)))
-                derived[plan] = msgspec.msgpack.encode(sources, enc_hook=plain_id)
-        index = self._index
+                derived[plan] = Sources(source(bases[0]), tuple(map(source, experts)))
+        index, told = self._index, self._old.plans
         with index.env.write() as transaction:
-            for plan, value in {**derived, **self._old.plans}.items():
-                if index.record(transaction, Kind.PLAN, plan) is not None:
-                    index.put(transaction, "plans", plan, value)
+            for plan in {**derived, **told}:
+                if not index.has_record(transaction, Kind.PLAN, plan):
+                    continue
+                if plan in told:
+                    plan_rows.restore(index, transaction, plan, told[plan])
+                else:
+                    plan_rows.put(index, transaction, plan, derived[plan])
 
     # -- contents ----------------------------------------------------------------------------
 
@@ -477,10 +487,10 @@ class _Building:
     ) -> int:
         """Mark pruned snapshots: those of the old index, and those whose contents are gone."""
         named = {ref.snapshot_id() for ref in names.values()}
-        now = now_ns().to_bytes(8, "big")
+        now = now_ns()
         old = self._old.pruned or {}
         listed = self._old.snapshots if self._old.pruned is not None else None
-        pruned = {id: value for id, value in old.items() if id in snapshots}
+        pruned = {id: time_ns for id, time_ns in old.items() if id in snapshots}
         for id, record in snapshots.items():
             # A snapshot that the old index listed and did not mark as pruned may be damaged
             # instead.
@@ -488,6 +498,6 @@ class _Building:
             if doubted and id not in named and not self._packs.is_complete(record):
                 pruned.setdefault(id, now)
         with self._index.env.write() as transaction:
-            for id, value in pruned.items():
-                self._index.put(transaction, "pruned", id, value)
+            for id, time_ns in pruned.items():
+                pruned_rows.mark(self._index, transaction, [id], time_ns)
         return len(pruned)

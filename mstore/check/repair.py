@@ -20,22 +20,23 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstore.blocks import codecs
+from mstore.blocks import codecs, location_rows, row_batches
 from mstore.blocks.codecs import Codec, Elements, Encoded, Policy
-from mstore.blocks.index import Index, Location
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Key, Row, base_of, pack_number
 from mstore.blocks.packs import Kind
-from mstore.check import rows
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
-from mstore.check.findings import Findings, Key, typed
+from mstore.check.findings import Findings, typed
 from mstore.check.fsck import Checker, CheckReport, Scope
 from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import leases
-from mstore.store.catalog import Catalog, insert_snapshot, unlist_snapshot
+from mstore.store import condemned, leases, snapshot_rows
+from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
@@ -162,7 +163,9 @@ class Repair:
 
         Deltas last: their bases may have to be healed first.
         """
-        deltas = {key for key, row in damage.rows.items() if row and rows.base_of(row) is not None}
+        deltas = {
+            key for key, row in damage.rows.items() if row is not None and base_of(row) is not None
+        }
         first = self._heal_these(catalog, lease, damage, damage.rows.keys() - deltas)
         second = self._heal_these(catalog, lease, damage, deltas)
         return first or second
@@ -226,12 +229,10 @@ class Repair:
         dropped, condemned = [], []
         with catalog.committing() as transaction:
             for key, row in damage.can_be_dropped().items():
-                database, name = rows.record_key(*key)
-                if transaction.get(name, db=index.db(database)) == row:
-                    transaction.delete(name, db=index.db(database))
+                if index.delete_row_if(transaction, key, row):
                     dropped.append(key)
             for snapshot in snapshots:
-                insert_snapshot(index, transaction, snapshot)
+                snapshot_rows.insert(index, transaction, snapshot)
             for kind, id in damage.rows:
                 if kind == Kind.SNAPSHOT:
                     _unlist_if_lost(index, transaction, SnapshotId(id))
@@ -252,7 +253,7 @@ class Damage:
     payload may be whole. unreadable: those where the disk failed.
     """
 
-    rows: dict[Key, bytes | None]
+    rows: dict[Key, Row | None]
     in_packs: list[Key]
     unreadable: set[Key]
     packs: set[PackId]
@@ -266,9 +267,9 @@ class Damage:
         broken = dict(findings.broken)
         incomplete = {SnapshotId(id) for id in findings.incomplete}
         with index.env.read() as transaction:
-            numbers = {index.get(transaction, "pack_ids", pack) for pack in findings.packs}
+            numbers = {index.pack_number(transaction, pack) for pack in findings.packs}
             for snapshot in incomplete:
-                if index.record(transaction, Kind.SNAPSHOT, snapshot) is None:
+                if not index.has_record(transaction, Kind.SNAPSHOT, snapshot):
                     broken.setdefault((Kind.SNAPSHOT, bytes(snapshot)), None)
         for kind, id in [key for key, row in broken.items() if row is None]:
             if kind == Kind.TENSOR:
@@ -298,7 +299,7 @@ class Damage:
             self.rows.pop(key, None)
         self.in_packs = [key for key in self.in_packs if key in self.rows]
 
-    def can_be_dropped(self) -> dict[Key, bytes]:
+    def can_be_dropped(self) -> dict[Key, Row]:
         """Return the rows whose bytes are known to be wrong or gone."""
         return {
             key: row
@@ -306,10 +307,10 @@ class Damage:
             if row is not None and key not in self.unreadable
         }
 
-    def kept_numbers(self) -> set[bytes]:
+    def kept_numbers(self) -> set[int]:
         """Return the numbers of packs with payloads that may become readable again."""
         kept = (self.rows.get(key) for key in self.unreadable)
-        return {rows.pack_number(row) for row in kept if row is not None}
+        return {pack_number(row) for row in kept if row is not None}
 
 
 class _Shelf:
@@ -326,7 +327,7 @@ class _Shelf:
         """Bytes of the sealed packs."""
         return sum(pack.size for pack in self._packs.sealed)
 
-    def put(self, copy: Copy, row: bytes | None) -> None:
+    def put(self, copy: Copy, row: Row | None) -> None:
         """Add a copy from elsewhere, encoded as its row says, or else as in its source.
 
         A plan relies on the stored length of what it reads, so a repair must not make it longer.
@@ -390,15 +391,14 @@ class _Shelf:
         index = self._catalog.index
         with self._catalog.committing() as transaction:
             for key in self.keys:
-                database, name = rows.record_key(*key)
                 row = damage.rows.get(key)
-                if row is not None and transaction.get(name, db=index.db(database)) == row:
-                    transaction.delete(name, db=index.db(database))
+                if row is not None:
+                    index.delete_row_if(transaction, key, row)
             for pack in self._packs.sealed:
                 # A row that someone else healed meanwhile stays.
                 index.insert_pack(transaction, pack)
             for snapshot in self._snapshots:
-                insert_snapshot(index, transaction, snapshot)
+                snapshot_rows.insert(index, transaction, snapshot)
             self._packs.keep()
         return set(self.keys)
 
@@ -408,27 +408,26 @@ class _Shelf:
         self._packs.take_back()
 
 
-def _form(row: bytes | None, length: int) -> Form | None:
+def _form(row: Row | None, length: int) -> Form | None:
     """Parse how a row says that its block is stored; None if it cannot be right."""
-    if row is None or rows.raw_length(row) != length:
+    if row is None or location_rows.raw_length(row) != length:
         return None
-    codec, width = row[rows.CODEC], row[rows.WIDTH]
-    base = rows.base_of(row)
+    codec, width = location_rows.codec(row), location_rows.width(row)
+    base = base_of(row)
     with suppress(ValueError):
         if width in WIDTHS and Codec(codec).is_delta == (base is not None):
             return Form(width, Codec(codec), None if base is None else BlockId(base))
     return None
 
 
-def _rows_in(catalog: Catalog, numbers: set[bytes | None]) -> Iterator[tuple[Key, bytes]]:
+def _rows_in(catalog: Catalog, numbers: set[int | None]) -> Iterator[tuple[Key, Row]]:
     """Yield every row that names one of these packs."""
-    for database in ("blocks", "records"):
-        for batch in rows.batches(catalog.index, database):
-            for key, row in batch:
-                if rows.pack_number(row) in numbers:
-                    # Skip records of a kind that this version does not know.
-                    with suppress(ValueError):
-                        yield rows.key_of(database, key), row
+    for batch in row_batches.locations(catalog.index):
+        for kind, id, row in batch:
+            if pack_number(row) in numbers:
+                # Skip records of a kind that this version does not know.
+                with suppress(ValueError):
+                    yield (Kind(kind), id), row
 
 
 def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[SnapshotRecord]:
@@ -439,19 +438,17 @@ def _readable(catalog: Catalog, snapshots: set[SnapshotId]) -> Iterator[Snapshot
 
 def _unlist_if_lost(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
     """Unlist a snapshot whose record is gone; healing the record lists it again."""
-    if index.record(transaction, Kind.SNAPSHOT, id) is None:
-        unlist_snapshot(index, transaction, id)
+    if not index.has_record(transaction, Kind.SNAPSHOT, id):
+        snapshot_rows.unlist(index, transaction, id)
 
 
-def _condemn(
-    catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[bytes]
-) -> bool:
+def _condemn(catalog: Catalog, transaction: IndexTransaction, pack: PackId, kept: set[int]) -> bool:
     """Condemn a pack: gc removes its file once no one can be reading it."""
     index = catalog.index
-    number = index.get(transaction, "pack_ids", pack)
+    number = index.pack_number(transaction, pack)
     if number is None or number in kept:
         return False
-    index.condemn(transaction, pack)
+    condemned.condemn(index, transaction, pack)
     return True
 
 

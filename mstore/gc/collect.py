@@ -25,25 +25,34 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mstore import fs
-from mstore.blocks.index import Condemned
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location_rows import pack_number
+from mstore.blocks.pack_numbers import Condemned
 from mstore.blocks.packs import Kind, pack_path
 from mstore.errors import StorageFailed
 from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
-from mstore.ids import PackId, PlanId, SnapshotId
+from mstore.ids import PackId, SnapshotId
 from mstore.progress import Progress, ProgressCallback
-from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots, snapshot_ids
+from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots
 from mstore.sizes import format_size
 from mstore.stats.store import StatsStore
-from mstore.store import condemned, generation, leases, lost_found, plans
-from mstore.store.catalog import MANIFEST_EDGE, PARENT_EDGE, Catalog, now_ns
+from mstore.store import (
+    condemned,
+    generation,
+    leases,
+    lost_found,
+    plan_rows,
+    pruned_rows,
+    signature_rows,
+    snapshot_rows,
+)
+from mstore.store.catalog import Catalog, now_ns
 from mstore.store.leases import Leftover
 from mstore.store.memo import Memo
 from mstore.store.publishing import MAX_PACK_BYTES
@@ -358,7 +367,7 @@ class Collector:
             gone: Counter[int] = Counter()
             for pack in copies.packs.sealed:
                 replaced = catalog.index.move_into(transaction, pack, copies.rows)
-                gone.update(int.from_bytes(row[:4], "big") for row in replaced)
+                gone.update(replaced)
                 if not replaced:
                     unnamed.append(pack.id)
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
@@ -373,7 +382,7 @@ class Collector:
                 why = footers.why_not(transaction, reach, use.pack)
                 if why is None:
                     empty[use.number] = use
-                    catalog.index.condemn(transaction, use.pack)
+                    condemned.condemn(catalog.index, transaction, use.pack)
                 else:
                     tally.left.append(f"pack {use.pack.hex()}: {why}")
             copies.packs.keep()
@@ -391,7 +400,8 @@ class Collector:
     def _roots_now(self, reach: Reach, transaction: IndexTransaction) -> Roots:
         """Read the roots, plus all new snapshots, named or not: what they rely on stays."""
         roots = Roots.read(self._catalog, transaction, self._since)
-        new = snapshot_ids(self._catalog, transaction) - reach.inventory.snapshots
+        known = reach.inventory.snapshots
+        new = set(snapshot_rows.ids(self._catalog.index, transaction)) - known
         return replace(roots, loose=roots.loose | (new - roots.refs))
 
     # -- packs that nobody needs -------------------------------------------------------------
@@ -469,40 +479,22 @@ def _drop_rows(
     index = catalog.index
     for kind, flags in dead.rows.items():
         table = inventory.tables[kind]
-        database = "blocks" if kind == Kind.BLOCK else "records"
-        prefix = b"" if kind == Kind.BLOCK else bytes([kind])
         for number in np.flatnonzero(flags).tolist():
-            key, row = prefix + table.id(number), table.row(number)
-            found = index.row(transaction, database, key)
+            key, row = (kind, table.id(number)), table.row(number)
+            found = index.row(transaction, key)
             # The row of a delta whose base is gone cannot be compared in full.
             if found is not None and (found == row or row is None):
-                transaction.delete(key, db=index.db(database))
-                yield int.from_bytes(found[:4], "big")
+                index.delete_row(transaction, key)
+                yield pack_number(found)
 
 
 def _drop_snapshots(catalog: Catalog, transaction: IndexTransaction, dead: Dead) -> None:
     """Delete all index rows of snapshots that are gone, except their reflogs."""
     index = catalog.index
     for id in dead.snapshots:
-        row = index.get(transaction, "snapshots", id)
-        if row is not None:
-            transaction.delete(MANIFEST_EDGE + row[:32] + id, db=index.db("edges"))
-            transaction.delete(id, db=index.db("snapshots"))
-        transaction.delete(id, db=index.db("pruned"))
-        _drop_prefix(transaction, index.db("signatures"), bytes(id))
-    gone = set(dead.snapshots)
-    with transaction.cursor(db=index.db("edges")) as cursor:
-        more = bool(gone) and cursor.set_range(PARENT_EDGE)
-        while more and cursor.key().startswith(PARENT_EDGE):
-            child = SnapshotId(cursor.key()[33:65])
-            # Deleting moves the cursor to the next key; the key is empty at the end.
-            more = bool(cursor.delete() and cursor.key()) if child in gone else cursor.next()
-
-
-def _drop_prefix(transaction: IndexTransaction, database: Any, prefix: bytes) -> None:
-    with transaction.cursor(db=database) as cursor:
-        while cursor.set_range(prefix) and cursor.key().startswith(prefix):
-            cursor.delete()
+        pruned_rows.unmark(index, transaction, id)
+        signature_rows.remove(index, transaction, id)
+    snapshot_rows.remove(index, transaction, dead.snapshots)
 
 
 def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
@@ -511,13 +503,11 @@ def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach)
     Other snapshots can then stand in for the inputs.
     """
     index = catalog.index
-    for id, sources in plans.all_sources(catalog, transaction):
+    for id, sources in list(plan_rows.walk(index, transaction)):
         named = {source.snapshot for source in (sources.base, *sources.experts)}
-        kept = index.record(transaction, Kind.PLAN, PlanId(id)) is not None
-        if not kept or any(
-            index.get(transaction, "snapshots", snapshot) is None for snapshot in named
-        ):
-            transaction.delete(id, db=index.db("plans"))
+        kept = index.has_record(transaction, Kind.PLAN, id)
+        if not kept or not all(snapshot_rows.is_listed(index, transaction, one) for one in named):
+            plan_rows.remove(index, transaction, id)
 
 
 def _purposes(catalog: Catalog, names: set[str]) -> list[str]:

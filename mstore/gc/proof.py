@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mstore.blocks import row_batches
 from mstore.blocks.index import damaged
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import Entry, Kind, SealedPack, pack_path, read_table
 from mstore.blocks.reader import located
-from mstore.check import index_file, rows
-from mstore.check.findings import Key
+from mstore.check import index_file
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, PackId
 from mstore.reachability import Reach
@@ -41,7 +42,7 @@ def require_sound_names(catalog: Catalog) -> None:
     generation.require_current(catalog.layout, catalog.index, packs=True)
     with catalog.index.env.read():
         index_file.refuse(catalog.layout, index_file.faults(catalog.layout))
-    for database, key in rows.damaged(catalog.index):
+    for database, key in row_batches.damaged(catalog.index):
         raise damaged(database, key)
     try:
         told = mirror.read(catalog.layout)
@@ -132,7 +133,7 @@ class Footers:
                 key: Key = (Kind(entry.kind), entry.id)
             except ValueError:
                 return f"it has an entry of kind {entry.kind}, which this version does not know"
-            row = index.row(transaction, *rows.record_key(*key))
+            row = index.row(transaction, key)
             if row is None:
                 absent.setdefault(key[0], []).append(entry.id)
                 continue

@@ -17,7 +17,7 @@ from mstore.errors import BadRequest, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
 from mstore.reachability import NS_A_DAY, Roots
-from mstore.store import contents, refs
+from mstore.store import pruned_rows, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.transaction import RefMove, apply_moves
 
@@ -94,7 +94,7 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
 
 def _write(catalog: Catalog, chosen: Sequence[SnapshotId], tags: dict[str, refs.Ref]) -> None:
     with catalog.advancing() as transaction:
-        contents.prune(catalog.index, transaction, chosen, now_ns())
+        pruned_rows.mark(catalog.index, transaction, chosen, now_ns())
         moves = [RefMove(name, ref, None, "prune") for name, ref in sorted(tags.items())]
         apply_moves(catalog, transaction, moves)
 
@@ -178,7 +178,7 @@ def _unpruned(
     catalog: Catalog, snapshots: Iterable[SnapshotId], tagged: dict[str, refs.Ref]
 ) -> list[SnapshotId]:
     with catalog.index.env.read() as transaction:
-        known = contents.pruned(catalog.index, transaction)
+        known = pruned_rows.ids(catalog.index, transaction)
     named = {ref.snapshot_id() for ref in tagged.values()}
     found = [id for id in snapshots if id not in known or id in named]
     # A missing snapshot has no contents to prune.

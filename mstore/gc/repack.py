@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.location_rows import Key, Row
 from mstore.blocks.packs import NO_BASE, Kind, SealedPack
 from mstore.blocks.reader import BlockReader, decoded, verify
 from mstore.errors import MstoreError, StorageFailed
@@ -46,7 +47,7 @@ _ID_TYPES: dict[Kind, type[Id]] = {
 class Copies:
     """Packs of copies. Belongs to one thread; `packs` and `rows` describe what was sealed.
 
-    rows: by database and key, each row as it was when its payload was copied.
+    rows: each row as it was when its payload was copied.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Copies:
         self.packs = NewPacks(
             catalog, directory, prefix="c", max_pack=max_pack, sealing=self._sealed
         )
-        self.rows: dict[tuple[str, bytes], bytes] = {}
+        self.rows: dict[Key, Row] = {}
         self.left: list[str] = []
         self.copied_bytes = 0
         self.ran_out = False
-        self._unsealed: list[tuple[tuple[str, bytes], bytes, int]] = []
+        self._unsealed: list[tuple[Key, Row, int]] = []
 
     def copy(self, places: Iterable[Place], tick: Callable[[int], None]) -> None:
         """Copy the payloads at these places, and seal.
@@ -116,13 +117,11 @@ class Copies:
             )
             # Pass the old pack as the file, so that adjacent payloads stay adjacent.
             writer.append_encoded(id, encoded, location.pack.hex(), location.offset)
-            name = ("blocks", id)
         else:
             writer.append_small(
                 id, place.kind, Codec(location.codec), location.width, bytes(payload), length
             )
-            name = ("records", bytes([place.kind]) + id)
-        self._unsealed.append((name, row, length))
+        self._unsealed.append(((place.kind, id), row, length))
         return length
 
     def _payload(self, place: Place, id: bytes) -> Buffer:
@@ -140,7 +139,7 @@ class Copies:
         return payload
 
     def _sealed(self, pack: SealedPack) -> None:
-        for name, row, length in self._unsealed:
-            self.rows[name] = row
+        for key, row, length in self._unsealed:
+            self.rows[key] = row
             self.copied_bytes += length
         self._unsealed.clear()

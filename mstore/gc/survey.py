@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mstore.blocks.location_arrays import Flags, Numbers, Table
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
 from mstore.ids import PackId, SnapshotId
-from mstore.reachability import Flags, Inventory, Numbers, Reach, Table
+from mstore.reachability import Inventory, Reach
 from mstore.sizes import format_size
 
 DEAD_SHARE = 0.3

@@ -21,10 +21,10 @@ def memo(catalog: Catalog, table: Memo) -> None:
     with index.env.read() as transaction:
 
         def stored(blocks: Sequence[bytes]) -> list[bool]:
-            return [row is not None for row in index.block_rows(transaction, blocks)]
+            return index.has_blocks(transaction, blocks)
 
         def planned(plan: PlanId) -> bool:
-            return index.record(transaction, Kind.PLAN, plan) is not None
+            return index.has_record(transaction, Kind.PLAN, plan)
 
         table.tidy(stored, planned)
 
@@ -35,9 +35,7 @@ def statistics(catalog: Catalog, store: StatsStore) -> None:
     with index.env.read() as transaction:
 
         def stored(tensors: Sequence[bytes]) -> list[bool]:
-            prefix = bytes([Kind.TENSOR])
-            return [
-                index.row(transaction, "records", prefix + tensor) is not None for tensor in tensors
-            ]
+            rows = (index.row(transaction, (Kind.TENSOR, tensor)) for tensor in tensors)
+            return [row is not None for row in rows]
 
         store.tidy(stored)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.ids import BlockId, TensorId
 from mstore.numeric.codes import ITEMSIZES

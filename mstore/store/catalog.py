@@ -18,11 +18,14 @@ from threading import local
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mstore import fs
+from mstore.blocks import location_rows
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Index, Location, stored_lengths
+from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Row
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import PackFiles, PackGone, PackWriter
+from mstore.blocks.packs import Kind, PackFiles, PackGone, PackWriter
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import (
@@ -42,7 +45,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
-from mstore.store import generation, mirror, revisions, unseen
+from mstore.store import generation, mirror, revisions, snapshot_rows, unseen
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
 from mstore.store.config import Config
@@ -147,7 +150,7 @@ class Catalog:
             lock.release()
 
     @contextmanager
-    def advancing(self) -> Iterator[Any]:
+    def advancing(self) -> Iterator[IndexTransaction]:
         """Open the publishing transaction: it sets the next generation, then the mirror follows.
 
         Call with the writer lock held.
@@ -161,7 +164,7 @@ class Catalog:
             mirror.follow(self.layout, self.index, self.index.moved)
 
     @contextmanager
-    def committing(self) -> Iterator[Any]:
+    def committing(self) -> Iterator[IndexTransaction]:
         """Take the writer lock and open the one index transaction that publishes."""
         with self.publishing(), self.advancing() as transaction:
             yield transaction
@@ -193,7 +196,7 @@ class Catalog:
         wanted = list(blocks)
         with self.index.env.read() as transaction:
             rows = _all_stored(wanted, self.index.block_rows(transaction, wanted))
-            return [self.index.location(transaction, row) for row in rows]
+            return self.index.locations(transaction, rows)
 
     def stored_lengths(self, blocks: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return bytes at rest of each block, int64[blocks]: a cheaper `locate` for counting.
@@ -202,12 +205,12 @@ class Catalog:
         """
         with self.index.env.read() as transaction:
             rows = self.index.block_rows(transaction, blocks)
-        return stored_lengths(_all_stored(blocks, rows))
+        return location_rows.stored_lengths(_all_stored(blocks, rows))
 
     def has_blocks(self, blocks: Sequence[BlockId]) -> list[bool]:
         """Return whether each block is stored."""
         with self.index.env.read() as transaction:
-            return [row is not None for row in self.index.block_rows(transaction, blocks)]
+            return self.index.has_blocks(transaction, blocks)
 
     def out_of_place(self, blocks: Collection[BlockId]) -> list[BlockId]:
         """Return blocks whose bytes, or those of their delta base, are in a missing pack.
@@ -402,21 +405,20 @@ class Catalog:
 
     def _read_tensors(self, keys: Sequence[Key]) -> dict[Key, Record]:
         """Return the records that are where the index says and match their ids."""
-        index = self.index
-        with index.env.read() as transaction:
-            rows = index.record_rows(transaction, keys)
-            places = [(*index.span(transaction, row), key) for key, row in rows.items()]
+        with self.index.env.read() as transaction:
+            ids = [key[1:] for key in keys]
+            places = self.index.record_spans(transaction, Kind.TENSOR, ids)
         news: list[tuple[Key, Record, int]] = []
         for run in _neighbours(places):
             pack, begin, *_ = run[0]
             _, last, length, *_ = run[-1]
             with suppress(Corrupt, StorageFailed):
                 data = self.packs.read(pack, begin, last + length - begin)
-                for _, offset, stored, _, key in run:
+                for _, offset, stored, _, id in run:
                     one = bytes(data[offset - begin : offset - begin + stored])
                     with suppress(Corrupt):
-                        if TensorId.of(one) == key[1:]:
-                            news.append((key, decode(Tensor, one, ""), stored))
+                        if TensorId.of(one) == id:
+                            news.append((_TENSOR + id, decode(Tensor, one, ""), stored))
         self._records.put(news)
         return {key: record for key, record, _ in news}
 
@@ -510,25 +512,17 @@ class Catalog:
     def snapshot_ids(self) -> list[SnapshotId]:
         """Return every stored snapshot, by id."""
         with self.index.env.read() as transaction:
-            return [SnapshotId(key) for key, _ in self.index.walk(transaction, "snapshots")]
+            return list(snapshot_rows.ids(self.index, transaction))
 
     def children(self, id: SnapshotId) -> set[SnapshotId]:
         """Return the snapshots that have this one as a parent, from the index."""
-        prefix = PARENT_EDGE + id
         with self.index.env.read() as transaction:
-            return {
-                SnapshotId(key[len(prefix) : len(prefix) + ID_BYTES])
-                for key, _ in self.index.walk(transaction, "edges", prefix)
-            }
+            return snapshot_rows.children(self.index, transaction, id)
 
     def snapshots_of(self, manifest: ManifestId) -> list[SnapshotId]:
         """Return the snapshots with this content, newest first (ties by id)."""
-        prefix = MANIFEST_EDGE + manifest
         with self.index.env.read() as transaction:
-            found = [
-                SnapshotId(key[len(prefix) :])
-                for key, _ in self.index.walk(transaction, "edges", prefix)
-            ]
+            found = snapshot_rows.with_content(self.index, transaction, manifest)
         return sorted(found, key=lambda id: (-self.snapshot(id).time_ns, id))
 
 
@@ -537,7 +531,7 @@ def _is_delta(location: Location) -> bool:
     return location.codec in (Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS)
 
 
-def _all_stored(blocks: Sequence[bytes], rows: Sequence[bytes | None]) -> list[bytes]:
+def _all_stored(blocks: Sequence[bytes], rows: Sequence[Row | None]) -> list[Row]:
     found = [row for row in rows if row is not None]
     if len(found) < len(rows):
         missing = BlockId(blocks[rows.index(None)])
@@ -569,39 +563,13 @@ def _neighbours(places: list[_Span]) -> Iterator[list[_Span]]:
         yield run
 
 
-_Span = tuple[PackId, int, int, int, Key]
-"""A record's place: pack, offset, stored length, codec; and its kind and id."""
+_Span = tuple[PackId, int, int, int, bytes]
+"""A record's place: pack, offset, stored length, codec; and its id."""
 _TENSOR = bytes([Tensor.kind])
 _GAP = 4096
 """A gap between two records up to this size is read rather than skipped."""
 _TOGETHER = 1 << 20
 """The most bytes from the first record of a read to the end of its last."""
-
-MANIFEST_EDGE = b"m"
-PARENT_EDGE = b"p"
-
-
-def insert_snapshot(index: Index, transaction: IndexTransaction, snapshot: SnapshotRecord) -> None:
-    """Insert the rows of a snapshot: its own, content -> snapshot, and parent -> child edges.
-
-    snapshots   SnapshotId                   -> ManifestId + time_ns u64
-    edges       "m" ManifestId SnapshotId    -> empty
-                "p" parent child role        -> empty
-    """
-    id = snapshot.id()
-    row = snapshot.manifest + snapshot.time_ns.to_bytes(8, "big")
-    index.put(transaction, "snapshots", id, row)
-    index.put(transaction, "edges", MANIFEST_EDGE + snapshot.manifest + id, b"")
-    for parent in snapshot.parents:
-        key = PARENT_EDGE + parent.snapshot + id + parent.role.encode()
-        index.put(transaction, "edges", key, b"")
-
-
-def unlist_snapshot(index: Index, transaction: IndexTransaction, id: SnapshotId) -> None:
-    """Remove the rows that list a snapshot whose record is lost."""
-    row = transaction.pop(id, db=index.db("snapshots"))
-    if row is not None:
-        transaction.delete(MANIFEST_EDGE + row[:ID_BYTES] + id, db=index.db("edges"))
 
 
 def now_ns() -> int:

@@ -1,9 +1,9 @@
 """Condemned packs: files that no row names any more, and when they may be removed.
 
-Garbage collection and repair condemn packs in the transaction that removes their last rows
-(`Index.condemn`). A holder of a lease at that moment may have looked up a block before and read it
-now. So the file stays until all those leases have ended; later leases see only the new rows.
-Readers without a lease look the block up again when a pack is gone.
+Garbage collection and repair condemn packs in the transaction that removes their last rows. A
+holder of a lease at that moment may have looked up a block before and read it now. So the file
+stays until all those leases have ended; later leases see only the new rows. Readers without a lease
+look the block up again when a pack is gone.
 
 The file is removed before its row. A crash in between leaves a row without a file, which the next
 sweep removes.
@@ -14,11 +14,19 @@ from __future__ import annotations
 from contextlib import suppress
 
 from mstore import fs
-from mstore.blocks.index import Condemned, Index
+from mstore.blocks.index import Index
+from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.pack_numbers import Condemned
 from mstore.blocks.packs import pack_path
 from mstore.errors import StorageFailed
+from mstore.ids import PackId
 from mstore.store import leases
 from mstore.store.layout import Layout
+
+
+def condemn(index: Index, transaction: IndexTransaction, pack: PackId) -> None:
+    """Condemn a pack that no row names any more, and note which leases protect its file."""
+    index.condemn(transaction, pack, leases.names(index, transaction))
 
 
 def listed(index: Index) -> list[Condemned]:

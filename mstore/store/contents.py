@@ -1,10 +1,9 @@
 """Whether a snapshot's contents are stored, or were pruned.
 
-    pruned    SnapshotId -> time_ns u64
-
-A pruned snapshot stays in the lineage, with its record, manifest, plan and coverage. The next
-garbage collection may drop its contents; until then they can be read and kept. A stored tensor
-record has all its blocks, so the tensor records tell whether contents are stored.
+A pruned snapshot (`mstore.store.pruned_rows`) stays in the lineage, with its record, manifest, plan
+and coverage. The next garbage collection may drop its contents; until then they can be read and
+kept. A stored tensor record has all its blocks, so the tensor records tell whether contents are
+stored.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mstore.blocks.packs import Kind
 from mstore.errors import Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
-from mstore.store import damage, leases
+from mstore.store import damage, leases, pruned_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
 
@@ -26,23 +25,10 @@ class Pruned(NotFound):
     """Raised where a snapshot's contents were pruned."""
 
 
-def pruned(index: Index, transaction: IndexTransaction) -> set[SnapshotId]:
-    """Return the snapshots that were pruned."""
-    return {SnapshotId(key) for key, _ in index.walk(transaction, "pruned")}
-
-
-def prune(
-    index: Index, transaction: IndexTransaction, snapshots: Iterable[SnapshotId], time_ns: int
-) -> None:
-    """Mark these snapshots as pruned."""
-    for id in snapshots:
-        index.put(transaction, "pruned", id, time_ns.to_bytes(8, "big"), overwrite=False)
-
-
 def require(catalog: Catalog, id: SnapshotId, called: str) -> None:
     """Raise Pruned (a NotFound) if a snapshot's contents were pruned and are gone."""
     with catalog.index.env.read() as transaction:
-        if not _is_pruned(catalog.index, transaction, id):
+        if not pruned_rows.is_marked(catalog.index, transaction, id):
             return
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
     with catalog.index.env.read() as transaction:
@@ -57,13 +43,13 @@ def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: 
     meanwhile, NotFound if its contents were.
     """
     index = catalog.index
-    if index.get(transaction, "snapshots", id) is None:
+    if not snapshot_rows.is_listed(index, transaction, id):
         raise _collected(id, name)
-    if _is_pruned(index, transaction, id):
+    if pruned_rows.is_marked(index, transaction, id):
         manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
         if not _is_whole(index, transaction, manifest):
             raise _gone(id.short)
-        transaction.delete(id, db=index.db("pruned"))
+        pruned_rows.unmark(index, transaction, id)
 
 
 @contextmanager
@@ -101,9 +87,9 @@ def or_collected(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[
 def _is_gone(catalog: Catalog, id: SnapshotId) -> bool:
     """Return whether garbage collection removed a snapshot, or its contents."""
     with catalog.index.env.read() as transaction:
-        if catalog.index.get(transaction, "snapshots", id) is None:
+        if not snapshot_rows.is_listed(catalog.index, transaction, id):
             return True
-        if not _is_pruned(catalog.index, transaction, id):
+        if not pruned_rows.is_marked(catalog.index, transaction, id):
             return False
     # A snapshot's tensor records are removed in the same transaction as its blocks.
     manifest = catalog.manifest(catalog.snapshot(id).manifest_id())
@@ -119,21 +105,13 @@ def _collected(id: SnapshotId, where: str) -> Conflict:
     )
 
 
-def _is_pruned(index: Index, transaction: IndexTransaction, id: SnapshotId) -> bool:
-    return index.get(transaction, "pruned", id) is not None
-
-
 def _is_whole(index: Index, transaction: IndexTransaction, manifest: Manifest) -> bool:
     return all(
-        index.record(transaction, Kind.TENSOR, part.tensor_id()) is not None
-        or _has_virtual(index, transaction, part.tensor)
+        index.has_record(transaction, Kind.TENSOR, part.tensor)
+        or index.row(transaction, (Kind.VIRTUAL, part.tensor)) is not None
         for file in manifest.files
         for part in file.parts
     )
-
-
-def _has_virtual(index: Index, transaction: IndexTransaction, id: bytes) -> bool:
-    return transaction.get(bytes([Kind.VIRTUAL]) + id, db=index.db("records")) is not None
 
 
 def _gone(called: str) -> Pruned:

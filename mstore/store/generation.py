@@ -25,15 +25,11 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
-from mstore.ids import ID_BYTES, PackId
-from mstore.store import mirror
+from mstore.ids import PackId
+from mstore.store import backup_row, mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
 _PACK = re.compile(r"[0-9a-f]{64}\.pack")
-
-
-BACKUP = b"backup"
-"""Counter of a backup: the generation that it was made with, u64, and more (`mstore.backup`)."""
 
 
 def is_backup(layout: Layout, index: Index) -> bool:
@@ -41,16 +37,15 @@ def is_backup(layout: Layout, index: Index) -> bool:
     if not (layout.root / BACKUP_MARKER).exists():
         return False
     with index.env.read() as transaction:
-        row = index.get(transaction, "counters", BACKUP)
-        return row is not None and int.from_bytes(row[:8], "big") == index.generation(transaction)
+        row = backup_row.get(index, transaction)
+        return row is not None and row.generation == index.generation(transaction)
 
 
 def damaged_when_copied(index: Index) -> frozenset[PackId]:
     """Return the packs of a backup that were already damaged in its store."""
     with index.env.read() as transaction:
-        row = index.get(transaction, "counters", BACKUP) or b""
-    starts = range(8, len(row), ID_BYTES)
-    return frozenset(PackId(row[at : at + ID_BYTES]) for at in starts)
+        row = backup_row.get(index, transaction)
+    return frozenset() if row is None else frozenset(row.damaged)
 
 
 def doubt(layout: Layout, index: Index, *, packs: bool = False) -> str | None:

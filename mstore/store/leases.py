@@ -1,5 +1,7 @@
 """Leases: marks of running operations, and the files that belong to them.
 
+    leases    name (16 hex digits)    -> [pid, purpose]
+
 An operation that writes takes a lease first: a directory tmp/<lease>/ with a lock file that the
 process holds, and a row in the index. The kernel drops the lock however the process ends, so a
 lease is live exactly as long as its owner; no clock is involved. The directory of a dead lease is
@@ -30,6 +32,7 @@ import msgspec
 from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.pack_numbers import LEASE_NAME_BYTES
 from mstore.errors import BadName, StorageFailed
 from mstore.ids import SnapshotId
 from mstore.store import layout as layouts
@@ -39,6 +42,7 @@ LOCK = ".lock"
 PIN = ".pin"
 PACK = ".pack"
 RECEIPT = ".receipt"
+_LEASES = "leases"
 
 
 class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +50,9 @@ class LeaseRow(msgspec.Struct, frozen=True, array_like=True):
 
     pid: int
     purpose: str
+
+
+_decode = msgspec.msgpack.Decoder(LeaseRow).decode
 
 
 class Lease:
@@ -71,14 +78,14 @@ class Lease:
             fs.make_directory(self.directory, private=True)
             with index.env.write() as transaction:
                 row = msgspec.msgpack.encode(LeaseRow(os.getpid(), purpose))
-                transaction.put(self.name.encode(), row, db=index.db("leases"))
+                transaction.put(self.name.encode(), row, db=index.db(_LEASES))
         except BaseException:
             self.release()
             raise
 
     def drop_row(self, transaction: IndexTransaction) -> None:
         """Delete the lease's row, in the transaction that publishes the work."""
-        transaction.delete(self.name.encode(), db=self._index.db("leases"))
+        self._index.delete(transaction, _LEASES, self.name.encode())
 
     def leave(self) -> None:
         """Release the lock but keep the directory, for another lease to `claim`."""
@@ -167,10 +174,22 @@ def is_live(layout: Layout, name: str) -> bool:
 
 def told(index: Index, transaction: IndexTransaction, name: str) -> LeaseRow | None:
     """Return the index's row of a lease; None if there is none or it is unreadable."""
-    row = transaction.get(name.encode(), db=index.db("leases"))
+    row = transaction.get(name.encode(), db=index.db(_LEASES))
     with suppress(msgspec.MsgspecError):
-        return None if row is None else msgspec.msgpack.decode(row, type=LeaseRow)
+        return None if row is None else _decode(row)
     return None
+
+
+def names(index: Index, transaction: IndexTransaction) -> list[str]:
+    """Return the names of all leases that have a row, dead ones too."""
+    keys = index.keys(transaction, _LEASES)
+    # A damaged key names no lease.
+    return [key.decode("ascii", "replace") for key in keys if len(key) == LEASE_NAME_BYTES]
+
+
+def parse(key: bytes, value: bytes) -> tuple[str, LeaseRow]:
+    """Parse a row: the name of the lease, and what it says. Raises ValueError, MsgspecError."""
+    return key.decode(), _decode(value)
 
 
 def _lock_path(layout: Layout, name: str) -> Path:
@@ -302,15 +321,15 @@ def sweep(layout: Layout, index: Index) -> None:
     for path in _listed(layout):
         with suppress(StorageFailed):
             _sweep_one(layout, path)
-    with index.env.read() as transaction, transaction.cursor(db=index.db("leases")) as cursor:
-        names = [bytes(key) for key, _ in cursor]
+    with index.env.read() as transaction:
+        keys = list(index.keys(transaction, _LEASES))
     # A damaged key names no lease.
-    locks = [_lock_path(layout, name.decode(errors="replace")) for name in names]
-    gone = [name for name, lock in zip(names, locks, strict=True) if not lock.exists()]
+    locks = [_lock_path(layout, key.decode(errors="replace")) for key in keys]
+    gone = [key for key, lock in zip(keys, locks, strict=True) if not lock.exists()]
     if gone:
         with index.env.write() as transaction:
-            for name in gone:
-                transaction.delete(name, db=index.db("leases"))
+            for key in gone:
+                index.delete(transaction, _LEASES, key)
 
 
 def _sweep_one(layout: Layout, path: Path) -> None:

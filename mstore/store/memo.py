@@ -171,6 +171,16 @@ class Memo:
             return self._env
 
 
+def forget_requests(path: Path) -> None:
+    """Drop all requests of the table at `path`.  Raises StorageFailed, Corrupt."""
+    env = Environment.acquire(path, DATABASES)
+    try:
+        with env.write() as transaction:
+            transaction.drop(env.databases[REQUESTS], delete=False)
+    finally:
+        env.release()
+
+
 def _dead_outputs(
     rows: Iterable[tuple[bytes, bytes]], stored: Callable[[Sequence[bytes]], list[bool]]
 ) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import fs
-from mstore.blocks.index import DATABASES, GENERATION, UNCHECKED, Index
+from mstore.blocks.index import DATABASES, UNCHECKED, Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
 from mstore.store import mirror
@@ -69,7 +69,7 @@ def _check_rows(root: Path) -> None:
     index = Index(layout.index)
     try:
         with index.env.write() as transaction:
-            if transaction.get(GENERATION, db=index.db("counters")) is None:
+            if not index.has_generation(transaction):
                 for database in DATABASES:
                     if database not in UNCHECKED:
                         _seal(index, transaction, database)

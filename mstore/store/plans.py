@@ -1,9 +1,7 @@
 """The origin of a plan's inputs: snapshots, and the names that the user gave them.
 
-    plans    PlanId -> [[base snapshot, name], [[expert snapshot, name], ...], change?, overflow?]
-
-A plan names contents; a merge's parents are snapshots.  If the row is missing (a rebuilt index, an
-imported plan), the newest snapshot with the same content takes its place.
+A plan names contents; a merge's parents are snapshots.  If the plan has no row (`store.plan_rows`),
+the newest snapshot with the same content stands in for an input.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ import msgspec
 
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import Kind
-from mstore.errors import BadName, BadRequest, Corrupt, NotFound
+from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
-from mstore.objects.canonical import plain_id
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
-from mstore.store import refs
+from mstore.store import plan_rows, refs
 from mstore.store.catalog import Catalog
+from mstore.store.plan_rows import Overflow, Source, Sources
 from mstore.store.transaction import Transaction
 
 
@@ -37,67 +35,6 @@ class TensorOverflow:
     """number of elements"""
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot and the name it was given."""
-
-    snapshot: bytes
-    name: str
-
-    def snapshot_id(self) -> SnapshotId:
-        """The snapshot."""
-        return SnapshotId(self.snapshot)
-
-
-class Overflow(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a plan's output whose type cannot hold all results.
-
-    elements: how many became infinite; None if it is only known that some may. of: the number of
-    elements.
-    """
-
-    tensor: str
-    elements: int | None
-    of: int
-
-
-class Sources(msgspec.Struct, frozen=True, array_like=True):
-    """The inputs of a plan, experts in plan order.
-
-    change: the planner's estimate of what the full merge changes, ||full - base|| / ||base||; None
-    if unknown, and in rows of earlier versions. overflow: what became infinite when the plan was
-    run, otherwise what may, worst first; None if not checked.
-    """
-
-    base: Source
-    experts: tuple[Source, ...]
-    change: float | None = None
-    overflow: tuple[Overflow, ...] | None = None
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether the plan was run, so that `overflow` holds actual counts."""
-        return self.overflow is not None and all(one.elements is not None for one in self.overflow)
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=plain_id).encode
-_sources = msgspec.msgpack.Decoder(Sources)
-
-
-def decode_sources(id: PlanId, row: bytes) -> Sources:
-    """Decode the inputs that a row names.  Raises Corrupt."""
-    try:
-        sources = _sources.decode(row)
-        for source in (sources.base, *sources.experts):
-            source.snapshot_id()
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Corrupt(
-            "the index's row of this plan's inputs cannot be read",
-            where=f"plan {id.short}",
-            hint="mstore reindex",
-        ) from error
-    return sources
-
-
 def put_sources(
     catalog: Catalog, transaction: IndexTransaction, plan: PlanId, sources: Sources
 ) -> None:
@@ -106,21 +43,17 @@ def put_sources(
     If the row already names a snapshot by one of its refs, that name stays: repeating the request
     under other names does not rename the inputs of existing merges.
     """
-    known = catalog.index.get(transaction, "plans", plan)
-    if known is not None:
-        old = decode_sources(plan, known)
-        if len(old.experts) == len(sources.experts):
-            sources = msgspec.structs.replace(
-                sources,
-                base=_named_before(catalog, transaction, sources.base, old.base),
-                experts=tuple(
-                    _named_before(catalog, transaction, new, before)
-                    for new, before in zip(sources.experts, old.experts, strict=True)
-                ),
-            )
-    row = (sources.base, sources.experts, sources.change)
-    told = row if sources.overflow is None else (*row, sources.overflow)
-    catalog.index.put(transaction, "plans", plan, _encode(told))
+    old = plan_rows.get(catalog.index, transaction, plan)
+    if old is not None and len(old.experts) == len(sources.experts):
+        sources = msgspec.structs.replace(
+            sources,
+            base=_named_before(catalog, transaction, sources.base, old.base),
+            experts=tuple(
+                _named_before(catalog, transaction, new, before)
+                for new, before in zip(sources.experts, old.experts, strict=True)
+            ),
+        )
+    plan_rows.put(catalog.index, transaction, plan, sources)
 
 
 def store_plan(catalog: Catalog, plan: Plan, sources: Sources) -> PlanId:
@@ -166,9 +99,9 @@ def sources_of_merge(catalog: Catalog, id: PlanId, plan: Plan, record: SnapshotR
 def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
     """Return the inputs of a plan.  Raises NotFound if this store lacks one, Corrupt."""
     with catalog.index.env.read() as transaction:
-        row = catalog.index.get(transaction, "plans", id)
-    if row is not None:
-        return decode_sources(id, row)
+        told = plan_rows.get(catalog.index, transaction, id)
+    if told is not None:
+        return told
     return Sources(
         _stand_in(catalog, plan.base_id()),
         tuple(_stand_in(catalog, expert.manifest_id()) for expert in plan.experts),
@@ -178,8 +111,8 @@ def sources_of(catalog: Catalog, id: PlanId, plan: Plan) -> Sources:
 def overflow_of(catalog: Catalog, id: PlanId) -> tuple[TensorOverflow, ...]:
     """Return the known overflow of a plan's output, if its row exists.  Raises Corrupt."""
     with catalog.index.env.read() as transaction:
-        row = catalog.index.get(transaction, "plans", id)
-    return () if row is None else reported(decode_sources(id, row).overflow)
+        told = plan_rows.get(catalog.index, transaction, id)
+    return () if told is None else reported(told.overflow)
 
 
 def reported(overflow: tuple[Overflow, ...] | None) -> tuple[TensorOverflow, ...]:
@@ -231,9 +164,3 @@ def _ids(catalog: Catalog) -> Iterator[PlanId]:
     with catalog.index.env.read() as transaction:
         for id in catalog.index.record_ids(transaction, Kind.PLAN):
             yield PlanId(id)
-
-
-def all_sources(catalog: Catalog, transaction: IndexTransaction) -> list[tuple[PlanId, Sources]]:
-    """Return the inputs of every plan that has a row.  Raises Corrupt."""
-    rows = catalog.index.walk(transaction, "plans")
-    return [(PlanId(key), decode_sources(PlanId(key), value)) for key, value in rows]

@@ -3,7 +3,8 @@
     refs     name (UTF-8)                      -> [kind, snapshot]
     reflog   name + 0x00 + position u64        -> [old, new, action, time_ns, generation, kind]
 
-An add or merge moves the branch of its name; a tag never moves. Functions take an open index
+The only module that knows these bytes. An add or merge moves the branch of its name; a tag never
+moves. Functions take an open index
 transaction, and the caller decides what else belongs to it. The text mirror is written after the
 commit (`mstore.store.mirror`).
 """
@@ -14,15 +15,18 @@ import fnmatch
 import re
 import struct
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from mstore.blocks import row_batches
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.errors import BadName, Conflict, Corrupt, NotFound, did_you_mean
+from mstore.errors import BadName, Conflict, Corrupt, MstoreError, NotFound, did_you_mean
 from mstore.ids import ID_BYTES, SnapshotId
 from mstore.objects.canonical import plain_id
+from mstore.store import snapshot_rows
 
 BRANCH = "branch"
 TAG = "tag"
@@ -33,7 +37,11 @@ _UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 _HEX_NAME = re.compile(r"[0-9a-f]{16,64}")
 # Short enough to be an abbreviated id.
 _HEX_PREFIX = re.compile(r"[0-9a-f]{4,15}")
+_REFS = "refs"
+_REFLOG = "reflog"
 _POSITION = struct.Struct(">Q")
+_AFTER_NAME = 1 + _POSITION.size
+"""Bytes of a reflog's key after the name: a zero byte and the position."""
 _UNREADABLE = (msgspec.MsgspecError, ValueError)
 
 
@@ -151,21 +159,20 @@ def get(index: Index, transaction: IndexTransaction, name: str) -> Ref | None:
     key = name.encode(errors="surrogatepass")
     if not key or len(key) > MAX_NAME_BYTES:
         return None
-    value = index.get(transaction, "refs", key)
+    value = index.get(transaction, _REFS, key)
     return None if value is None else _decode_ref(name, value)
 
 
 def walk(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Ref]]:
     """Yield all refs by name. Raises Corrupt if a row is unreadable."""
-    for key, value in index.walk(transaction, "refs"):
+    for key, value in index.walk(transaction, _REFS):
         name = _name_of(key)
         yield name, _decode_ref(name, value)
 
 
 def names(index: Index, transaction: IndexTransaction) -> list[str]:
     """Return the names of all refs, for hints: does not read rows, skips unreadable names."""
-    with transaction.cursor(db=index.db("refs")) as cursor:
-        return [bytes(key).decode(errors="ignore") for key in cursor.iternext(values=False)]
+    return [key.decode(errors="ignore") for key in index.keys(transaction, _REFS)]
 
 
 def missing(name: str, known: Iterable[str]) -> NotFound:
@@ -219,10 +226,9 @@ def move(
         )
     if expect is None:
         _refuse_nesting(index, transaction, name)
-    key = name.encode()
     index.moved.add(name)
     if new is None:
-        transaction.delete(key, db=index.db("refs"))
+        index.delete(transaction, _REFS, name.encode())
     else:
         put(index, transaction, name, new)
     old = None if expect is None else expect.snapshot
@@ -249,12 +255,12 @@ def append(
         "" if new is None else new.kind,
     )
     key = _log_key(name, next_position(index, transaction, name))
-    index.put(transaction, "reflog", key, _encode(line))
+    index.put(transaction, _REFLOG, key, _encode(line))
 
 
 def put(index: Index, transaction: IndexTransaction, name: str, ref: Ref) -> None:
     """Write the row of a ref, without comparing it first and without a reflog line."""
-    index.put(transaction, "refs", name.encode(), _encode(ref))
+    index.put(transaction, _REFS, name.encode(), _encode(ref))
 
 
 def _refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> None:
@@ -264,25 +270,22 @@ def _refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> N
         if get(index, transaction, above) is not None:
             raise Conflict(f"{above!r} is a ref, so {name!r} cannot be one below it", where=name)
     prefix = f"{name}/".encode()
-    with transaction.cursor(db=index.db("refs")) as cursor:
-        if cursor.set_range(prefix) and cursor.key().startswith(prefix):
-            below = cursor.key().decode()
-            raise Conflict(f"{below!r} is a ref, so {name!r} cannot be one above it", where=name)
+    below = next(index.keys(transaction, _REFS, prefix), b"")
+    if below.startswith(prefix):
+        what = f"{below.decode()!r} is a ref, so {name!r} cannot be one above it"
+        raise Conflict(what, where=name)
 
 
 def refuse_shadow(index: Index, transaction: IndexTransaction, name: str) -> None:
     """Raise BadName if a new name would hide a stored snapshot whose id starts with it."""
     if not _HEX_PREFIX.fullmatch(name):
         return
-    with transaction.cursor(db=index.db("snapshots")) as cursor:
-        if cursor.set_range(bytes.fromhex(name.ljust(64, "0"))) and cursor.key().hex().startswith(
-            name
-        ):
-            raise BadName(
-                f"{name!r} cannot be a new ref: the id of snapshot "
-                f"{SnapshotId(cursor.key()).short} begins with it",
-                hint="choose another name, as in llama/merged",
-            )
+    hidden = snapshot_rows.with_prefix(index, transaction, name)
+    if hidden:
+        raise BadName(
+            f"{name!r} cannot be a new ref: the id of snapshot {hidden[0].short} begins with it",
+            hint="choose another name, as in llama/merged",
+        )
 
 
 def _log_key(name: str, position: int) -> bytes:
@@ -292,21 +295,21 @@ def _log_key(name: str, position: int) -> bytes:
 def reflog(index: Index, transaction: IndexTransaction, name: str) -> list[Move]:
     """Return all moves of a name, oldest first, even if the ref was removed."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
-    return [_decode_move(name, value) for _, value in index.walk(transaction, "reflog", prefix)]
+    return [_decode_move(name, value) for _, value in index.walk(transaction, _REFLOG, prefix)]
 
 
 def walk_reflogs(index: Index, transaction: IndexTransaction) -> Iterator[tuple[str, Move]]:
     """Yield all moves of all names, removed ones too: by name, oldest first."""
-    for key, value in index.walk(transaction, "reflog"):
-        name = _name_of(key[: -_POSITION.size - 1])
+    for key, value in index.walk(transaction, _REFLOG):
+        name = _name_of(key[:-_AFTER_NAME])
         yield name, _decode_move(name, value)
 
 
 def next_position(index: Index, transaction: IndexTransaction, name: str) -> int:
     """Return how many moves the reflog of `name` has: the position of its next line."""
     prefix = name.encode(errors="surrogatepass") + b"\0"
-    with transaction.cursor(db=index.db("reflog")) as cursor:
-        beyond = cursor.set_range(prefix + b"\xff" * (_POSITION.size + 1))
+    with transaction.cursor(db=index.db(_REFLOG)) as cursor:
+        beyond = cursor.set_range(prefix + b"\xff" * _AFTER_NAME)
         last = cursor.prev() if beyond else cursor.last()
         if not last or not cursor.key().startswith(prefix):
             return 0
@@ -319,3 +322,70 @@ def require(index: Index, transaction: IndexTransaction, name: str) -> Ref:
     if ref is None:
         raise missing(name, names(index, transaction))
     return ref
+
+
+# -- rows of an index that may be damaged --------------------------------------------------------
+
+
+class LogRow(NamedTuple):
+    """A line of a reflog as stored."""
+
+    key: bytes
+    value: bytes
+
+
+def parse(key: bytes, value: bytes) -> tuple[str, Ref]:
+    """Parse a row of `refs` strictly. Raises Corrupt, BadName, ValueError."""
+    name = _name_of(key)
+    ref = _decode_ref(name, value)
+    check_name(name)
+    if ref.kind not in (BRANCH, TAG):
+        raise ValueError(f"not a kind of ref: {ref.kind}")
+    return name, ref
+
+
+def parse_log(row: LogRow) -> tuple[str, Move]:
+    """Parse a row of `reflog` strictly. Raises Corrupt, BadName, ValueError."""
+    if len(row.key) <= _AFTER_NAME or row.key[-_AFTER_NAME]:
+        raise ValueError("not a position in a reflog")
+    name = _name_of(row.key[:-_AFTER_NAME])
+    check_name(name)
+    return name, _decode_move(name, row.value)
+
+
+def restore_log(index: Index, transaction: IndexTransaction, rows: Iterable[LogRow]) -> None:
+    """Write lines of reflogs exactly as another index had them; `parse_log` has accepted them."""
+    for row in rows:
+        index.put(transaction, _REFLOG, row.key, row.value)
+
+
+def readable(index: Index, unreadable: Callable[[str], None]) -> dict[str, Ref]:
+    """Return the refs whose rows can be read, and call `unreadable` with each other name."""
+    found = {}
+    for batch in row_batches.of_table(index, _REFS):
+        for key, _ in batch:
+            try:
+                name = key.decode()
+                with index.env.read() as transaction:
+                    ref = get(index, transaction, name)
+            except (ValueError, MstoreError):
+                unreadable(key.decode(errors="backslashreplace"))
+            else:
+                if ref is not None:
+                    found[name] = ref
+    return found
+
+
+def unreadable_reflogs(index: Index) -> list[str]:
+    """Return the names whose reflogs have a line that cannot be read, sorted."""
+    names: set[bytes] = set()
+    for batch in row_batches.of_table(index, _REFLOG):
+        names.update(key[:-_AFTER_NAME] for key, _ in batch)
+    found = []
+    for raw in sorted(names):
+        try:
+            with index.env.read() as transaction:
+                reflog(index, transaction, raw.decode())
+        except (ValueError, MstoreError):
+            found.append(raw.decode(errors="backslashreplace"))
+    return found

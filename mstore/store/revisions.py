@@ -18,7 +18,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
-from mstore.store import refs
+from mstore.store import plan_rows, refs, snapshot_rows
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 MAX_LENGTH = 1000
@@ -59,8 +59,8 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
     if ref is not None:
         return ref.snapshot_id()
     is_prefix = _PREFIX.fullmatch(revision.name) is not None
-    ids = with_prefix(index, transaction, revision.name) if is_prefix else []
-    if not ids and is_prefix and _begins_plan(index, transaction, revision.name):
+    ids = snapshot_rows.with_prefix(index, transaction, revision.name) if is_prefix else []
+    if not ids and is_prefix and plan_rows.has_prefix(index, transaction, revision.name):
         raise NotFound(
             "no such ref or snapshot",
             where=revision.name,
@@ -96,32 +96,13 @@ def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision
             where=f"{revision.name}@{{{revision.back}}}",
             hint=f"mstore reflog {revision.name}",
         )
-    if index.get(transaction, "snapshots", new) is None:
+    if not snapshot_rows.is_listed(index, transaction, new):
         raise NotFound(
             f"snapshot {SnapshotId(new).short}, where the ref was then, was collected",
             where=f"{revision.name}@{{{revision.back}}}",
             hint=f"mstore reflog {revision.name}",
         )
     return SnapshotId(new)
-
-
-def with_prefix(index: Index, transaction: IndexTransaction, prefix: str) -> list[SnapshotId]:
-    """Return the snapshots whose id starts with these hex digits."""
-    low = bytes.fromhex(prefix.ljust(64, "0"))
-    found = []
-    with transaction.cursor(db=index.db("snapshots")) as cursor:
-        more = cursor.set_range(low)
-        while more and cursor.key().hex().startswith(prefix):
-            found.append(SnapshotId(cursor.key()))
-            more = cursor.next()
-    return found
-
-
-def _begins_plan(index: Index, transaction: IndexTransaction, prefix: str) -> bool:
-    """Return whether the id of a stored plan starts with these hex digits."""
-    low = bytes.fromhex(prefix.ljust(64, "0"))
-    with transaction.cursor(db=index.db("plans")) as cursor:
-        return bool(cursor.set_range(low)) and cursor.key().hex().startswith(prefix)
 
 
 def walk_back(

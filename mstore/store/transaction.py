@@ -18,11 +18,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
+from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.errors import BadRequest, Conflict
 from mstore.ids import BlockId, Id, TensorId
@@ -32,8 +33,8 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
-from mstore.store import condemned, contents, leases, refs
-from mstore.store.catalog import Catalog, insert_snapshot, now_ns
+from mstore.store import condemned, contents, leases, refs, snapshot_rows
+from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
 
 
@@ -67,9 +68,10 @@ class Transaction:
     ) -> None:
         self._catalog = catalog
         self._own: set[bytes] = set()
+        self._own_records: set[Key] = set()
         self._pending: dict[TensorId, Tensor] = {}
         self._relied_blocks: set[BlockId] = set()
-        self._relied_records: set[tuple[Kind, Id]] = set()
+        self._relied_records: set[Key] = set()
         self.bytes_written = 0
         self.blocks_new = 0
         # Before any write: garbage of a killed writer may occupy the space that is needed.
@@ -155,7 +157,7 @@ class Transaction:
     @property
     def has_news(self) -> bool:
         """Whether this transaction stored anything that the store did not have."""
-        return bool(self._own)
+        return bool(self._own or self._own_records)
 
     @property
     def directory(self) -> Path:
@@ -200,10 +202,10 @@ class Transaction:
         for file in manifest.files:
             for part in file.parts:
                 id = part.tensor_id()
-                if bytes([Kind.TENSOR]) + id in self._own:
+                if (Kind.TENSOR, id) in self._own_records:
                     self._rely_on_blocks(self._pending[id])
                     continue
-                if bytes([Kind.VIRTUAL]) + id in self._own:
+                if (Kind.VIRTUAL, id) in self._own_records:
                     continue
                 content = self._catalog.content(id)
                 self._relied_records.add((type(content).kind, id))
@@ -233,37 +235,32 @@ class Transaction:
         """
         encoded = [record.encode() for record in records]
         ids = [record.id_type.of(data) for record, data in zip(records, encoded, strict=True)]
-        keys = [bytes([record.kind]) + id for record, id in zip(records, ids, strict=True)]
-        present = self._present(
-            {
-                key
-                for record, id, key in zip(records, ids, keys, strict=True)
-                if key not in self._own and (record.kind, id) not in self._relied_records
-            }
-        )
+        own, relied = self._own_records, self._relied_records
+        keys = [(record.kind, id) for record, id in zip(records, ids, strict=True)]
+        present = self._present({key for key in keys if key not in own and key not in relied})
         for record, id, key, data in zip(records, ids, keys, encoded, strict=True):
-            kind = record.kind
-            if key in self._own or (kind, id) in self._relied_records:
+            if key in own or key in relied:
                 continue
             if key in present:
-                self._relied_records.add((kind, id))
+                relied.add(key)
                 continue
+            kind = record.kind
             problem = record.problem(DEFAULT_LIMITS)
             if problem is not None:
                 raise BadRequest(f"cannot be stored: {problem}", where=f"{kind.name.lower()} {id}")
             self._packs.writer.append_small(id, kind, Codec.RAW, 1, data, len(data))
-            self._own.add(key)
+            own.add(key)
             if isinstance(record, Tensor):
                 self._pending[TensorId(id)] = record
         return ids
 
-    def _present(self, keys: AbstractSet[bytes]) -> AbstractSet[bytes]:
-        """The subset of these record keys (kind and id) that is stored."""
+    def _present(self, keys: AbstractSet[Key]) -> AbstractSet[Key]:
+        """Return those of these records that are stored."""
         if not keys:
             return keys
         index = self._catalog.index
         with index.env.read() as transaction:
-            return index.record_rows(transaction, list(keys)).keys()
+            return index.has_records(transaction, keys)
 
     def _count(self, pack: SealedPack) -> None:
         self.bytes_written += pack.size
@@ -275,7 +272,7 @@ class Transaction:
         *,
         snapshots: Sequence[SnapshotRecord] = (),
         moves: Sequence[RefMove] = (),
-        also: Callable[[Any], None] | None = None,
+        also: Callable[[IndexTransaction], None] | None = None,
     ) -> None:
         """Publish everything, or raise and publish nothing. Raises Conflict, StorageFailed.
 
@@ -292,7 +289,7 @@ class Transaction:
                 catalog.index.insert_pack(transaction, pack)
             self._check_bases(transaction)
             for snapshot in snapshots:
-                insert_snapshot(catalog.index, transaction, snapshot)
+                snapshot_rows.insert(catalog.index, transaction, snapshot)
             apply_moves(catalog, transaction, moves)
             if also is not None:
                 also(transaction)
@@ -302,11 +299,10 @@ class Transaction:
     def _check_relied(self, transaction: IndexTransaction) -> None:
         index = self._catalog.index
         blocks = sorted(self._relied_blocks)
-        rows = index.block_rows(transaction, blocks)
-        gone: list[Id] = [b for b, row in zip(blocks, rows, strict=True) if row is None]
-        records = {bytes([kind]) + id: id for kind, id in self._relied_records}
-        there = index.record_rows(transaction, list(records))
-        gone += [id for key, id in records.items() if key not in there]
+        there = index.has_blocks(transaction, blocks)
+        gone: list[bytes] = [b for b, is_there in zip(blocks, there, strict=True) if not is_there]
+        records = self._relied_records
+        gone += [id for _, id in records - index.has_records(transaction, records)]
         _require_unmoved(gone)
 
     def _check_parents(
@@ -317,7 +313,7 @@ class Transaction:
         own = {snapshot.id() for snapshot in snapshots}
         parents = {p.snapshot_id() for snapshot in snapshots for p in snapshot.parents} - own
         _require_unmoved(
-            [p for p in parents if index.record(transaction, Kind.SNAPSHOT, p) is None]
+            [p for p in parents if not index.has_record(transaction, Kind.SNAPSHOT, p)]
         )
 
     def _check_bases(self, transaction: IndexTransaction) -> None:
@@ -332,7 +328,7 @@ class Transaction:
             for entry in pack.entries
             if entry.base != NO_BASE
         }
-        gone: list[Id] = []
+        gone: list[bytes] = []
         for base in bases:
             place = self._catalog.index.block(transaction, base)
             if place is None or Codec(place.codec).is_delta:
@@ -340,11 +336,11 @@ class Transaction:
         _require_unmoved(gone)
 
 
-def _require_unmoved(gone: Sequence[Id]) -> None:
+def _require_unmoved(gone: Sequence[bytes]) -> None:
     if gone:
         raise Conflict(
             f"{len(gone)} blocks or records were collected while this command was running",
-            where=str(min(gone)),
+            where=min(gone).hex(),
             hint="run the command again",
         )
 
@@ -377,7 +373,7 @@ def tip_of(
         return None, ()
     id = current.snapshot_id()
     with catalog.index.env.read() as transaction:
-        is_stored = catalog.index.record(transaction, Kind.SNAPSHOT, id) is not None
+        is_stored = catalog.index.has_record(transaction, Kind.SNAPSHOT, id)
     parents = (Parent(PREVIOUS, current.snapshot),) if is_stored else ()
     return catalog.snapshot_if_there(id), parents
 

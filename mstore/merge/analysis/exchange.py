@@ -27,7 +27,8 @@ from mstore.objects.plan import (
     Threshold,
 )
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, find, sources_of, store_plan
+from mstore.store.plan_rows import Sources
+from mstore.store.plans import find, sources_of, store_plan
 
 PLAIN = "mstore plan 2"
 FORMAT = "mstore plan 3"

@@ -22,7 +22,8 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Pl
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources, plan_of, sources_of_merge
+from mstore.store.plan_rows import Sources
+from mstore.store.plans import plan_of, sources_of_merge
 from mstore.store.refs import is_pattern
 
 STATE_NAMES = {

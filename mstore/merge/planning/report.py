@@ -11,7 +11,8 @@ from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.sizes import exact_size, format_size
-from mstore.store.plans import Sources, TensorOverflow, reported
+from mstore.store.plan_rows import Sources
+from mstore.store.plans import TensorOverflow, reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from mstore.objects.plan import (
 from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Overflow
+from mstore.store.plan_rows import Overflow
 
 PLANNER = 5
 """Increment whenever the same request leads to a different plan."""

@@ -20,7 +20,8 @@ from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-from mstore.store.plans import Source, Sources, plan_ids, sources_of, store_plan
+from mstore.store.plan_rows import Source, Sources
+from mstore.store.plans import plan_ids, sources_of, store_plan
 
 
 @dataclass(frozen=True, slots=True)

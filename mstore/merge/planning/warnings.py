@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mstore.merge.methods.registry import Operations
 from mstore.numeric.codes import LARGEST
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
-from mstore.store.plans import Overflow, Sources
+from mstore.store.plan_rows import Overflow, Sources
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"

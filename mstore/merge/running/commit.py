@@ -23,7 +23,8 @@ from mstore.progress import ProgressCallback
 from mstore.store import contents, refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
-from mstore.store.plans import Overflow, Sources, sources_of, store_plan
+from mstore.store.plan_rows import Overflow, Sources
+from mstore.store.plans import sources_of, store_plan
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 

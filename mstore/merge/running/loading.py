@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.codecs import Codec
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles, PackGone
 from mstore.blocks.reader import decode_into, verify

@@ -18,7 +18,7 @@ from mstore.merge.running.task import Members, TensorTask
 from mstore.numeric.codes import INFINITIES, ITEMSIZES, can_overflow
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Overflow
+from mstore.store.plan_rows import Overflow
 
 Bytes = npt.NDArray[np.uint8]
 

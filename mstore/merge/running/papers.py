@@ -41,7 +41,7 @@ from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.store.plans import Sources
+from mstore.store.plan_rows import Sources
 
 LICENCES = "licenses"
 _LICENCE_FILE = re.compile(

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mstore.blocks.index import Location
+from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId

@@ -30,7 +30,8 @@ from mstore.progress import ProgressCallback
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.memo import Memo
-from mstore.store.plans import Source, Sources, sources_of
+from mstore.store.plan_rows import Source, Sources
+from mstore.store.plans import sources_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 

@@ -7,24 +7,13 @@ condemned packs are not copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from mstore.blocks.index import DATABASES, UNCHECKED, Index, damaged, opened
 from mstore.blocks.lmdb_types import IndexTransaction
-from mstore.ids import PackId
+from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, NamedPack
 
-_PACKS = ("packs", "pack_ids")
-_LEFT = frozenset({"leases", "condemned", *_PACKS})
-
-
-@dataclass(frozen=True, slots=True)
-class NamedPack:
-    """A pack by its number in the index, its id, and its size in bytes."""
-
-    number: bytes
-    id: PackId
-    size: int
+_LEFT = frozenset({"leases", CONDEMNED, PACKS, PACK_IDS})
 
 
 def copy(source: Index, target: Index) -> list[NamedPack]:
@@ -38,7 +27,7 @@ def copy(source: Index, target: Index) -> list[NamedPack]:
             if database not in _LEFT:
                 with writing.cursor(db=target.db(database)) as cursor:
                     cursor.putmulti(_checked(source, reading, database), append=True)
-        return packs(source, reading)
+        return list(source.named_packs(reading))
 
 
 def _checked(
@@ -49,18 +38,3 @@ def _checked(
             if database not in UNCHECKED and opened(database, key, row) is None:
                 raise damaged(database, key)
             yield key, row
-
-
-def packs(index: Index, transaction: IndexTransaction) -> list[NamedPack]:
-    """Return every pack that the index names."""
-    return [
-        NamedPack(number, PackId(value[:32]), int.from_bytes(value[32:40], "big"))
-        for number, value in index.walk(transaction, "packs")
-    ]
-
-
-def name(index: Index, transaction: IndexTransaction, packs: Iterable[NamedPack]) -> None:
-    """Insert rows for packs under the numbers that they have."""
-    for pack in packs:
-        index.put(transaction, "packs", pack.number, pack.id + pack.size.to_bytes(8, "big"))
-        index.put(transaction, "pack_ids", pack.id, pack.number)
