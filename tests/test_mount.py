@@ -557,7 +557,8 @@ def test_in_the_foreground_caller_and_mount_end_together(
         assert file.read() == (refs["b"] / BIG).read_bytes()
     said, complained = process.communicate(timeout=600)
     assert said == ("ended\n" if number == signal.SIGINT else "")
-    assert complained == ""
+    # libfuse prints this if the unmount meets it between two requests.
+    assert complained in ("", "fuse: reading device: Software caused connection abort\n")
     wait_until(lambda: not runs(daemon))
 
 
