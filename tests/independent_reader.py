@@ -14,8 +14,8 @@ import math
 import re
 import struct
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -238,6 +238,17 @@ class PlanTensor:
     states: list[bytes]
     thresholds: list[tuple[float, int]]
     omitted: list[float]
+    operation: int = 0
+    sources: tuple[str, ...] = ()
+    dtype: str | None = None
+    mixture: tuple[float, tuple[float, ...], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    method: str
+    parameters: dict[str, Any]
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -267,6 +278,7 @@ class Plan:
     tensors: list[PlanTensor]
     copied: dict[str, str]
     notes: list[str]
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -404,7 +416,27 @@ def _read_snapshot(data: bytes) -> Snapshot:
 
 
 def _read_plan(data: bytes) -> Plan:
-    fields = _fields(data, "plan/2", 16)
+    tag = _items(decode(data), "plan")[0]
+    fields = _fields(data, tag, 16) if tag == "plan/2" else _fields(data, "plan/3", 17)
+    plain, operations = fields[:15], fields[15:]
+    plan = _read_plain_plan(plain, 5 if tag == "plan/2" else 9)
+    if not operations:
+        return plan
+    own = [_read_operation(_items(row, "operation", 3)) for row in _items(*operations, "all")]
+    numbers = {tensor.operation for tensor in plan.tensors}
+    require(numbers - {0} == set(range(1, 1 + len(own))), "operations that are not used, or lack")
+    return replace(plan, operations=own)
+
+
+def _read_operation(row: list[Any]) -> Operation:
+    method, parameters, weights = row
+    pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
+    return Operation(
+        _text(method, "method"), dict(pairs), [_number(w, "weight") for w in _items(weights, "w")]
+    )
+
+
+def _read_plain_plan(fields: list[Any], width: int) -> Plan:
     method, parameters, base, experts, dtype, block_size, budget, criteria = fields[:8]
     full, planned, bound, estimate, tensors, copied, notes = fields[8:]
     pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
@@ -427,7 +459,7 @@ def _read_plan(data: bytes) -> Plan:
         _count(planned, "planned expert bytes"),
         _maybe(_number, bound, "error bound"),
         _maybe(_number, estimate, "error estimate"),
-        [_read_plan_tensor(_items(t, "tensor", 5), len(experts)) for t in _items(tensors, "t")],
+        [_read_plan_tensor(_items(t, "tensor", width), len(experts)) for t in _items(tensors, "t")],
         {_text(name, "name"): _text(reason, "why") for name, reason in why},
         [_text(note, "note") for note in _items(notes, "notes")],
     )
@@ -449,12 +481,13 @@ def _read_criteria(row: list[Any]) -> Criteria:
 
 
 def _read_plan_tensor(row: list[Any], experts: int) -> PlanTensor:
-    name, chunk_elements, rows, pairs, norms = row
+    name, chunk_elements, rows, pairs, norms, *rest = row
     states = [_bin(s, "states") for s in _items(rows, "states", experts)]
     require(all(set(s) <= set(range(6)) for s in states), "a chunk in no known state")
     require(len({len(s) for s in states}) == 1, "experts with different numbers of chunks")
     thresholds = [_items(pair, "threshold", 2) for pair in _items(pairs, "thresholds")]
-    require(len(thresholds) in (0, experts), "thresholds for some experts only")
+    most = 2 if rest else 1
+    require(len(thresholds) in (0, experts, most * experts), "thresholds for some experts only")
     require(all(_typed(quota, int, "quota") >= -1 for _, quota in thresholds), "quota")
     return PlanTensor(
         _text(name, "name"),
@@ -462,7 +495,24 @@ def _read_plan_tensor(row: list[Any], experts: int) -> PlanTensor:
         states,
         [(_number(value, "value"), quota) for value, quota in thresholds],
         [_number(norm, "omitted norm") for norm in _items(norms, "norms", experts)],
+        *_read_rest(experts, *rest),
     )
+
+
+def _read_rest(experts: int, *rest: Any) -> Iterator[Any]:
+    """What a tensor of plan/3 has besides."""
+    if rest:
+        operation, sources, dtype, mixture = rest
+        yield _count(operation, "operation")
+        named = _items(sources, "sources", 1 + experts if sources else 0)
+        yield tuple(_text(name, "source") for name in named)
+        yield _maybe(_text, dtype, "dtype")
+        if mixture is None:
+            yield None
+        else:
+            base, factors, keeps = _items(mixture, "mixture", 3)
+            every = tuple(_number(f, "factor") for f in _items(factors, "factors", experts))
+            yield _number(base, "factor"), every, _typed(keeps, bool, "keeps base")
 
 
 def _read_coverage(data: bytes) -> Coverage:

@@ -30,7 +30,15 @@ from mstore.objects.canonical import Record, decode
 from mstore.objects.coverage import Coverage, TensorCoverage, bit, bitmap
 from mstore.objects.limits import DEFAULT_LIMITS, RecordLimits
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.plan import (
+    Criteria,
+    Mixture,
+    Plan,
+    PlanExpert,
+    PlanOperation,
+    PlanTensor,
+    Threshold,
+)
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
@@ -98,6 +106,41 @@ GOLDEN: dict[str, tuple[Record, str, str]] = {
         + "91" + "92a174ab6f74686572206474797065" + "90",
         "mstore 1 plan",
     ),
+    "newer plan": (
+        Plan(
+            method="linear",
+            parameters=(),
+            base=A,
+            experts=(PlanExpert(B, 1.0),),
+            dtype=None,
+            block_size=65536,
+            budget=None,
+            criteria=Criteria("norm", None, None, (), (), None),
+            full_expert_bytes=2,
+            planned_expert_bytes=1,
+            error_bound=None,
+            error_estimate=None,
+            tensors=(
+                PlanTensor(
+                    "n", 128, (b"\x00",), (Threshold(0.5, -1),) * 2, (0.0,), 1, ("a", "b"), "F16"
+                ),
+                PlanTensor("s", 128, (b"\x00",), (), (0.0,), mixture=Mixture(0.5, (1.0,), True)),
+            ),
+            copied=(),
+            notes=(),
+            operations=(PlanOperation("m", (("t", True),), (0.5,)),),
+        ),
+        "dc0011" + "a6706c616e2f33" + "a66c696e656172" + "90"
+        + "c420" + "aa" * 32 + "91" + "92c420" + "bb" * 32 + "cb3ff0000000000000"
+        + "c0" + "ce00010000" + "c0" + "96a46e6f726dc0c09090c0" + "02" + "01" + "c0" + "c0"
+        + "92"
+        + "99a16ecc80" + "91c40100" + "92" + "92cb3fe0000000000000ff" * 2 + "91cb0000000000000000"
+        + "01" + "92a161a162" + "a3463136" + "c0"
+        + "99a173cc80" + "91c40100" + "90" + "91cb0000000000000000" + "00" + "90" + "c0"
+        + "93cb3fe0000000000000" + "91cb3ff0000000000000" + "c3"
+        + "90" + "90" + "91" + "93a16d" + "91" + "92a174c3" + "91cb3fe0000000000000",
+        "mstore 1 plan",
+    ),
     "coverage": (
         Coverage(A, (TensorCoverage("w", 9, b"\x01\x00", (b"\xfe\x01", b"\x00\x00")),)),
         "93aa636f7665726167652f31" + "c420" + "aa" * 32 + "91"
@@ -127,7 +170,7 @@ def test_golden_bytes(kind: str) -> None:
     assert decode(type(record), data, "here") == record
     assert record.id() == blake3(data, derive_key_context=context).digest()
     assert type(record.id()) is record.id_type
-    assert record.kind.name.lower() == kind
+    assert record.kind.name.lower() == kind.removeprefix("newer ")
 
 
 def test_kinds_and_codes() -> None:
@@ -444,6 +487,20 @@ UNSOUND: dict[str, Record] = {
     "an unknown state": _plan(PlanTensor("w", 1, (b"\x06",), CUT, (0.0,))),
     "a negative quota": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, -2),), (0.0,))),
     "a quota beyond 63 bits": _plan(PlanTensor("w", 1, (b"",), (Threshold(0.5, 1 << 63),), (0.0,))),
+    "an operation that is not there": _plan(PlanTensor("w", 1, (b"",), (), (0.0,), 1)),
+    "an operation that no tensor has": _plan(operations=(PlanOperation("ties", (), (1.0,)),)),
+    "weights of two experts for one": _plan(
+        PlanTensor("w", 1, (b"",), (), (0.0,), 1),
+        operations=(PlanOperation("ties", (), (1.0, 1.0)),),
+    ),
+    "sources of two experts for one": _plan(
+        PlanTensor("w", 1, (b"",), (), (0.0,), sources=("a", "b", "c"))
+    ),
+    "sources of its own name": _plan(PlanTensor("w", 1, (b"",), (), (0.0,), sources=("w", "w"))),
+    "factors of two experts for one": _plan(
+        PlanTensor("w", 1, (b"",), (), (0.0,), mixture=Mixture(1.0, (1.0, 1.0), False))
+    ),
+    "a long source": _plan(PlanTensor("w", 1, (b"",), (), (0.0,), sources=("w", LONG))),
     "a long note": _plan(notes=("x" * ((1 << 20) + 1),)),
     "many notes": _plan(notes=("",) * 10_001),
     "many patterns": _plan(criteria=Criteria("norm", skip=("",) * 10_001)),
@@ -465,6 +522,16 @@ def test_an_unsound_record_is_corrupt(what: str) -> None:
     with pytest.raises(Corrupt, match="not a sound") as refusal:
         decode(type(record), record.encode(), "here")
     assert refusal.value.where == "here"
+
+
+def test_a_plan_has_one_form() -> None:
+    """A plan that plan/2 can express is refused as plan/3, so that it has one id."""
+    plan = _plan()
+    assert plan.encode()[3:10] == b"\xa6plan/2"
+    newer = msgspec.msgpack.encode(plan)
+    assert newer[3:10] == b"\xa6plan/3"
+    with pytest.raises(Corrupt, match="canonical"):
+        decode(Plan, newer, "here")
 
 
 def test_numbers_are_counts() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import independent_reader
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -272,6 +273,23 @@ def test_ordinary_plans_keep_their_form(family: Family) -> None:
         forms.append(plan.encode()[4:10])
         assert decode(Plan, plan.encode(), "plan") == plan
     assert forms == [b"plan/2", b"plan/2", b"plan/3"]
+
+
+def test_the_page_describes_the_form(family: Family) -> None:
+    """A reader written from docs/format.md alone reads such a plan."""
+    store = family.store
+    plan = store._catalog.record(Plan, store.plan(ASKED).plan)
+    read = independent_reader._read_plan(plan.encode())
+    found = {tensor.name: tensor for tensor in read.tensors}
+    assert found["new"].sources == ("a", "a", "a")
+    assert [one.method for one in read.operations] == ["ties", "breadcrumbs"]
+    assert read.operations[found["c"].operation - 1].parameters["gamma"] == 0.01
+    assert len(found["c"].thresholds) == 4
+    slerp = MergeRequest(base="base", experts=["e0"], method="slerp", parameters={"t": 0.5})
+    plan = store._catalog.record(Plan, store.plan(slerp).plan)
+    (base, (factor,), keeps) = independent_reader._read_plan(plan.encode()).tensors[0].mixture
+    assert base == pytest.approx(factor)
+    assert not keeps
 
 
 def test_the_text_of_a_plan_holds_all_of_it(family: Family) -> None:

@@ -7,12 +7,21 @@ from functools import cache
 from pathlib import Path
 
 import families
+import msgspec
 from families import BLOCK
 
 from mstore import Store
 from mstore.objects.coverage import Coverage, TensorCoverage
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanTensor, Threshold
+from mstore.objects.plan import (
+    Criteria,
+    Mixture,
+    Plan,
+    PlanExpert,
+    PlanOperation,
+    PlanTensor,
+    Threshold,
+)
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
@@ -57,6 +66,19 @@ PLANS = (
         tensors=(PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, -1),) * 2, (-1.0, 0.0)),),
         copied=(("t", "other dtype"),),
         notes=("a note",),
+    ),
+)
+PLANS += (
+    msgspec.structs.replace(
+        PLANS[0],
+        tensors=(
+            PlanTensor("w", 128, (b"\0\4", b"\1\2"), (Threshold(0.5, 3),) * 4, (-1.0, 0.0), 1),
+            PlanTensor("new", 128, (b"\0", b"\0"), (), (0.0, 0.0), 0, ("w", "w", "v"), "F16"),
+            PlanTensor(
+                "v", 9, (b"\0", b"\2"), (), (0.0, 0.0), mixture=Mixture(0.5, (1.0, 0.0), True)
+            ),
+        ),
+        operations=(PlanOperation("breadcrumbs", (("gamma", 0.5),), (1.0, 0.5)),),
     ),
 )
 COVERAGES = (Coverage(A, (TensorCoverage("w", 9, b"\1\0", (b"\xfe\1", b"\0\0")),)),)
