@@ -12,7 +12,10 @@ _PARAMETERS = {
     "ties": ("density", "normalize", "lambda"),
     "dare_linear": ("density", "normalize", "lambda", "rescale"),
     "dare_ties": ("density", "normalize", "lambda", "rescale"),
+    "breadcrumbs": ("density", "gamma", "normalize", "lambda"),
+    "slerp": ("t",),
 }
+_UNWEIGHTED = {"slerp"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,18 @@ class Case:
     normalize: bool = False
     rescale: bool = True
     seed: int = 0
+    gamma: float = 0.01
+    t: float = 0.5
     members: Sequence[str] = ()
     """Which members are merged; e0, e1, ... if none is named."""
 
     def __str__(self) -> str:
-        parts = [self.method, "w=" + ",".join(f"{weight:g}" for weight in self.weights)]
         own = _PARAMETERS[self.method]
+        parts = [self.method]
+        parts += ["w=" + ",".join(f"{w:g}" for w in self.weights)] if self.is_weighted else []
         parts += [f"d={self.density:g}"] if "density" in own else []
+        parts += [f"g={self.gamma:g}"] if "gamma" in own else []
+        parts += [f"t={self.t:g}"] if "t" in own else []
         parts += [f"l={self.scale:g}"] if "lambda" in own and self.scale != 1 else []
         parts += ["n"] if self.normalize else []
         parts += ["raw"] if not self.rescale else []
@@ -44,10 +52,17 @@ class Case:
         """The members that are merged, in order."""
         return list(self.members) or [f"e{k}" for k in range(len(self.weights))]
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether its experts have weights."""
+        return self.method not in _UNWEIGHTED
+
     def parameters(self) -> dict[str, Any]:
         """As mstore takes them (the seed apart)."""
         values = {
             "density": self.density,
+            "gamma": self.gamma,
+            "t": self.t,
             "normalize": self.normalize,
             "lambda": self.scale,
             "rescale": self.rescale,

@@ -166,17 +166,22 @@ ZERO_BASED = (_SECOND + "self_attn.q_proj.weight", _SECOND + "self_attn.o_proj.w
 
 
 def generate(directory: Path, dtype: str, head: Head, seed: int) -> Family:
-    """Make a family and write it.
-
-    `head`: lm_head has a content of its own, the embedding's (stored under both names), or is not
-    there at all, as transformers writes a tied model.
-    """
+    """Make a family and write it; `head` as in `write`."""
     maker = _Maker(DTYPES[dtype], seed)
     names = ["base", *(f"e{k}" for k in range(EXPERTS))]
     members: dict[str, Tensors] = {name: {} for name in names}
     for tensor, (kind, shape) in _LAYOUT.items():
         for name, content in zip(names, kind(maker, shape), strict=True):
             members[name][tensor] = content.contiguous()
+    return write(directory, dtype, head, members)
+
+
+def write(directory: Path, dtype: str, head: Head, members: dict[str, Tensors]) -> Family:
+    """Write members as checkpoints of a Llama with two layers.
+
+    `head`: lm_head has a content of its own, the embedding's (stored under both names), or is not
+    there at all, as transformers writes a tied model.
+    """
     for tensors in members.values():
         if head == "tied":
             tensors[HEAD] = tensors[EMBEDDING].clone()

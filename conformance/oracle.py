@@ -20,7 +20,7 @@ from generated import Family, Tensors
 from mergekit import sparsify
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
-from mergekit.merge_methods import generalized_task_arithmetic
+from mergekit.merge_methods import generalized_task_arithmetic, slerp
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,6 +37,9 @@ class Draw:
 Draws = dict[str, list[Draw]]
 """By tensor, one for each expert in order; none where nothing was drawn."""
 
+_OF_MODELS = ("density", "gamma")
+"""Parameters that a recipe gives to each model, where mstore has one for all experts."""
+
 
 def merge(
     family: Family, case: Case, out: Path, *, dtype: str | None = "float32", out_dtype: str
@@ -45,18 +48,22 @@ def merge(
 
     `dtype` is the one that it computes in; None leaves that to mergekit.
     """
+    given = case.parameters()
+    models = [
+        {
+            "model": str(family.path(name)),
+            "parameters": {"weight": weight}
+            | {one: given[one] for one in _OF_MODELS if one in given},
+        }
+        for name, weight in zip(case.experts, case.weights, strict=True)
+    ]
+    if not case.is_weighted:
+        models = [{"model": str(family.path(name))} for name in ("base", *case.experts)]
     recipe: dict[str, Any] = {
         "merge_method": case.method,
         "out_dtype": out_dtype,
-        "parameters": {n: v for n, v in case.parameters().items() if n != "density"},
-        "models": [
-            {
-                "model": str(family.path(name)),
-                "parameters": {"weight": weight}
-                | ({"density": case.density} if "density" in case.parameters() else {}),
-            }
-            for name, weight in zip(case.experts, case.weights, strict=True)
-        ],
+        "parameters": {n: v for n, v in given.items() if n not in _OF_MODELS},
+        "models": models,
     }
     if dtype is not None:
         recipe["dtype"] = dtype
@@ -97,6 +104,32 @@ def recorded() -> Iterator[Draws]:
         mock.patch.object(sparsify, "rescaled_masked_tensor", rescaling),
     ):
         yield draws
+
+
+@dataclass(frozen=True)
+class Slerp:
+    """mergekit's slerp of one tensor: the cosine that it computes, the branch, and the result."""
+
+    cosine: float
+    is_linear: bool
+    merged: Tensor
+
+
+def slerp_of(t: float, base: Tensor, expert: Tensor) -> Slerp:
+    """Call mergekit's function and watch how it chooses between its branches."""
+    where = torch.where
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def watching(condition: Tensor, yes: Any, no: Any) -> Tensor:
+        if isinstance(yes, int):
+            # The cosine, replaced by 0 where the branch is linear.
+            seen.append((condition.clone(), no.clone()))
+        return where(condition, yes, no)
+
+    with mock.patch.object(torch, "where", watching):
+        merged = slerp.slerp(torch.tensor([t]), base.float()[None], expert.float()[None])[0]
+    ((linear, cosine),) = seen
+    return Slerp(float(cosine), bool(linear), merged)
 
 
 def _factor(tensor: Tensor, mask: Tensor, result: Tensor) -> float:

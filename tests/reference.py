@@ -74,6 +74,35 @@ def merge(
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
 
 
+def mixture(
+    factors: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    *,
+    keeps_base: bool,
+    out_dtype: str | None = None,
+    absent: Sequence[Mask] | None = None,
+) -> Array:
+    """factors[0] times the base plus the others times the experts, each product fused with the sum.
+
+    Where an expert is absent, it is the base.  keeps_base: so is the result where all are.
+    """
+    b = single(base.ravel())
+    untouched = np.full(b.size, keeps_base)
+    total = np.zeros(b.size, dtype=np.float32)
+    gone = [np.zeros(b.size, dtype=bool)] * len(experts) if absent is None else absent
+    sides = [
+        _where_bits(missing.ravel(), b, single(expert.ravel()))
+        for expert, missing in zip(experts, gone, strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        for x, factor in zip((b, *sides), factors, strict=True):
+            untouched &= _bits(x) == _bits(b)
+            total = fused(x, np.float32(factor), total)
+        out = _result(base.ravel(), total, untouched, out_dtype or name_of(base))
+    return out.reshape(base.shape)
+
+
 def _linear(
     parameters: dict[str, Any],
     weights: Sequence[float],
@@ -191,7 +220,20 @@ def band(d: Single, density: float, gamma: float) -> Mask:
 
 def threshold(d: Single, density: float) -> tuple[np.float32, int]:
     """(v, quota) of `largest`: all |d| > v are kept and the first `quota` of those equal to v."""
-    magnitudes = np.abs(d)[largest(d, density)]
+    return _cut(np.abs(d)[largest(d, density)])
+
+
+def thresholds(d: Single, density: float, gamma: float) -> list[tuple[np.float32, int]]:
+    """(v, quota) twice, for `band`: what the second would keep is dropped."""
+    kept = int(density * d.size)
+    last = min(d.size, kept + int(gamma * d.size))
+    first = np.argsort(-np.abs(d), kind="stable")
+    magnitudes = (np.abs(d)[first[:rank]] for rank in (last, last - kept))
+    return [_cut(found[~np.isnan(found)]) for found in magnitudes]
+
+
+def _cut(magnitudes: Single) -> tuple[np.float32, int]:
+    """The least of those that are kept, and how many of them equal it."""
     if not magnitudes.size:
         return np.float32(np.inf), 0
     v = magnitudes.min()

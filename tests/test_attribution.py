@@ -37,7 +37,22 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "trims": ("ties", {"density": 0.1, "lambda": 1.5, "normalize": False}, {"budget": 0.4}),
     "dare": ("dare_linear", {"density": 0.4, "seed": 3}, {"budget": 0.6}),
     "elects": ("dare_ties", {"density": 0.5, "normalize": True}, {"dtype": "F32"}),
+    "crumbs": ("breadcrumbs", {"density": 0.3, "gamma": 0.2}, {}),
+    "band": (
+        "breadcrumbs",
+        {"density": 0.6, "gamma": 0.1, "lambda": 1.5, "normalize": True},
+        {"budget": 0.5},
+    ),
+    "slerp": ("slerp", {"t": 0.3}, {}),
+    "turns": ("slerp", {"t": 0.8}, {"budget": 0.5, "dtype": "F32"}),
 }
+
+
+def weights_of(way: str) -> dict[str, float]:
+    """The experts that are merged, with their weights."""
+    if WAYS[way][0] == "slerp":
+        return {"e1": 1.0}
+    return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
 
 
 # -- the same in numpy, float64, whole tensors -----------------------------------------------------
@@ -52,11 +67,21 @@ def contributions(
     absent: Sequence[Array],
     thresholds: Sequence[tuple[float, int]],
     tensor: str,
+    factor: float = 0.0,
 ) -> tuple[Double, list[Double]]:
-    """The base's own contribution and each expert's, from the definitions."""
-    parameters = reference.DEFAULTS[method] | given
+    """The base's own contribution and each expert's, from the definitions.
+
+    factor: of the base, for methods that mix whole tensors; `weights` are then those of experts.
+    """
     w = [np.float32(weight) for weight in weights]
     b = reference.single(base).astype(np.float64)
+    if method == "slerp":
+        gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
+        return (math.fsum([factor, *map(float, w)]) - 1) * b, [
+            np.where(gone, 0.0, gap) * float(weight)
+            for gap, weight, gone in zip(gaps, w, absent, strict=True)
+        ]
+    parameters = reference.DEFAULTS[method] | given
     if method == "linear":
         divisor = float(reference.sequential_sum(weights)) if parameters["normalize"] else 1.0
         surplus = 0.0 if parameters["normalize"] else math.fsum(map(float, w)) - 1
@@ -68,13 +93,17 @@ def contributions(
     sparse = []
     for k, (expert, gone) in enumerate(zip(experts, absent, strict=True)):
         d = reference.delta(base, expert)
-        if method == "ties" and parameters["density"] < 1:
-            value, quota = thresholds[k]
-            # What the budget left out takes no tie from others: quotas are of what is read.
-            keep = np.abs(d) > value
-            ties = np.flatnonzero((np.abs(d) == value) & ~gone)
-            keep[ties if quota < 0 else ties[:quota]] = True
-            d = np.where(keep, d, np.float32(0))
+        if method in ("ties", "breadcrumbs") and parameters["density"] < 1:
+            kept = []
+            for value, quota in thresholds[k :: len(experts)]:
+                # What the budget left out takes no tie from others: quotas are of what is read.
+                keep = np.abs(d) > value
+                ties = np.flatnonzero((np.abs(d) == value) & ~gone)
+                keep[ties if quota < 0 else ties[:quota]] = True
+                kept.append(keep)
+            d = np.where(kept[0], d, np.float32(0))
+            if method == "breadcrumbs":
+                d = np.where(kept[1], np.float32(0), d)
         if method in reference.RANDOM and parameters["density"] < 1:
             drawn = reference.draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
             d = np.where(drawn < round(parameters["density"] * 2**32), d, np.float32(0))
@@ -117,7 +146,7 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def merge(store: Store, way: str) -> Plan:
     method, parameters, options = WAYS[way]
-    experts = [(f"e{k}", weight) for k, weight in enumerate(WEIGHTS)]
+    experts = list(weights_of(way).items())
     plan = store.plan(
         MergeRequest(base="base", experts=experts, method=method, parameters=parameters, **options)
     )
@@ -146,17 +175,20 @@ def test_shares_are_those_of_the_definition(
     assert (report.plan, report.method) == (plan.id(), method)
     assert [one.name for one in report.tensors] == [planned.name for planned in plan.tensors]
     merged = store.view("merged")
+    experts = [family.experts[int(name[1:])] for name in weights_of(way)]
     for planned, one in zip(plan.tensors, report.tensors, strict=True):
         base = family.base[planned.name].ravel()
+        mixture = planned.mixture
         own, parts = contributions(
             method,
             parameters,
-            WEIGHTS,
+            tuple(weights_of(way).values()) if mixture is None else mixture.experts,
             base,
-            [expert[planned.name].ravel() for expert in family.experts],
+            [expert[planned.name].ravel() for expert in experts],
             [_absent(states, planned.chunk_elements, base.size) for states in planned.states],
             [(limit.value, limit.quota) for limit in planned.thresholds],
             planned.name,
+            0.0 if mixture is None else mixture.base,
         )
         m = own + sum(parts)
         square = float(m @ m)
@@ -202,7 +234,7 @@ def test_shares_add_up_to_one(way: str, store: Store, monkeypatch: pytest.Monkey
     assert report.norm == pytest.approx(math.hypot(*(one.norm for one in report.layers)), rel=1e-12)
 
 
-@pytest.mark.parametrize("way", ["ties", "trims", "elects"])
+@pytest.mark.parametrize("way", ["ties", "trims", "elects", "band", "turns"])
 def test_any_number_of_threads_gives_the_same_bits(
     way: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +294,7 @@ def test_only_merges_have_shares(store: Store) -> None:
     assert refused.value.where == "model.nothing"
 
 
-@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "breadcrumbs"])
 def test_elements_that_are_not_finite_are_counted_apart(method: str, tmp_path: Any) -> None:
     """NaN and infinities leave the sums of all other elements as they are."""
     rng = np.random.default_rng(3)

@@ -5,6 +5,7 @@ Errors are measured in float64 on fp32 outputs, against the merge that reads eve
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -34,6 +35,7 @@ ADDITIVE = {
     "linear": ({}, (0.5, 0.3, 0.2)),
     "task_arithmetic": ({"lambda": 0.9}, (1.0, 0.5, -0.75)),
     "dare_linear": ({"density": 0.4, "seed": 3}, (1.0, 0.5, 0.75)),
+    "breadcrumbs": ({"density": 0.6, "gamma": 0.02}, (1.0, 0.5, 0.75)),
 }
 CONSENSUS = {
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),
@@ -304,34 +306,41 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "density"),
+    ("kind", "method", "parameters"),
     [
-        *(("tied", density) for density in (0.1, 0.5, 0.8)),
-        *((kind, 0.5) for kind in ("place", "mixed")),
+        *(("tied", "ties", {"density": density}) for density in (0.1, 0.5, 0.8)),
+        *((kind, "ties", {"density": 0.5}) for kind in ("place", "mixed")),
+        # Both ranks lie within elements that tie, of one magnitude or of two.
         *(
-            pytest.param(kind, density, marks=pytest.mark.slow)
+            ("tied", "breadcrumbs", {"density": density, "gamma": gamma})
+            for density, gamma in ((0.1, 0.05), (0.5, 0.1), (0.6, 0.3), (0.3, 0.9))
+        ),
+        *((kind, "breadcrumbs", {"density": 0.5, "gamma": 0.05}) for kind in ("place", "mixed")),
+        *(
+            pytest.param(kind, "ties", {"density": density}, marks=pytest.mark.slow)
             for kind in ("place", "mixed")
             for density in (0.1, 0.8)
         ),
     ],
+    ids=str,
 )
 def test_a_budget_changes_only_what_is_left_out(
-    kind: str, density: float, request: pytest.FixtureRequest
+    kind: str, method: str, parameters: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """With ties, what stays of a block that is read is the same under every budget: the merge is
-    the one of whole experts with exactly k elements kept, less the blocks that are left out.
+    """Trimmed, what stays of a block that is read is the same under every budget: the merge is the
+    one of whole experts with exactly k elements kept, less the blocks that are left out.
     """
     place: Place = request.getfixturevalue(kind)
-    parameters, weights = {"density": density}, (1.0, 0.5, 0.75)
+    weights = (1.0, 0.5, 0.75)
     experts = list(zip(place.family.names, weights, strict=True))
-    ask: dict[str, Any] = {"base": "base", "experts": experts, "method": "ties"}
+    ask: dict[str, Any] = {"base": "base", "experts": experts, "method": method}
     for budget in (0.3, 0.97, 0.999):
         plan = place.store.plan(MergeRequest(**ask, parameters=parameters, budget=budget))
         assert not any("bin edges" in note for note in plan.notes)
         _, merged = place.merge(plan)
         gone = absent(place, plan)
         assert any(mask.any() for masks in gone.values() for mask in masks)
-        wanted = families.expected(place.family, "ties", parameters, weights, absent=gone)
+        wanted = families.expected(place.family, method, parameters, weights, absent=gone)
         wanted = {name: wanted[name] for name in merged}
         assert families.differences(merged, wanted) == []
         place.store.merge(plan, name="virtual", virtual=True)
@@ -340,30 +349,74 @@ def test_a_budget_changes_only_what_is_left_out(
         assert families.differences(found, wanted) == []
 
 
-def test_ties_are_counted_once(tied: Place) -> None:
-    """What it takes to know the ties that are left out is read at most once an expert and density,
-    is analysis and not merging, and nothing of it is read for a plan without a budget.
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
+def test_ties_are_counted_once(method: str, tied: Place) -> None:
+    """What it takes to know the ties that are left out is read at most once a threshold, is no
+    merging but analysis, and nothing of it is read for a plan without a budget.
     """
-    ask: dict[str, Any] = {"parameters": {"density": 0.61}, "base": "base", "experts": ["e0"]}
-    look = tied.store.plan(MergeRequest(**ask, method="ties"))
+    # Not the same k for both: what one method found the other would not look for.
+    density = 0.61 if method == "ties" else 0.53
+    ask: dict[str, Any] = {"parameters": {"density": density}, "base": "base", "experts": ["e0"]}
+    ask |= {"method": method}
+    look = tied.store.plan(MergeRequest(**ask))
+    scores = ("trimmed", "random") if method == "ties" else ("norm", "random")
     read = 0
-    for score in ("trimmed", "random"):
+    for score in scores:
         for budget in (0.2, 0.5, 0.9):
-            plan = tied.store.plan(MergeRequest(**ask, method="ties", budget=budget, score=score))
+            plan = tied.store.plan(MergeRequest(**ask, budget=budget, score=score))
             report, _ = tied.merge(plan)
             assert report.expert_bytes_read == plan.planned_expert_bytes
             assert report.expert_bytes_read <= (plan.budget_bytes or 0)
             read += plan.analyze_bytes_read
-            assert (
-                tied.store.plan(
-                    MergeRequest(**ask, method="ties", budget=budget)
-                ).analyze_bytes_read
-                == 0
-            )
-    assert 0 < read <= look.full_expert_bytes
-    assert (
-        tied.store.plan(MergeRequest(**ask, method="ties", score="random")).analyze_bytes_read == 0
-    )
+            again = tied.store.plan(MergeRequest(**ask, budget=budget, score=score))
+            assert again.analyze_bytes_read == 0
+    assert 0 < read <= look.full_expert_bytes * (1 if method == "ties" else 2)
+    assert tied.store.plan(MergeRequest(**ask, score="random")).analyze_bytes_read == 0
+
+
+def test_one_magnitude_is_not_all_outliers(tmp_path: Path) -> None:
+    """Where all deltas of a tensor are equal, breadcrumbs keeps most of them, and the estimate
+    knows that leaving the other tensor out loses little.
+    """
+    rng = np.random.default_rng(0)
+    size = 3 * BLOCK // 2
+    base = {"w": rng.standard_normal(size), "c": np.full(size, 0.25)}
+    moved = {"w": base["w"] + rng.standard_normal(size) / 64, "c": np.full(size, 0.5)}
+    cast = [{n: families.cast(x, "BF16") for n, x in one.items()} for one in (base, moved)]
+    made = make(tmp_path, Family(cast[0], (cast[1],)))
+    ask: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "breadcrumbs"}
+    ask |= {"parameters": {"density": 0.6, "gamma": 0.02}, "dtype": "F32"}
+    with made.store as store:
+        _, full = made.merge(store.plan(MergeRequest(**ask)))
+        plan = store.plan(MergeRequest(**ask, budget=0.5))
+        _, merged = made.merge(plan)
+        change = families.distance(full, cast[0], made.mergeable)
+        share = families.distance(merged, full, made.mergeable) / change
+    assert plan.error_share_estimate is not None
+    assert share / 2 < plan.error_share_estimate < share * 2 < 0.2
+
+
+def test_two_thresholds_must_be_exact(tied: Place) -> None:
+    """With --no-analyze, breadcrumbs is refused where a bin or the ties of what is left out would
+    have to be looked at, with the tensor's name; once that is known, it is planned.
+    """
+    ask: dict[str, Any] = {"parameters": {"density": 0.43, "gamma": 0.21}, "base": "base"}
+    ask |= {"method": "breadcrumbs", "experts": ["e1", "e2"]}
+    # In b no magnitude is on a bin's edge; in a all are, so that only a budget needs a look.
+    for only, budget in (("b", None), ("b", 0.5), ("a", 0.5)):
+        request = MergeRequest(**ask, budget=budget, only=[only])
+        forbidden = dataclasses.replace(request, analyze=False)
+        with pytest.raises(BadRequest, match="exact thresholds") as refused:
+            tied.store.plan(forbidden)
+        assert refused.value.where == only
+        assert "--no-analyze" in (refused.value.hint or "")
+        plan = tied.store.plan(request)
+        assert plan.analyze_bytes_read > 0
+        again = tied.store.plan(forbidden)
+        assert (again.plan, again.analyze_bytes_read) == (plan.plan, 0)
+        assert not any("bin edges" in note for note in again.notes)
+    alone = tied.store.plan(MergeRequest(**ask, only=["a"], analyze=False))
+    assert alone.analyze_bytes_read == 0
 
 
 def test_the_estimate_knows_the_edges(tied: Place) -> None:
@@ -654,10 +707,11 @@ def test_without_analysis_whole_tensors_are_chosen(bare: Place, place: Place) ->
     assert full.error_bound == 0.0
 
 
-def test_trimming_needs_statistics(bare: Place) -> None:
-    """ties with --no-analyze and no statistics is refused: name the expert and tensor, say how."""
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
+def test_trimming_needs_statistics(method: str, bare: Place) -> None:
+    """Trimming with --no-analyze and no statistics is refused, with expert, tensor and a hint."""
     with pytest.raises(BadRequest, match="statistics") as refused:
-        bare.plan("ties", analyze=False)
+        bare.plan(method, analyze=False)
     assert (refused.value.where or "").startswith("e0: model.")
     assert "--no-analyze" in (refused.value.hint or "")
     assert bare.plan("dare_ties", analyze=False).analyze_bytes_read == 0

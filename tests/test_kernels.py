@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from reference import DTYPES, WORDS, Array, Mask, name_of
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import COUNTED, UNLIMITED, Mix, count_ties, mix_chunk, warm_up
 from mstore.merge.arithmetic.random import mask_keys
-from mstore.merge.methods.registry import operation
+from mstore.merge.methods.registry import find, operation
+from mstore.objects.plan import Mixture
 
 WEIGHTS = (0.5, 0.3, -0.7, 1.0, 0.0, 2.25)
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -36,6 +38,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("dare_linear", {"density": 0.4, "rescale": False, "normalize": True, "lambda": -0.5}),
     ("dare_ties", {"density": 0.6, "seed": 2**64 - 1}),
     ("dare_ties", {"density": 0.6, "normalize": True}),
+    ("breadcrumbs", {"density": 0.3, "gamma": 0.2}),
+    ("breadcrumbs", {"density": 0.5, "gamma": 0.01, "lambda": 1.7, "normalize": True}),
+    ("breadcrumbs", {"density": 0.7, "gamma": 0.9, "lambda": -0.5}),
 ]
 # Zeros, subnormals, the smallest normal, one and its neighbour, the largest finite, infinity,
 # quiet and signalling NaN; the sign bit is added to each.
@@ -103,12 +108,18 @@ def _merge(
     op = operation(method, given_parameters, weights)
     mix, parameters = Mix.of(op), op.parameters
     count = len(experts)
-    thresholds = np.zeros(count, dtype=np.float32)
-    left = np.full(count, UNLIMITED, dtype=np.int64)
+    slots = 2 * count if op.is_band else count
+    thresholds = np.zeros(slots, dtype=np.float32)
+    left = np.full(slots, UNLIMITED, dtype=np.int64)
     if op.is_trimmed:
         for k, expert in enumerate(experts):
             deltas = reference.delta(base, expert)
-            thresholds[k], left[k] = reference.threshold(deltas, parameters["density"])
+            if op.is_band:
+                found = reference.thresholds(deltas, parameters["density"], parameters["gamma"])
+            else:
+                found = [reference.threshold(deltas, parameters["density"])]
+            for slot, cut in zip(range(k, slots, count), found, strict=True):
+                thresholds[slot], left[slot] = cut
     keys = mask_keys(int(parameters.get("seed", 0)), count, tensor)
     out = np.zeros(base.size, dtype=DTYPES[out_dtype])
     for start, stop in itertools.pairwise([0, *cuts, base.size]):
@@ -122,14 +133,15 @@ def _merge(
             data = experts[k][start:stop].view(np.uint8)
             row[: data.size] = data
         quotas = left.copy()
-        for k in range(count):
-            if left[k] != UNLIMITED:
-                data = experts[k][start:stop].view(np.uint8)
+        for slot in range(slots):
+            if left[slot] != UNLIMITED:
+                expert = experts[slot % count]
+                data = expert[start:stop].view(np.uint8)
                 ties = count_ties(
-                    own, name_of(base), data, name_of(experts[k]), n, float(thresholds[k])
+                    own, name_of(base), data, name_of(expert), n, float(thresholds[slot])
                 )
-                quotas[k] = min(left[k], ties)
-                left[k] -= quotas[k]
+                quotas[slot] = min(left[slot], ties)
+                left[slot] -= quotas[slot]
         mix_chunk(
             mix,
             own,
@@ -226,11 +238,13 @@ def test_any_mix_of_types_cuts_and_absences(
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 1000, 1024, 4096])
-@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear"])
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear", "breadcrumbs"])
 def test_chunk_size_does_not_show(method: str, size: int) -> None:
     """However a tensor is cut, the merge is the same, elements tied at the threshold included."""
     n = 5000 if size > 3 else 300
     parameters = {"density": 0.37} if method != "linear" else {}
+    if method == "breadcrumbs":
+        parameters["gamma"] = 0.2
     dtypes = ["BF16"] * 5
     cuts = list(range(size, n, size))
     _compare(method, parameters, "grid", dtypes, "BF16", n=n, cuts=cuts, seed=3, share_absent=0)
@@ -254,6 +268,163 @@ def test_exactly_k_are_kept(density: float) -> None:
     )
     assert np.flatnonzero(found).tolist() == kept
     np.testing.assert_array_equal(found[kept], expert[kept])
+
+
+@pytest.mark.parametrize(
+    ("density", "gamma"),
+    [(0.001, 0.5), (0.2, 0.01), (0.5, 0.3), (0.77, 0.77), (0.999, 1.0), (0.0001, 0.0001)],
+)
+def test_exactly_the_band_is_kept(density: float, gamma: float) -> None:
+    """breadcrumbs keeps int(density * n) elements after the int(gamma * n) largest, or after as
+    many as leave that many; equal magnitudes are ordered by index at both ends."""
+    rng = np.random.default_rng(5)
+    n = 4321
+    base = np.zeros(n, dtype=np.float32)
+    expert = rng.choice(np.array([-0.5, -0.25, 0.25, 0.5, 0.75], dtype=np.float32), n)
+    order = sorted(range(n), key=lambda i: (-abs(expert[i]), i))
+    dropped = min(int(gamma * n), n - int(density * n))
+    kept = sorted(order[dropped : dropped + int(density * n)])
+    found = _merge(
+        *("breadcrumbs", {"density": density, "gamma": gamma}, [1.0], base, [expert]),
+        out_dtype="F32",
+        cuts=[1000, 1001, 3000],
+        absent=[np.zeros(n, dtype=bool)],
+    )
+    assert np.flatnonzero(found).tolist() == kept
+    np.testing.assert_array_equal(found[kept], expert[kept])
+
+
+@settings(max_examples=150)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(KINDS),
+    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=4),
+    n=st.integers(1, 3000),
+    seed=st.integers(0, 2**32),
+)
+def test_any_quotas_at_both_cuts(
+    data: st.DataObject, kind: str, dtypes: list[str], n: int, seed: int
+) -> None:
+    """For any two thresholds and quotas of each expert, numbers, all, or all and counted, an
+    element is kept if the first would keep it and the second would not; ties are told as asked."""
+    rng = np.random.default_rng(seed)
+    base, experts = _family(rng, kind, dtypes, n)
+    count, weights = len(experts), WEIGHTS[: len(experts)]
+    deltas = [reference.delta(base, expert) for expert in experts]
+    cuts, quotas = np.zeros((2, count), np.float32), np.zeros((2, count), np.int64)
+    row_of, moved, told = [], [], np.zeros((2, count), np.int64)
+    rows = []
+    for k, d in enumerate(deltas):
+        values = np.abs(d)[~np.isnan(d)]
+        some = [np.float32(0), np.float32(0.25), np.float32(np.inf), *values[:3]]
+        cuts[:, k] = sorted(data.draw(st.sampled_from(some)) for _ in range(2))
+        kept = []
+        for place in range(2):
+            ties = np.flatnonzero(np.abs(d) == cuts[place, k])
+            some_quotas = st.sampled_from([UNLIMITED, COUNTED, 0]) | st.integers(0, ties.size + 1)
+            quota = quotas[place, k] = data.draw(some_quotas)
+            mask = np.abs(d) > cuts[place, k]
+            mask[ties[: ties.size if quota < 0 else quota]] = True
+            kept.append(mask)
+            told[place, k] = {UNLIMITED: 0, COUNTED: ties.size}.get(quota, min(quota, ties.size))
+        is_there = data.draw(st.booleans())
+        row_of.append(len(rows) if is_there else -1)
+        moved.append(np.where(kept[0] & ~kept[1] & is_there, d, np.float32(0)))
+        if is_there:
+            rows.append(experts[k])
+        else:
+            told[:, k] = 0
+    data_rows = np.full((len(rows), 4 * n + 64), 0xA5, dtype=np.uint8)
+    for row, expert in zip(data_rows, rows, strict=True):
+        row[: expert.nbytes] = expert.view(np.uint8)
+    parameters: dict[str, Any] = {"density": 0.5, "lambda": 0.75}
+    out = np.zeros(n, dtype=np.float32)
+    found = mix_chunk(
+        Mix.of(operation("breadcrumbs", parameters, weights)),
+        base.view(np.uint8),
+        dtypes[0],
+        data_rows,
+        [name_of(expert) for expert in rows],
+        row_of,
+        n,
+        0,
+        cuts.reshape(-1),
+        quotas.reshape(-1),
+        np.zeros((0, 2), dtype=np.uint32),
+        out.view(np.uint8),
+        "F32",
+    )
+    # What is kept, as experts of a base of zeros, is mixed by the reference without a cut.
+    mixed = reference.merge(
+        "task_arithmetic", {"lambda": 0.75}, weights, np.zeros(n, np.float32), moved
+    )
+    with np.errstate(all="ignore"):
+        total = reference.rounded(reference.single(base) + mixed, "F32")
+        own = base if dtypes[0] == "F32" else reference.rounded(reference.single(base), "F32")
+    wanted = np.where(mixed == 0, own.view(np.uint32), total.view(np.uint32)).view(np.float32)
+    _assert_same_bits(out, wanted)
+    assert list(found) == told.reshape(-1).tolist()
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from(KINDS),
+    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=6),
+    out_dtype=st.sampled_from(list(DTYPES)),
+    n=st.integers(1, 3000),
+    keeps=st.booleans(),
+    absent=st.lists(st.booleans(), min_size=5, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_a_mixture_of_whole_tensors(
+    kind: str,
+    dtypes: list[str],
+    out_dtype: str,
+    n: int,
+    keeps: bool,
+    absent: list[bool],
+    seed: int,
+) -> None:
+    """Factors for the base and one to five experts give the reference's sum of fused products, base
+    first; an absent expert is the base, and what nobody changes stays if the method says so."""
+    rng = np.random.default_rng(seed)
+    base, experts = _family(rng, kind, dtypes, n)
+    factors = [0.625, *WEIGHTS][: len(dtypes)]
+    gone = absent[: len(experts)]
+    rows = [expert for expert, missing in zip(experts, gone, strict=True) if not missing]
+    data_rows = np.full((len(rows), 4 * n + 64), 0xA5, dtype=np.uint8)
+    for row, expert in zip(data_rows, rows, strict=True):
+        row[: expert.nbytes] = expert.view(np.uint8)
+    row_of = [
+        -1 if missing else int(np.sum(np.logical_not(gone[:k]))) for k, missing in enumerate(gone)
+    ]
+    made = dataclasses.replace(find("slerp"), experts=None).apply({"t": 0.5}, [1.0] * len(experts))
+    mix = Mix.of(made.settled(Mixture(factors[0], tuple(factors[1:]), keeps)))
+    out = np.zeros(n, dtype=DTYPES[out_dtype])
+    mix_chunk(
+        mix,
+        base.view(np.uint8),
+        dtypes[0],
+        data_rows,
+        [name_of(expert) for expert in rows],
+        row_of,
+        n,
+        0,
+        np.zeros(0, dtype=np.float32),
+        np.zeros(0, dtype=np.int64),
+        np.zeros((0, 2), dtype=np.uint32),
+        out.view(np.uint8),
+        out_dtype,
+    )
+    wanted = reference.mixture(
+        factors,
+        base,
+        experts,
+        keeps_base=keeps,
+        out_dtype=out_dtype,
+        absent=[np.full(n, missing) for missing in gone],
+    )
+    _assert_same_bits(out, wanted)
 
 
 def test_without_a_quota_all_ties_stay() -> None:
@@ -370,7 +541,7 @@ def test_many_experts() -> None:
     base, experts = _family(rng, "noise", ["BF16"] * 65, 1500)
     weights = [float(w) for w in rng.standard_normal(64)]
     absent = [np.full(base.size, k % 5 == 0) for k in range(64)]
-    for method in ("linear", "ties", "dare_linear"):
+    for method in ("linear", "ties", "dare_linear", "breadcrumbs"):
         given_parameters = {"density": 0.5} if method != "linear" else {}
         found = _merge(
             *(method, given_parameters, weights, base, experts),
@@ -392,6 +563,10 @@ def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> Non
     base, (one, two) = _family(rng, "grid", ["BF16", "F16", "BF16"], n)
     mix = Mix.of(operation(method, parameters, WEIGHTS[:5]))
     keys = mask_keys(3, 5, "t")
+    # Of breadcrumbs the second five drop.
+    thresholds = np.repeat(np.array([0.5, 1.0], dtype=np.float32), 5)
+    quotas = np.array([7, 9, UNLIMITED, UNLIMITED, 0, 3, UNLIMITED, 4, 0, 1], dtype=np.int64)
+    slots = 10 if method == "breadcrumbs" else 5
     outs = []
     for experts, row_of in (
         ([two, one], [1, 0, -1, 0, 1]),
@@ -408,8 +583,8 @@ def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> Non
             np.array(row_of, dtype=np.int64),
             n,
             0,
-            np.full(5, 0.5, dtype=np.float32),
-            np.array([7, 9, UNLIMITED, UNLIMITED, 0], dtype=np.int64),
+            thresholds[:slots],
+            quotas[:slots],
             keys,
             outs[-1].view(np.uint8),
             "F32",
@@ -507,6 +682,11 @@ def _call(**changes: Any) -> npt.NDArray[np.uint8]:
 
 
 DARE_TIES = Mix.of(operation("dare_ties", {"density": 0.5}, [1.0, 1.0]))
+BAND = Mix.of(operation("breadcrumbs", {"density": 0.5}, [1.0, 1.0]))
+SLERP = Mix.of(
+    operation("slerp", {"t": 0.5}, [1.0]).settled(Mixture(0.5, (0.5,), keeps_base=False))
+)
+"""Of one expert: rows of two do not fit."""
 
 
 def test_bytes_after_the_chunk_are_left_alone() -> None:
@@ -533,6 +713,11 @@ def test_bytes_after_the_chunk_are_left_alone() -> None:
         {"mix": DARE_TIES, "masks": np.ones((2, 3), dtype=np.uint8)},
         {"mix": DARE_TIES, "rescales": np.ones(3, dtype=np.float32)},
         {"thresholds": np.zeros(1, dtype=np.float32)},
+        {"thresholds": np.zeros(4, dtype=np.float32), "quotas": np.zeros(4, dtype=np.int64)},
+        {"mix": BAND},
+        {"mix": BAND, "thresholds": np.zeros(4, dtype=np.float32)},
+        {"mix": BAND, "quotas": np.zeros(4, dtype=np.int64)},
+        {"mix": SLERP},
         {"quotas": np.zeros(3, dtype=np.int64)},
         {"mix": DARE_TIES, "keys": np.zeros((1, 2), dtype=np.uint32)},
     ],

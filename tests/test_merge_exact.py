@@ -46,8 +46,10 @@ CASES = [
     Case("dare_linear", {"density": 0.3, "seed": 7}, (1.0, 0.5, 0.7)),
     Case("dare_ties", {"density": 0.5, "seed": 2**64 - 1, "rescale": False}, (1.0, 0.5, 0.7)),
     Case("dare_ties", {"density": 0.4, "normalize": True, "lambda": 0.5}, (1.0, 0.5, 0.7)),
+    Case("breadcrumbs", {"density": 0.3, "gamma": 0.2}, (1.0, 0.5, 0.7)),
+    Case("breadcrumbs", {"density": 0.9, "gamma": 0.5, "normalize": True}, (1.0, -0.5, 0.7)),
 ]
-ONE_A_METHOD = [CASES[0], CASES[3], CASES[4], CASES[7], CASES[9]]
+ONE_A_METHOD = [CASES[0], CASES[3], CASES[4], CASES[7], CASES[9], CASES[10]]
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "bf16": families.layered,
@@ -237,18 +239,56 @@ def test_ties_keeps_exactly_k(inexact: bool, tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_nan_takes_no_place(tmp_path: Path) -> None:
-    """A NaN in an expert is never kept by ties, and as many others are kept as without it."""
+@pytest.mark.parametrize("inexact", [False, True])
+def test_breadcrumbs_keeps_exactly_the_band(inexact: bool, tmp_path: Path) -> None:
+    """int(density * n) elements stay after the int(gamma * n) largest, or after as many as leave
+    that many; of equal magnitudes those of lowest index are the larger ones.  As above, but both
+    quotas end within later chunks.
+    """
+    n = 70_000
+    rng = np.random.default_rng(5)
+    step = 2.0**-12 if inexact else 0.25
+    values = (1 + step * rng.integers(1, 6, n)).astype(np.float32)
+    values *= rng.choice(np.array([-1, 1], dtype=np.float32), n)
+    family = Family({"w": np.zeros(n, dtype=np.float32)}, ({"w": values},))
+    work = Workplace(family.write(tmp_path), family)
+    store = work.store(SMALL)
+    ends = []
+    for density, gamma in ((1e-9, 0.5), (0.3, 0.1), (0.01, 0.5), (0.5, 0.3), (0.8, 0.15)):
+        case = Case("breadcrumbs", {"density": density, "gamma": gamma}, (1.0,))
+        kept = reference.band(values, density, gamma)
+        plan = work.plan(case, store)
+        assert (plan.analyze_bytes_read > 0) == inexact
+        assert work.plan(case, store).plan == plan.plan
+        work.merge(case, store)
+        found = work.merged(store)["w"]
+        assert np.count_nonzero(found) == int(density * n)
+        assert np.array_equal(found, np.where(kept, values, np.float32(0)))
+        if kept.any():
+            magnitudes = np.abs(values)
+            for edge in (magnitudes[kept].min(), magnitudes[kept].max()):
+                tied = magnitudes == edge
+                ends.append(np.flatnonzero(tied & kept)[[0, -1]])
+    inside = [first > SMALL // 4 or last < n - SMALL // 4 for first, last in ends]
+    assert sum(inside) > 3
+    store.close()
+
+
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
+def test_a_nan_takes_no_place(method: str, tmp_path: Path) -> None:
+    """A NaN in an expert is never kept by trimming, and as many others are kept as without it."""
     n = 40_000
     values = np.arange(1, n + 1, dtype=np.float32)
     values[::4] = np.nan
     family = Family({"w": np.zeros(n, dtype=np.float32)}, ({"w": values},))
     work = Workplace(family.write(tmp_path), family)
     store = work.store(SMALL)
-    work.merge(Case("ties", {"density": 0.25}, (1.0,)), store)
+    case = Case(method, {"density": 0.25}, (1.0,))
+    work.merge(case, store)
     found = work.merged(store)["w"]
     assert np.count_nonzero(found) == n // 4
     assert not np.isnan(found).any()
+    assert np.array_equal(found, work.expected(case)["w"])
     store.close()
 
 
@@ -322,7 +362,7 @@ def test_dare_draws_by_position_and_name(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("method", ["dare_linear", "ties"])
+@pytest.mark.parametrize("method", ["dare_linear", "ties", "breadcrumbs"])
 def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workplace]) -> None:
     """Two names of one tensor, in base and experts alike, are one tensor in the merge, read once.
 

@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ties": {"density": 0.3},
     "dare_linear": {"density": 0.5, "seed": 3},
     "dare_ties": {"density": 0.5},
+    "breadcrumbs": {"density": 0.3, "gamma": 0.2},
 }
 
 
@@ -147,7 +148,7 @@ def test_one_more_expert_costs_what_it_touches(tmp_path: Path) -> None:
     new["w"][5 * size : 6 * size] += families.cast(np.ones(size), "BF16")
     place = make(tmp_path, Family(base, (*moved, new)))
     with place.store:
-        for method in ("task_arithmetic", "ties", "dare_linear", "dare_ties"):
+        for method in ("task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs"):
             place.merge(place.plan(method, ["e0", "e1"]), "two")
             three = place.plan(method, ["e0", "e1", "e2"])
             report = place.merge(three, "three")

@@ -75,7 +75,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def plan_of(store: Store, method: str = "linear") -> Plan:
     """A plan of both experts."""
-    parameters = {"density": 0.3} if method == "ties" else {}
+    parameters = {"density": 0.3} if method in ("ties", "breadcrumbs") else {}
+    # A cut in the middle of the ties, in a later chunk.
+    parameters |= {"gamma": 0.2} if method == "breadcrumbs" else {}
     report = store.plan(
         MergeRequest(base="base", experts=["e0", "e1"], method=method, parameters=parameters)
     )
@@ -108,7 +110,9 @@ def interrupt(store: Store, plan: Plan, how: str) -> list[Path]:
     )
 
 
-@pytest.mark.parametrize(("how", "method"), [("SIGKILL", "ties"), ("SIGINT", "linear")])
+@pytest.mark.parametrize(
+    ("how", "method"), [("SIGKILL", "ties"), ("SIGKILL", "breadcrumbs"), ("SIGINT", "linear")]
+)
 def test_a_merge_goes_on_where_it_was_interrupted(how: str, method: str, store: Store) -> None:
     """The second run reads only what the first had not finished, and makes the same content."""
     plan = plan_of(store, method)

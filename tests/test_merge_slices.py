@@ -42,6 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ties": {"density": 0.3},
     "dare_ties": {"density": 0.5},
+    "breadcrumbs": {"density": 0.3, "gamma": 0.2},
 }
 SMALL = 3 * BLOCK
 """Bytes of output a slice, so that a small family has many."""
@@ -386,20 +387,23 @@ def test_tasks_say_it_all(store: Store, tmp_path: Path) -> None:
     packs.close()
 
 
-def test_ties_are_counted_per_expert(store: Store) -> None:
-    """`tie_counts` counts what equals the threshold, for the experts asked for and no other."""
-    plan = plan_of(store, "ties")
+@pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
+def test_ties_are_counted_per_threshold(method: str, store: Store) -> None:
+    """`tie_counts` counts what equals a threshold, for those asked for and no other."""
+    plan = plan_of(store, method)
     tasks = Tasks(store._catalog, plan)
     tensor = tasks.tensor("a")
     (one,) = load([tasks.chunk(tensor, 0)], store._catalog.packs, Scratch(), Meter("e"), Meter("b"))
     base = store["base"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
     wanted = []
-    for k in range(3):
-        expert = store[f"e{k}"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
-        wanted.append(int((np.abs(expert - base) == tensor.thresholds[k]).sum()))
+    for slot, value in enumerate(tensor.thresholds):
+        expert = store[f"e{slot % 3}"].tensor("a").astype(np.float32)[: tensor.chunk_elements]
+        wanted.append(int((np.abs(expert - base) == value).sum()))
+    assert len(wanted) == (6 if method == "breadcrumbs" else 3)
     assert min(wanted) > 0
-    assert tie_counts(one, [True] * 3) == wanted
-    assert tie_counts(one, [False, True, False]) == [0, wanted[1], 0]
+    assert tie_counts(one, [True] * len(wanted)) == wanted
+    some = [slot % 3 == 1 for slot in range(len(wanted))]
+    assert tie_counts(one, some) == [n if yes else 0 for n, yes in zip(wanted, some, strict=True)]
 
 
 # -- packs ---------------------------------------------------------------------------------------

@@ -151,6 +151,8 @@ def test_a_move_leaves_the_mirror_that_is_written_whole(
         now = catalog.refs().get(name)
         with suppress(Conflict):
             move(catalog, name, now, ref(snapshot, TAG if is_tag else BRANCH) if snapshot else None)
+    # Refused moves write no mirror: if all after the accident were, this is the first that does.
+    move(catalog, "last", None, ref(1))
     followed = path.read_bytes()
     path.unlink()
     mirror.write(catalog.layout, catalog.index)

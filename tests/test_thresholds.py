@@ -36,11 +36,12 @@ def tensor(name: str, *cuts: Threshold) -> SurveyedTensor:
             one + k,
             one + 128,
             None,
-            cut,
+            (cut,),
         )
         for k, cut in enumerate(cuts)
     )
-    return SurveyedTensor(name, RECORD, 64, 1024, experts, 1)
+    own = operation("ties", {"density": 0.1}, [1.0] * len(cuts))
+    return SurveyedTensor(name, RECORD, 64, 1024, experts, 1, own)
 
 
 def test_together_as_alone(tmp_path: Path) -> None:
@@ -50,14 +51,18 @@ def test_together_as_alone(tmp_path: Path) -> None:
     with Store.init(tmp_path / "store") as store, ThreadPoolExecutor(1) as pool:
 
         def thresholds(known: Known | None) -> Thresholds:
-            args = store._catalog, store._statistics, operation("ties", {"density": 0.1}, [1.0])
+            args = store._catalog, store._statistics
             return Thresholds(*args, analyze=False, pool=pool, meter=Meter("test"), known=known)
 
         for one in tensors:
             for chosen in product((READ, SHARED, EQUAL, OMITTED, DROPPED), repeat=len(one.experts)):
                 states = np.array(chosen, dtype=np.uint8)[:, None]
                 together, alone = thresholds(known), thresholds(None)
-                wanted = tuple(map(alone.of, [one] * len(states), one.experts, states))
+                (rank,) = one.operation.keep_counts(one.elements)
+                wanted = tuple(
+                    alone.of(one, expert, 0, rank, own)
+                    for expert, own in zip(one.experts, states, strict=True)
+                )
                 assert together.of_tensor(one, states) == wanted
                 assert together.at_edges == alone.at_edges
     assert set(known.singles) == {"all"}

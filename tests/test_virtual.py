@@ -34,6 +34,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "dare_ties": {"method": "dare_ties", "parameters": {"density": 0.5}},
     "budget": {"method": "task_arithmetic", "budget": 0.4},
     "ties on a budget": {"method": "ties", "parameters": {"density": 0.3}, "budget": 0.5},
+    "breadcrumbs": {"method": "breadcrumbs", "parameters": {"density": 0.3, "gamma": 0.2}},
+    "breadcrumbs on a budget": {
+        "method": "breadcrumbs",
+        "parameters": {"density": 0.5, "gamma": 0.1},
+        "budget": 0.5,
+    },
+    "slerp": {"method": "slerp", "parameters": {"t": 0.3}, "experts": ["e2"]},
+    "slerp on a budget": {
+        "method": "slerp",
+        "parameters": {"t": 0.6},
+        "experts": ["e1"],
+        "dtype": "float32",
+        "budget": 0.5,
+    },
     "top p": {"method": "ties", "parameters": {"density": 0.5}, "top_p": 0.3},
     "wider": {"method": "ties", "parameters": {"density": 0.4}, "dtype": "float32"},
     "narrower": {"method": "linear", "dtype": "float16", "budget": 0.6},
@@ -68,9 +82,8 @@ def store(family: Path, tmp_path: Path) -> Iterator[Store]:
 
 def merged(store: Store, name: str, *, virtual: bool, **request: Any) -> Any:
     """Merge all experts, under a ref."""
-    plan = store.plan(
-        MergeRequest(base="base", experts=[("e0", 1.0), ("e1", 0.5), ("e2", 0.75)], **request)
-    )
+    given = {"base": "base", "experts": [("e0", 1.0), ("e1", 0.5), ("e2", 0.75)]} | request
+    plan = store.plan(MergeRequest(**given))
     return store.merge(plan, name=name, virtual=virtual)
 
 
@@ -118,10 +131,10 @@ def test_a_virtual_merge_is_the_real_one(shared: Store, family: Path, kind: str)
     assert read == real.planned_expert_bytes > 0
 
 
-@pytest.mark.parametrize("kind", ["ties", "wider", "budget"])
+@pytest.mark.parametrize("kind", ["ties", "wider", "budget", "breadcrumbs on a budget", "slerp"])
 def test_random_access(shared: Store, kind: str) -> None:
     """Any range, in any order, from a cache too small for it, is that range of the real merge."""
-    name = f"random-{kind}"
+    name = f"random-{kind.replace(' ', '-')}"
     both(shared, name, **METHODS[kind])
     wanted = files_of(shared, f"{name}/real")
     view = fresh(shared, f"{name}/virtual", limit=3 * BLOCK)
@@ -134,7 +147,7 @@ def test_random_access(shared: Store, kind: str) -> None:
         assert view.read(path, start, size) == wanted[path][start : start + size]
 
 
-@pytest.mark.parametrize("kind", ["ties", "narrower"])
+@pytest.mark.parametrize("kind", ["ties", "narrower", "breadcrumbs on a budget"])
 def test_many_threads(store: Store, kind: str) -> None:
     """Threads that read one snapshot from everywhere at once get the real merge's bytes."""
     both(store, "m", **METHODS[kind])
@@ -156,9 +169,10 @@ def test_many_threads(store: Store, kind: str) -> None:
         assert all(stream.result() == wanted for stream in streams)
 
 
-def test_backwards(store: Store) -> None:
+@pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "breadcrumbs on a budget"])
+def test_backwards(store: Store, kind: str) -> None:
     """From the last block to the first: the ties of the gap are counted first, and once."""
-    both(store, "m", **METHODS["ties"])
+    both(store, "m", **METHODS[kind])
     wanted = files_of(store, "m/real")
     view = fresh(store, "m/virtual")
     for path, content in wanted.items():
@@ -204,9 +218,10 @@ def test_a_checkout_is_the_real_one(store: Store, tmp_path: Path) -> None:
         assert families.contents(tmp_path / str(threads)) == families.contents(tmp_path / "real")
 
 
-def test_another_process_reads_the_same(store: Store) -> None:
+@pytest.mark.parametrize("kind", ["ties", "breadcrumbs", "slerp"])
+def test_another_process_reads_the_same(store: Store, kind: str) -> None:
     """What was computed once is remembered: a later session compares, and finds it the same."""
-    merged(store, "m", virtual=True, **METHODS["ties"])
+    merged(store, "m", virtual=True, **METHODS[kind])
     wanted = files_of(store, "m")
     path = store.path
     store.close()

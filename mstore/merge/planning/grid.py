@@ -29,7 +29,7 @@ class Grid:
     float64[C], of each chunk. copies: float64[C], how many names the chunk's tensor has. equal,
     known: bool[K, C], the blocks are the base's; statistics exist. twin, cost: int64[K, C] (see
     `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
-    trimming cuts, and `ceiling`, where it begins to drop the largest; NaN for no threshold.
+    trimming cuts, and `ceiling`, from where all is dropped; NaN for no threshold.
     """
 
     starts: Ints
@@ -63,7 +63,7 @@ class Grid:
             cost=_joined([[e.cost for e in side] for side in sides], np.int64),
             rows=tuple(map(_rows, sides)),
             threshold=_spread(_cuts(sides, 0), tensor, np.float64),
-            ceiling=_spread(_cuts(sides, 1), tensor, np.float64),
+            ceiling=_above(_spread(_cuts(sides, 1), tensor, np.float64)),
         )
 
     def part(self, tensors: Sequence[int]) -> Grid:
@@ -105,6 +105,16 @@ def _cuts(sides: list[list[ExpertTensor]], place: int) -> list[list[float]]:
         [e.thresholds[place].value if place < len(e.thresholds) else np.nan for e in side]
         for side in sides
     ]
+
+
+def _above(cuts: Floats) -> Floats:
+    """Return where the next bins begin: of a bin in which a rank ends, some elements are kept.
+
+    Without this a chunk of one magnitude would seem to keep nothing.
+    """
+    is_finite = np.isfinite(cuts)
+    edges = np.where(is_finite, cuts, 0.0).astype(np.float32).view(np.uint32) + np.uint32(1 << 16)
+    return np.where(is_finite, edges.view(np.float32).astype(np.float64), cuts)
 
 
 def added(rows: Sequence[Floats] | Floats) -> Floats:
