@@ -11,6 +11,7 @@
     ├── Corrupt               stored bytes do not match their id
     ├── BudgetExceeded        a read outside the plan was refused
     ├── StorageFailed         a file operation failed (carries errno)
+    ├── Interrupted           run the same call again: it continues where this one ended
     └── Unavailable           something outside the store is missing (FUSE, a lock)
 
 An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next command
@@ -105,6 +106,10 @@ class StorageFailed(MstoreError):
     ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.errno = errno
+
+
+class Interrupted(MstoreError):
+    """Something outside the store ended the operation; what it had finished is kept."""
 
 
 class Unavailable(MstoreError):

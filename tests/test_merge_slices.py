@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from checkpoints import write_safetensors
 from families import BLOCK, Family
+from worker_faults import peak_memory, watch_memory
 
 from mstore import MergeRequest
 from mstore.api import Store
@@ -35,6 +36,7 @@ from mstore.merge.running.slices import Slice
 from mstore.merge.running.task import Tasks
 from mstore.merge.running.worker import execute
 from mstore.objects.plan import READ, SHARED, Plan
+from mstore.sizes import format_size
 from mstore.stats.chunks import chunk_blocks
 from mstore.store.plans import sources_of
 
@@ -443,7 +445,9 @@ def test_memory_bounds_threads(store: Store) -> None:
     assert 1 <= counts[0] < counts[1] < counts[2] == 64
     with pytest.raises(BadRequest) as refused:
         merge(store, plan, memory=RESERVE)
-    assert f"{RESERVE} are the fixed working memory of the process" in refused.value.what
+    assert (
+        f"{format_size(RESERVE)} is the fixed working memory of the process" in refused.value.what
+    )
     hint = refused.value.hint or ""
     enough = int(hint.removeprefix("the least that works: --memory ").removesuffix("MiB")) << 20
     with pytest.raises(BadRequest):
@@ -499,3 +503,55 @@ def test_many_experts_take_no_more_memory(tmp_path: Path) -> None:
         check=True,
     )
     assert int(done.stdout) <= bound
+
+
+def test_a_worker_keeps_the_bound_of_its_slice(tmp_path: Path) -> None:
+    """In the process of an executor, with 24 experts, blocks of 1 MiB and 64 threads asked for, the
+    bound is kept; under a bound that allows more threads the same slice takes more."""
+    rng = np.random.default_rng(0)
+    bound = 168 << 20
+    names = [f"e{k}" for k in range(24)]
+    with Store.init(tmp_path / "store", codec="raw") as store:
+        for name in ("base", *names):
+            words = rng.integers(0, 1 << 16, 4 << 20, dtype=np.uint16) & np.uint16(0xBFFF)
+            tensor = ("w", "BF16", (4 << 20,), words.tobytes())
+            write_safetensors(tmp_path / name / "m.safetensors", [tensor])
+            store.add(tmp_path / name, name=name, base=None if name == "base" else "base")
+        plan = store.plan(MergeRequest(base="base", experts=names, method="linear"), threads=1)
+        peaks = []
+        for name, memory in (("tight", bound), ("loose", 1 << 30)):
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, spawn, initializer=watch_memory) as pool:
+                store.merge(plan, name=name, threads=64, memory=memory, executor=pool, memo=False)
+                peaks.append(pool.submit(peak_memory).result())
+        assert store["tight"].manifest == store["loose"].manifest
+    tight, loose = peaks
+    assert tight <= bound
+    assert loose > bound
+
+
+def test_a_slice_carries_its_bounds(store: Store) -> None:
+    """With an executor, `threads` and `memory` hold for each slice: one thread unless more are
+    asked for, as many as fit, and a merge that cannot fit is refused before any slice."""
+    plan = plan_of(store, "linear")
+    seen: list[Slice] = []
+
+    class Seeing(ThreadPoolExecutor):
+        def submit(self, run: Any, /, *given: Any, **named: Any) -> Future[Any]:
+            seen.append(given[0])
+            return super().submit(run, *given, **named)
+
+    def threads(**options: Any) -> set[int]:
+        seen.clear()
+        store.merge(str(plan.id()), name="m", memo=False, executor=pool, **options)
+        return {slice.bounds.threads for slice in seen}
+
+    with Seeing(2) as pool:
+        assert threads() == {1}
+        assert threads(threads=3) == {3}
+        (fitting,) = threads(threads=64, memory=RESERVE + (16 << 20))
+        assert 1 <= fitting < 64
+        seen.clear()
+        with pytest.raises(BadRequest, match="are the fixed working memory of the process"):
+            threads(memory=RESERVE)
+        assert seen == []

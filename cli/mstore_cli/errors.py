@@ -80,6 +80,7 @@ def rules() -> tuple[Rule, ...]:
         Rule(errors.Corrupt, FAILURE, "mstore fsck --read-data"),
         Rule(errors.BudgetExceeded, FAILURE, "mstore fsck"),
         Rule(errors.StorageFailed, FAILURE),
+        Rule(errors.Interrupted, FAILURE),
         Rule(errors.Unavailable, FAILURE),
         Rule(errors.MstoreError, FAILURE),
         Rule(OSError, FAILURE),

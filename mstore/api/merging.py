@@ -217,15 +217,17 @@ class Merging(OpenStore):
         computes all of them.
         allow_noop: also run a plan, named by its id, that reads nothing or whose result is the
         base; a plan that `plan` returned was already allowed there.
-        threads: the most threads to use; None means one per processor.  The result is the same for
-        any number.
+        threads: the most threads to use; None means one per processor, or one per slice with an
+        executor.  The result is the same for any number.
         memo: reuse outputs of earlier merges from the memo table, and add to it.
         memory: the most anonymous memory in bytes; None means 512 MiB.
-        executor: computes slices instead of threads; its workers need the store's directory but not
-        its index.
+        executor: computes slices in its workers, which need the store's directory but not its
+        index.  `threads` and `memory` then hold for each slice: a worker that computes several at
+        a time may take as much for each.
 
         Raises NotFound, BadRequest, BadName, Conflict (the ref moved meanwhile), Corrupt,
-        BudgetExceeded (a read outside the plan), StorageFailed.
+        BudgetExceeded (a read outside the plan), Interrupted (the executor lost a slice),
+        StorageFailed.
         """
         from mstore.merge.planning.costs import Costs, told_costs
         from mstore.merge.planning.noop import require_effect
@@ -275,7 +277,7 @@ class Merging(OpenStore):
             sources,
             name=name,
             message=message,
-            threads=thread_count(threads),
+            threads=1 if executor is not None and threads is None else thread_count(threads),
             progress=progress,
             memo=self._memo if memo else None,
             memory=memory,

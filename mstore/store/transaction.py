@@ -25,7 +25,7 @@ from mstore.blocks.codecs import Codec, Encoded
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.errors import BadRequest, Conflict
+from mstore.errors import BadRequest, Conflict, Interrupted
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -54,8 +54,8 @@ class Transaction:
     Invariants: nothing is visible before `commit` returns. Leaving the block after an exception, or
     without `commit`, removes all that was written. With `resumes`, the transaction starts from
     leftovers of interrupted transactions in its `directory`. If it is itself interrupted (by
-    KeyboardInterrupt, SystemExit or anything else that is not an Exception), it leaves its own
-    there.
+    KeyboardInterrupt, SystemExit or anything else that is not an Exception, or by Interrupted), it
+    leaves its own there.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Transaction:
             self._packs.abandon()
             self._packs.take_back()
         finally:
-            if self._resumes and kind is not None and not issubclass(kind, Exception):
-                # Interrupted: sealed packs with a receipt wait for the next attempt.
+            if self._resumes and kind is not None and _is_interruption(kind):
+                # Sealed packs with a receipt wait for the next attempt.
                 self._lease.leave()
             else:
                 self._lease.release()
@@ -334,6 +334,10 @@ class Transaction:
             if place is None or Codec(place.codec).is_delta:
                 gone.append(base)
         _require_unmoved(gone)
+
+
+def _is_interruption(kind: type[BaseException]) -> bool:
+    return issubclass(kind, Interrupted) or not issubclass(kind, Exception)
 
 
 def _require_unmoved(gone: Sequence[bytes]) -> None:

@@ -50,8 +50,9 @@ from mstore.store.memo import Memo
 class Means:
     """The resources of a run.
 
-    threads: in this process. memory: most anonymous bytes. executor: runs the slices instead of the
-    threads. slice_bytes: plain bytes of output per slice.
+    threads: most threads that compute. memory: most anonymous bytes. slice_bytes: plain bytes of
+    output per slice. executor: computes the slices elsewhere; then threads and memory hold for each
+    slice, and a process that computes several at a time may take as much for each.
     """
 
     threads: int
@@ -123,6 +124,7 @@ class Engine:
             generation=catalog.next_generation(),
             block_size=catalog.block_size,
             policy=None if sink is None else policy,
+            bounds=limits,
             runs=(),
         )
         cutter = Cutter(first, means.slice_bytes)

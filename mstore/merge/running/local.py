@@ -13,10 +13,10 @@ from typing import Final
 from mstore.blocks.packs import SealedPack
 from mstore.ids import BlockId
 from mstore.merge.running.computer import Computer
-from mstore.merge.running.memory import Bounds
 from mstore.merge.running.resume import write_receipt
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slice_writer import SliceWriter
+from mstore.merge.running.slices import Bounds
 from mstore.merge.running.stream import Stream
 from mstore.merge.running.work_list import WorkList
 

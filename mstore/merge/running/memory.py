@@ -1,4 +1,7 @@
-"""Memory: how many threads may compute at a time so that a merge stays within its bound.
+"""Memory: how many threads may compute at a time so that a process stays within its bound.
+
+The process is that of the merge, or the worker of an executor: each slice carries the result
+(`slices.Bounds`), and one that computes several slices at a time may take the bound for each.
 
 The chunks in flight grow with a merge: each thread holds one batch of the base and of every
 participating expert, plus decoding buffers, and a few outputs wait to be written.  The rest (the
@@ -14,26 +17,15 @@ from typing import Final, NamedTuple
 from mstore.errors import BadRequest
 from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
+from mstore.merge.running.slices import Bounds
 from mstore.merge.running.task import Tasks, item_size
 from mstore.sizes import format_size
 
 MEMORY: Final = 512 << 20
-"""Default limit of a merge's anonymous memory, in bytes."""
+"""Default limit of anonymous memory, in bytes: of a merge, or of a slice computed elsewhere."""
 
 RESERVE: Final = 128 << 20
 """The part of it that is not for chunks: the fixed working memory of the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """threads: how many compute in parallel. ahead: batches under way beyond the current one.
-
-    together: bytes of a side up to which small tensors share a batch (`batches.batches`).
-    """
-
-    threads: int
-    ahead: int
-    together: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,24 @@
 
 Workers publish nothing and share no meter: a slice is charged whole before it is submitted, and
 refuses to read more than that.
+
+A worker that dies is the executor's to replace: one that runs the slice again returns a receipt as
+if nothing had happened.  If the executor gives up instead, the run ends as Interrupted; receipts of
+the slices that were finished lie beside their packs for the next run (`resume`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
 from typing import Final
 
 from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest, Interrupted, MstoreError
 from mstore.merge.running.resume import write_receipt
 from mstore.merge.running.sink import Sink
-from mstore.merge.running.slices import Receipt
+from mstore.merge.running.slices import Receipt, Slice
 from mstore.merge.running.work_list import WorkList
 from mstore.merge.running.worker import execute
 
@@ -32,31 +39,52 @@ class RemoteRunner:
         self._base_meter = base_meter
 
     def run(self, work: WorkList) -> None:
-        """Compute everything.  Raises BudgetExceeded, Corrupt, StorageFailed."""
+        """Compute everything.
+
+        Raises BadRequest (not a usable executor), BudgetExceeded, Corrupt, Interrupted,
+        StorageFailed.
+        """
         waiting: set[Future[Receipt]] = set()
         try:
             for slice in work.slices():
                 # Before submission: no worker knows what the others read.
                 self._expert_meter.charge(slice.expert_bytes)
-                waiting.add(self._executor.submit(execute, slice))
+                waiting.add(self._submitted(slice))
                 if len(waiting) >= _HANDED_OUT:
                     self._receive_some(work, waiting)
             while waiting:
                 self._receive_some(work, waiting)
         except BaseException:
-            for future in waiting:
-                future.cancel()
-            for future in waiting:
-                # The slice writes into a directory that is about to be deleted.
-                if not future.cancelled():
-                    future.exception()
+            _end(waiting)
             raise
+
+    def _submitted(self, slice: Slice) -> Future[Receipt]:
+        try:
+            future = self._executor.submit(execute, slice)
+        except MstoreError:
+            raise
+        except Exception as error:
+            raise _lost(error) from error
+        if not isinstance(future, Future):
+            raise BadRequest(
+                f"executor.submit returned a {type(future).__name__}, not a "
+                "concurrent.futures.Future",
+                hint="for Dask, pass client.get_executor()",
+            )
+        return future
 
     def _receive_some(self, work: WorkList, waiting: set[Future[Receipt]]) -> None:
         """Take all available receipts, at least one."""
         for future in wait(waiting, return_when=FIRST_COMPLETED).done:
             waiting.remove(future)
-            self._receive(work, future.result())
+            try:
+                receipt = future.result()
+            except Exception as error:
+                raised = _raised(error)
+                if raised is error and isinstance(error, MstoreError):
+                    raise
+                raise (raised if isinstance(raised, MstoreError) else _lost(raised)) from error
+            self._receive(work, receipt)
 
     def _receive(self, work: WorkList, receipt: Receipt) -> None:
         work.take(receipt.results)
@@ -65,3 +93,35 @@ class RemoteRunner:
             assert self._sink is not None
             write_receipt(receipt.pack, receipt.results)
             self._sink.adopt(receipt.pack)
+
+
+def _raised(error: Exception) -> Exception:
+    """Return what the slice raised.  Ray puts a class around it whose text is a traceback."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def _lost(error: Exception) -> Interrupted:
+    """Return what to raise for an error that is not mstore's own: the executor's, or a bug's."""
+    kind = type(error).__name__
+    said = str(error).strip().partition("\n")[0]
+    return Interrupted(
+        "the executor did not return a slice: " + (f"{kind}: {said}" if said else kind),
+        hint="check the workers (their memory, their logs), then run the same merge again on a "
+        "working executor: it reuses the finished slices",
+    )
+
+
+def _end(waiting: Collection[Future[Receipt]]) -> None:
+    """Wait until no slice is running, and keep the receipts of those that were finished.
+
+    An executor whose futures can be cancelled while they run (Dask's) is not waited for: such a
+    slice writes a pack without a receipt, which is garbage.
+    """
+    for future in waiting:
+        future.cancel()
+    for future in waiting:
+        with suppress(Exception):
+            receipt = future.result()
+            if receipt.pack is not None:
+                write_receipt(receipt.pack, receipt.results)

@@ -43,12 +43,26 @@ class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
         return TieLedger(self.tensor.quotas.tolist(), numbers, self.known)
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What computing may take: with these, memory stays within a limit (`running.memory`).
+
+    threads: how many compute in parallel. ahead: batches under way beyond the current one.
+    together: bytes of a side up to which small tensors share a batch (`batches.batches`).
+    """
+
+    threads: int
+    ahead: int
+    together: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
     """One piece of work.
 
     packs: the directory to read packs from. target: the pack to write; `execute` makes the name
-    unique. policy: how its output is coded, None if it is not kept.
+    unique. policy: how its output is coded, None if it is not kept. bounds: for the process that
+    computes it.
     """
 
     packs: Path
@@ -57,6 +71,7 @@ class Slice:
     generation: int
     block_size: int
     policy: Policy | None
+    bounds: Bounds
     runs: tuple[Run, ...]
 
     @property

@@ -2,24 +2,29 @@
 
 Needs no index, no lease and no catalog.  Publishes nothing: the merge that made the slice takes the
 receipt.
+
+Memory: a slice says how many threads compute it and how many batches they work ahead
+(`slices.Bounds`).  Buffers and outputs then stay within the merge's `memory`, of which
+`memory.RESERVE` is for the process itself.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 from mstore.blocks.meter import Meter
 from mstore.blocks.packs import PackFiles
-from mstore.merge.running.batches import Batch, batches
 from mstore.merge.running.computer import Computer
 from mstore.merge.running.slice_writer import SliceWriter
 from mstore.merge.running.slices import Receipt, Slice
+from mstore.merge.running.stream import Stream
 
 
 def execute(slice: Slice) -> Receipt:
-    """Compute a slice and write its pack, in this thread.
+    """Compute a slice and write its pack, within the bounds of the slice.
 
     For any concurrent.futures.Executor: needs only the paths that the slice names.  Each attempt
     writes a pack with a unique name, so a slice may run again after a worker died, or twice at
@@ -30,16 +35,15 @@ def execute(slice: Slice) -> Receipt:
     packs = PackFiles(slice.packs)
     attempt = slice.target.with_name(f"{slice.target.stem}-{secrets.token_hex(4)}.pack")
     writer = SliceWriter(replace(slice, target=attempt), set())
+    computer = Computer(packs, expert_meter, base_meter)
+    bounds = slice.bounds
     try:
-        computer = Computer(packs, expert_meter, base_meter)
-        ahead: deque[Batch] = deque()
-        for batch in batches(slice):
-            computer.prefetch(batch)
-            ahead.append(batch)
-            if len(ahead) > 2:
-                _pass_on(computer, ahead.popleft(), writer)
-        while ahead:
-            _pass_on(computer, ahead.popleft(), writer)
+        with ThreadPoolExecutor(bounds.threads, "slice") as pool:
+            stream = Stream(computer, pool, ahead=bounds.ahead, together=bounds.together)
+            with closing(stream.run([slice])) as batches:
+                for computed in batches:
+                    writer.put(computed)
+                    computer.recycle(computed)
         pack = writer.seal()
     except BaseException:
         writer.abandon()
@@ -47,9 +51,3 @@ def execute(slice: Slice) -> Receipt:
     finally:
         packs.close()
     return Receipt(pack, tuple(writer.results), expert_meter.total, base_meter.total)
-
-
-def _pass_on(computer: Computer, batch: Batch, writer: SliceWriter) -> None:
-    computed = computer.batch(batch)
-    writer.put(computed)
-    computer.recycle(computed)
