@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ties": {"density": 0.3},
     "dare_linear": {"density": 0.5, "seed": 3},
     "dare_ties": {"density": 0.5},
-    "breadcrumbs": {"density": 0.3, "gamma": 0.2},
+    "breadcrumbs": {"density": 0.3, "gamma": 0.05},
 }
 
 

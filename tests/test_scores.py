@@ -42,13 +42,15 @@ def test_defaults() -> None:
 def test_scores_that_a_method_has(method: str, score: str) -> None:
     """trimmed is for methods that trim, conflict for those that elect signs, others for all."""
     own = METHODS[method]
-    trims, elects = own.select is Select.TRIMMED, own.combine is Combine.ELECTED
+    trims = own.select in (Select.TRIMMED, Select.BAND)
+    elects = own.combine is Combine.ELECTED
+    needed = {one.name: 0.5 for one in own.parameters if one.default is None}
     missing = {"trimmed": not trims, "conflict": not elects, "taste": True}
     if missing.get(score, False):
         with pytest.raises(BadRequest):
-            score_of(own.apply({}, [1.0]), score)
+            score_of(own.apply(needed, [1.0]), score)
     else:
-        assert score_of(own.apply({}, [1.0]), score) == score
+        assert score_of(own.apply(needed, [1.0]), score) == score
 
 
 def test_agreement() -> None:
