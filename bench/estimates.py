@@ -65,7 +65,11 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("dare_ties", {"density": density}) for density in DENSITIES),
     *(("dare_ties", {"density": density, "normalize": True}) for density in DENSITIES),
     ("dare_ties", {"density": 0.3, "normalize": True, "rescale": False}),
+    *(("breadcrumbs", {"density": density}) for density in DENSITIES),
+    *(("slerp", {"t": t}) for t in (0.25, 0.5)),
 )
+ALONE = {"slerp"}
+"""Methods of one expert, without a weight."""
 Array = np.ndarray[Any, Any]
 Model = dict[str, Array]
 Figures = dict[str, Any]
@@ -185,10 +189,12 @@ def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
     """Each request at each share."""
     found = []
     for (method, parameters), (kind, weights) in itertools.product(REQUESTS, WEIGHTS.items()):
+        if method in ALONE and kind != "equal":
+            continue
         report = store.sweep(
             MergeRequest(
                 base="base",
-                experts=list(zip(experts, weights, strict=False)),
+                experts=list(zip(experts, weights[: 1 if method in ALONE else None], strict=False)),
                 method=method,
                 parameters=parameters,
             ),

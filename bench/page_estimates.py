@@ -38,7 +38,10 @@ def part(told: Told) -> str:
     ]
     asks = list(dict.fromkeys(ask for ask, _ in columns[0]))
     rows = [
-        (*ask, *(_span(column[ask, equal]) for column in columns for equal in (True, False)))
+        (
+            *ask,
+            *(_span(column.get((ask, equal), [])) for column in columns for equal in (True, False)),
+        )
         for ask in asks
     ]
     head = ("method", "options", "density", "random, equal weights", "random, unequal")
@@ -67,6 +70,8 @@ def _asked(merge: dict[str, Any]) -> Ask:
 
 
 def _span(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
     return " / ".join(
         f"{ratio:.2f}" for ratio in (min(ratios), statistics.median(ratios), max(ratios))
     )

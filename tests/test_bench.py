@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mstore.api import Store
-from mstore.merge.analysis import explain
 from mstore.merge.methods.registry import METHODS
+from mstore.merge.planning import report as plan_report
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -40,7 +40,7 @@ def test_estimates_are_told_as_they_were_measured(monkeypatch: pytest.MonkeyPatc
     page = (BENCH.parent / "docs" / "merge-methods.md").read_text()
     assert page_estimates.placed(page, told) == page
     low, high = page_estimates.extremes(told)
-    note = inspect.getsource(explain)
+    note = inspect.getsource(plan_report)
     assert f"{low:.1f} to {high:.1f} times" in note
     methods = {method for (method, _, _), _ in page_estimates.ratios_of(told, lambda _: True)}
     assert methods == {f"`{method}`" for method in METHODS}

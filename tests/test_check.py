@@ -17,9 +17,10 @@ from test_repair import fine_tune
 
 from mstore import MergeRequest
 from mstore.api import Store
+from mstore.blocks import codecs
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.packs import PAGE, Kind
-from mstore.errors import BadRequest, Corrupt
+from mstore.errors import BadRequest, Corrupt, Incompatible
 from mstore.ids import PackId
 from mstore.objects.manifest import Manifest
 from mstore.progress import Progress
@@ -558,3 +559,21 @@ def test_checking_changes_nothing(store: Store) -> None:
     before = state()
     store.fsck(read_data=True)
     assert state() == before
+
+
+def test_a_codec_that_is_not_known_is_no_damage(
+    dense: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a newer program stop fsck and repair with what to do; none is dropped."""
+    known = codecs._checked
+
+    def checked(codec: int, *given: Any) -> codecs.Codec:
+        return known(99 if codec == codecs.Codec.PLANES else codec, *given)
+
+    with monkeypatch.context() as older:
+        older.setattr(codecs, "_checked", checked)
+        with pytest.raises(Incompatible, match="newer mstore"):
+            dense.fsck(read_data=True)
+        with pytest.raises(Incompatible, match="newer mstore"):
+            dense.repair(read_data=True)
+    assert not dense.fsck(read_data=True).problems

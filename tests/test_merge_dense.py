@@ -550,6 +550,29 @@ def test_what_is_stored_is_not_encoded(
     assert threads == []
 
 
+def test_every_byte_is_charged_before_it_is_read(
+    places: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When bytes are read, the meters have counted them: a limit can stop no read afterwards."""
+    store = places("bf16").store("cousins")
+    tasks = Tasks(store._catalog, plan_of(store, "linear"))
+    tensor = tasks.tensor("model.embed.weight")
+    expert, base = Meter("expert"), Meter("base")
+    read = 0
+    scattered = PackFiles.read_scattered
+
+    def spy(self: PackFiles, pack: PackId, offset: int, targets: list[memoryview]) -> None:
+        nonlocal read
+        read += sum(map(len, targets))
+        assert read <= expert.total + base.total
+        scattered(self, pack, offset, targets)
+
+    monkeypatch.setattr(PackFiles, "read_scattered", spy)
+    chunks = tasks.chunks(tensor, range(tensor.chunks))
+    load(chunks, store._catalog.packs, Scratch(), expert, base)
+    assert read == expert.total + base.total > 0
+
+
 # -- damage and disappearance --------------------------------------------------------------------
 
 

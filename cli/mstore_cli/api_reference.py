@@ -62,6 +62,8 @@ def _sections() -> Iterator[str]:
     yield from _members(mstore.Snapshot, "Snapshot", "snapshot")
     yield f"## mstore.MergeRequest\n\n{_text(mstore.MergeRequest)}\n{_fields(mstore.MergeRequest)}"
     yield from _members(mstore.MergeRequest, "MergeRequest", "request")
+    yield f"## mstore.TensorRule\n\n{_text(mstore.TensorRule)}\n{_fields(mstore.TensorRule)}"
+    yield from _members(mstore.TensorRule, "TensorRule", "rule")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"
     yield from _members(mstore.Budget, "Budget", "budget")
     yield f"## Ids\n\n{_text(ids.Id)}"

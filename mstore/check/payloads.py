@@ -15,7 +15,7 @@ from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row
 from mstore.blocks.packs import Kind, pack_path, read_table
 from mstore.check.findings import Findings
-from mstore.errors import MstoreError, StorageFailed
+from mstore.errors import Incompatible, MstoreError, StorageFailed
 from mstore.ids import BlockId, PackId
 from mstore.store.catalog import Catalog
 
@@ -103,6 +103,10 @@ class Payloads:
         for block, location, row in group:
             try:
                 self._catalog.read_block(block, location)
+            except Incompatible:
+                # Written by a newer program. To this one it would look like damage, and a repair
+                # would drop good blocks.
+                raise
             except MstoreError as error:
                 failures.append((block, row, error))
         return failures

@@ -19,6 +19,7 @@ is infinity and bin 0x7FC0 is NaN, each counted as larger than what comes before
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,21 @@ def select(hist: Histogram, k: int, n: int) -> Threshold:
         in_bin=in_bin,
         inexact=int(hist.inexact[place]),
     )
+
+
+def kept_squares(hist: Histogram, threshold: Threshold) -> float:
+    """Return the sum of d^2 over the k largest |d|, to about one part in 128.
+
+    A bin's elements off its edge count as if they were in the middle of it.
+    """
+    if not len(hist.bins):
+        return 0.0
+    values = (hist.bins.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    inexact = hist.inexact.astype(np.float64)
+    exact = hist.counts.astype(np.float64) - inexact
+    squares = exact * values**2 + inexact * (values * (1.0 + 2.0**-8)) ** 2
+    above: float = math.fsum(squares[values > threshold.value].tolist())
+    return above + threshold.needed * threshold.value**2 if threshold.needed else above
 
 
 def select_exact(threshold: Threshold, low_hist: npt.NDArray[np.int64]) -> tuple[float, int]:

@@ -26,6 +26,7 @@ from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert import conversion
 from mstore.errors import BadCheckpoint
 from mstore.progress import Progress
+from mstore.sizes import parse_size
 
 TIB = 1 << 40
 CHANGED = "changed while it was being read"
@@ -363,8 +364,8 @@ def test_a_hole_larger_than_the_disk_is_refused(store: Store, model: Path) -> No
     assert refused.value.where == str(model / "hole.bin")
     assert "8.0 TiB" in refused.value.what
     assert "free space of the store's disk" in refused.value.what
-    told = int(refused.value.what.split(" bytes, ")[-2].split()[-1])
-    assert told <= room.f_blocks * room.f_frsize
+    told = refused.value.what.split("for such files is ")[1].split(",")[0]
+    assert parse_size(told.replace(" ", ""), option="") <= room.f_blocks * room.f_frsize
     assert refused.value.hint is not None
     assert "--max-sparse" in refused.value.hint
     nothing_of(store)

@@ -137,7 +137,24 @@ class Model:
                 above = tail_squares(rows, np.where(np.isnan(cuts), np.inf, cuts))
                 with np.errstate(invalid="ignore"):
                     own[:] = np.where(np.isinf(own), own, np.maximum(own - above, 0.0))
+            self._fit(found)
         return np.where(grid.known, np.array(found).reshape(grid.shape), np.inf)
+
+    def _fit(self, found: Sequence[Floats]) -> None:
+        """Scale the chunks of each tensor so that they add up to what its histogram shows.
+
+        A few large elements, which the ceiling drops, may have most of a chunk's squares; their
+        share is known of the whole tensor only.
+        """
+        starts = self._grid.starts.tolist()
+        for k, (own, whole) in enumerate(zip(found, self._whole(), strict=True)):
+            for tensor, start, end in zip(self._tensors, starts, starts[1:], strict=False):
+                band = tensor.experts[k].band
+                part = own[start:end]
+                total = math.fsum(part[np.isfinite(part)].tolist())
+                if math.isfinite(band) and band >= 0 and total > 0:
+                    scaled = np.minimum(part * (band / total), whole[start:end])
+                    part[:] = np.where(np.isfinite(part), scaled, part)
 
     @cached_property
     def _kept(self) -> Floats:

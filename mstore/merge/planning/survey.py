@@ -40,7 +40,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.chunk import CHUNK, finite
 from mstore.stats.chunks import blocks_per_chunk, chunk_elements
-from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, select
+from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -275,7 +275,7 @@ class Surveyor:
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
-            rows, thresholds = self._numbers(
+            rows, thresholds, band = self._numbers(
                 name, number, operation, chunk, len(ids), table, moves=moves
             )
             if rows is not None and not (finite(rows) | equal[number]).all():
@@ -290,6 +290,7 @@ class Surveyor:
                     rows,
                     thresholds,
                     self._surplus((base_id, id), operation, thresholds, elements, chunk),
+                    band,
                 )
             )
         return SurveyedTensor(
@@ -352,11 +353,14 @@ class Surveyor:
         table: DeltaTable | None,
         *,
         moves: bool,
-    ) -> tuple[np.ndarray[Any, Any] | None, tuple[Threshold, ...]]:
-        """Return rows at the plan's chunks, and the trim thresholds; moves: it has a delta."""
+    ) -> tuple[np.ndarray[Any, Any] | None, tuple[Threshold, ...], float]:
+        """Return rows at the plan's chunks, trim thresholds, and `ExpertTensor.band`.
+
+        moves: it has a delta.
+        """
         cuts = operation.is_trimmed + operation.is_band
         if not moves:
-            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * cuts
+            return np.zeros(chunks, dtype=CHUNK), (NOTHING_KEPT,) * cuts, math.nan
         if table is None:
             if cuts:
                 raise BadRequest(
@@ -364,13 +368,15 @@ class Surveyor:
                     where=f"{self._request.experts[number].name}: {name}",
                     hint="run the command without --no-analyze, or add the expert with --base",
                 )
-            return None, ()
+            return None, (), math.nan
         rows = coarsen(table.rows, chunk // table.chunk_elements)
         histogram = _without_nan(table.histogram)
         ranks = operation.keep_counts(table.elements) if cuts else ()
-        return rows, tuple(
+        thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
+        squares = [kept_squares(histogram, threshold) for threshold in thresholds]
+        return rows, thresholds, squares[0] - squares[1] if operation.is_band else math.nan
 
     def _surplus(
         self,

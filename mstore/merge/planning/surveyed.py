@@ -36,7 +36,8 @@ class ExpertTensor:
     rows: CHUNK[chunks], None if statistics are missing. thresholds: where trimming cuts, then, for
     methods that drop the largest elements, where those begin; empty if nothing is trimmed. surplus:
     elements that trimming keeps beyond k because it may not read the data to find the exact cut: if
-    all of the expert is read, and if only part of it is.
+    all of the expert is read, and if only part of it is. band: roughly the sum of squares that two
+    thresholds leave of the whole tensor, NaN if there are not two.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -47,6 +48,7 @@ class ExpertTensor:
     rows: np.ndarray[Any, Any] | None
     thresholds: tuple[Threshold, ...]
     surplus: tuple[int, int] = (0, 0)
+    band: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)

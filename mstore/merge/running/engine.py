@@ -154,8 +154,8 @@ class Engine:
         try:
             self._runner.run(self._work)
         except BudgetExceeded as error:
-            # Usually a plan from a store where the same blocks have other sizes at rest.
-            hint = "mstore plan makes one for the blocks as they are stored here"
+            # The limit is what these blocks took when the run began: they were stored again since.
+            hint = "run the command again"
             where = f"plan {self._plan.id().short}"
             raise BudgetExceeded(error.what, where=where, hint=hint) from error
         jobs = self._work.jobs
