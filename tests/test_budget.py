@@ -451,7 +451,7 @@ def test_what_is_known_of_an_estimate_is_told(method: str, place: Place) -> None
     assert not any("no bound" in note for note in place.plan(method).notes)
     for budget in (0.3, 0.9):
         plan = place.plan(method, dtype="F32", budget=budget)
-        assert any("0.1 to 1.7 times" in note for note in plan.notes)
+        assert any("0.1 to 1.6 times" in note for note in plan.notes)
         _, merged = place.merge(plan)
         measured = place.relative_error(merged, full)
         assert 0.1 <= measured / (plan.error_estimate or 0) <= 1.7

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +24,16 @@ from mstore.errors import BadRequest
 from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.planner import Planner
 from mstore.merge.planning.request import Input, resolve
-from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
+from mstore.merge.planning.survey import _without_nan
+from mstore.merge.planning.surveyed import KEEPS_NONE, ExpertTensor, Survey, SurveyedTensor
 from mstore.objects.plan import OMITTED, READ
 from mstore.objects.tensor import Tensor
 from mstore.stats import deltas
+from mstore.stats.histogram import Histogram, select
 
 Single = npt.NDArray[np.float32]
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -40,20 +44,42 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("task_arithmetic", {"lambda": -3e38}),
     ("dare_linear", {"density": 0.5, "seed": 1}),
     ("dare_linear", {"density": 0.01, "seed": 1, "normalize": True, "lambda": 1e-3}),
+    ("breadcrumbs", {"density": 0.5, "gamma": 0.3}),
+    ("breadcrumbs", {"density": 0.7, "gamma": 0.1, "normalize": True, "lambda": -2.0}),
+    ("slerp", {"t": 0.3}),
+    ("slerp", {"t": 0.999}),
 ]
 TINY = float(np.float32(2.0**-149))
 
 
-def merged(
-    method: str, parameters: dict[str, Any], weights: list[float], base: Single, experts: list[Any]
-) -> Single:
-    """The kernel's float32; an expert that is None is left out."""
+def chosen(
+    method: str,
+    parameters: dict[str, Any],
+    weights: list[float],
+    base: Single,
+    experts: list[Single],
+) -> Operation:
+    """The operation of this one tensor, settled."""
+    made = operation(method, parameters, weights)
+    if made.needs_facts:
+        sides = [side.astype(np.float64) for side in (base, *experts)]
+        made = made.settle([[float(one @ other) for other in sides] for one in sides])
+    return made
+
+
+def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]) -> Single:
+    """The kernel's float32; an expert that is None is left out, `whole` has it all the same."""
+    cuts: list[tuple[Any, int]] = [(0.0, UNLIMITED)] * len(experts)
+    if own.is_band:
+        both = float(own.parameters["density"]), float(own.parameters["gamma"])
+        found = [reference.thresholds(reference.delta(base, expert), *both) for expert in whole]
+        cuts = [cut for place in zip(*found, strict=True) for cut in place]
     there = [expert for expert in experts if expert is not None]
     rows = np.stack(there) if there else np.zeros((1, base.size), dtype=np.float32)
     numbers = iter(range(len(there)))
     out = np.zeros(base.size, dtype=np.float32)
     mix_chunk(
-        Mix.of(operation(method, parameters, weights)),
+        Mix.of(own),
         base.view(np.uint8),
         "F32",
         rows.view(np.uint8),
@@ -61,9 +87,9 @@ def merged(
         np.array([-1 if expert is None else next(numbers) for expert in experts]),
         base.size,
         0,
-        np.zeros(len(experts), dtype=np.float32),
-        np.full(len(experts), UNLIMITED),
-        mask_keys(int(parameters.get("seed", 0)), len(experts), "t"),
+        np.array([value for value, _ in cuts], dtype=np.float32),
+        np.array([quota for _, quota in cuts]),
+        mask_keys(int(own.parameters.get("seed", 0)), len(experts), "t"),
         out.view(np.uint8),
         "F32",
     )
@@ -75,6 +101,7 @@ def planner(
 ) -> Planner:
     """What plans a merge of this one tensor."""
     n = base.size
+    own = chosen(method, parameters, weights, base, experts)
     record = Tensor("F32", (n,), 4 * n, b"")
     sides = []
     for k, expert in enumerate(experts):
@@ -82,10 +109,12 @@ def planner(
         row = deltas.measure(base.view(np.uint8), "F32", expert.view(np.uint8), "F32", n, 0, counts)
         ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
         cost, twin = np.array([4 * n]), np.array([k])
-        sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, ()))
+        ranks = own.keep_counts(n) if own.is_trimmed else ()
+        histogram = _without_nan(Histogram.from_dense(counts))
+        cuts = tuple([select(histogram, rank, n) if rank else KEEPS_NONE for rank in ranks])
+        sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, cuts))
     squares = deltas.base_squares(base.view(np.uint8), "F32", n)
-    chosen = operation(method, parameters, weights)
-    tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1, chosen)
+    tensor = SurveyedTensor("t", record, n, 1 << 14, tuple(sides), 1, own)
     manifest, snapshot = ManifestId.of(b"m"), SnapshotId.of(b"s")
     survey = Survey(manifest, (manifest,) * len(sides), 1 << 16, (tensor,), squares, (), (), ())
     named = [(f"e{k}", weight) for k, weight in enumerate(weights)]
@@ -101,12 +130,14 @@ def check(
     method: str, given: dict[str, Any], weights: list[float], base: Single, experts: list[Single]
 ) -> int:
     """Every way of leaving experts out keeps its bound; returns how many had one."""
+    if method == "slerp":
+        weights, experts = [1.0], experts[:1]
     try:
-        parameters = dict(operation(method, given, weights).parameters)
+        own = chosen(method, given, weights, base, experts)
         plans = planner(method, given, weights, base, experts)
     except BadRequest:
         return 0
-    full = merged(method, parameters, weights, base, experts)
+    full = merged(own, base, list(experts), experts)
     norm = sum(Fraction(float(x)) ** 2 for x in base)
     certified = 0
     free = plans._free_states[:, 0]
@@ -119,7 +150,7 @@ def check(
             continue
         certified += 1
         left = [None if away else expert for away, expert in zip(out, experts, strict=True)]
-        part = merged(method, parameters, weights, base, left)
+        part = merged(own, base, left, experts)
         assert np.isfinite(full).all()
         assert np.isfinite(part).all()
         square = sum(
@@ -184,13 +215,24 @@ def test_a_certificate_is_never_wrong(
     check(method, parameters, *case)
 
 
-@pytest.mark.parametrize(("method", "parameters"), METHODS[:3])
+@pytest.mark.parametrize(
+    ("method", "parameters"), [*METHODS[:3], *(one for one in METHODS if one[0] == "breadcrumbs")]
+)
 def test_certificates_are_there(method: str, parameters: dict[str, Any]) -> None:
     """Ordinary numbers have a certificate, also with weights that cancel and with tiny ones."""
     rng = np.random.default_rng(0)
     base, *experts = rng.standard_normal((4, 1000)).astype(np.float32)
     for weights in ([0.5, 0.3, 0.2], [1000.0, -1000.25, 0.75], [TINY, 3 * TINY, TINY]):
         assert check(method, parameters, weights, base, list(experts)) == 7
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+def test_a_turn_has_a_certificate(t: float) -> None:
+    """Leaving the expert of a spherical interpolation out has a bound, at any angle and scale."""
+    rng = np.random.default_rng(0)
+    base, other = rng.standard_normal((2, 1000)).astype(np.float32)
+    for expert in (other, -base + other / 4, base + other / 1000, base * np.float32(1e-6)):
+        assert check("slerp", {"t": t}, [1.0], base, [expert]) == (t > 0)
 
 
 def test_what_overflows_has_no_certificate() -> None:
@@ -202,5 +244,5 @@ def test_what_overflows_has_no_certificate() -> None:
     assert bound is None
     assert estimate is not None
     with np.errstate(over="ignore"):
-        full = merged("task_arithmetic", {}, [1, 1], base, experts)
+        full = merged(operation("task_arithmetic", {}, [1, 1]), base, list(experts), experts)
     assert np.isinf(full).all()

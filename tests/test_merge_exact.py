@@ -18,6 +18,7 @@ import reference
 from families import Family
 
 from mstore import ManifestId, MergeRequest, PlanId, Store
+from mstore.objects.plan import Plan
 from mstore.reports import MergeReport, PlanReport
 
 SMALL, LARGE = 1 << 16, 1 << 20
@@ -205,6 +206,44 @@ def test_output_dtype(case: Case, dtype: str, workplaces: Callable[[str], Workpl
     store = work.store(SMALL)
     work.merge(case, store, dtype=dtype)
     assert families.differences(work.merged(store), work.expected(case, dtype)) == []
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "f32", "mixed", "wide base"])
+def test_slerp_is_its_mixture(kind: str, workplaces: Callable[[str], Workplace]) -> None:
+    """Every tensor is the reference's fused sum with the plan's factors, which are those of float64
+    arithmetic over whole tensors; threads, stores and block sizes do not show."""
+    work = workplaces(kind)
+    given = {"base": "base", "experts": ["e0"], "method": "slerp", "parameters": {"t": 0.3}}
+    found = []
+    for block_size, store_kind, threads in (
+        (SMALL, "first", 1),
+        (SMALL, "again", 2),
+        (LARGE, "first", 2),
+    ):
+        store = work.store(block_size, store_kind)
+        report = store.plan(MergeRequest(**given), threads=threads)
+        store.merge(report, name="merged", threads=threads)
+        merged = work.merged(store)
+        found.append({name: families.bits(array).tobytes() for name, array in merged.items()})
+        for planned in store._catalog.record(Plan, report.plan).tensors:
+            name, mixture = planned.name, planned.mixture
+            assert mixture is not None
+            base, expert = work.family.base[name], work.family.experts[0][name]
+            a, b = (side.astype(np.float64).ravel() for side in (base, expert))
+            cosine = float(a @ b) / float(np.sqrt(a @ a) * np.sqrt(b @ b))
+            wanted = [0.7, 0.3]
+            if abs(cosine) <= 0.9995:
+                angle = np.arccos(cosine)
+                wanted = [np.sin(share * angle) / np.sin(angle) for share in wanted]
+            np.testing.assert_allclose([mixture.base, *mixture.experts], wanted, rtol=1e-6)
+            exact = reference.mixture(
+                [mixture.base, *mixture.experts],
+                base,
+                [expert],
+                keeps_base=mixture.keeps_base,
+            )
+            assert np.array_equal(families.bits(merged[name]), families.bits(exact)), name
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("inexact", [False, True])

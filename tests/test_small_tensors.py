@@ -30,7 +30,7 @@ from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
 from mstore.store.transaction import Transaction
 
-METHODS = ("ties", "dare_ties", "task_arithmetic", "linear")
+METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs")
 TENSORS = 60
 BAD = 37
 """A tensor in the middle of a batch."""
@@ -86,7 +86,9 @@ def filled(path: Path, sources: Path, codec: str = "auto") -> Store:
 def merged(store: Store, method: str, budget: str | None) -> tuple[str, ManifestId, int]:
     """PlanId, ManifestId and expert bytes read of one merge, without what was made before."""
     experts = ["e0", "e1", "e2"]
-    plan = store.plan(MergeRequest(base="base", experts=experts, method=method, budget=budget))
+    parameters = {"density": 0.5, "gamma": 0.1} if method == "breadcrumbs" else {}
+    ask = {"method": method, "parameters": parameters, "budget": budget}
+    plan = store.plan(MergeRequest(base="base", experts=experts, **ask))
     done = store.merge(plan.plan, name=f"{method}/{budget}", memo=False)
     return str(plan.plan), done.manifest, done.expert_bytes_read
 

@@ -127,7 +127,7 @@ def plan_report(
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
-            "the estimate is no bound: real errors were 0.1 to 1.7 times it where experts were "
+            "the estimate is no bound: real errors were 0.1 to 1.6 times it where experts were "
             "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
             "--measure tells"
         )
