@@ -294,11 +294,25 @@ def test_exactly_the_band_is_kept(density: float, gamma: float) -> None:
     np.testing.assert_array_equal(found[kept], expert[kept])
 
 
+@pytest.mark.parametrize("method", ["task_arithmetic", "breadcrumbs"])
+def test_zero_times_infinity_is_nan_in_a_sum(method: str) -> None:
+    """Where no signs are elected, weight 0 times infinity is NaN, with a band and without one."""
+    base = np.zeros(10, dtype=np.float32)
+    expert = np.arange(10, dtype=np.float32)
+    expert[3] = np.inf
+    parameters = {"density": 0.9, "gamma": 0.0} if method == "breadcrumbs" else {}
+    absent = [np.zeros(10, dtype=bool)]
+    given_merge = (method, parameters, [0.0], base, [expert])
+    found = _merge(*given_merge, out_dtype="F32", cuts=[], absent=absent)
+    assert np.isnan(found).tolist() == [number == 3 for number in range(10)]
+    _assert_same_bits(found, reference.merge(*given_merge))
+
+
 @settings(max_examples=150)
 @given(
     data=st.data(),
     kind=st.sampled_from(KINDS),
-    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=4),
+    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=2, max_size=7),
     n=st.integers(1, 3000),
     seed=st.integers(0, 2**32),
 )

@@ -552,6 +552,6 @@ def test_a_slice_carries_its_bounds(store: Store) -> None:
         (fitting,) = threads(threads=64, memory=RESERVE + (16 << 20))
         assert 1 <= fitting < 64
         seen.clear()
-        with pytest.raises(BadRequest, match="are the fixed working memory of the process"):
+        with pytest.raises(BadRequest, match="is the fixed working memory of the process"):
             threads(memory=RESERVE)
         assert seen == []

@@ -409,7 +409,8 @@ def mix(arguments_at: Any) -> None:
                         count, thresholds[k], left[k], thresholds[high], left[high], at, scratch
                     )
                     _multiply(count, weights[k], at, scratch)
-                    _drop_nan(count, at, scratch)
+                    if kind == CONSENSUS:
+                        _drop_nan(count, at, scratch)
                     _pay(quotas, left, ties, k, lows)
                     _pay(quotas, left, ties, high, highs)
                     continue
