@@ -6,17 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mstore.checkpoint.header import METADATA_KEY
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
+from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.shapes import matching, require_patterns
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
+_SHOWN = 60
 _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F32", "fp32": "F32"}
 
 
@@ -128,6 +131,11 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
 
 def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str, tuple[str, ...]]:
     """Return an output's name, and the names of its sources, the base's first."""
+    if not name or name == METADATA_KEY or len(name.encode()) > DEFAULT_LIMITS.name_bytes:
+        raise BadRequest(
+            f"a tensor's name has 1 to {DEFAULT_LIMITS.name_bytes} bytes and is not {METADATA_KEY}",
+            where=f"outputs: {name[:_SHOWN]!r}",
+        )
     named = (sources,) * (1 + experts) if isinstance(sources, str) else tuple(sources)
     if len(named) != 1 + experts:
         raise BadRequest(
