@@ -36,6 +36,9 @@ class TensorRule:
     weights: Sequence[float] | None = None
     dtype: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+
     def patterns(self) -> tuple[str, ...]:
         """Return the patterns."""
         return (self.tensors,) if isinstance(self.tensors, str) else tuple(self.tensors)

@@ -200,6 +200,9 @@ def test_the_card_of_a_budgeted_merge_makes_it_again(make: Make) -> None:
     with Store.open(path) as store:
         assert store["again"].manifest == manifests["half"]
         assert store["whole"].manifest == manifests["full"]
+        store.rename("again", "bc40")
+    # A name of hex digits is still a name.
+    Program(path).succeed("merge", "--plan", "bc40", "--name", "once-more")
     refused = Program(path)("merge", "--plan", "base", "--name", "x")
     assert "base: no merge made it, so it has no plan" in refused.err
     refused = Program(path)("merge", "--plan", "nowhere", "--name", "x")

@@ -65,7 +65,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
                     [(one, "F32", (N // 100, 100), tensors[one].tobytes()) for one in shard],
                 )
             index = {
-                "metadata": {"total_size": 4 * N * len(NAMES)},
+                "metadata": {"total_size": 4 * N * len(NAMES), "total_parameters": N * len(NAMES)},
                 "weight_map": {
                     one: f"model-{1 + (one in 'cd'):05}-of-00002.safetensors" for one in NAMES
                 },
@@ -120,6 +120,7 @@ def test_a_new_tensor_is_in_files_and_index(family: Family, tmp_path: Path) -> N
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["new"] == index["weight_map"]["a"] == shards[0].name
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert index["metadata"]["total_parameters"] == 5 * N
     assert np.array_equal(tensors["new"], family.store["files"].tensor("new"))
 
 
@@ -312,6 +313,8 @@ def test_the_text_of_a_plan_holds_all_of_it(family: Family) -> None:
         ({"outputs": {"new": "nothing"}}, "has no tensor nothing"),
         ({"outputs": {"__metadata__": "a"}}, "a tensor's name"),
         ({"outputs": {"": "a"}}, "a tensor's name"),
+        ({"outputs": {"a\ud800": "a"}}, "a tensor's name"),
+        ({"rules": [TensorRule(tensors=[])]}, "at least one pattern"),
         ({"outputs": {"x" * 5000: "a"}}, "a tensor's name"),
         ({"outputs": {"new": ["a", "b"]}}, "one source in the base"),
         ({"rules": ["a"]}, "TensorRule"),
@@ -322,6 +325,34 @@ def test_bad_rules_are_refused(family: Family, change: dict[str, Any], match: st
     """A rule or an output that cannot be meant is refused, and nothing is planned."""
     with pytest.raises(BadRequest, match=match):
         family.store.plan(dataclasses.replace(ASKED, **change))
+
+
+def test_an_error_in_a_rule_names_the_rule(family: Family) -> None:
+    """Of several rules, the error tells which one is wrong."""
+    rules = [TensorRule(tensors="a"), TensorRule(tensors="b", parameters={"densty": 1})]
+    with pytest.raises(BadRequest) as refused:
+        family.store.plan(dataclasses.replace(ASKED, rules=rules))
+    assert refused.value.where == "the rule for b"
+
+
+def test_reports_and_the_card_tell_of_rules(family: Family) -> None:
+    """The plan's notes count what rules merge; the card's command makes this merge, not another."""
+    store = family.store
+    plan = store.plan(ASKED)
+    assert "tensors that a rule merges otherwise: 1 by ties, 2 by breadcrumbs" in plan.notes
+    assert "tensors that the base does not have: new" in plan.notes
+    store.merge(plan, name="card")
+    card = store["card"].read("README.md").decode()
+    assert "mstore merge --plan REF --name NEW" in card
+    assert "--method" not in card
+    assert store.explain("card", "b").tensors[0].dtype == "F32"
+
+
+def test_slerp_of_nothing_is_the_base(family: Family) -> None:
+    """With t = 0 the result is the base, which a plan refuses like any other such merge."""
+    asked = MergeRequest(base="base", experts=["e0"], method="slerp", parameters={"t": 0})
+    with pytest.raises(BadRequest, match="the base itself"):
+        family.store.plan(asked)
 
 
 def test_slerp_says_what_it_needs(family: Family) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -161,7 +162,7 @@ def _fate(one: TensorExplanation, plan: PlanReport) -> str:
         return f"{one.treatment}{tied}"
     own = ""
     if (one.method, one.parameters) != (plan.method, plan.parameters):
-        values = (f"{name}={value}" for name, value in (one.parameters or {}).items())
+        values = (f"{name}={json.dumps(value)}" for name, value in (one.parameters or {}).items())
         own = f", by {' '.join((one.method or '', *values))}"
     if one.sources:
         own += f", made of {', '.join(dict.fromkeys(one.sources))}"

@@ -222,7 +222,8 @@ def _known_plan(store: Store, id_or_file: str) -> str:
     if path.suffix in RECIPES:
         raise UsageError(RECIPES[path.suffix], hint=f"mstore merge {RECIPE_HINT} --name REF")
     if not path.is_file():
-        if set(id_or_file) <= set("0123456789abcdef"):
+        is_ref = any(ref.name == id_or_file for ref in store.refs())
+        if set(id_or_file) <= set("0123456789abcdef") and not is_ref:
             return id_or_file
         return _plan_of(store, id_or_file)
     try:

@@ -83,6 +83,8 @@ class TensorExplanation:
     """of that method; None if it was not merged"""
     sources: tuple[str, ...]
     """the tensors that it is made of, in the base and in each expert; empty if all have its name"""
+    dtype: str
+    """of the output, as safetensors spells it"""
     blocks_total: int
     """blocks in all"""
     blocks_reused: int
@@ -243,6 +245,7 @@ class _Explainer:
             if planned is None
             else dict(self._plan.operation_of(planned).parameters),
             sources=() if planned is None else planned.sources,
+            dtype=content.dtype,
             blocks_total=blocks,
             blocks_reused=reused,
             experts=tuple(shares),

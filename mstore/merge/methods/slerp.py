@@ -17,6 +17,8 @@ _PARALLEL: Final = 0.9995
 
 def _mix(gram: Gram, parameters: Mapping[str, Value], _: Sequence[float]) -> Mixture:
     t = single(parameters["t"])
+    if t == 0:
+        return Mixture(1.0, (0.0,), keeps_base=True)
     a, b = (math.sqrt(gram[k][k]) for k in range(2))
     scale = (a if a > _SMALLEST_NORM else 1.0) * (b if b > _SMALLEST_NORM else 1.0)
     cosine = min(1.0, max(-1.0, gram[0][1] / scale))

@@ -92,7 +92,7 @@ class Facts:
     def _require_reading(self, name: str) -> None:
         if not self._analyze:
             raise BadRequest(
-                "the method needs the norms of this tensor and of its differences",
+                "the method needs the norm of this tensor in each input, and it is not known",
                 where=name,
                 hint="run the command without --no-analyze",
             )

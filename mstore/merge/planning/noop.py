@@ -112,8 +112,11 @@ def _too_small(option: str, budget: int, *, reads: bool = False) -> BadRequest:
 def _why_base(plan: Plan) -> str:
     if dict(plan.parameters).get("lambda") == 0:
         return "lambda is 0"
-    if not any(expert.weight for expert in plan.experts):
+    operations = Operations(plan)
+    if all(not any(operation.given) for operation in operations.used(plan)):
         return "no expert has a weight other than 0"
+    if plan.tensors and all(all(operations.of(one).weightless) for one in plan.tensors):
+        return "the parameters leave nothing of the experts"
     if plan.criteria.only or plan.criteria.skip:
         return "--only and --skip leave no tensor that an expert changed"
     return "no expert differs from the base where tensors are merged"

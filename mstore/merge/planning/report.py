@@ -131,6 +131,7 @@ def plan_report(
             "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
             "--measure tells"
         )
+    notes += _rule_notes(plan)
     notes += _copied_notes(plan)
     return PlanReport(
         plan=id,
@@ -182,6 +183,20 @@ def share_of(error: float | None, change: float | None) -> float | None:
     if error == 0:
         return 0.0
     return error / change if error is not None and change else None
+
+
+def _rule_notes(plan: Plan) -> list[str]:
+    """Return a line about the tensors that are merged by other operations, and about new ones."""
+    counts = Counter(plan.operation_of(one).method for one in plan.tensors if one.operation)
+    notes = []
+    if counts:
+        named = ", ".join(f"{count} by {method}" for method, count in counts.items())
+        notes.append(f"tensors that a rule merges otherwise: {named}")
+    new = [one.name for one in plan.tensors if one.sources]
+    if new:
+        more = f" and {len(new) - 3} more" if len(new) > 3 else ""
+        notes.append(f"tensors that the base does not have: {', '.join(new[:3])}{more}")
+    return notes
 
 
 def _copied_notes(plan: Plan) -> list[str]:

@@ -112,6 +112,8 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
 
 def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Rule:
     patterns = rule.patterns()
+    if not patterns:
+        raise BadRequest("a rule names at least one pattern", where="rules")
     require_patterns(patterns, "rules")
     if rule.weights is not None and len(rule.weights) != len(weights):
         raise BadRequest(
@@ -122,18 +124,23 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     if rule.method is None:
         parameters = {**asked.parameters, **parameters}
     own = weights if rule.weights is None else rule.weights
-    return Rule(
-        patterns,
-        registry.operation(rule.method or asked.method, parameters, own),
-        None if rule.dtype is None else _output_dtype(rule.dtype),
-    )
+    try:
+        operation = registry.operation(rule.method or asked.method, parameters, own)
+        dtype = None if rule.dtype is None else _output_dtype(rule.dtype)
+    except BadRequest as error:
+        where = f"the rule for {', '.join(patterns)}"
+        raise BadRequest(error.what, where=where, hint=error.hint) from error
+    return Rule(patterns, operation, dtype)
 
 
 def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str, tuple[str, ...]]:
     """Return an output's name, and the names of its sources, the base's first."""
-    if not name or name == METADATA_KEY or len(name.encode()) > DEFAULT_LIMITS.name_bytes:
+    # A lone surrogate is not printable, either.
+    sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes
+    if not sound or name == METADATA_KEY:
         raise BadRequest(
-            f"a tensor's name has 1 to {DEFAULT_LIMITS.name_bytes} bytes and is not {METADATA_KEY}",
+            f"a tensor's name has 1 to {DEFAULT_LIMITS.name_bytes} bytes of printable text and is "
+            f"not {METADATA_KEY}",
             where=f"outputs: {name[:_SHOWN]!r}",
         )
     named = (sources,) * (1 + experts) if isinstance(sources, str) else tuple(sources)
@@ -161,7 +168,7 @@ def _check_top_p(share: float, operation: Operation) -> None:
         )
     if operation.method.mix is not None:
         raise BadRequest(
-            f"blocks of {operation.method.name} are not the base's own where they are left out",
+            f"{operation.method.name} changes every block, so a share of them cannot stay as it is",
             where="--top-p",
             hint="--budget limits what is read",
         )

@@ -95,4 +95,5 @@ class Survey:
     missing: tuple[tuple[str, str], ...]
     unreliable: tuple[str, ...]
     base_not_finite: tuple[str, ...] = ()
+    idle_rules: tuple[str, ...] = ()
     squares: Mapping[str, float] = field(default_factory=dict)

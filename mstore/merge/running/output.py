@@ -7,6 +7,7 @@ or the base's own, and the bytes of headers and of the two small files that stat
 from __future__ import annotations
 
 import json
+import math
 import posixpath
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -134,8 +135,7 @@ class Layout:
         if file.path == CONFIG and self._dtype is not None and self._retypes:
             return retyped_config(read(), self._dtype)
         if file.path.endswith(INDEX_SUFFIX):
-            shards = {path: [one.name for one in new] for path, new in self._added.items()}
-            return rewritten_index(file.path, read(), self._out_bytes, shards)
+            return rewritten_index(file.path, read(), self._out_bytes, self._added)
         return None
 
     def _is_retyped(self, part: Part) -> bool:
@@ -200,12 +200,16 @@ def retyped_config(raw: bytes, dtype: str) -> bytes | None:
 
 
 def rewritten_index(
-    path: str, raw: bytes, out_bytes: Callable[[str], int], added: Mapping[str, Sequence[str]]
+    path: str,
+    raw: bytes,
+    out_bytes: Callable[[str], int],
+    added: Mapping[str, Sequence[NewTensor]],
 ) -> bytes | None:
     """Return a shard index with the sizes and the new tensors of its files, None if it stays.
 
     "metadata": {"total_size"} is the sum of `out_bytes` over the files that it names; other files
-    (a consolidated copy) do not count. added: names of new tensors by the path of their file.
+    (a consolidated copy) do not count. "total_parameters" grows by the new tensors. added: new
+    tensors by the path of their file.
     """
     fields = _object(raw)
     weight_map = fields.get("weight_map")
@@ -213,17 +217,20 @@ def rewritten_index(
         return None
     directory = posixpath.dirname(path)
     shards = sorted({str(shard) for shard in weight_map.values()})
-    new = {
-        name: shard for shard in shards for name in added.get(posixpath.join(directory, shard), ())
-    }
-    changed = fields | {"weight_map": weight_map | new} if new else dict(fields)
+    new = [
+        (one, shard) for shard in shards for one in added.get(posixpath.join(directory, shard), ())
+    ]
+    names = {one.name: shard for one, shard in new}
+    changed = fields | {"weight_map": weight_map | names} if new else dict(fields)
     metadata = fields.get("metadata")
-    if isinstance(metadata, dict) and "total_size" in metadata:
-        total = sum(out_bytes(posixpath.join(directory, shard)) for shard in shards)
-        changed["metadata"] = metadata | {"total_size": total}
+    told = dict(metadata) if isinstance(metadata, dict) else {}
+    if "total_size" in told:
+        told["total_size"] = sum(out_bytes(posixpath.join(directory, shard)) for shard in shards)
     elif not new:
         return None
-    return _dump(changed)
+    if isinstance(told.get("total_parameters"), int):
+        told["total_parameters"] += sum(math.prod(one.shape) for one, _ in new)
+    return _dump(changed | {"metadata": told} if told else changed)
 
 
 def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:

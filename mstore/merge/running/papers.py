@@ -65,7 +65,7 @@ for a budget, an error that was allowed, or a share of blocks to write. The comm
 makes the whole merge.
 """
 _OF_RULES = """\
-Some tensors were merged by rules of their own, which a command cannot state; `mstore explain REF`
+Some tensors were merged by rules of their own, which options cannot state; `mstore explain REF`
 shows the method and the sources of each.
 """
 _OF_THIS_PLAN = """\
@@ -229,15 +229,20 @@ class Papers:
     def _how(self) -> Iterator[str]:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
         left, all_of_it = self._left_out()
+        plan = self._plan
+        if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
+            yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
+            yield _OF_RULES
+            if left:
+                yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
+                yield "budget, an allowed error, or a share of blocks to write."
+            return
         if left and self._form is not Form.EARLIER:
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
             yield f"{left} of {all_of_it} chunks of experts that matter were left out, for a"
             yield f"budget, an allowed error, or a share of blocks to write. {_OF_THE_WHOLE}"
             yield ""
         yield from ("```sh", self._command(), "```", "")
-        plan = self._plan
-        if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
-            yield _OF_RULES
         if left and self._form is Form.EARLIER:
             yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
             yield _OF_BUDGETS
