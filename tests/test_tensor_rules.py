@@ -348,6 +348,14 @@ def test_reports_and_the_card_tell_of_rules(family: Family) -> None:
     assert store.explain("card", "b").tensors[0].dtype == "F32"
 
 
+def test_a_rule_that_no_tensor_follows_is_noted(family: Family) -> None:
+    """The first rule that names a tensor counts; a later one that is left with none is told."""
+    rules = [*ASKED.rules, TensorRule(tensors=["b", "c"], method="linear")]
+    notes = family.store.plan(dataclasses.replace(ASKED, rules=rules)).notes
+    assert any(note.startswith("no tensor follows the rule for b, c") for note in notes)
+    assert not any("no tensor follows" in note for note in family.store.plan(ASKED).notes)
+
+
 def test_slerp_of_nothing_is_the_base(family: Family) -> None:
     """With t = 0 the result is the base, which a plan refuses like any other such merge."""
     asked = MergeRequest(base="base", experts=["e0"], method="slerp", parameters={"t": 0})

@@ -426,6 +426,10 @@ class Planner:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
             notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
+        notes += [
+            f"no tensor follows the rule for {one}: earlier rules or patterns take all it names"
+            for one in survey.idle_rules
+        ]
         elects = any(part.model.operation.is_elected for part in self._parts)
         signs = " (a NaN has no sign and takes no part)" if elects else ""
         if survey.unreliable:

@@ -142,6 +142,7 @@ class Surveyor:
             missing=tuple(self._missing),
             unreliable=tuple(self._unreliable),
             base_not_finite=tuple(self._base_not_finite),
+            idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
         )
 
@@ -175,6 +176,13 @@ class Surveyor:
                 raise BadRequest(
                     "the base has a tensor of this name; a rule says how it is merged", where=name
                 )
+
+    def _idle_rules(self, merged: set[str]) -> tuple[str, ...]:
+        """Return the patterns of rules that no tensor follows, because of other rules or --skip."""
+        request = self._request
+        names = [*merged, *(name for name, _ in request.outputs)]
+        used = {id(request.rule_of(name)) for name in names} if request.rules else set()
+        return tuple(", ".join(one.patterns) for one in request.rules if id(one) not in used)
 
     def _output(
         self,

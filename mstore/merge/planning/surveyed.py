@@ -83,7 +83,8 @@ class Survey:
     (tensor, why) of tensors that are taken from the base although experts differ there. missing:
     (expert and tensor, why) of statistics that could not be computed. unreliable: expert and tensor
     of statistics with rows that are not finite. base_not_finite: tensors of the base with elements
-    that are infinite or NaN. squares: sum of squares of each tensor of the base.
+    that are infinite or NaN. squares: sum of squares of each tensor of the base. idle_rules:
+    patterns of rules that no tensor follows.
     """
 
     base: ManifestId
