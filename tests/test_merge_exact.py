@@ -430,4 +430,5 @@ def test_tied_tensors_stay_tied(method: str, workplaces: Callable[[str], Workpla
     shares = store.explain("m", "model.tied.embed_out").tensors[0]
     assert shares.treatment == "merged"
     assert [share.chunks_read for share in shares.experts] == [1, 1, 1]
-    assert full.expert_bytes_read == full.full_expert_bytes
+    # With density 1 breadcrumbs is task_arithmetic, whose outputs other tests may have left here.
+    assert full.expert_bytes_read + full.memo_expert_bytes == full.full_expert_bytes
