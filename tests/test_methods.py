@@ -337,3 +337,56 @@ def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.array_equal(full, base + (kept[0] + kept[1]))
     error = np.linalg.norm((half - full).astype(np.float64)) / np.linalg.norm(base)
     assert 0 < error <= plan.error_bound
+
+
+PAIRED = """
+from mstore.merge.methods.method import Combine, Method, Select
+from mstore.objects.plan import Mixture
+
+
+def mix(gram, parameters, weights):
+    own = gram[1][2] / gram[0][0]
+    return Mixture(1.0 - 2.0 * own, (own, own), keeps_base=False)
+
+
+METHOD = Method(
+    name="paired",
+    summary="a sum whose factors follow from the angle between two experts",
+    formula="(1 - 2 c) base + c (expert_0 + expert_1), c = <expert_0, expert_1> / |base|^2",
+    source="a test",
+    parameters=(),
+    select=Select.WHOLE,
+    combine=Combine.SUM,
+    mix=mix,
+    pairs=True,
+    weighted=False,
+)
+"""
+
+
+def test_a_method_may_need_products_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inner products of experts with each other are measured once, and the plan keeps what follows
+    from them.
+    """
+    install(tmp_path, "paired", PAIRED)
+    monkeypatch.syspath_prepend(tmp_path)
+    rng = np.random.default_rng(4)
+    base = rng.normal(0, 1, 100_000).astype(np.float32)
+    experts = [base + rng.normal(0, 0.5, base.size).astype(np.float32) for _ in range(2)]
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, values in zip(("base", "e0", "e1"), (base, *experts), strict=True):
+            path = tmp_path / f"{name}.safetensors"
+            write_safetensors(path, [("w", "F32", base.shape, values.tobytes())])
+            store.add(path, name=name)
+        asked = MergeRequest(base="base", experts=["e0", "e1"], method="paired")
+        plan = store.plan(asked)
+        assert plan.analyze_bytes_read > 0
+        store.merge(plan, name="merged")
+        assert store.replay("merged").same
+        assert store.plan(dataclasses.replace(asked, budget="40%")).analyze_bytes_read == 0
+        found = store["merged"].tensor("w")
+    b, e, f = (values.astype(np.float64) for values in (base, *experts))
+    own = (e @ f) / (b @ b)
+    assert np.allclose(found, (1 - 2 * own) * b + own * (e + f), rtol=1e-5, atol=1e-5)
