@@ -42,7 +42,9 @@ class Stored:
                 method=case.method,
                 parameters=case.parameters(),
                 dtype=None if out_dtype == self._family.dtype else out_dtype,
-            )
+            ),
+            # slerp with t = 0 is the base, on both sides.
+            allow_noop=True,
         )
         self._store.merge(plan, name="merged")
         out = self._root / f"out{self._runs}"
