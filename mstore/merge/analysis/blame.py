@@ -19,9 +19,9 @@ import numpy as np
 
 from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
-from mstore.errors import NotFound, did_you_mean
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
+from mstore.merge.analysis.explain import require_tensor
 from mstore.merge.analysis.layers import layers_of
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
@@ -34,7 +34,6 @@ from mstore.objects.plan import Plan
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of, sources_of_merge
-from mstore.store.refs import is_pattern
 
 _BATCH = 64
 """How many chunks share one lookup in the index when their tasks are made."""
@@ -151,10 +150,8 @@ def blame(
     record = catalog.snapshot(snapshot)
     plan_id = plan_of(snapshot, record, so="no expert has a share in it")
     names = catalog.manifest(record.manifest_id()).tensors()
-    if tensor is not None and tensor not in names:
-        listed = f"mstore ls --tensors {snapshot.short}"
-        what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
-        raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
+    if tensor is not None:
+        require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
     with inputs_held(catalog, snapshot, record):
         check_fits(catalog, plan)

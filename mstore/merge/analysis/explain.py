@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mstore.errors import NotFound, did_you_mean
@@ -301,6 +302,14 @@ class _Explainer:
         return sum(idle[number // per] for number in range(blocks))
 
 
+def require_tensor(tensor: str, names: Collection[str], snapshot: SnapshotId) -> None:
+    """Raise NotFound, with what was probably meant, unless the snapshot has this tensor."""
+    if tensor not in names:
+        listed = f"mstore ls --tensors {snapshot.short}"
+        what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
+        raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
+
+
 def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Explanation:
     """Explain where a merged snapshot, or one tensor of it, came from.
 
@@ -309,10 +318,8 @@ def explain(catalog: Catalog, snapshot: SnapshotId, tensor: str | None) -> Expla
     record = catalog.snapshot(snapshot)
     plan_id = plan_of(snapshot, record, so="there is nothing to explain")
     names = catalog.manifest(record.manifest_id()).tensors()
-    if tensor is not None and tensor not in names:
-        listed = f"mstore ls --tensors {snapshot.short}"
-        what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
-        raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
+    if tensor is not None:
+        require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
     sources = sources_of_merge(catalog, plan_id, plan, record)
     explainer = _Explainer(catalog, record, plan, sources)

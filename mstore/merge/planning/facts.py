@@ -18,6 +18,7 @@ from mstore.merge.methods.method import Gram
 from mstore.objects.tensor import Tensor
 from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.store import StatsStore
+from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
 Side = tuple[TensorId, Tensor]
@@ -65,16 +66,27 @@ class Facts:
                     gram[i][j] = gram[j][i] = (own + squares[j] - apart) / 2
         return gram
 
-    def _squares(
-        self, name: str, side: Side, pool: ThreadPoolExecutor, meter: Meter | None
-    ) -> float:
+    def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
+        """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""
         id, record = side
         squares = self._statistics.squares(id)
         if squares is None:
-            self._require_reading(name)
             squares = measure_squares(self._catalog, record, pool, meter)
             self._statistics.put_squares(id, squares)
-        return _finite(name, squares)
+        return squares
+
+    def measured(self, one: Side, other: Side, pool: ThreadPoolExecutor) -> DeltaTable | None:
+        """Measure the difference of two tensors, keep it, and return its statistics."""
+        measure = measure_pair(self._catalog, one[1], other[1], pool, self._meter)
+        self._statistics.put_pair(measure.finish(one[0], other[0]))
+        return self._statistics.pair(one[0], other[0])
+
+    def _squares(
+        self, name: str, side: Side, pool: ThreadPoolExecutor, meter: Meter | None
+    ) -> float:
+        if not self._analyze and self._statistics.squares(side[0]) is None:
+            raise _unknown(name)
+        return _finite(name, self.squares(side, pool, meter))
 
     def _apart(self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor) -> float:
         """Return the square of the distance of two tensors."""
@@ -82,20 +94,19 @@ class Facts:
             return 0.0
         table = self._statistics.pair(one[0], other[0])
         if table is None:
-            self._require_reading(name)
-            measure = measure_pair(self._catalog, one[1], other[1], pool, self._meter)
-            self._statistics.put_pair(measure.finish(one[0], other[0]))
-            table = self._statistics.pair(one[0], other[0])
+            if not self._analyze:
+                raise _unknown(name)
+            table = self.measured(one, other, pool)
         assert table is not None
         return _finite(name, math.fsum(table.rows["sum_squares"].tolist()))
 
-    def _require_reading(self, name: str) -> None:
-        if not self._analyze:
-            raise BadRequest(
-                "the method needs the norm of this tensor in each input, and it is not known",
-                where=name,
-                hint="run the command without --no-analyze",
-            )
+
+def _unknown(name: str) -> BadRequest:
+    return BadRequest(
+        "the method needs the norm of this tensor in each input, and it is not known",
+        where=name,
+        hint="run the command without --no-analyze",
+    )
 
 
 def _finite(name: str, value: float) -> float:

@@ -204,13 +204,14 @@ def _record(
             states,
             cut,
             omitted,
-            numbers[_shape(tensor.operation)],
+            number,
             tensor.sources,
             tensor.dtype,
             tensor.operation.mixture,
         )
-        for tensor, states, cut, omitted in zip(
+        for tensor, number, states, cut, omitted in zip(
             survey.tensors,
+            numbers,
             map(_bytes_of, selection.states),
             thresholds,
             selection.omitted,
@@ -255,15 +256,20 @@ def _shape(operation: Operation) -> _Key:
     return operation.method.name, tuple(sorted(operation.parameters.items())), operation.given
 
 
-def _numbered(
-    survey: Survey, request: Request
-) -> tuple[dict[_Key, int], tuple[PlanOperation, ...]]:
-    """Return each operation's number in the plan, and those that are not the plan's own."""
+def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOperation, ...]]:
+    """Return the number of each tensor's operation, and operations that are not the plan's own."""
     numbers = {_shape(request.operation): 0}
+    # Mostly all tensors have one object.
+    known: dict[int, int] = {}
+    found = []
     for tensor in survey.tensors:
-        numbers.setdefault(_shape(tensor.operation), len(numbers))
-    others = [key for key, number in numbers.items() if number]
-    return numbers, tuple(PlanOperation(*key) for key in others)
+        number = known.get(id(tensor.operation))
+        if number is None:
+            number = numbers.setdefault(_shape(tensor.operation), len(numbers))
+            known[id(tensor.operation)] = number
+        found.append(number)
+    _, *others = numbers
+    return found, tuple(PlanOperation(*key) for key in others)
 
 
 def _bytes_of(states: States) -> tuple[bytes, ...]:

@@ -37,7 +37,6 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import chosen, matching, require_matches, require_same_shapes
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
-from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.chunk import CHUNK, finite
 from mstore.stats.chunks import blocks_per_chunk, chunk_elements
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
@@ -347,9 +346,7 @@ class Surveyor:
             cause = "no statistics" if table is None else "statistics of another tensor"
             self._missing.append((f"{self._request.experts[number].name}: {name}", cause))
             return None
-        measure = measure_pair(self._catalog, base, record, pool, self.analyzed)
-        self._statistics.put_pair(measure.finish(base_id, id))
-        return self._statistics.pair(base_id, id)
+        return self._facts.measured((base_id, base), (id, record), pool)
 
     def _numbers(
         self,
@@ -415,7 +412,7 @@ class Surveyor:
         measured = {name: one for name, one in records.items() if one[1].dtype in ITEMSIZES}
         known = self._statistics.squares_of([id for id, _ in measured.values()])
         for (name, (id, record)), found in zip(measured.items(), known, strict=True):
-            squares = self._squares(id, record, pool) if found is None else found
+            squares = self._facts.squares((id, record), pool) if found is None else found
             if not math.isfinite(squares):
                 # A sum of squares of finite float32 is finite in float64.
                 self._base_not_finite.append(name)
@@ -423,14 +420,6 @@ class Surveyor:
             self._squares_of[name] = squares
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None
-
-    def _squares(self, id: TensorId, record: Tensor, pool: ThreadPoolExecutor) -> float:
-        # May have been measured a moment ago: two names may share one tensor.
-        squares = self._statistics.squares(id)
-        if squares is None:
-            squares = measure_squares(self._catalog, record, pool)
-            self._statistics.put_squares(id, squares)
-        return squares
 
 
 def _scales_base(operation: Operation) -> bool:

@@ -187,7 +187,7 @@ class Tasks:
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
         self._order = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
         self._operations = Operations(plan)
-        self._mixes: dict[int, Mix] = {}
+        self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
         self._base = catalog.manifest(plan.base_id()).tensors()
         self._experts = [
@@ -218,11 +218,10 @@ class Tasks:
     def mix(self, name: str) -> Mix:
         """Return a planned tensor's operation for the kernel; one object for equal ones."""
         planned = self._planned[name]
-        found = self._mixes.get(planned.operation) if planned.mixture is None else None
+        key = planned.operation if planned.mixture is None else name
+        found = self._mixes.get(key)
         if found is None:
-            found = Mix.of(self.operation(name))
-            if planned.mixture is None:
-                self._mixes[planned.operation] = found
+            found = self._mixes[key] = Mix.of(self.operation(name))
         return found
 
     def new_tensors(self) -> dict[str, list[PlanTensor]]:
