@@ -24,12 +24,12 @@ class Case:
 
     method: str
     weights: tuple[float, ...]
-    density: float = 1.0
+    density: float | tuple[float, ...] = 1.0
     scale: float = 1.0
     normalize: bool = False
     rescale: bool = True
     seed: int = 0
-    gamma: float = 0.01
+    gamma: float | tuple[float, ...] = 0.01
     t: float = 0.5
     members: Sequence[str] = ()
     """Which members are merged; e0, e1, ... if none is named."""
@@ -38,8 +38,8 @@ class Case:
         own = _PARAMETERS[self.method]
         parts = [self.method]
         parts += ["w=" + ",".join(f"{w:g}" for w in self.weights)] if self.is_weighted else []
-        parts += [f"d={self.density:g}"] if "density" in own else []
-        parts += [f"g={self.gamma:g}"] if "gamma" in own else []
+        parts += [f"d={_told(self.density)}"] if "density" in own else []
+        parts += [f"g={_told(self.gamma)}"] if "gamma" in own else []
         parts += [f"t={self.t:g}"] if "t" in own else []
         parts += [f"l={self.scale:g}"] if "lambda" in own and self.scale != 1 else []
         parts += ["n"] if self.normalize else []
@@ -51,6 +51,11 @@ class Case:
     def experts(self) -> list[str]:
         """The members that are merged, in order."""
         return list(self.members) or [f"e{k}" for k in range(len(self.weights))]
+
+    def of(self, name: str, expert: int) -> float:
+        """A parameter of one expert, by position."""
+        value = self.parameters()[name]
+        return float(value[expert] if isinstance(value, tuple) else value)
 
     @property
     def is_weighted(self) -> bool:
@@ -68,3 +73,7 @@ class Case:
             "rescale": self.rescale,
         }
         return {name: values[name] for name in _PARAMETERS[self.method]}
+
+
+def _told(value: float | tuple[float, ...]) -> str:
+    return ",".join(f"{one:g}" for one in (value if isinstance(value, tuple) else (value,)))

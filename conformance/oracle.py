@@ -38,7 +38,7 @@ Draws = dict[str, list[Draw]]
 """By tensor, one for each expert in order; none where nothing was drawn."""
 
 _OF_MODELS = ("density", "gamma")
-"""Parameters that a recipe gives to each model, where mstore has one for all experts."""
+"""Parameters that a recipe gives to each model."""
 
 
 def merge(
@@ -53,9 +53,9 @@ def merge(
         {
             "model": str(family.path(name)),
             "parameters": {"weight": weight}
-            | {one: given[one] for one in _OF_MODELS if one in given},
+            | {one: case.of(one, k) for one in _OF_MODELS if one in given},
         }
-        for name, weight in zip(case.experts, case.weights, strict=True)
+        for k, (name, weight) in enumerate(zip(case.experts, case.weights, strict=True))
     ]
     if not case.is_weighted:
         models = [{"model": str(family.path(name))} for name in ("base", *case.experts)]

@@ -27,13 +27,15 @@ CASES = [
     Case("breadcrumbs", (0.8, 0.1), density=1e-9, gamma=0.5),
     # With density 1 there are no outliers, whatever gamma says.
     Case("breadcrumbs", FOUR, density=1.0, gamma=0.5, normalize=True),
+    # Of each model its own.
+    Case("breadcrumbs", (1.0, 0.5, 0.7), density=(0.5, 1.0, 0.2), gamma=(0.1, 0.3, 0.0)),
 ]
 
 
-def band(case: Case, elements: int) -> tuple[int, int]:
+def band(case: Case, expert: int, elements: int) -> tuple[int, int]:
     """How many of the largest elements are dropped, and how many are kept or dropped."""
-    kept = int(case.density * elements)
-    last = min(elements, kept + int(case.gamma * elements))
+    kept = int(case.of("density", expert) * elements)
+    last = min(elements, kept + int(case.of("gamma", expert) * elements))
     return last - kept, last
 
 
@@ -43,10 +45,12 @@ def at_cuts(family: Family, case: Case) -> dict[str, Tensor]:
     found = {}
     for name, base in family.base.items():
         tied = torch.zeros(base.numel(), dtype=torch.bool)
-        for member in case.experts if case.density < 1 else ():
+        for k, member in enumerate(case.experts):
+            if case.of("density", k) == 1:
+                continue
             delta = (family.members[member][name].float() - base.float()).abs().reshape(-1)
             order = delta.sort(descending=True).values
-            for rank in band(case, delta.numel()):
+            for rank in band(case, k, delta.numel()):
                 if rank and int((delta >= order[rank - 1]).sum()) > rank:
                     tied |= delta == order[rank - 1]
         found[name] = tied

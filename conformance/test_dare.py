@@ -23,6 +23,7 @@ CASES = [
         ((0.4, 0.6), 0.05, 1.0, False, False, 10),
         ((0.4, 0.0, 0.6), 0.9, -0.7, True, True, 2**32 - 1),
         ((0.3, 0.3, 0.3), 1.0, 1.0, False, True, 1),
+        ((0.4, 0.3, 0.6), (0.3, 0.9, 0.5), 0.7, False, True, 11),
     ]
 ]
 
@@ -35,10 +36,12 @@ def test_dare(workplace: Workplace, case: Case) -> None:
     for out_dtype in outputs(family):
         with recorded() as draws:
             theirs = workplace.theirs(case, out_dtype)
-        if case.density < 1:
+        wanted = [case.of("density", k) for k in range(len(case.weights))]
+        if min(wanted) < 1:
             counts = {len(drawn) for drawn in draws.values()}
             assert counts == {len(case.weights)}
-            share = torch.cat([d.mask.reshape(-1) for drawn in draws.values() for d in drawn])
-            assert abs(float(share.mean()) - case.density) < 0.01
+            for k, density in enumerate(wanted):
+                kept = torch.cat([drawn[k].mask.reshape(-1) for drawn in draws.values()])
+                assert abs(float(kept.mean()) - density) < 0.01
         ours = replay(family, case, draws, out_dtype=DTYPES[out_dtype])
         assert_same(ours, theirs, minus_zeros(family, ours, theirs))

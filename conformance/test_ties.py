@@ -21,6 +21,9 @@ CASES = [
     Case("ties", (0.3, 0.3, 0.3, 0.3), density=1.0, normalize=True),
     Case("ties", (0.6, 0.0, 0.4), density=0.9, normalize=True),
     Case("ties", (0.8, 0.1), density=0.001),
+    # A density for each model; one is kept whole.
+    Case("ties", (1.0, 0.5, 0.7), density=(0.2, 1.0, 0.5), normalize=True),
+    Case("ties", (1.0, -0.5, 0.7, 0.3), density=(0.9, 0.05, 0.3, 0.6)),
 ]
 
 
@@ -30,9 +33,12 @@ def at_thresholds(family: Family, case: Case) -> dict[str, Tensor]:
     found = {}
     for name, base in family.base.items():
         tied = torch.zeros(base.numel(), dtype=torch.bool)
-        for member in case.experts if case.density < 1 else ():
+        for k, member in enumerate(case.experts):
+            density = case.of("density", k)
+            if density == 1:
+                continue
             delta = (family.members[member][name].float() - base.float()).abs().reshape(-1)
-            keep = max(1, int(case.density * delta.numel()))
+            keep = max(1, int(density * delta.numel()))
             least = delta.sort(descending=True).values[keep - 1]
             if int((delta >= least).sum()) > keep:
                 tied |= delta == least

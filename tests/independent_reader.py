@@ -430,16 +430,26 @@ def _read_plan(data: bytes) -> Plan:
 
 def _read_operation(row: list[Any]) -> Operation:
     method, parameters, weights = row
-    pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
+    pairs = [_parameter(pair, len(weights)) for pair in _items(parameters, "parameters")]
     return Operation(
         _text(method, "method"), dict(pairs), [_number(w, "weight") for w in _items(weights, "w")]
     )
 
 
+def _parameter(pair: Any, experts: int) -> tuple[Any, Any]:
+    name, value = _items(pair, "parameter", 2)
+    if not isinstance(value, list):
+        return name, value
+    values = tuple(_number(one, "a value of an expert") for one in value)
+    require(len(values) == experts, "a parameter with another number of values")
+    require(len(set(values)) > 1, "a parameter whose values are equal")
+    return name, values
+
+
 def _read_plain_plan(fields: list[Any], width: int) -> Plan:
     method, parameters, base, experts, dtype, block_size, budget, criteria = fields[:8]
     full, planned, bound, estimate, tensors, copied, notes = fields[8:]
-    pairs = [tuple(_items(pair, "parameter", 2)) for pair in _items(parameters, "parameters")]
+    pairs = [_parameter(pair, len(experts)) for pair in _items(parameters, "parameters")]
     names = [_text(name, "parameter's name") for name, _ in pairs]
     require(all(a < b for a, b in pairwise(names)), "parameters out of order")
     why = [_items(pair, "copied", 2) for pair in _items(copied, "copied tensors")]

@@ -103,6 +103,12 @@ def mixture(
     return out.reshape(base.shape)
 
 
+def each(parameters: dict[str, Any], name: str, expert: int) -> float:
+    """A parameter's value for one expert."""
+    value = parameters.get(name, 1.0)
+    return float(value[expert] if isinstance(value, tuple | list) else value)
+
+
 def _linear(
     parameters: dict[str, Any],
     weights: Sequence[float],
@@ -134,20 +140,20 @@ def _additive(
 ) -> tuple[Single, Mask]:
     products = []
     for k, (expert, weight, missing) in enumerate(zip(experts, weights, absent, strict=True)):
-        d = delta(base, expert)
-        if method == "breadcrumbs" and parameters["density"] < 1:
-            kept = band(d, parameters["density"], parameters["gamma"])
+        d, density = delta(base, expert), each(parameters, "density", k)
+        if method == "breadcrumbs" and density < 1:
+            kept = band(d, density, each(parameters, "gamma", k))
             d = np.where(kept, d, np.float32(0))
-        if method == "ties" and parameters["density"] < 1:
-            kept = largest(d, parameters["density"])
+        if method == "ties" and density < 1:
+            kept = largest(d, density)
             d = np.where(kept, d, np.float32(0))
         if method in RANDOM:
-            if parameters["density"] < 1:
-                limit = round(parameters["density"] * 2**32)
+            if density < 1:
+                limit = round(density * 2**32)
                 drawn = draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
                 d = np.where(drawn < limit, d, np.float32(0))
             if parameters["rescale"]:
-                d = d * np.float32(1.0 / parameters["density"])
+                d = d * np.float32(1.0 / density)
         product = np.float32(weight) * np.where(missing, np.float32(0), d)
         if method in CONSENSUS:
             # What has no sign takes part in no election.

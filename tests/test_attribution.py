@@ -92,8 +92,8 @@ def contributions(
         ]
     sparse = []
     for k, (expert, gone) in enumerate(zip(experts, absent, strict=True)):
-        d = reference.delta(base, expert)
-        if method in ("ties", "breadcrumbs") and parameters["density"] < 1:
+        d, density = reference.delta(base, expert), reference.each(parameters, "density", k)
+        if method in ("ties", "breadcrumbs") and thresholds:
             kept = []
             for value, quota in thresholds[k :: len(experts)]:
                 # What the budget left out takes no tie from others: quotas are of what is read.
@@ -104,10 +104,10 @@ def contributions(
             d = np.where(kept[0], d, np.float32(0))
             if method == "breadcrumbs":
                 d = np.where(kept[1], np.float32(0), d)
-        if method in reference.RANDOM and parameters["density"] < 1:
+        if method in reference.RANDOM and density < 1:
             drawn = reference.draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
-            d = np.where(drawn < round(parameters["density"] * 2**32), d, np.float32(0))
-            d = d * np.float32(1.0 / parameters["density"])
+            d = np.where(drawn < round(density * 2**32), d, np.float32(0))
+            d = d * np.float32(1.0 / density)
         sparse.append(np.where(gone, np.float32(0), d))
     parts = [d.astype(np.float64) * float(weight) for d, weight in zip(sparse, w, strict=True)]
     lam = float(np.float32(parameters["lambda"]))

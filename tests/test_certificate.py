@@ -71,8 +71,15 @@ def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]
     """The kernel's float32; an expert that is None is left out, `whole` has it all the same."""
     cuts: list[tuple[Any, int]] = [(0.0, UNLIMITED)] * len(experts)
     if own.is_band:
-        both = float(own.parameters["density"]), float(own.parameters["gamma"])
-        found = [reference.thresholds(reference.delta(base, expert), *both) for expert in whole]
+        parameters = dict(own.parameters)
+        found = [
+            reference.thresholds(
+                reference.delta(base, expert),
+                own.densities[k],
+                reference.each(parameters, "gamma", k),
+            )
+            for k, expert in enumerate(whole)
+        ]
         cuts = [cut for place in zip(*found, strict=True) for cut in place]
     there = [expert for expert in experts if expert is not None]
     rows = np.stack(there) if there else np.zeros((1, base.size), dtype=np.float32)
@@ -89,7 +96,7 @@ def merged(own: Operation, base: Single, experts: list[Any], whole: list[Single]
         0,
         np.array([value for value, _ in cuts], dtype=np.float32),
         np.array([quota for _, quota in cuts]),
-        mask_keys(int(own.parameters.get("seed", 0)), len(experts), "t"),
+        mask_keys(own.seed, len(experts), "t"),
         out.view(np.uint8),
         "F32",
     )
@@ -109,7 +116,7 @@ def planner(
         row = deltas.measure(base.view(np.uint8), "F32", expert.view(np.uint8), "F32", n, 0, counts)
         ids = (TensorId.of(b"base"), TensorId.of(bytes([k])))
         cost, twin = np.array([4 * n]), np.array([k])
-        ranks = own.keep_counts(n) if own.is_trimmed else ()
+        ranks = own.keep_counts(n, k) if own.is_trimmed else ()
         histogram = _without_nan(Histogram.from_dense(counts))
         cuts = tuple([select(histogram, rank, n) if rank else KEEPS_NONE for rank in ranks])
         sides.append(ExpertTensor(ids, record, np.zeros(1, dtype=bool), twin, cost, row, cuts))

@@ -114,13 +114,15 @@ def _merge(
     if op.is_trimmed:
         for k, expert in enumerate(experts):
             deltas = reference.delta(base, expert)
+            density = op.densities[k]
             if op.is_band:
-                found = reference.thresholds(deltas, parameters["density"], parameters["gamma"])
+                gamma = reference.each(dict(parameters), "gamma", k)
+                found = reference.thresholds(deltas, density, gamma)
             else:
-                found = [reference.threshold(deltas, parameters["density"])]
+                found = [reference.threshold(deltas, density)]
             for slot, cut in zip(range(k, slots, count), found, strict=True):
                 thresholds[slot], left[slot] = cut
-    keys = mask_keys(int(parameters.get("seed", 0)), count, tensor)
+    keys = mask_keys(op.seed, count, tensor)
     out = np.zeros(base.size, dtype=DTYPES[out_dtype])
     for start, stop in itertools.pairwise([0, *cuts, base.size]):
         n = stop - start
@@ -235,6 +237,20 @@ def test_any_mix_of_types_cuts_and_absences(
     """One to six experts of any types, cut anywhere, some unread in some chunks: same bits."""
     cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=4)))
     _compare(*method, kind, dtypes, out_dtype, n=n, cuts=cuts, seed=seed)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "breadcrumbs"])
+@pytest.mark.parametrize("experts", [3, 6])
+def test_each_expert_has_its_own_density(method: str, experts: int) -> None:
+    """One density, and one gamma, for each expert: same bits as the reference; one keeps all."""
+    parameters: dict[str, Any] = {"density": (0.2, 1.0, 0.7, 0.05, 0.5, 0.9)[:experts]}
+    if method == "breadcrumbs":
+        parameters["gamma"] = (0.01, 0.3, 0.1, 0.0, 0.2, 0.05)[:experts]
+    if method.startswith("dare"):
+        parameters["seed"] = 7
+    dtypes = ["BF16", *(["BF16", "F32", "F16"] * 2)[:experts]]
+    for seed, cuts in enumerate(([], [1000, 2048, 3001])):
+        _compare(method, parameters, "noise", dtypes, "F32", n=4000, cuts=cuts, seed=seed)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 1000, 1024, 4096])

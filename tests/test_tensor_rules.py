@@ -390,3 +390,100 @@ def test_shapes_of_sources_must_agree(tmp_path: Path) -> None:
                     base="base", experts=["e0"], method="linear", outputs={"new": ["a", "b"]}
                 )
             )
+
+
+EACH: dict[str, dict[str, Any]] = {
+    "ties": {"density": (0.2, 0.7)},
+    "breadcrumbs": {"density": (1.0, 0.3), "gamma": (0.1, 0.05)},
+    "dare_ties": {"density": (0.3, 1.0), "seed": 3},
+    "dare_linear": {"density": (0.25, 0.75), "seed": 3},
+}
+
+
+@pytest.mark.parametrize("method", EACH)
+def test_each_expert_may_have_its_own_values(family: Family, method: str) -> None:
+    """A parameter may have a value for each expert: merged, replayed, exported, explained."""
+    store, given = family.store, EACH[method]
+    asked = MergeRequest(base="base", experts=["e0", "e1"], method=method, parameters=given)
+    plan = store.plan(asked)
+    assert plan.parameters.items() >= given.items()
+    store.merge(plan, name=f"each-{method}")
+    for name in NAMES:
+        wanted = family.reference(method, given, name)
+        found = store[f"each-{method}"].tensor(name).reshape(-1)
+        assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32)), name
+    assert store.replay(f"each-{method}").same
+    assert store.import_plan(store.export_plan(str(plan.plan))).plan == plan.plan
+    record = store._catalog.record(Plan, plan.plan)
+    assert independent_reader._read_plan(record.encode()).parameters.items() >= given.items()
+    blamed = store.blame(f"each-{method}").tensors[0]
+    assert sum(share.share or 0 for share in blamed.experts) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["breadcrumbs", "dare_linear"])
+def test_a_bound_counts_each_density(family: Family, method: str) -> None:
+    """Under a budget, the certified bound holds where experts have densities of their own."""
+    store = family.store
+    asked = MergeRequest(base="base", experts=["e0", "e1"], method=method, parameters=EACH[method])
+    store.merge(store.plan(asked), name="all")
+    plan = store.plan(dataclasses.replace(asked, budget="40%"))
+    store.merge(plan, name="part")
+    squares = sum(
+        float(((store["part"].tensor(n) - store["all"].tensor(n)).astype(np.float64) ** 2).sum())
+        for n in NAMES
+    )
+    norm = sum(float((value.astype(np.float64) ** 2).sum()) for value in family.base.values())
+    error = (squares / norm) ** 0.5
+    assert plan.error_bound is not None
+    assert plan.error_estimate is not None
+    assert 0 < error <= plan.error_bound
+    assert 0.5 < error / plan.error_estimate < 2
+
+
+def test_what_an_expert_has_of_its_own_is_in_memo_keys(family: Family) -> None:
+    """Two merges that differ in one expert's density share no result but the other's chunks."""
+    store = family.store
+    asked = MergeRequest(
+        base="base", experts=["e0", "e1"], method="dare_ties", parameters={"density": (0.5, 0.25)}
+    )
+    other = dataclasses.replace(asked, parameters={"density": (0.25, 0.5)})
+    store.merge(store.plan(asked), name="memo")
+    merged = store.merge(store.plan(other), name="memo-other")
+    assert merged.memo_expert_bytes == 0
+    for name in NAMES:
+        wanted = family.reference("dare_ties", dict(other.parameters), name)
+        assert np.array_equal(store["memo-other"].tensor(name).reshape(-1), wanted), name
+
+
+def test_equal_values_are_one(family: Family) -> None:
+    """The same value for each expert is that value: the plan, and its form, are the same."""
+    store = family.store
+    asked = MergeRequest(
+        base="base", experts=["e0", "e1"], method="ties", parameters={"density": 0.5}
+    )
+    plan = store.plan(asked)
+    for same in ([0.5, 0.5], "0.5,0.5", (0.5, 0.5)):
+        assert (
+            store.plan(dataclasses.replace(asked, parameters={"density": same})).plan == plan.plan
+        )
+    assert store._catalog.record(Plan, plan.plan).is_plain
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"density": (0.5,) * 3}, "3 values; there are 2 experts"),
+        ({"density": (0.5, 2.0)}, "density must be in"),
+        ({"density": ()}, "not none"),
+        ({"density": "0.5,"}, "takes a number"),
+        ({"lambda": (0.5, 1.0)}, "the same for all experts"),
+    ],
+)
+def test_bad_values_of_experts_are_refused(
+    family: Family, given: dict[str, Any], match: str
+) -> None:
+    """As many values as experts, each in range, and only where experts may differ."""
+    with pytest.raises(BadRequest, match=match):
+        family.store.plan(
+            MergeRequest(base="base", experts=["e0", "e1"], method="ties", parameters=given)
+        )

@@ -7,7 +7,6 @@ valid.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import shlex
@@ -93,7 +92,11 @@ MaybeExperts = Annotated[list[str] | None, _EXPERT]
 MaybeMethod = Annotated[str | None, _METHOD]
 Parameters = Annotated[
     list[str] | None,
-    typer.Option("--param", metavar="KEY=VALUE", help="A parameter of the method. Repeatable."),
+    typer.Option(
+        "--param",
+        metavar="KEY=VALUE",
+        help="A parameter of the method; with commas, a value for each expert. Repeatable.",
+    ),
 ]
 Budget = Annotated[
     str | None,
@@ -261,7 +264,8 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
             _refuse(
                 f"{key} is given twice",
                 "--param",
-                f"one {key} serves all experts: --param {text}",
+                f"one {key} serves all experts: --param {text}\n"
+                f"or, where experts may differ, one for each: --param {key}=VALUE,VALUE",
             )
         parameters[key] = _value(value)
     return parameters
@@ -306,6 +310,8 @@ def make_request(
 
 
 def _value(text: str) -> object:
+    if "," in text:
+        return [_value(one.strip()) for one in text.split(",")]
     words: dict[str, object] = {"true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -346,8 +352,10 @@ def plan_document(report: PlanReport, file: Path | None) -> dict[str, object]:
 
 def draw_plan(screen: Screen, report: PlanReport) -> None:
     """Print a plan: inputs, what is read, what is left out, and the error."""
+    from mstore.merge.methods.parameters import written
+
     experts = ", ".join(f"{name}={weight:g}" for name, weight in report.experts)
-    parameters = " ".join(f"{key}={json.dumps(value)}" for key, value in report.parameters.items())
+    parameters = " ".join(f"{key}={written(value)}" for key, value in report.parameters.items())
     budget = "none" if report.budget_bytes is None else format_size(report.budget_bytes)
     share = format_share(report.planned_expert_bytes, report.full_expert_bytes)
     full = format_size(report.full_expert_bytes)

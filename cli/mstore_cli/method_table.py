@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from mstore.merge.methods.method import Method
+from mstore.merge.methods.parameters import Parameter
 from mstore.merge.methods.registry import METHODS
 from mstore_cli import page
 
@@ -34,13 +35,14 @@ def renewed(text: str) -> str:
 
 
 def _row(method: Method) -> str:
-    parameters = ", ".join(_parameter(p.name, p.default) for p in method.parameters)
+    parameters = ", ".join(_parameter(p) for p in method.parameters)
     bound = "certified" if method.is_additive else "estimate"
     return f"| `{method.name}` | {method.formula} | {parameters} | {bound} | {method.source} |\n"
 
 
-def _parameter(name: str, default: float | None) -> str:
-    return f"`{name}`" if default is None else f"`{name}` ({_word(default)})"
+def _parameter(one: Parameter) -> str:
+    name = f"`{one.name}`{'*' if one.each else ''}"
+    return name if one.default is None else f"{name} ({_word(one.default)})"
 
 
 def _word(value: float) -> str:

@@ -8,10 +8,10 @@ Per tensor and expert there is one state byte per *chunk*. A chunk is a run of e
 whole number of blocks of the base, of every expert and of the output; if all have one dtype, it is
 a block.
 
-A plan has an operation of its own: method, parameters, and one weight per expert.  A tensor may
-have another operation, be made of tensors of other names, or have coefficients that depend on the
-whole tensor.  Such a plan is encoded as plan/3; any other plan as plan/2, so that equal plans have
-equal ids in all versions (docs/design/016-plan-3.md).
+A plan has an operation of its own: method, parameters, and one weight per expert.  A parameter may
+have one value per expert.  A tensor may have another operation, be made of tensors of other names,
+or have coefficients that depend on the whole tensor.  Such a plan is encoded as plan/3; any other
+plan as plan/2, so that equal plans have equal ids in all versions (docs/design/016-plan-3.md).
 """
 
 from __future__ import annotations
@@ -58,27 +58,35 @@ class Mixture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     keeps_base: bool
 
 
+Value = bool | int | float | tuple[float, ...]
+"""Of a parameter: one for all experts, or, where they differ, one for each."""
+
+
+def _problem(parameters: tuple[tuple[str, Value], ...], experts: int) -> str | None:
+    for _, value in parameters:
+        if isinstance(value, tuple) and (len(value) != experts or len(set(value)) == 1):
+            return "a parameter with another number of values, or with equal ones"
+    return None
+
+
 class PlanOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A method with complete parameters, sorted by name, and one weight per expert."""
 
     method: str
-    parameters: tuple[tuple[str, bool | int | float], ...]
+    parameters: tuple[tuple[str, Value], ...]
     weights: tuple[float, ...]
 
     def problem(self, experts: int, limits: RecordLimits) -> str | None:
         """Return what is wrong with it in a plan of this many experts, or None."""
         if len(self.weights) != experts:
             return "an operation with another number of weights"
-        return too_many("parameters", len(self.parameters), limits.parameters) or next(
-            filter(
-                None,
-                (
-                    too_long("a name", name, limits.name_bytes)
-                    for name in (self.method, *dict(self.parameters))
-                ),
-            ),
-            None,
+        names = (self.method, *dict(self.parameters))
+        found = (
+            _problem(self.parameters, experts),
+            too_many("parameters", len(self.parameters), limits.parameters),
+            *(too_long("a name", name, limits.name_bytes) for name in names),
         )
+        return next(filter(None, found), None)
 
 
 class PlanTensor(
@@ -189,7 +197,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     id_type: ClassVar[type[PlanId]] = PlanId
 
     method: str
-    parameters: tuple[tuple[str, bool | int | float], ...]
+    parameters: tuple[tuple[str, Value], ...]
     base: IdBytes
     experts: tuple[PlanExpert, ...]
     dtype: str | None
@@ -225,7 +233,11 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     @property
     def is_plain(self) -> bool:
         """Whether plan/2 can express it."""
-        return not self.operations and all(tensor.is_plain for tensor in self.tensors)
+        return (
+            not self.operations
+            and not any(isinstance(value, tuple) for _, value in self.parameters)
+            and all(tensor.is_plain for tensor in self.tensors)
+        )
 
     @classmethod
     def decoder(cls) -> Callable[[Buffer], Plan]:
@@ -246,6 +258,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
         asked = self.criteria
         yield too_many("experts", experts, limits.experts)
         yield too_many("parameters", len(self.parameters), limits.parameters)
+        yield _problem(self.parameters, experts)
         yield too_many("patterns", len(asked.only) + len(asked.skip), limits.patterns)
         yield too_many("notes", len(self.notes), limits.notes)
         yield too_many("tensors", len(self.tensors) + len(self.copied), limits.tensors)

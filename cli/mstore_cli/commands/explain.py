@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -160,9 +159,11 @@ def _fate(one: TensorExplanation, plan: PlanReport) -> str:
     tied = "" if one.tied_to is None else f", tied to {one.tied_to}"
     if not one.experts:
         return f"{one.treatment}{tied}"
+    from mstore.merge.methods.parameters import written
+
     own = ""
     if (one.method, one.parameters) != (plan.method, plan.parameters):
-        values = (f"{name}={json.dumps(value)}" for name, value in (one.parameters or {}).items())
+        values = (f"{name}={written(value)}" for name, value in (one.parameters or {}).items())
         own = f", by {' '.join((one.method or '', *values))}"
     if one.sources:
         own += f", made of {', '.join(dict.fromkeys(one.sources))}"

@@ -137,10 +137,10 @@ def attribute(
     """As `attribution.attribute`, into `sums` and `counts`; the last four are scratch."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts, kind, normalizes = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
-    cuts, limit, base_code = given[a.CUTS], given[a.LIMIT], given[a.BASE_CODE]
+    cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index = given[a.LENGTH], given[a.FIRST_INDEX]
     weights = carray(pointer(given[a.WEIGHTS_AT]), (experts,), np.float32)
-    factors = carray(pointer(given[a.FACTORS_AT]), (3,), np.float32)
+    factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
     row_codes = carray(pointer(given[a.CODES_AT]), (given[a.CODES],), np.int64)
@@ -148,6 +148,8 @@ def attribute(
     slots = experts * max(1, cuts)
     thresholds = carray(pointer(given[a.THRESHOLDS_AT]), (slots,), np.float32)
     quotas = carray(pointer(given[a.QUOTAS_AT]), (slots,), np.int64)
+    limits = carray(pointer(given[a.LIMITS_AT]), (experts,), np.int64)
+    rescales = carray(pointer(given[a.RESCALES_AT]), (experts,), np.float32)
     keys = carray(pointer(given[a.KEYS_AT]), (experts, 2), np.uint32)
     sums = carray(sums_at, (2, experts + 2), np.float64)
     counts = carray(counts_at, (experts + 3,), np.int64)
@@ -165,7 +167,7 @@ def attribute(
     finite = carray(finite_at, (TILE,), np.uint8)
     left = carray(pointer(given[a.WORKING_AT]), (slots,), np.int64)
     normalize = normalizes != 0
-    divisor, lam, rescale = factors[0], factors[1], factors[2]
+    divisor, lam = factors[0], factors[1]
     for k in range(slots):
         left[k] = quotas[k]
     surplus = -1.0
@@ -195,13 +197,14 @@ def attribute(
                 )
                 left[k] -= lows if left[k] > 0 else 0
                 left[high] -= highs if left[high] > 0 else 0
+            limit = limits[k]
             if limit < ALL:
                 first = first_index + start
                 skipped = first % 4
                 blocks = (skipped + count + 3) // 4
                 fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
                 own_draws = draws[skipped : skipped + count]
-                draw(count, own_draws, np.uint32(limit), rescale, EXPERT, scratch)
+                draw(count, own_draws, np.uint32(limit), rescales[k], EXPERT, scratch)
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
                 _vote(count, weights[k], tile, mixed[k], votes)

@@ -25,6 +25,7 @@ from mstore.objects.plan import (
     PlanOperation,
     PlanTensor,
     Threshold,
+    Value,
 )
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources
@@ -48,7 +49,7 @@ class _Mixture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
-    parameters: dict[str, bool | int | float]
+    parameters: dict[str, Value]
     weights: tuple[float, ...]
 
 
@@ -83,7 +84,7 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     format: str
     plan: str
     method: str
-    parameters: dict[str, bool | int | float]
+    parameters: dict[str, Value]
     base: str
     base_name: str
     experts: tuple[_Expert, ...]

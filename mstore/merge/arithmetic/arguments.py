@@ -28,27 +28,27 @@ EXPERTS: Final = 0
 KIND: Final = 1
 NORMALIZES: Final = 2
 CUTS: Final = 3
-LIMIT: Final = 4
-BASE_CODE: Final = 5
-BASE_LENGTH: Final = 6
-ROWS: Final = 7
-STRIDE: Final = 8
-CODES: Final = 9
-OUT_CODE: Final = 10
-OUT_LENGTH: Final = 11
-LENGTH: Final = 12
-FIRST_INDEX: Final = 13
-MASKED: Final = 14
+BASE_CODE: Final = 4
+BASE_LENGTH: Final = 5
+ROWS: Final = 6
+STRIDE: Final = 7
+CODES: Final = 8
+OUT_CODE: Final = 9
+OUT_LENGTH: Final = 10
+LENGTH: Final = 11
+FIRST_INDEX: Final = 12
+MASKED: Final = 13
 # Addresses of the chunk.
-BASE_AT: Final = 15
-ROWS_AT: Final = 16
-OUT_AT: Final = 17
-MASKS_AT: Final = 18
-TILES_AT: Final = 19
-DRAWS_AT: Final = 20
+BASE_AT: Final = 14
+ROWS_AT: Final = 15
+OUT_AT: Final = 16
+MASKS_AT: Final = 17
+TILES_AT: Final = 18
+DRAWS_AT: Final = 19
 # Addresses within this run of bytes.
-ROW_OF_AT: Final = 21
-QUOTAS_AT: Final = 22
+ROW_OF_AT: Final = 20
+QUOTAS_AT: Final = 21
+LIMITS_AT: Final = 22
 CODES_AT: Final = 23
 THRESHOLDS_AT: Final = 24
 KEYS_AT: Final = 25
@@ -131,7 +131,7 @@ def pack(
         raise ValueError("row_of does not name one row, or none, of every expert")
     if cuts and not len(chunk.thresholds) == len(chunk.quotas) == slots:
         raise ValueError("thresholds or quotas are not one an expert")
-    if masks is None and mix.mask_limit < 2**32 and chunk.keys.shape != (experts, 2):
+    if masks is None and min(mix.mask_limits) < 2**32 and chunk.keys.shape != (experts, 2):
         raise ValueError("keys are not one an expert")
     if not random and not (masks is None and rescales is None):
         raise ValueError("masks and rescales do not fit an operator that draws none")
@@ -141,7 +141,6 @@ def pack(
         raise ValueError("rescales are not one an expert")
     layout = _layout(experts, slots, count)
     room, at = scratch.arguments(layout.size)
-    factors = mix.factors.tobytes()
     layout.packer.pack_into(
         room,
         0,
@@ -149,7 +148,6 @@ def pack(
         kind,
         normalizes,
         cuts,
-        mix.mask_limit,
         base_code,
         base.size,
         rows.shape[0],
@@ -169,12 +167,13 @@ def pack(
         *[at + offset for offset in layout.offsets],
         *row_of,
         *(chunk.quotas if cuts else (0,) * slots),
+        *mix.mask_limits,
         row_codes,
         np.asarray(chunk.thresholds, dtype=np.float32).tobytes(),
         np.asarray(chunk.keys, dtype=np.uint32).tobytes(),
         mix.weights.tobytes(),
-        factors[8:] * experts if rescales is None else rescales.astype(np.float32).tobytes(),
-        factors,
+        (mix.rescales if rescales is None else rescales.astype(np.float32)).tobytes(),
+        mix.factors.tobytes(),
     )
     return Packed(room, at, layout.ties, layout.offsets[TIES_AT - ROW_OF_AT])
 
@@ -195,13 +194,13 @@ class _Layout(NamedTuple):
 def _layout(experts: int, slots: int, rows: int) -> _Layout:
     """Return the layout for these numbers of experts, thresholds and rows."""
     eight, four = 8 * experts, 4 * experts
-    sizes = (eight, 8 * slots, 8 * rows, 4 * slots, eight, four, four, 12)
+    sizes = (eight, 8 * slots, eight, 8 * rows, 4 * slots, eight, four, four, 8)
     starts = list(itertools.accumulate(sizes, initial=8 * FIELDS))
     # The part that the pass writes starts at whole words again.
     written = -(-starts[-1] // 8) * 8
     offsets = (*starts[:-1], written, written + 8 * slots)
     packer = struct.Struct(
-        "=" + "q" * (FIELDS + experts + slots) + "".join(f"{size}s" for size in sizes[2:])
+        "=" + "q" * (FIELDS + 2 * experts + slots) + "".join(f"{size}s" for size in sizes[3:])
     )
     # The words that the pass writes: ties, what is left of quotas, experts that take part.
     size = written + 8 * (2 * slots + experts)

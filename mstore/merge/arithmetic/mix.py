@@ -16,15 +16,16 @@ class Mix:
     """One operation in the form that the kernel takes.
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
-    (`has_base`); `factors` is float32[3]: fixed divisor, lambda, rescale factor; `flags` is
-    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, random; `mask_limit`
-    is as in `Operation`.
+    (`has_base`); `factors` is float32[2]: fixed divisor, lambda; `flags` is int64[4]: kind,
+    normalize (for DIRECT: keeps the base), cuts per expert, random. One per weight: `rescales` is
+    float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
     """
 
     weights: npt.NDArray[np.float32]
     factors: npt.NDArray[np.float32]
     flags: npt.NDArray[np.int64]
-    mask_limit: int
+    rescales: npt.NDArray[np.float32]
+    mask_limits: tuple[int, ...]
     has_base: bool = False
 
     @classmethod
@@ -39,14 +40,14 @@ class Mix:
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band
         flags = (kind, keeps, cuts, operation.is_drawn)
-        factors = (operation.divisor, operation.scale, operation.rescale)
         has_base = operation.mixture is not None
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
         return cls(
             weights=np.array(weights, dtype=np.float32),
-            factors=np.array(factors, dtype=np.float32),
+            factors=np.array((operation.divisor, operation.scale), dtype=np.float32),
             flags=np.array(flags, dtype=np.int64),
-            mask_limit=operation.mask_limit,
+            rescales=np.array((1.0,) * has_base + operation.rescales, dtype=np.float32),
+            mask_limits=(2**32,) * has_base + operation.mask_limits,
             has_base=has_base,
         )
 
@@ -58,12 +59,29 @@ class Mix:
     def signature(self) -> bytes:
         """Return canonical bytes of all that affects the arithmetic here, except the weights.
 
-        flags (4 x int64), factors (3 x float32), mask_limit (uint64), little-endian: 52 bytes, the
-        same on every machine.  Two mixes of equal signature give equal bytes for equal chunks,
-        weights, thresholds, quotas and keys.
+        flags (4 x int64), factors (2 x float32), rescale factor (float32), mask limit (uint64),
+        little-endian: 52 bytes, the same on every machine.  The last two are 0 where experts differ
+        in them; `own` then has them.  Two mixes of equal signature give equal bytes for equal
+        chunks, weights, thresholds, quotas, keys and `own` parts.
         """
+        one = self.drawn_alike
+        rescale, limit = (self.rescales[:1], self.mask_limits[0]) if one else (np.zeros(1), 0)
         return (
             self.flags.astype("<i8").tobytes()
             + self.factors.astype("<f4").tobytes()
-            + self.mask_limit.to_bytes(8, "little")
+            + rescale.astype("<f4").tobytes()
+            + limit.to_bytes(8, "little")
         )
+
+    @property
+    def drawn_alike(self) -> bool:
+        """Whether all experts have the same mask limit, and so the same rescale factor."""
+        return len(set(self.mask_limits)) == 1
+
+    def own(self, expert: int) -> bytes:
+        """Return canonical bytes of what this expert has of its own, nothing if all are alike."""
+        if self.drawn_alike:
+            return b""
+        at = expert + self.has_base
+        limit = self.mask_limits[at].to_bytes(8, "little")
+        return self.rescales[at : at + 1].astype("<f4").tobytes() + limit

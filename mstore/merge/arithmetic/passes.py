@@ -350,11 +350,11 @@ def mix(arguments_at: Any) -> None:
     """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts_count, kind, normalize = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
-    cuts, limit, base_code = given[a.CUTS], given[a.LIMIT], given[a.BASE_CODE]
+    cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
     masked = given[a.MASKED]
     weights = carray(pointer(given[a.WEIGHTS_AT]), (experts_count,), np.float32)
-    factors = carray(pointer(given[a.FACTORS_AT]), (3,), np.float32)
+    factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
     row_codes = carray(pointer(given[a.CODES_AT]), (given[a.CODES],), np.int64)
@@ -363,6 +363,7 @@ def mix(arguments_at: Any) -> None:
     slots = experts_count * max(1, cuts)
     thresholds = carray(pointer(given[a.THRESHOLDS_AT]), (slots,), np.float32)
     quotas = carray(pointer(given[a.QUOTAS_AT]), (slots,), np.int64)
+    limits = carray(pointer(given[a.LIMITS_AT]), (experts_count,), np.int64)
     keys = carray(pointer(given[a.KEYS_AT]), (experts_count, 2), np.uint32)
     rescales = carray(pointer(given[a.RESCALES_AT]), (experts_count,), np.float32)
     masks = carray(pointer(given[a.MASKS_AT]), (experts_count, n), np.uint8)
@@ -427,6 +428,7 @@ def mix(arguments_at: Any) -> None:
                 if trims:
                     left[k] = _weigh_trimmed(count, weights[k], thresholds[k], left[k], at, scratch)
                     continue
+                limit = limits[k]
                 if not masked and limit == ALL and rescales[k] == _ONE:
                     if kind == CONSENSUS:
                         _weigh_kept(count, weights[k], _ZERO, at, scratch)

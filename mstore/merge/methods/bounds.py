@@ -27,12 +27,11 @@ def coefficients(operation: Operation) -> list[float]:
             f"{operation.method.name} elects signs, so its error has no bound",
             hint="mstore plan --sweep --measure measures it",
         )
-    factor = (
-        abs(Fraction(operation.scale))
-        * Fraction(operation.rescale)
-        / abs(Fraction(operation.divisor))
-    )
-    return [_upper(abs(Fraction(weight)) * factor) for weight in operation.weights]
+    factor = abs(Fraction(operation.scale)) / abs(Fraction(operation.divisor))
+    return [
+        _upper(abs(Fraction(weight)) * Fraction(rescale) * factor)
+        for weight, rescale in zip(operation.weights, operation.rescales, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class Rounding:
         |y - Y| <= of_deltas * sum |c_k| |d_k| + of_base * |b| + floor,
 
     as long as no step exceeds the largest float32. weights: w_k; base_weight: of the base, where
-    it is one of the summands; factors: |divisor|, |lambda| and the rescale factor; is_whole: as
-    for the operation.
+    it is one of the summands; factors: |divisor|, |lambda| and the largest rescale factor;
+    is_whole: as for the operation.
 
     **Proof.** u = 2^-24 and h = 2^-150: a product, quotient or fused step is off by at most u of
     its result, or by h if that is subnormal; a sum by at most u of its result (a subnormal sum is
@@ -93,7 +92,7 @@ def rounding(operation: Operation) -> Rounding:
     count = len(weights)
     divisor = abs(Fraction(operation.divisor))
     lam = abs(Fraction(operation.scale))
-    rescale = Fraction(operation.rescale)
+    rescale = Fraction(max(operation.rescales))
     exact = [Fraction(weight) for weight in weights]
     if operation.is_whole:
         grown = _grown(count + 1)

@@ -36,7 +36,7 @@ from types import MappingProxyType
 from typing import Final
 
 from mstore.errors import BadRequest, did_you_mean
-from mstore.merge.methods.parameters import Parameter, Value, finite_single, single
+from mstore.merge.methods.parameters import Parameter, Scalar, Value, finite_single, single
 from mstore.objects.plan import Mixture
 
 SMALLEST_DIVISOR: Final = 1e-8
@@ -83,7 +83,7 @@ class Method:
     parameters: tuple[Parameter, ...]
     select: Select
     combine: Combine
-    mix: Callable[[Gram, Mapping[str, Value], Sequence[float]], Mixture] | None = None
+    mix: Callable[[Gram, Mapping[str, Scalar], Sequence[float]], Mixture] | None = None
     pairs: bool = False
     experts: int | None = None
     weighted: bool = True
@@ -129,7 +129,16 @@ class Method:
         if not self.weighted and any(weight != 1 for weight in weights):
             named = ", ".join(parameter.name for parameter in self.parameters)
             raise BadRequest(f"an expert of {self.name} has no weight; its parameters: {named}")
-        return Operation(self, MappingProxyType(self.parse(given)), _rounded(weights))
+        parameters = self.parse(given)
+        for name, value in parameters.items():
+            if isinstance(value, tuple) and len(value) != len(weights):
+                raise BadRequest(
+                    f"parameter {name} has {len(value)} values; there are {len(weights)} experts"
+                )
+            if isinstance(value, tuple) and len(set(value)) == 1:
+                # One meaning, one plan.
+                parameters[name] = value[0]
+        return Operation(self, MappingProxyType(parameters), _rounded(weights))
 
     @property
     def is_additive(self) -> bool:
@@ -178,12 +187,12 @@ class Operation:
     @property
     def is_trimmed(self) -> bool:
         """Whether each expert and tensor needs magnitude thresholds first."""
-        return self.method.select in (Select.TRIMMED, Select.BAND) and self.density < 1
+        return self.method.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
 
     @property
     def is_band(self) -> bool:
         """Whether there are two thresholds: the largest elements are dropped, too."""
-        return self.method.select is Select.BAND and self.density < 1
+        return self.method.select is Select.BAND and min(self.densities) < 1
 
     @property
     def needs_facts(self) -> bool:
@@ -193,7 +202,8 @@ class Operation:
     def settle(self, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared."""
         assert self.method.mix is not None
-        return self.settled(self.method.mix(gram, self.parameters, self.weights))
+        scalars = {k: v for k, v in self.parameters.items() if not isinstance(v, tuple)}
+        return self.settled(self.method.mix(gram, scalars, self.weights))
 
     def settled(self, mixture: Mixture) -> Operation:
         """Return the operation with this mixture, rounded to float32.
@@ -222,20 +232,46 @@ class Operation:
         """Whether the sum is divided by weights."""
         return bool(self.parameters.get("normalize", False))
 
+    def _each(self, name: str, default: float) -> tuple[float, ...]:
+        """Return a parameter's value for each expert."""
+        value = self.parameters.get(name, default)
+        if isinstance(value, tuple):
+            return value
+        return (float(value),) * len(self.weights)
+
+    def _one(self, name: str, default: float) -> Scalar:
+        """Return a parameter's value, where it is the same for all experts."""
+        value = self.parameters.get(name, default)
+        assert not isinstance(value, tuple)
+        return value
+
+    @cached_property
+    def densities(self) -> tuple[float, ...]:
+        """For each expert, the share of its delta's elements to select.
+
+        1 for a method without such a parameter.
+        """
+        return self._each("density", 1.0)
+
     @property
-    def density(self) -> float:
-        """Share of a delta's elements to select; 1 for a method without such a parameter."""
-        return float(self.parameters.get("density", 1.0))
+    def is_even(self) -> bool:
+        """Whether every expert has the same parameters."""
+        return not any(isinstance(value, tuple) for value in self.parameters.values())
+
+    @property
+    def scale_given(self) -> float:
+        """The parameter lambda: the factor of the combined delta."""
+        return float(self._one("lambda", 1.0))
 
     @property
     def scale(self) -> float:
-        """The parameter lambda: the factor of the combined delta, as a float32."""
-        return single(self.parameters.get("lambda", 1.0))
+        """The parameter lambda as a float32."""
+        return single(self.scale_given)
 
     @property
     def seed(self) -> int:
         """The seed of the random mask."""
-        return int(self.parameters["seed"])
+        return int(self._one("seed", 0))
 
     @property
     def keeps_base(self) -> bool:
@@ -273,28 +309,31 @@ class Operation:
             return 1.0
         return total
 
-    @property
-    def rescale(self) -> float:
-        """The factor of a delta that passed the random mask, as a float32."""
+    @cached_property
+    def rescales(self) -> tuple[float, ...]:
+        """For each expert, the factor of a delta that passed the random mask, as a float32."""
         if not self.is_drawn or not self.parameters["rescale"]:
-            return 1.0
-        return single(1.0 / self.density)
+            return (1.0,) * len(self.weights)
+        return tuple(single(1.0 / density) for density in self.densities)
 
-    @property
-    def mask_limit(self) -> int:
-        """A draw below this is kept: round(density * 2^32), so 2^32 keeps all."""
-        return round(self.density * 2**32) if self.is_drawn else 2**32
+    @cached_property
+    def mask_limits(self) -> tuple[int, ...]:
+        """For each expert, a draw below this is kept: round(density * 2^32), so 2^32 keeps all."""
+        if not self.is_drawn:
+            return (2**32,) * len(self.weights)
+        return tuple(round(density * 2**32) for density in self.densities)
 
-    def keep_counts(self, elements: int) -> tuple[int, ...]:
+    def keep_counts(self, elements: int, expert: int = 0) -> tuple[int, ...]:
         """Return up to which rank of |d_k|, from the largest, trimming keeps n elements.
 
         TRIMMED: one rank, max(1, int(density * n)), at most n.  BAND: two; elements up to the
         second are dropped.  If fewer than int(gamma * n) can be dropped, as many as can.
         """
+        density = self.densities[expert]
         if self.method.select is not Select.BAND:
-            return (min(elements, max(1, int(self.density * elements))),)
-        kept = int(self.density * elements)
-        last = min(elements, kept + int(float(self.parameters["gamma"]) * elements))
+            return (min(elements, max(1, int(density * elements))),)
+        kept = int(density * elements)
+        last = min(elements, kept + int(self._each("gamma", 0.0)[expert] * elements))
         return last, last - kept
 
 

@@ -6,15 +6,19 @@ has which (one file per method in this folder). Pure Python, no state.
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Final, Literal
 
 from mstore.errors import BadRequest
 
-Value = float | int | bool
+Scalar = float | int | bool
+Value = Scalar | tuple[float, ...]
+"""A value, or one for each expert."""
 
 MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
 """The largest finite float32."""
@@ -38,15 +42,33 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a method: its kind, default (None: it must be given) and range."""
+    """One parameter of a method: its kind, default (None: it must be given) and range.
+
+    each: whether every expert may have its own value; such a parameter is a float.
+    """
 
     name: str
     kind: Literal["float", "int", "bool"]
-    default: Value | None
+    default: Scalar | None
     range: Range | None = None
+    each: bool = False
 
     def parse(self, given: object) -> Value:
-        """Parse text ("0.2", "true") or a Python number to its value. Raises BadRequest."""
+        """Parse text ("0.2", "true", "0.5,0.3") or Python numbers. Raises BadRequest.
+
+        A sequence has one value for each expert.
+        """
+        several = _several(given)
+        if several is None:
+            return self._one(given)
+        if not self.each:
+            raise BadRequest(f"parameter {self.name} is the same for all experts, not {given!r}")
+        values = tuple(float(self._one(one)) for one in several)
+        if not values:
+            raise BadRequest(f"parameter {self.name} takes one number for each expert, not none")
+        return values
+
+    def _one(self, given: object) -> Scalar:
         value = _PARSERS[self.kind](given)
         if value is None:
             raise BadRequest(f"parameter {self.name} takes {_ARTICLES[self.kind]}, not {given!r}")
@@ -56,12 +78,19 @@ class Parameter:
 
 
 LAMBDA: Final = Parameter("lambda", "float", 1.0, Range(-MAX_SINGLE, MAX_SINGLE))
-TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True))
+TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_low=True), each=True)
 # A draw has 32 bits: a smaller share is indistinguishable from zero.
-MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0))
-GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0))
+MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0), each=True)
+GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0), each=True)
 RESCALE: Final = Parameter("rescale", "bool", True)
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
+
+
+def written(value: Value) -> str:
+    """Return a value as `Parameter.parse` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(json.dumps, value))
+    return json.dumps(value)
 
 
 def normalize(default: bool) -> Parameter:
@@ -84,6 +113,13 @@ def finite_single(name: str, value: float) -> float:
     if not math.isfinite(rounded):
         raise BadRequest(f"{name} must be a finite float32, not {value!r}")
     return rounded
+
+
+def _several(given: object) -> Sequence[object] | None:
+    """Return the values of a list, or of a text with commas; None for a single value."""
+    if isinstance(given, str):
+        return [one.strip() for one in given.split(",")] if "," in given else None
+    return given if isinstance(given, Sequence) else None
 
 
 def _parse_float(given: object) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mstore.merge.methods.method import Combine, Gram, Method, Select
-from mstore.merge.methods.parameters import Parameter, Range, Value, single
+from mstore.merge.methods.parameters import Parameter, Range, Scalar, single
 from mstore.objects.plan import Mixture
 
 _SMALLEST_NORM: Final = 1e-8
@@ -15,7 +15,7 @@ _PARALLEL: Final = 0.9995
 """Vectors with a cosine beyond this, either sign, are interpolated linearly."""
 
 
-def _mix(gram: Gram, parameters: Mapping[str, Value], _: Sequence[float]) -> Mixture:
+def _mix(gram: Gram, parameters: Mapping[str, Scalar], _: Sequence[float]) -> Mixture:
     t = single(parameters["t"])
     if t == 0:
         return Mixture(1.0, (0.0,), keeps_base=True)

@@ -95,12 +95,19 @@ class Model:
         squares: Floats = np.where(weights > 0, alone + (1.0 - alone) * share**2, 0.0)
         return np.sqrt(squares) * scale
 
-    def _undivided(self) -> float:
-        """Return |lambda| times the scale factor of random sparsification."""
-        scale = abs(float(self.operation.parameters.get("lambda", 1.0)))
+    @cached_property
+    def _drawn(self) -> Floats:
+        """Return the share of elements that a random mask keeps, float64[K, 1]; 1 for others."""
+        operation = self.operation
+        shares = operation.densities if operation.is_drawn else (1.0,) * len(operation.weights)
+        return np.array(shares)[:, None]
+
+    def _undivided(self) -> Floats:
+        """Return |lambda| times the scale factor of random sparsification: float64[K, 1]."""
+        scale = np.full_like(self._drawn, abs(self.operation.scale_given))
         if self.operation.is_drawn and self.operation.parameters["rescale"]:
             # E[(m d / p)^2] = d^2 / p for a mask m that keeps with probability p.
-            scale /= math.sqrt(self.operation.density)
+            scale = scale / np.sqrt(self._drawn)
         return scale
 
     def _with_lighter(self, roots: Floats) -> Floats:
@@ -172,7 +179,7 @@ class Model:
                 ceiling = np.where(np.isfinite(grid.ceiling), grid.ceiling, np.inf)
                 kept_above = kept_above - exp_of_minus(np.minimum(ceiling / mean, 2048.0))
             return np.where(usable, kept * np.maximum(kept_above, 0.0), 0.0)
-        return kept * self.operation.density if self.operation.is_drawn else kept
+        return kept * self._drawn
 
     # -- ranking -----------------------------------------------------------------------------
 
@@ -207,16 +214,24 @@ class Model:
         Averages over random masks, too: for d, kept with probability p, the mean square is p d^2,
         and d^2 / p with `rescale`.
         """
-        operation = self.operation
-        density = operation.density if operation.is_drawn else 1.0
+        operation, density = self.operation, self._drawn
         if operation.is_additive:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
-            return added(np.where(left_out, self.roots, 0.0) ** 2) * density
+            squares = np.where(left_out, self.roots, 0.0) ** 2
+            if operation.is_even:
+                # Plans made before experts had densities of their own keep every bit.
+                even: Floats = added(squares) * density[0, 0]
+                return even
+            each: Floats = squares * density
+            return added(each)
         found = np.zeros(self._grid.shape[1])
         some = np.flatnonzero(left_out.any(axis=0))
         if not len(some):
             return found
+        factor = 1.0 / density if operation.parameters.get("rescale") else density
         squares = self.squares[:, some]
+        if not operation.is_even:
+            squares, factor = squares * factor, np.ones_like(factor)
         # Chunks read without statistics, or not finite, count as absent.
         counts = (left_out | taken)[:, some] & np.isfinite(squares)
         found[some] = elected(
@@ -226,9 +241,9 @@ class Model:
             left_out[:, some],
             normalize=self._normalizes,
         )
-        scale = abs(float(operation.parameters.get("lambda", 1.0)))
-        factor = 1.0 / density if operation.parameters.get("rescale") else density
-        return found * self._grid.copies * (factor * scale * scale)
+        scale = abs(operation.scale_given)
+        total: Floats = found * self._grid.copies * (float(factor[0, 0]) * scale * scale)
+        return total
 
     def float32_error(self, free: States) -> float:
         """Return what float32 may add to the distance of two merges; infinite if it may overflow.

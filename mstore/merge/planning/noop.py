@@ -75,7 +75,7 @@ def _cancels(plan: Plan) -> bool:
     if len(weighted) != 2 or not operation.is_additive or operation.is_whole:
         return False
     # Drawn elements differ between experts, unless all are kept.
-    if operation.is_drawn and operation.density < 1:
+    if operation.is_drawn and min(operation.densities) < 1:
         return False
     one, other = weighted
     return one.manifest == other.manifest and one.weight == -other.weight

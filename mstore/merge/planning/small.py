@@ -65,9 +65,8 @@ class SmallSurvey:
         self._statistics = statistics
         self._request = request
         # A rule's tensors are surveyed one by one, and so are those that need other facts.
-        self._plain = not (
-            request.rules or request.operation.needs_facts or request.operation.is_band
-        )
+        own = request.operation
+        self._plain = not (request.rules or own.needs_facts or own.is_band) and own.is_even
         self._trims = request.operation.is_trimmed
         self._weightless = request.operation.weightless
         self._chunks: dict[str, int] = {}

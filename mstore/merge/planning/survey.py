@@ -296,7 +296,7 @@ class Surveyor:
                     cost[number],
                     rows,
                     thresholds,
-                    self._surplus((base_id, id), operation, thresholds, elements, chunk),
+                    self._surplus((base_id, id), number, operation, thresholds, elements, chunk),
                     band,
                 )
             )
@@ -376,7 +376,7 @@ class Surveyor:
             return None, (), math.nan
         rows = coarsen(table.rows, chunk // table.chunk_elements)
         histogram = _without_nan(table.histogram)
-        ranks = operation.keep_counts(table.elements) if cuts else ()
+        ranks = operation.keep_counts(table.elements, number) if cuts else ()
         thresholds = tuple(
             select(histogram, rank, table.elements) if rank else KEEPS_NONE for rank in ranks
         )
@@ -386,6 +386,7 @@ class Surveyor:
     def _surplus(
         self,
         pair: tuple[TensorId, TensorId],
+        number: int,
         operation: Operation,
         cuts: tuple[Threshold, ...],
         elements: int,
@@ -396,7 +397,7 @@ class Surveyor:
         if len(cuts) != 1 or self._request.analyze or cuts[0].needed in (0, cuts[0].in_bin):
             return 0, 0
         (cut,) = cuts
-        (keep,) = operation.keep_counts(elements)
+        (keep,) = operation.keep_counts(elements, number)
         beyond = cut.in_bin - cut.needed
         if not cut.exact and self._statistics.threshold(*pair, keep) is None:
             return beyond, beyond

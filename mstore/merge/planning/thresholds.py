@@ -84,22 +84,26 @@ class Thresholds:
         """
         if not tensor.operation.is_trimmed:
             return ()
-        ranks = tensor.operation.keep_counts(tensor.elements)
-        if len(ranks) > 1 or states.shape[1] > 1:
+        ranks = [
+            tensor.operation.keep_counts(tensor.elements, k) for k in range(len(tensor.experts))
+        ]
+        if len(ranks[0]) > 1 or states.shape[1] > 1:
             return tuple(
-                self.of(tensor, expert, place, rank, own)
-                for place, rank in enumerate(ranks)
-                for expert, own in zip(tensor.experts, states, strict=True)
+                self.of(tensor, expert, place, own_ranks[place], own)
+                for place in range(len(ranks[0]))
+                for expert, own, own_ranks in zip(tensor.experts, states, ranks, strict=True)
             )
-        (rank,) = ranks
         whole = self._known.singles.get(tensor.name)
         if whole is None:
-            found = [self._of_whole(tensor, expert, 0, rank) for expert in tensor.experts]
+            found = [
+                self._of_whole(tensor, expert, 0, rank)
+                for expert, (rank,) in zip(tensor.experts, ranks, strict=True)
+            ]
             whole = tuple(one for one in found if one is not None)
             if len(whole) < len(found):
                 return tuple(
                     self.of(tensor, expert, 0, rank, own)
-                    for expert, own in zip(tensor.experts, states, strict=True)
+                    for expert, own, (rank,) in zip(tensor.experts, states, ranks, strict=True)
                 )
             self._known.singles[tensor.name] = whole
         column = states.tobytes()

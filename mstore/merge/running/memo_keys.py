@@ -6,7 +6,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            length, base blocks, and for each expert that takes part, in plan order: weight,
            threshold, element type, blocks, and for a quota that ends within the tensor what
            the chunk's share of it follows from; for methods that draw the key words and
-           the place in the tensor; for methods that mix the experts themselves all weights
+           the place in the tensor, and the mask limit where experts have different ones; for
+           methods that mix the experts themselves all weights
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -161,6 +162,7 @@ class MemoKeys:
                     weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],
                     words[8 * k : 8 * k + 8],
+                    tensor.mix.own(k),
                     b"\1" if k in limited else b"\0",
                     *(
                         thresholds[4 * slot : 4 * slot + 4] + bytes([slot in limited])

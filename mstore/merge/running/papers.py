@@ -34,6 +34,7 @@ from mstore.checkpoint.declared import (
     values,
 )
 from mstore.ids import ManifestId
+from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.manifest import OPAQUE, File, Manifest
@@ -253,7 +254,7 @@ class Papers:
             words += ["--expert", f"{expert.manifest_id().hex()}={_number(expert.weight)}"]
         words += ["--method", plan.method]
         for key, value in plan.parameters:
-            words += ["--param", f"{key}={json.dumps(value)}"]
+            words += ["--param", f"{key}={written(value)}"]
         if plan.dtype is not None and is_retyped(self._catalog, plan):
             words += ["--dtype", plan.dtype]
         for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
