@@ -13,6 +13,8 @@ _PARAMETERS = {
     "dare_linear": ("density", "normalize", "lambda", "rescale"),
     "dare_ties": ("density", "normalize", "lambda", "rescale"),
     "breadcrumbs": ("density", "gamma", "normalize", "lambda"),
+    "della": ("density", "epsilon", "normalize", "lambda", "rescale"),
+    "della_linear": ("density", "epsilon", "normalize", "lambda", "rescale"),
     "slerp": ("t",),
 }
 _UNWEIGHTED = {"slerp"}
@@ -30,6 +32,7 @@ class Case:
     rescale: bool = True
     seed: int = 0
     gamma: float | tuple[float, ...] = 0.01
+    epsilon: float | tuple[float, ...] = 0.15
     t: float = 0.5
     members: Sequence[str] = ()
     """Which members are merged; e0, e1, ... if none is named."""
@@ -40,6 +43,7 @@ class Case:
         parts += ["w=" + ",".join(f"{w:g}" for w in self.weights)] if self.is_weighted else []
         parts += [f"d={_told(self.density)}"] if "density" in own else []
         parts += [f"g={_told(self.gamma)}"] if "gamma" in own else []
+        parts += [f"e={_told(self.epsilon)}"] if "epsilon" in own else []
         parts += [f"t={self.t:g}"] if "t" in own else []
         parts += [f"l={self.scale:g}"] if "lambda" in own and self.scale != 1 else []
         parts += ["n"] if self.normalize else []
@@ -67,6 +71,7 @@ class Case:
         values = {
             "density": self.density,
             "gamma": self.gamma,
+            "epsilon": self.epsilon,
             "t": self.t,
             "normalize": self.normalize,
             "lambda": self.scale,

@@ -37,7 +37,7 @@ class Draw:
 Draws = dict[str, list[Draw]]
 """By tensor, one for each expert in order; none where nothing was drawn."""
 
-_OF_MODELS = ("density", "gamma")
+_OF_MODELS = ("density", "gamma", "epsilon")
 """Parameters that a recipe gives to each model."""
 
 
@@ -113,6 +113,23 @@ class Slerp:
     cosine: float
     is_linear: bool
     merged: Tensor
+
+
+@contextmanager
+def chances() -> Iterator[list[Tensor]]:
+    """While open, every tensor of probabilities that mergekit draws a mask by is written down.
+
+    A row of one element has no rank: mergekit stops at it (0 / 0).  Here it is drawn with 0.5.
+    """
+    seen: list[Tensor] = []
+    bernoulli = torch.bernoulli
+
+    def drawing(probabilities: Tensor) -> Tensor:
+        seen.append(probabilities.clone())
+        return bernoulli(probabilities.nan_to_num(0.5))
+
+    with mock.patch.object(torch, "bernoulli", drawing):
+        yield seen
 
 
 def slerp_of(t: float, base: Tensor, expert: Tensor) -> Slerp:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mstore import MergeRequest, Store
 from mstore.merge.arithmetic.kernels import Mix, mix_chunk
 from mstore.merge.methods import registry
+from mstore.objects.plan import Mixture
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -59,7 +60,11 @@ def replay(
     family: Family, case: Case, draws: dict[str, list[Draw]], *, out_dtype: torch.dtype
 ) -> Tensors:
     """Every tensor from the kernel, block by block, with masks and factors from elsewhere."""
-    mix = Mix.of(registry.operation(case.method, case.parameters(), case.weights))
+    own = registry.operation(case.method, case.parameters(), case.weights)
+    if own.needs_norms:
+        # The factors come with the masks.
+        own = own.settled(Mixture(0.0, (1.0,) * len(case.weights), keeps_base=True))
+    mix = Mix.of(own)
     return {
         name: _replay(mix, base, [family.members[e][name] for e in case.experts], drawn, out_dtype)
         for name, base in family.base.items()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from mstore.blocks import planes
 from mstore.merge.analysis import attribution
-from mstore.merge.arithmetic import kernels
+from mstore.merge.arithmetic import kernels, masks
 from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas, many
 
 # What takes longest to compile comes first.
-MODULES = (kernels, attribution, deltas, many, planes)
+MODULES = (kernels, attribution, deltas, many, planes, masks)
 
 
 def passes() -> dict[str, Pass]:

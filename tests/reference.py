@@ -31,8 +31,9 @@ WORDS: dict[str, np.dtype[Any]] = {
 }
 QUIET_NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F32": 0x7FC00000}
 
-CONSENSUS = {"ties", "dare_ties"}
+CONSENSUS = {"ties", "dare_ties", "della"}
 RANDOM = {"dare_linear", "dare_ties"}
+RANKED = {"della", "della_linear"}
 _DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"normalize": True},
@@ -40,6 +41,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ties": {"density": 1.0, "lambda": 1.0, "normalize": True},
     "dare_linear": _DARE,
     "dare_ties": _DARE,
+    "della": _DARE | {"epsilon": 0.15, "normalize": True},
+    "della_linear": _DARE | {"epsilon": 0.15},
     "breadcrumbs": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
 }
 
@@ -62,6 +65,7 @@ def merge(
     """
     parameters = DEFAULTS[method] | given
     shape, base = base.shape, base.ravel()
+    row = shape[-1] if len(shape) > 1 else base.size
     experts = [expert.ravel() for expert in experts]
     if absent is None:
         absent = [np.zeros(base.size, dtype=bool)] * len(experts)
@@ -70,7 +74,7 @@ def merge(
         if method == "linear":
             mixed, keep = _linear(parameters, weights, base, experts, absent)
         else:
-            mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor)
+            mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
 
 
@@ -101,6 +105,27 @@ def mixture(
             total = fused(x, np.float32(factor), total)
         out = _result(base.ravel(), total, untouched, out_dtype or name_of(base))
     return out.reshape(base.shape)
+
+
+def by_rank(d: Single, row: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:
+    """The probability of each element, by the rank of its magnitude in its row, in float32."""
+    found = np.empty(d.size, dtype=np.float32)
+    for start in range(0, d.size, row):
+        sizes = np.abs(d[start : start + row])
+        if row == 1:
+            found[start] = density
+            continue
+        ranks = np.arange(row, dtype=np.float32) / np.float32(row - 1)
+        places = sorted(range(row), key=sizes.tolist().__getitem__)
+        chances = ranks * np.float32(2) * np.float32(epsilon) + np.float32(density - epsilon)
+        found[start + np.array(places)] = chances
+    return found.astype(np.float64)
+
+
+def restored(whole: Single, kept: Single) -> np.float32:
+    """The factor that gives what was kept the L1 norm of the whole."""
+    before, after = (float(np.abs(one).sum(dtype=np.float64)) for one in (whole, kept))
+    return np.float32(1.0 if min(before, after) < 1e-7 else before / after)
 
 
 def each(parameters: dict[str, Any], name: str, expert: int) -> float:
@@ -137,6 +162,7 @@ def _additive(
     experts: Sequence[Array],
     absent: Sequence[Mask],
     tensor: str,
+    row: int,
 ) -> tuple[Single, Mask]:
     products = []
     for k, (expert, weight, missing) in enumerate(zip(experts, weights, absent, strict=True)):
@@ -152,8 +178,16 @@ def _additive(
                 limit = round(density * 2**32)
                 drawn = draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
                 d = np.where(drawn < limit, d, np.float32(0))
-            if parameters["rescale"]:
+            if parameters["rescale"] == "l1":
+                d = d * (restored(delta(base, expert), d) if density < 1 else np.float32(1))
+            elif parameters["rescale"]:
                 d = d * np.float32(1.0 / density)
+        if method in RANKED and density < 1:
+            chances = by_rank(d, row, density, each(parameters, "epsilon", k))
+            drawn = draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)
+            whole, d = d, np.where(drawn < np.rint(chances * 2.0**32), d, np.float32(0))
+            if parameters["rescale"]:
+                d = d * restored(whole, d)
         product = np.float32(weight) * np.where(missing, np.float32(0), d)
         if method in CONSENSUS:
             # What has no sign takes part in no election.

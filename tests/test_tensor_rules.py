@@ -37,9 +37,9 @@ class Family:
     def reference(self, method: str, given: dict[str, Any], name: str, source: str = "") -> Any:
         """The merge of one tensor by the reference, with weights 1."""
         source = source or name
-        sides = [expert[source] for expert in self.experts]
+        base, *sides = (side[source].reshape(-1, 100) for side in (self.base, *self.experts))
         weights = [1.0] * len(sides)
-        return reference.merge(method, given, weights, self.base[source], sides, tensor=name)
+        return reference.merge(method, given, weights, base, sides, tensor=name).reshape(-1)
 
 
 @pytest.fixture(scope="module")
@@ -397,6 +397,8 @@ EACH: dict[str, dict[str, Any]] = {
     "breadcrumbs": {"density": (1.0, 0.3), "gamma": (0.1, 0.05)},
     "dare_ties": {"density": (0.3, 1.0), "seed": 3},
     "dare_linear": {"density": (0.25, 0.75), "seed": 3},
+    "della": {"density": (0.4, 0.7), "epsilon": (0.1, 0.2), "seed": 3},
+    "della_linear": {"density": (0.5, 1.0), "epsilon": (0.2, 0.1), "rescale": False},
 }
 
 

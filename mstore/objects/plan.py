@@ -58,8 +58,8 @@ class Mixture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     keeps_base: bool
 
 
-Value = bool | int | float | tuple[float, ...]
-"""Of a parameter: one for all experts, or, where they differ, one for each."""
+Value = bool | int | float | str | tuple[float, ...]
+"""Of a parameter: a number or a word for all experts, or, where they differ, a number for each."""
 
 
 def _problem(parameters: tuple[tuple[str, Value], ...], experts: int) -> str | None:
@@ -235,7 +235,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
         """Whether plan/2 can express it."""
         return (
             not self.operations
-            and not any(isinstance(value, tuple) for _, value in self.parameters)
+            and not any(isinstance(value, tuple | str) for _, value in self.parameters)
             and all(tensor.is_plain for tensor in self.tensors)
         )
 

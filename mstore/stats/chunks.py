@@ -7,6 +7,8 @@ short.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,17 @@ from mstore.store.catalog import Catalog
 def chunk_elements(block_size: int, *dtypes: str) -> int:
     """Return the elements of a chunk: as many as a block of the narrowest dtype holds."""
     return block_size // min(ITEMSIZES[dtype] for dtype in dtypes)
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """Return the elements of a row: of the last dimension, or all of fewer than two dimensions."""
+    return shape[-1] if len(shape) > 1 else math.prod(shape)
+
+
+def whole_rows(chunk: int, shape: Sequence[int]) -> int:
+    """Return the elements of a chunk of whole rows: a multiple of `chunk`, at most the tensor."""
+    elements = math.prod(shape)
+    return min(math.lcm(chunk, row_length(shape) or 1), max(1, -(-elements // chunk)) * chunk)
 
 
 def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:

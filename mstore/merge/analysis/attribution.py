@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
-from mstore.merge.running.compute import chunk_of
+from mstore.merge.running.compute import chunk_of, masks_of
 from mstore.merge.running.loading import Loaded
 from mstore.numeric.code_cache import Pass
 
@@ -103,7 +103,8 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
     )
-    packed = pack(mix, chunk_of(loaded, quotas), None, tensor.out_dtype)
+    masks = masks_of(loaded)
+    packed = pack(mix, chunk_of(loaded, quotas), None, tensor.out_dtype, masks)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     own = slice(int(mix.has_base), experts)
     return Attribution(

@@ -15,7 +15,7 @@ from numba import carray  # type: ignore[attr-defined]
 from mstore.merge.arithmetic import arguments, philox, stages, tiles
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
-from mstore.merge.arithmetic.stages import draw, subtract, trim, trim_band
+from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
     BASE,
@@ -138,7 +138,8 @@ def attribute(
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts, kind, normalizes = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
-    n, first_index = given[a.LENGTH], given[a.FIRST_INDEX]
+    n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
+    masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)
     weights = carray(pointer(given[a.WEIGHTS_AT]), (experts,), np.float32)
     factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
@@ -198,7 +199,10 @@ def attribute(
                 left[k] -= lows if left[k] > 0 else 0
                 left[high] -= highs if left[high] > 0 else 0
             limit = limits[k]
-            if limit < ALL:
+            if masked:
+                drawn_by(masks[k, start : start + count], draws)
+                draw(count, draws[:count], np.uint32(1), rescales[k], EXPERT, scratch)
+            elif limit < ALL:
                 first = first_index + start
                 skipped = first % 4
                 blocks = (skipped + count + 3) // 4

@@ -80,7 +80,7 @@ class TensorExplanation:
     """the tied tensor that it was merged as; None if it was merged by itself"""
     method: str | None
     """the method that merged it; None if it was not merged"""
-    parameters: dict[str, float | int | bool | tuple[float, ...]] | None
+    parameters: dict[str, float | int | bool | str | tuple[float, ...]] | None
     """of that method; None if it was not merged"""
     sources: tuple[str, ...]
     """the tensors that it is made of, in the base and in each expert; empty if all have its name"""

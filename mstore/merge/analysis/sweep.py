@@ -58,7 +58,7 @@ class SweepReport:
     """the merge method"""
     score: str
     """how blocks were ranked"""
-    parameters: dict[str, float | int | bool | tuple[float, ...]]
+    parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
     base: str
     """the model merged into"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ class Mix:
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
     (`has_base`); `factors` is float32[2]: fixed divisor, lambda; `flags` is int64[4]: kind,
-    normalize (for DIRECT: keeps the base), cuts per expert, random. One per weight: `rescales` is
-    float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
+    normalize (for DIRECT: keeps the base), cuts per expert, random (2: by rank). One per weight:
+    `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
+    `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`).
     """
 
     weights: npt.NDArray[np.float32]
@@ -27,6 +29,7 @@ class Mix:
     rescales: npt.NDArray[np.float32]
     mask_limits: tuple[int, ...]
     has_base: bool = False
+    ranked: tuple[tuple[float, float], ...] = ()
 
     @classmethod
     def of(cls, operation: Operation) -> Mix:
@@ -39,8 +42,9 @@ class Mix:
             kind = CONSENSUS
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band
-        flags = (kind, keeps, cuts, operation.is_drawn)
-        has_base = operation.mixture is not None
+        flags = (kind, keeps, cuts, operation.is_drawn + operation.is_ranked)
+        has_base = operation.is_whole and operation.mixture is not None
+        both = zip(operation.densities, operation.epsilons, strict=True)
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
         return cls(
             weights=np.array(weights, dtype=np.float32),
@@ -49,6 +53,7 @@ class Mix:
             rescales=np.array((1.0,) * has_base + operation.rescales, dtype=np.float32),
             mask_limits=(2**32,) * has_base + operation.mask_limits,
             has_base=has_base,
+            ranked=tuple(both) if operation.is_ranked else (),
         )
 
     @property
@@ -64,7 +69,7 @@ class Mix:
         in them; `own` then has them.  Two mixes of equal signature give equal bytes for equal
         chunks, weights, thresholds, quotas, keys and `own` parts.
         """
-        one = self.drawn_alike
+        one = self._alike
         rescale, limit = (self.rescales[:1], self.mask_limits[0]) if one else (np.zeros(1), 0)
         return (
             self.flags.astype("<i8").tobytes()
@@ -74,14 +79,15 @@ class Mix:
         )
 
     @property
-    def drawn_alike(self) -> bool:
-        """Whether all experts have the same mask limit, and so the same rescale factor."""
-        return len(set(self.mask_limits)) == 1
+    def _alike(self) -> bool:
+        """Whether all experts have the same mask limit and rescale factor."""
+        return len(set(self.mask_limits)) == 1 and len(set(self.rescales.tolist())) == 1
 
     def own(self, expert: int) -> bytes:
         """Return canonical bytes of what this expert has of its own, nothing if all are alike."""
-        if self.drawn_alike:
-            return b""
+        chances = struct.pack("<2d", *self.ranked[expert]) if self.ranked else b""
+        if self._alike:
+            return chances
         at = expert + self.has_base
         limit = self.mask_limits[at].to_bytes(8, "little")
-        return self.rescales[at : at + 1].astype("<f4").tobytes() + limit
+        return self.rescales[at : at + 1].astype("<f4").tobytes() + limit + chances

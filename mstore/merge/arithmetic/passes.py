@@ -17,7 +17,7 @@ from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
-from mstore.merge.arithmetic.stages import subtract, trim, trim_band
+from mstore.merge.arithmetic.stages import drawn_by, subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
@@ -149,13 +149,6 @@ def _weigh_drawn(
         delta = np.float32(bits_float(expert) - bits_float(base))
         mixed = float_bits(np.float32(delta * factor) * weight)
         tile[i] = mixed if (own[i] < limit) & (expert != base) else _NOTHING
-
-
-@compiled
-def _drawn_by(mask: Any, draws: Any) -> None:
-    """Write draws that a limit of 1 turns into this mask."""
-    for i in range(mask.size):
-        draws[i] = mask[i] == 0
 
 
 @compiled
@@ -437,7 +430,7 @@ def mix(arguments_at: Any) -> None:
                     continue
                 below, skipped = _ALWAYS, 0
                 if masked:
-                    _drawn_by(masks[k, start : start + count], draws)
+                    drawn_by(masks[k, start : start + count], draws)
                 elif limit < ALL:
                     below, first = np.uint32(limit), first_index + start
                     skipped = first % 4

@@ -84,3 +84,10 @@ def draw(count: int, own: Any, limit: Any, factor: Any, at: int, scratch: Any) -
     for i in range(count):
         scaled = float_bits(bits_float(tile[i]) * factor)
         tile[i] = scaled if own[i] < limit and tile[i] != NOTHING else NOTHING
+
+
+@compiled
+def drawn_by(mask: Any, draws: Any) -> None:
+    """Write draws that a limit of 1 turns into this mask."""
+    for i in range(mask.size):
+        draws[i] = mask[i] == 0

@@ -87,7 +87,7 @@ _SUBNORMAL: Final = Fraction(1, 2**150)
 def rounding(operation: Operation) -> Rounding:
     """Return what float32 adds to the error of an additive method's merge; see `Rounding`."""
     weights = operation.weights
-    if operation.mixture is not None:
+    if operation.is_whole and operation.mixture is not None:
         weights = (operation.base_weight, *weights)
     count = len(weights)
     divisor = abs(Fraction(operation.divisor))

@@ -13,15 +13,21 @@ expert, combines what it selected, and finishes:
               TRIMMED   d_k if it is among the max(1, int(density * n)) largest |d_k| of a tensor
               BAND      d_k if int(gamma * n) of the |d_k| of a tensor are larger, and it is among
                         the int(density * n) largest of the rest (`Operation.keep_counts`)
-              DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0
+              DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0.
+                        If `rescale` is "l1", times the ratio of the L1 norms of d_k and of what
+                        is left of it, over the whole tensor
+              RANKED    d_k with a probability that rises with the rank of |d_k| in its row from
+                        density - epsilon to density + epsilon (`arithmetic.masks`), times that
+                        ratio if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
     finish    WHOLE: the sum itself.  Others: b + lambda * sum
 
 A method that mixes whole experts may compute the factors of the base and of each expert from facts
-about the whole tensors: their inner products (`Method.mix`).  Such an operation is not settled
-until it has them, tensor by tensor (`Operation.settle`).
+about the whole tensors: their inner products (`Method.mix`).  A ratio of L1 norms is a fact, too.
+Such an operation is not settled until it has them, tensor by tensor (`Operation.settle`,
+`Operation.settled`).
 
 Order of operations as in mergekit 0.1.5.
 """
@@ -36,7 +42,14 @@ from types import MappingProxyType
 from typing import Final
 
 from mstore.errors import BadRequest, did_you_mean
-from mstore.merge.methods.parameters import Parameter, Scalar, Value, finite_single, single
+from mstore.merge.methods.parameters import (
+    NORM,
+    Parameter,
+    Scalar,
+    Value,
+    finite_single,
+    single,
+)
 from mstore.objects.plan import Mixture
 
 SMALLEST_DIVISOR: Final = 1e-8
@@ -51,6 +64,7 @@ class Select(Enum):
     TRIMMED = "trimmed"
     BAND = "band"
     DRAWN = "drawn"
+    RANKED = "ranked"
 
 
 class Combine(Enum):
@@ -173,6 +187,13 @@ class Operation:
                 "sum",
                 hint="change a weight, or --param normalize=false",
             )
+        for density, epsilon in zip(self.densities, self.epsilons, strict=True):
+            if self.is_ranked and density < 1 and not epsilon < density < 1 - epsilon:
+                raise BadRequest(
+                    f"density - epsilon and density + epsilon are between 0 and 1; density is "
+                    f"{density:g}, epsilon {epsilon:g}",
+                    where=self.method.name,
+                )
 
     @property
     def is_whole(self) -> bool:
@@ -182,7 +203,19 @@ class Operation:
     @property
     def is_drawn(self) -> bool:
         """Whether a random mask selects the elements of a delta."""
-        return self.method.select is Select.DRAWN
+        return self.method.select in (Select.DRAWN, Select.RANKED)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the mask follows from ranks within rows, which a chunk must have whole."""
+        return self.method.select is Select.RANKED
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether it rescales by L1 norms of the whole tensor that are not known yet."""
+        rescale = self.parameters.get("rescale")
+        by_norm = bool(rescale) if self.is_ranked else rescale == NORM
+        return by_norm and self.mixture is None and min(self.densities) < 1
 
     @property
     def is_trimmed(self) -> bool:
@@ -197,24 +230,27 @@ class Operation:
     @property
     def needs_facts(self) -> bool:
         """Whether its factors depend on the whole tensor and are not known yet."""
-        return self.method.mix is not None and self.mixture is None
+        return (self.method.mix is not None and self.mixture is None) or self.needs_norms
 
     def settle(self, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared."""
         assert self.method.mix is not None
-        scalars = {k: v for k, v in self.parameters.items() if not isinstance(v, tuple)}
+        scalars = {k: v for k, v in self.parameters.items() if not isinstance(v, tuple | str)}
         return self.settled(self.method.mix(gram, scalars, self.weights))
 
     def settled(self, mixture: Mixture) -> Operation:
         """Return the operation with this mixture, rounded to float32.
 
-        Raises BadRequest for a factor that is not a finite float32.
+        For a method that draws, the factors are those of each expert's kept delta.  Raises
+        BadRequest for a factor that is not a finite float32.
         """
         base, *experts = (
             finite_single(f"a factor of {self.method.name}", one)
             for one in (mixture.base, *mixture.experts)
         )
         rounded = Mixture(base, tuple(experts), mixture.keeps_base)
+        if not self.is_whole:
+            return replace(self, mixture=rounded)
         return replace(self, weights=rounded.experts, mixture=rounded)
 
     @property
@@ -237,12 +273,13 @@ class Operation:
         value = self.parameters.get(name, default)
         if isinstance(value, tuple):
             return value
+        assert not isinstance(value, str)
         return (float(value),) * len(self.weights)
 
     def _one(self, name: str, default: float) -> Scalar:
         """Return a parameter's value, where it is the same for all experts."""
         value = self.parameters.get(name, default)
-        assert not isinstance(value, tuple)
+        assert not isinstance(value, tuple | str)
         return value
 
     @cached_property
@@ -252,6 +289,11 @@ class Operation:
         1 for a method without such a parameter.
         """
         return self._each("density", 1.0)
+
+    @cached_property
+    def epsilons(self) -> tuple[float, ...]:
+        """For each expert, by how much probabilities differ from its density at most."""
+        return self._each("epsilon", 0.0)
 
     @property
     def is_even(self) -> bool:
@@ -311,15 +353,23 @@ class Operation:
 
     @cached_property
     def rescales(self) -> tuple[float, ...]:
-        """For each expert, the factor of a delta that passed the random mask, as a float32."""
+        """For each expert, the factor of a delta that passed the random mask, as a float32.
+
+        Where it is a fact that is not known yet: 1 / density, which it is near.
+        """
+        if self.is_drawn and self.mixture is not None:
+            return self.mixture.experts
         if not self.is_drawn or not self.parameters["rescale"]:
             return (1.0,) * len(self.weights)
         return tuple(single(1.0 / density) for density in self.densities)
 
     @cached_property
     def mask_limits(self) -> tuple[int, ...]:
-        """For each expert, a draw below this is kept: round(density * 2^32), so 2^32 keeps all."""
-        if not self.is_drawn:
+        """For each expert, a draw below this is kept: round(density * 2^32), so 2^32 keeps all.
+
+        2^32 too where each element has a probability of its own.
+        """
+        if not self.is_drawn or self.is_ranked:
             return (2**32,) * len(self.weights)
         return tuple(round(density * 2**32) for density in self.densities)
 

@@ -17,8 +17,8 @@ from typing import Final, Literal
 from mstore.errors import BadRequest
 
 Scalar = float | int | bool
-Value = Scalar | tuple[float, ...]
-"""A value, or one for each expert."""
+Value = Scalar | str | tuple[float, ...]
+"""A number, a word, or a number for each expert."""
 
 MAX_SINGLE: Final = float.fromhex("0x1.fffffep+127")
 """The largest finite float32."""
@@ -44,7 +44,8 @@ class Range:
 class Parameter:
     """One parameter of a method: its kind, default (None: it must be given) and range.
 
-    each: whether every expert may have its own value; such a parameter is a float.
+    each: whether every expert may have its own value; such a parameter is a float. words: what may
+    be given in place of a value, and the value that each stands for.
     """
 
     name: str
@@ -52,12 +53,15 @@ class Parameter:
     default: Scalar | None
     range: Range | None = None
     each: bool = False
+    words: tuple[tuple[str, Scalar | str], ...] = ()
 
     def parse(self, given: object) -> Value:
         """Parse text ("0.2", "true", "0.5,0.3") or Python numbers. Raises BadRequest.
 
         A sequence has one value for each expert.
         """
+        if isinstance(given, str) and given in dict(self.words):
+            return dict(self.words)[given]
         several = _several(given)
         if several is None:
             return self._one(given)
@@ -71,7 +75,8 @@ class Parameter:
     def _one(self, given: object) -> Scalar:
         value = _PARSERS[self.kind](given)
         if value is None:
-            raise BadRequest(f"parameter {self.name} takes {_ARTICLES[self.kind]}, not {given!r}")
+            words = ", or ".join((_ARTICLES[self.kind], *dict(self.words)))
+            raise BadRequest(f"parameter {self.name} takes {words}, not {given!r}")
         if self.range is not None and value not in self.range:
             raise BadRequest(f"parameter {self.name} must be in {self.range}, not {given!r}")
         return value
@@ -82,12 +87,18 @@ TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_l
 # A draw has 32 bits: a smaller share is indistinguishable from zero.
 MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0), each=True)
 GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0), each=True)
-RESCALE: Final = Parameter("rescale", "bool", True)
+EPSILON: Final = Parameter("epsilon", "float", 0.15, Range(0.0, 1.0), each=True)
+NORM: Final = "l1"
+"""The value of `rescale` that restores the L1 norm of each delta."""
+RESCALE: Final = Parameter("rescale", "bool", True, words=((NORM, NORM), ("density", True)))
+RESCALE_NORM: Final = Parameter("rescale", "bool", True, words=((NORM, True),))
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
 
 
 def written(value: Value) -> str:
     """Return a value as `Parameter.parse` reads it."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return ",".join(map(json.dumps, value))
     return json.dumps(value)

@@ -34,7 +34,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 
 ELSEWHERE: Final = frozenset(
     (
-        *("arcee_fusion", "breadcrumbs_ties", "della", "della_linear", "karcher"),
+        *("arcee_fusion", "breadcrumbs_ties", "karcher"),
         *("model_stock", "multislerp", "nearswap", "nuslerp", "passthrough", "sce"),
     )
 )
@@ -89,7 +89,7 @@ class Operations:
             tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
             for made, one in zip(self._all, (plan.operation, *plan.operations), strict=True)
         ) and all(
-            (self._all[tensor.operation].method.mix is None) == (tensor.mixture is None)
+            self._all[tensor.operation].needs_facts == (tensor.mixture is not None)
             and (tensor.mixture is None or self.of(tensor).mixture == tensor.mixture)
             for tensor in plan.tensors
         )

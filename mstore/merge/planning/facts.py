@@ -1,6 +1,7 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
-Inner products of the base and of experts.  They follow from sums of squares of tensors and of their
+The L1 norms of deltas before and after a random mask, and inner products of the base and of
+experts.  These follow from sums of squares of tensors and of their
 differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
 measured once is not read again.  Trim thresholds are facts, too (`thresholds`).
 """
@@ -8,20 +9,32 @@ measured once is not read again.  Trim thresholds are facts, too (`thresholds`).
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
 
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
-from mstore.merge.methods.method import Gram
+from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.methods.method import Gram, Operation
+from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.stats.analysis import measure_pair, measure_squares
+from mstore.stats.chunks import chunk_elements, read_chunk, row_length, whole_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
 
 Side = tuple[TensorId, Tensor]
+_SMALLEST_NORM: Final = 1e-7
+"""Below this, a norm is not restored (as in mergekit)."""
 
 
 class Facts:
@@ -65,6 +78,66 @@ class Facts:
                     apart = self._apart(name, sides[j], sides[i], pool)
                     gram[i][j] = gram[j][i] = (own + squares[j] - apart) / 2
         return gram
+
+    def restored(
+        self, name: str, operation: Operation, sides: Sequence[Side], pool: ThreadPoolExecutor
+    ) -> Operation:
+        """Return the operation with the factors that restore the L1 norm of each expert's delta.
+
+        sides: the base and each expert.  The norms are those of the whole delta before and after
+        the mask; the factor is 1 where one of them is below 1e-7.  Raises as `gram`.
+        """
+        base, *experts = sides
+        keys = mask_keys(operation.seed, len(experts), name)
+        factors = []
+        for k, expert in enumerate(experts):
+            still = expert[0] == base[0] or operation.weightless[k] or operation.densities[k] >= 1
+            if still:
+                factors.append(1.0)
+                continue
+            chances = (operation.densities[k], operation.epsilons[k] if operation.is_ranked else -1)
+            mask = blake3(struct.pack("<2d", *chances) + keys[k].tobytes()).digest(length=16)
+            found = self._statistics.ratio(base[0], expert[0], mask)
+            if found is None:
+                if not self._analyze:
+                    raise _unknown(name)
+                found = self._ratio(operation, k, keys[k], base[1], expert[1], pool)
+                self._statistics.put_ratio(base[0], expert[0], mask, found)
+            factors.append(_finite(name, found))
+        return operation.settled(Mixture(0.0, tuple(factors), keeps_base=True))
+
+    def _ratio(
+        self,
+        operation: Operation,
+        expert: int,
+        key: npt.NDArray[np.uint32],
+        base: Tensor,
+        other: Tensor,
+        pool: ThreadPoolExecutor,
+    ) -> float:
+        """Measure the L1 norm of a delta over that of what the mask leaves of it."""
+        catalog, elements = self._catalog, math.prod(base.shape)
+        chunk = chunk_elements(catalog.block_size, base.dtype, other.dtype)
+        if operation.is_ranked:
+            chunk = whole_rows(chunk, base.shape)
+        density, epsilon = operation.densities[expert], operation.epsilons[expert]
+
+        def norms(number: int) -> tuple[float, float]:
+            first = number * chunk
+            n = min(chunk, elements - first)
+            own = read_chunk(catalog, base, chunk, number, None)
+            data = read_chunk(catalog, other, chunk, number, self._meter)
+            sizes = masks.magnitudes(own, base.dtype, data, other.dtype, n)
+            if operation.is_ranked:
+                kept = masks.ranked(sizes, key, first, row_length(base.shape), density, epsilon)
+            else:
+                kept = masks.even(key, first, n, operation.mask_limits[expert])
+            before, after = masks.norms(sizes, kept)
+            return before, after
+
+        found = list(pool.map(norms, range(-(-elements // chunk))))
+        before, after = (math.fsum(column) for column in zip(*found, strict=True))
+        return 1.0 if min(before, after) < _SMALLEST_NORM else before / after
 
     def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
         """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""

@@ -30,7 +30,7 @@ class PlanReport:
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
     """pairs of ref and weight"""
-    parameters: dict[str, float | int | bool | tuple[float, ...]]
+    parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
     score: str
     """how blocks were ranked"""

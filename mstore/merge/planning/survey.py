@@ -38,7 +38,7 @@ from mstore.objects.shapes import chosen, matching, require_matches, require_sam
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, finite
-from mstore.stats.chunks import blocks_per_chunk, chunk_elements
+from mstore.stats.chunks import blocks_per_chunk, chunk_elements, whole_rows
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
@@ -250,12 +250,17 @@ class Surveyor:
         output = dtype or self._request.dtype or base.dtype
         if not (any(changed) or sources or output != base.dtype or _scales_base(operation)):
             return None
-        if operation.needs_facts:
+        if operation.needs_norms:
+            members = [(base_id, base), *pairs]
+            operation = self._facts.restored(name, operation, members, pool)
+        elif operation.needs_facts:
             pairs_too = operation.method.pairs
             operation = operation.settle(
                 self._facts.gram(name, (base_id, base), pairs, pairs=pairs_too, pool=pool)
             )
         chunk = chunk_elements(self._catalog.block_size, base.dtype, *dtypes, output)
+        if operation.is_ranked:
+            chunk = whole_rows(chunk, base.shape)
         ids = chunk_ids(base, chunk, self._catalog.block_size)
         sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
         equal = np.zeros((len(pairs), len(ids)), dtype=bool)

@@ -19,7 +19,7 @@ from mstore.numeric.codes import CODES
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.sizes import format_size
-from mstore.stats.chunks import chunk_elements
+from mstore.stats.chunks import chunk_elements, whole_rows
 from mstore.store.catalog import Catalog
 
 _TOGETHER: Final = 64
@@ -94,6 +94,8 @@ def _check_tensor(
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
     chunk = chunk_elements(plan.block_size, *dtypes, output)
+    if operation.is_ranked:
+        chunk = whole_rows(chunk, records[0].shape)
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
@@ -21,7 +22,28 @@ def blend(
 ) -> tuple[int, ...]:
     """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
     tensor = loaded.task.tensor
-    return mix_chunk(tensor.mix, *chunk_of(loaded, quotas), out, tensor.out_dtype)
+    chunk = chunk_of(loaded, quotas)
+    return mix_chunk(tensor.mix, *chunk, out, tensor.out_dtype, masks_of(loaded))
+
+
+def masks_of(loaded: Loaded) -> Bytes | None:
+    """Return the masks of a method that ranks elements within rows, uint8[K, n], else None."""
+    task, tensor = loaded.task, loaded.task.tensor
+    if not tensor.mix.ranked:
+        return None
+    found = np.ones((len(task.row_of), task.n), dtype=np.uint8)
+    for k, (row, (density, epsilon)) in enumerate(zip(task.row_of, tensor.mix.ranked, strict=True)):
+        if row >= 0 and density < 1:
+            sizes = masks.magnitudes(
+                loaded.sides[0],
+                tensor.base_dtype,
+                loaded.sides[1 + row],
+                task.rows[row].dtype,
+                task.n,
+            )
+            chances = tensor.row_length, density, epsilon
+            found[k] = masks.ranked(sizes, tensor.keys[k], task.first_index, *chances)
+    return found
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

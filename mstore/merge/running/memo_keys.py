@@ -140,7 +140,8 @@ class MemoKeys:
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
-        return found
+        # Ranks follow from the rows.
+        return found + tensor.row_length.to_bytes(8, "little") if mix.ranked else found
 
     def _sides(
         self, tensor: TensorTask, members: Members, operation: Operation

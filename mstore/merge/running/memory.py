@@ -98,7 +98,9 @@ def _shapes(tasks: Tasks) -> _Shapes:
         there = int(members.present.sum(axis=0).max(initial=0))
         elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
-        shape = _Shape(1 + SPARE_SIDES + there, elements, min(base, out), wide, out)
+        # A mask has a byte for each element that an expert has.
+        masks = -(-there // wide) if tensor.mix.ranked else 0
+        shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)
     return _Shapes(first, total)
 

@@ -32,7 +32,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
-from mstore.stats.chunks import blocks_per_chunk
+from mstore.stats.chunks import blocks_per_chunk, row_length
 from mstore.store.catalog import Catalog
 
 
@@ -96,6 +96,11 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     def out_bytes(self) -> int:
         """Plain bytes of the output tensor."""
         return self.elements * ITEMSIZES[self.out_dtype]
+
+    @property
+    def row_length(self) -> int:
+        """Elements of a row: of the last dimension, or all of a tensor with fewer than two."""
+        return row_length(self.shape)
 
     @property
     def hands_on(self) -> bool:
