@@ -14,7 +14,6 @@ listed; a file that is replaced or changes while it is read stops the add.
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,6 +37,7 @@ from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, matching, require_same_shapes
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
+from mstore.phrases import Call, Option, call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.store import StatsStore
 from mstore.store import refs
@@ -496,8 +496,11 @@ def _require_fine_tune(
         chosen(shapes, asked.only, asked.skip),
         what="not a fine-tune of this base",
         where=name,
-        hint=f"mstore add PATH --name {name} --base none; or --skip PATTERN leaves tensors out of "
-        "the comparison",
+        hint=phrase(
+            "{add}; or {skip} leaves tensors out of the comparison",
+            add=Call("add", ("PATH",), (("name", name), ("base", None))),
+            skip=Option("skip", ("PATTERN",)),
+        ),
     )
 
 
@@ -630,25 +633,28 @@ def _require_in_place(catalog: Catalog, blocks: Collection[BlockId], path: Path)
         raise Corrupt(
             f"{len(lost)} of its blocks were stored before, in packs that are missing now",
             where=str(path),
-            hint=f"mstore fsck --repair --from {shlex.quote(str(path))}",
+            hint=call("repair", sources=(str(path),)),
         )
 
 
 def _notes(
     adder: _Adder, base: Base, told: ParentReport | None, message: str, *, is_new: bool
 ) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     if message and not is_new:
         notes.append("the message was not kept: a snapshot is not made again for its words")
     if told is not None and not is_new and base.given and base.snapshot is None:
-        notes.append(
-            "the snapshot is kept as it is, with its base; another --name makes one without"
-        )
+        notes.append("the snapshot is kept as it is, with its base; another name makes one without")
     if adder.lost or adder.lost_tensors:
         blocks, tensors = len(adder.lost), adder.lost_tensors
         notes.append(
-            f"the base is damaged ({blocks} blocks and {tensors} tensor records cannot be read): "
-            "no differences to them were taken; mstore fsck tells more"
+            phrase(
+                "the base is damaged ({blocks} blocks and {tensors} tensor records cannot be "
+                "read): no differences to them were taken; {fsck} tells more",
+                blocks=blocks,
+                tensors=tensors,
+                fsck=call("fsck"),
+            )
         )
     return tuple(notes)
 

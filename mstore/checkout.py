@@ -27,6 +27,7 @@ from mstore.ahead import in_order
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import BlockId, SnapshotId
+from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog
@@ -103,7 +104,7 @@ def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
     for pattern in only:
         if not fnmatch.filter(view.files, pattern):
             raise NotFound(
-                "no file of the snapshot matches", where=pattern, hint=f"mstore ls {view.id.short}"
+                "no file of the snapshot matches", where=pattern, hint=call("files", view.id.short)
             )
     matched = {path for pattern in only for path in fnmatch.filter(view.files, pattern)}
     return {path: size for path, size in view.files.items() if path in matched}

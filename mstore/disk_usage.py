@@ -38,6 +38,7 @@ from mstore.ids import ManifestId, SnapshotId, TensorId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.phrases import call
 from mstore.reachability import NEVER_NS, NS_A_DAY, Inventory, Roots, is_recent
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog, now_ns
@@ -583,7 +584,7 @@ class Usage:
             tip = self.history.tips[known[name]]
             if tip not in self.history.records:
                 what = f"its snapshot {tip.short} is missing"
-                raise NotFound(what, where=name, hint="mstore fsck")
+                raise NotFound(what, where=name, hint=call("fsck"))
         return [known[name] for name in dict.fromkeys(names)]
 
     def _ref(self, number: int, taken: Alone, kept: Alone, shared_with: SharedWith) -> RefUsage:

@@ -14,34 +14,82 @@
     ├── Interrupted           run the same call again: it continues where this one ended
     └── Unavailable           something outside the store is missing (FUSE, a lock)
 
-An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next command
-to type.  `str(error)` is one line without the hint.
+An error says *what* is wrong, *where* (path, ref, tensor, block), and the *hint*: the next thing
+to do.  `str(error)` is one line without the hint.  Where a text names operations or options of
+mstore, it is a phrase (`mstore.phrases`): the attributes give it in the words of Python, and each
+face asks for its own words with `told`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
+
+from mstore.phrases import Spelling, Text, as_phrase, joined
+
+
+class Told(NamedTuple):
+    """The texts of an error in the words of one face."""
+
+    what: str
+    where: str | None
+    hint: str | None
 
 
 class MstoreError(Exception):
     """Base of all errors of this library: `what`, `where` and `hint` are fields, not prose."""
 
-    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        self.what = what
-        self.where = where
-        self.hint = hint
-        super().__init__(what)
+    def __init__(self, what: Text, *, where: Text | None = None, hint: Text | None = None) -> None:
+        self._what = what
+        self._where = where
+        self._hint = hint
+        super().__init__(str(what))
+
+    @property
+    def what(self) -> str:
+        """What is wrong."""
+        return str(self._what)
+
+    @property
+    def where(self) -> str | None:
+        """The path, ref, tensor, block or parameter."""
+        return None if self._where is None else str(self._where)
+
+    @property
+    def hint(self) -> str | None:
+        """What to do next."""
+        return None if self._hint is None else str(self._hint)
+
+    @property
+    def texts(self) -> tuple[Text, Text | None, Text | None]:
+        """What, where and hint as they were given, to raise them again in another error."""
+        return self._what, self._where, self._hint
+
+    def advise(self, hint: Text | None) -> None:
+        """Replace the hint, where a caller knows better what to do next."""
+        self._hint = hint
+
+    def locate(self, where: Text | None) -> None:
+        """Replace the place, where a caller knows it better."""
+        self._where = where
+
+    def told(self, spelling: Spelling) -> Told:
+        """Return the texts in the words of a face."""
+        what, where, hint = (
+            None if text is None else as_phrase(text).spelled(spelling) for text in self.texts
+        )
+        return Told(what or "", where, hint)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}" if self.where else self.what
 
     def __reduce__(self) -> tuple[object, ...]:
         # The attributes carry what a subclass adds: a worker's error comes back whole.
-        return (_rebuild, (type(self), self.what, self.where, self.hint), self.__dict__)
+        return (_rebuild, (type(self), *self.texts), self.__dict__)
 
 
 def _rebuild(
-    kind: type[MstoreError], what: str, where: str | None, hint: str | None
+    kind: type[MstoreError], what: Text, where: Text | None, hint: Text | None
 ) -> MstoreError:
     return kind(what, where=where, hint=hint)
 
@@ -79,10 +127,10 @@ class Corrupt(MstoreError):
 
     def __init__(
         self,
-        what: str,
+        what: Text,
         *,
-        where: str | None = None,
-        hint: str | None = None,
+        where: Text | None = None,
+        hint: Text | None = None,
         block: bytes | None = None,
     ) -> None:
         super().__init__(what, where=where, hint=hint)
@@ -98,10 +146,10 @@ class StorageFailed(MstoreError):
 
     def __init__(
         self,
-        what: str,
+        what: Text,
         *,
-        where: str | None = None,
-        hint: str | None = None,
+        where: Text | None = None,
+        hint: Text | None = None,
         errno: int | None = None,
     ) -> None:
         super().__init__(what, where=where, hint=hint)
@@ -116,7 +164,7 @@ class Unavailable(MstoreError):
     """Something that mstore needs and does not own is missing or busy."""
 
 
-def did_you_mean(given: str, known: Iterable[str], hint: str | None = None) -> str | None:
+def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> Text | None:
     """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
     A name is a candidate if its last part alone was given, or if few letters differ. For a pattern,
@@ -131,5 +179,4 @@ def did_you_mean(given: str, known: Iterable[str], hint: str | None = None) -> s
         found = [name for name in names if fnmatchcase(name, given)][:3]
     else:
         found = found[:1] if len(found) == 1 else get_close_matches(given, names, n=1)
-    lines = [f"did you mean {name}?" for name in found] + ([hint] if hint else [])
-    return "\n".join(lines) or None
+    return joined(*(f"did you mean {name}?" for name in found), hint)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
 from mstore.neighbours import require_alone
+from mstore.phrases import Text, call, phrase
 from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 
 
@@ -512,9 +513,9 @@ def replace_text(path: Path, text: str, *, staging: Path | None = None) -> None:
     except StorageFailed as error:
         if staging is None:
             # The caller does not know of the temporary file.
-            error.where = str(path)
+            error.locate(str(path))
             if error.errno == errno.ENOENT:
-                error.hint = f"mkdir -p {shlex.quote(str(path.parent))}"
+                error.advise(f"mkdir -p {shlex.quote(str(path.parent))}")
         raise
     try:
         file.append(text.encode())
@@ -719,7 +720,7 @@ def _give(descriptor: int, path: Path, owner: tuple[int, int]) -> None:
         raise StorageFailed(
             f"root cannot give it to user {owner[0]}, whose store this is: {error.strerror}",
             where=str(path),
-            hint=f"sudo -u '#{owner[0]}' mstore ...    (the same command as the store's owner)",
+            hint=f"sudo -u '#{owner[0]}' ...    (the same command as the store's owner)",
             errno=error.errno,
         ) from error
 
@@ -779,7 +780,10 @@ def share_tree(root: Path, sharing: Sharing, *, private: Sequence[Path] = ()) ->
                 raise StorageFailed(
                     f"this is user {_user(status.st_uid)}'s, who has to share it, or root",
                     where=str(path),
-                    hint=f"sudo mstore --store {shlex.quote(str(root))} config shared {sharing}",
+                    hint=phrase(
+                        "sudo {share}",
+                        share=call("configure", "shared", str(sharing), store=str(root)),
+                    ),
                     errno=errno.EPERM,
                 )
             if wanted != now:
@@ -860,15 +864,17 @@ def require_writable(root: Path, paths: Sequence[Path]) -> None:
     what = (
         f"this store can be read and not written by user {_user(me)}: it is user {_user(owner)}'s"
     )
-    hint = (
-        f"sudo -u {shlex.quote(_user(owner))} mstore ...    (the same command as the store's owner)"
-        f"\nor its owner shares it: chgrp -R GROUP {shlex.quote(str(root))} && "
-        "mstore config shared group"
+    advice: Text = phrase(
+        "sudo -u {owner} ...    (the same command as the store's owner)\n"
+        "or its owner shares it: chgrp -R GROUP {store} && {share}",
+        owner=shlex.quote(_user(owner)),
+        store=shlex.quote(str(root)),
+        share=call("configure", "shared", "group"),
     )
     if owner == me:
         what = "this store can be read and not written: somebody took the right to write from it"
-        hint = f"chmod -R u+w {shlex.quote(str(root))}"
-    raise StorageFailed(what, where=str(path), hint=hint, errno=code)
+        advice = f"chmod -R u+w {shlex.quote(str(root))}"
+    raise StorageFailed(what, where=str(path), hint=advice, errno=code)
 
 
 def _user(number: int) -> str:
@@ -933,7 +939,7 @@ def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:
         raise Incompatible(
             f"a store cannot live on a network filesystem ({kind})",
             where=str(path),
-            hint="mstore --store /a/local/disk/.mstore init",
+            hint=call("init", store="/a/local/disk/.mstore"),
         )
 
 

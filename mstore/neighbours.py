@@ -18,6 +18,7 @@ import stat
 from pathlib import Path
 
 from mstore.errors import Conflict
+from mstore.phrases import Option, phrase
 
 _ROOT = 0
 _ACCESS_LIST = "system.posix_acl_access"
@@ -35,9 +36,16 @@ def require_alone(descriptor: int, path: Path) -> None:
         return
     else:
         what = "others may write the directory, so they may rename and remove all that is in it"
-    hint = "name a new directory in one of your own, or add --shared if you trust them"
+    shared = Option("shared")
+    hint = phrase(
+        "name a new directory in one of your own, or add {shared} if you trust them", shared=shared
+    )
     if status.st_uid == os.geteuid():
-        hint = f"chmod +t {shlex.quote(str(path))}    (or add --shared if you trust them)"
+        hint = phrase(
+            "chmod +t {path}    (or add {shared} if you trust them)",
+            path=shlex.quote(str(path)),
+            shared=shared,
+        )
     raise Conflict(what, where=str(path), hint=hint)
 
 

@@ -35,6 +35,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.phrases import call, phrase
 from mstore.store import leases, pruned_rows, refs, signature_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
@@ -111,7 +112,7 @@ class Inventory:
         head = table.heads[number]
         pack = self.packs.get(int(head["pack"]))
         if pack is None:
-            raise Corrupt(f"the index names an unknown pack {head['pack']}", hint="mstore fsck")
+            raise Corrupt(f"the index names an unknown pack {head['pack']}", hint=call("fsck"))
         return Location(
             pack[0],
             int(head["offset"]),
@@ -193,7 +194,11 @@ class Reach:
                 raise Corrupt(
                     f"its snapshot {ref.snapshot_id().short} is missing",
                     where=name,
-                    hint=f"mstore rm {name}, or mstore reset {name} OTHER",
+                    hint=phrase(
+                        "{rm}, or {reset}",
+                        rm=call("remove", name),
+                        reset=call("reset", name, "OTHER"),
+                    ),
                 )
 
     def _has_snapshot(self, id: SnapshotId) -> bool:
@@ -381,7 +386,10 @@ class Reach:
             raise Corrupt(
                 f"this {record_type.kind.name.lower()} is needed and is not stored",
                 where=str(name),
-                hint="mstore fsck --repair; while it is missing, what it needs is unknown",
+                hint=phrase(
+                    "{repair}; while it is missing, what it needs is unknown",
+                    repair=call("repair"),
+                ),
             )
         try:
             data = self._catalog.record_bytes(name, location)

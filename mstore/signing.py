@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from mstore.objects.signature import (
     ssh_string,
 )
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents, signature_rows
 from mstore.store.catalog import Catalog, now_ns
@@ -161,7 +161,7 @@ def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) ->
         raise BadRequest(
             "that is the public half of a key, and the private half signs",
             where=where,
-            hint=f"--key {shlex.quote(private)}" if private != where else None,
+            hint=Option("key", private) if private != where else None,
         )
     is_ssh = b"BEGIN OPENSSH PRIVATE KEY" in data
     load: Callable[[bytes, bytes | None], object] = (
@@ -176,7 +176,7 @@ def _parse_key(data: bytes, where: str, passphrase: Callable[[], str] | None) ->
                 raise BadRequest(
                     "the key is encrypted and there is no passphrase",
                     where=where,
-                    hint="mstore sign REF --key FILE --passphrase-file FILE",
+                    hint="give load_key a function that returns the passphrase",
                 ) from None
             key = load(data, passphrase().encode())
     except UnsupportedAlgorithm as error:
@@ -325,7 +325,7 @@ def sign(
                 raise Conflict(
                     "the snapshot was collected while this command was running",
                     where=str(snapshot),
-                    hint="mstore log",
+                    hint=call("log"),
                 )
             insert_row(catalog, rows, record)
 
@@ -354,7 +354,7 @@ def states(catalog: Catalog, snapshot: SnapshotId, trusted: Trusted) -> tuple[Si
             raise Corrupt(
                 "the index gives it to another snapshot than it signs",
                 where=f"signature {id}",
-                hint="mstore fsck",
+                hint=call("fsck"),
             )
         reports.append(_report(id, record, trusted))
     return tuple(reports)

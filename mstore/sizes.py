@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from mstore.errors import BadRequest
+from mstore.phrases import Option, Text, phrase
 
 _BINARY = {"": 1, "B": 1} | {
     f"{letter}{tail}": 1024**power
@@ -23,10 +24,11 @@ UNITS = _BINARY | _DECIMAL
 MAX_SIZE = 2**63 - 1
 SIZE_HINT = "write a size as 512MB, 2GiB or a plain number of bytes"
 BUDGET_HINT = "write a budget as a size (2GiB, 512MB, a number of bytes) or as a share (30%)"
+_BUDGET: Final = Option("budget")
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 
 
-def parse_size(text: str, *, option: str) -> int:
+def parse_size(text: str, *, option: Text) -> int:
     """Parse bytes: `2GiB` and `2G` are powers of 1024, `2GB` of 1000.
 
     Fractions are rounded down to whole bytes.  Raises BadRequest that names `option`.
@@ -38,7 +40,7 @@ def parse_size(text: str, *, option: str) -> int:
     return _scaled(match[1], UNITS[unit], text, option)
 
 
-def parse_budget(text: str, *, option: str = "--budget") -> int | float:
+def parse_budget(text: str, *, option: Text = _BUDGET) -> int | float:
     """Parse a budget: int bytes, or for `30%` the float share 0.3.
 
     Zero is accepted here: the library decides which budget is too small.  Raises BadRequest for
@@ -54,7 +56,11 @@ def parse_budget(text: str, *, option: str = "--budget") -> int | float:
         _refuse(f"neither a size nor a share: {text!r}", option, BUDGET_HINT)
     if not match[2] and 0 < float(match[1]) < 1:
         percent = f"{float(match[1]):.0%}"
-        _refuse(f"less than a byte: {text!r}", option, f"{option} {percent} is a share")
+        given: Text = f"{option} {percent}"
+        if isinstance(option, Option):
+            given = Option(option.name, percent)
+        hint = phrase("{given} is a share", given=given)
+        _refuse(f"less than a byte: {text!r}", option, hint)
     return _scaled(match[1], UNITS[match[2].upper()], text, option)
 
 
@@ -75,7 +81,7 @@ def exact_size(size: int) -> str:
     return told if size < 1024 else f"{told} ({size} bytes)"
 
 
-def _scaled(number: str, unit: int, text: str, option: str) -> int:
+def _scaled(number: str, unit: int, text: str, option: Text) -> int:
     # Whole numbers stay exact: a float would be off above 2**53.
     size = int(float(number) * unit) if "." in number else int(number) * unit
     if size > MAX_SIZE:
@@ -83,7 +89,7 @@ def _scaled(number: str, unit: int, text: str, option: str) -> int:
     return size
 
 
-def _refuse(what: str, option: str, hint: str) -> NoReturn:
+def _refuse(what: str, option: Text, hint: Text) -> NoReturn:
     raise BadRequest(what, where=option, hint=hint)
 
 
@@ -118,7 +124,7 @@ class Budget:
         return cls(float(share))
 
     @classmethod
-    def of(cls, given: object, *, option: str) -> Budget:
+    def of(cls, given: object, *, option: Text) -> Budget:
         """Convert a Budget, text as on the command line, bytes (int), or a share (float below 1).
 
         Raises BadRequest for anything else, and for the number 1, which could mean a byte or all.

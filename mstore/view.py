@@ -29,6 +29,7 @@ from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, Virtua
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.phrases import call, phrase
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 
@@ -136,7 +137,7 @@ class BlockCache:
     def computing(self) -> Computing:
         """What computes virtual blocks. Raises BadRequest if there is nothing that does."""
         if self._computing is None:
-            raise BadRequest("a virtual tensor has no bytes here", hint="mstore materialize REF")
+            raise BadRequest("a virtual tensor has no bytes here", hint=call("materialize", "REF"))
         return self._computing()
 
     def read(self, extent: Extent) -> Buffer:
@@ -335,7 +336,7 @@ class SnapshotView:
         opened = self._files.get(path)
         if opened is None:
             raise NotFound(
-                "no such file in the snapshot", where=path, hint=f"mstore ls {self.id.short}"
+                "no such file in the snapshot", where=path, hint=call("files", self.id.short)
             )
         return opened
 
@@ -439,9 +440,7 @@ class SnapshotView:
     def _tensor_id(self, name: str) -> TensorId:
         id = self._tensors.get(name)
         if id is None:
-            raise NotFound(
-                "no such tensor", where=name, hint=f"mstore ls --tensors {self.id.short}"
-            )
+            raise NotFound("no such tensor", where=name, hint=call("tensors", self.id.short))
         return id
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
@@ -497,5 +496,6 @@ def array_dtype(dtype: str) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _ML_DTYPES[dtype]))
         return found
     raise Incompatible(
-        f"numpy has no dtype for {dtype}", hint="mstore cat REF:PATH gives the bytes"
+        f"numpy has no dtype for {dtype}",
+        hint=phrase("{read} gives the bytes", read=call("read_file", "REF", "PATH")),
     )

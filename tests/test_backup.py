@@ -19,6 +19,7 @@ from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, NotFound, StorageFailed
+from mstore.phrases import as_phrase, call
 from mstore.store import leases, snapshot_rows
 
 LIVES = """
@@ -596,7 +597,7 @@ def test_an_index_that_is_not_the_newest_is_not_backed_up(
     shutil.copytree(tmp_path / "index", store.path / "index")
     with Store.open(store.path) as old, pytest.raises(Corrupt) as caught:
         old.backup(tmp_path / "backup", threads=1)
-    assert caught.value.hint == "mstore reindex"
+    assert caught.value.texts[2] == call("reindex")
     assert not (tmp_path / "backup").exists()
 
 
@@ -697,7 +698,7 @@ def test_a_clone_of_a_damaged_store_is_not_made(store: Store, tmp_path: Path) ->
     rot(store)
     with pytest.raises(Corrupt, match=r"block .*no clone") as caught:
         Store.clone(store.path, tmp_path / "clone", threads=1)
-    assert "fsck --read-data" in str(caught.value.hint)
+    assert caught.value.texts[2] == call("fsck", read_data=True, store=str(store.path))
     assert not (tmp_path / "clone").exists()
 
 
@@ -741,7 +742,7 @@ def test_what_the_store_lost_stays_in_the_backup(
         assert all("keeps its copy" in one.what for one in report.problems)
         assert {name for one in report.hurt for name in one.refs} == {"two"}
         assert report.packs_removed == ()
-        assert str(target) in str(report.hint)
+        assert report.hint == as_phrase(call("repair", read_data=True, sources=(str(target),)))
         wanted = {name: files_of(models / name) for name in ("one", "two", "three")}
         assert contents(target) == wanted
     assert not store.repair(sources=[target], read_data=True, threads=1).after.problems
@@ -775,7 +776,7 @@ def test_a_first_backup_of_a_store_that_lost_blocks(store: Store, tmp_path: Path
         report = store.backup(tmp_path / "backup", threads=1)
         assert {one.kind for one in report.problems} == {"block"}
         assert {name for one in report.hurt for name in one.refs} == {"two"}
-        assert report.hint == "mstore fsck --read-data --repair --from PLACE"
+        assert report.hint == as_phrase(call("repair", read_data=True, sources=("PLACE",)))
 
 
 def test_a_clone_of_a_store_that_lost_blocks_is_not_made(store: Store, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_budget_and_error_that_cannot_both_be_kept(place: Place) -> None:
     """A budget too small for the error asked for is refused, with the error that it would keep."""
     with pytest.raises(BadRequest, match="keeps the error only to") as refused:
         place.plan("linear", budget=0.1, max_error=1e-9)
-    assert refused.value.hint == "raise --budget or --max-error"
+    assert refused.value.hint == "raise budget or max_error"
 
 
 def test_kernel_counts_the_same_bytes(place: Place, tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_two_thresholds_must_be_exact(tied: Place) -> None:
         with pytest.raises(BadRequest, match="exact thresholds") as refused:
             tied.store.plan(forbidden)
         assert refused.value.where == only
-        assert "--no-analyze" in (refused.value.hint or "")
+        assert "analyze=False" in (refused.value.hint or "")
         plan = tied.store.plan(request)
         assert plan.analyze_bytes_read > 0
         again = tied.store.plan(forbidden)
@@ -433,7 +433,7 @@ def test_the_estimate_knows_the_edges(tied: Place) -> None:
     _, full = tied.merge(exact[0])
     for plan, better in zip(edges, exact, strict=True):
         assert plan.analyze_bytes_read == 0
-        assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
+        assert any("bin edges" in note and "analyze=False" in note for note in plan.notes)
         _, merged = tied.merge(plan)
         measured = tied.relative_error(merged, full)
         assert plan.error_estimate == pytest.approx(measured, rel=0.2)
@@ -709,11 +709,11 @@ def test_without_analysis_whole_tensors_are_chosen(bare: Place, place: Place) ->
 
 @pytest.mark.parametrize("method", ["ties", "breadcrumbs"])
 def test_trimming_needs_statistics(method: str, bare: Place) -> None:
-    """Trimming with --no-analyze and no statistics is refused, with expert, tensor and a hint."""
+    """Trimming with neither analysis nor statistics is refused, with expert, tensor and a hint."""
     with pytest.raises(BadRequest, match="statistics") as refused:
         bare.plan(method, analyze=False)
     assert (refused.value.where or "").startswith("e0: model.")
-    assert "--no-analyze" in (refused.value.hint or "")
+    assert "analyze=False" in (refused.value.hint or "")
     assert bare.plan("dare_ties", analyze=False).analyze_bytes_read == 0
 
 
@@ -726,7 +726,7 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
     ask: dict[str, Any] = {"parameters": {"density": 0.123}, "method": "ties", "base": "base"}
     plan = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))
     assert plan.analyze_bytes_read == 0
-    assert any("bin edges" in note and "--no-analyze" in note for note in plan.notes)
+    assert any("bin edges" in note and "analyze=False" in note for note in plan.notes)
     assert (plan.error_estimate or 0) > 0
     exact = mixed.store.plan(MergeRequest(**ask, experts=experts))
     again = mixed.store.plan(MergeRequest(**ask, experts=experts, analyze=False))
@@ -745,8 +745,8 @@ def test_trimming_without_a_second_look(mixed: Place) -> None:
         ({"budget": -5}, "budget"),
         ({"budget": 1.5}, "at most 100 %"),
         ({"budget": math.nan}, "budget as a share"),
-        ({"max_error": -1.0}, "max-error"),
-        ({"max_error": math.nan}, "max-error"),
+        ({"max_error": -1.0}, "error limit"),
+        ({"max_error": math.nan}, "error limit"),
         ({"dtype": "I8"}, "cannot write dtype 'I8'"),
         ({"method": "tie"}, "unknown method 'tie'"),
         ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),

@@ -223,7 +223,7 @@ def test_no_store(tmp_path: Path) -> None:
     for name in ("missing", "empty", "file", "file/below"):
         with pytest.raises(NotFound, match="no store") as missing:
             Catalog.open(tmp_path / name)
-        assert missing.value.hint == f"mstore --store {tmp_path / name} init"
+        assert missing.value.hint == f"init(store={str(tmp_path / name)!r})"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
@@ -232,7 +232,7 @@ def test_a_newer_format_is_refused(template: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     shutil.copytree(template, root)
     line = (root / "format").read_text()
-    newer, older = "pip install -U mstore", "mstore migrate"
+    newer, older = "pip install -U mstore", "migrate()"
     others = {
         line.replace("mstore 2", "mstore 3"): newer,
         line.replace("mstore 2", "mstore 1"): older,
@@ -296,7 +296,7 @@ def test_a_network_filesystem_is_refused(
         Catalog.open(root)
     with pytest.raises(Incompatible, match="network filesystem") as made:
         Catalog.create(tmp_path / "new", BLOCK)
-    assert opened.value.hint == made.value.hint == "mstore --store /a/local/disk/.mstore init"
+    assert opened.value.hint == made.value.hint == "init(store='/a/local/disk/.mstore')"
     assert not (tmp_path / "new").exists()
 
 

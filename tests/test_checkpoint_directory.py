@@ -27,6 +27,7 @@ from mstore.checkpoint.directory import Checkpoint, CheckpointLimits, SourceFile
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.reading import open_regular, open_stamped
 from mstore.errors import BadCheckpoint, MstoreError, NotFound, StorageFailed
+from mstore_cli.spelling import Typed
 
 A: Tensor = ("a", "U8", (2,), b"aa")
 B: Tensor = ("b", "U8", (3,), b"bbb")
@@ -364,7 +365,7 @@ def test_a_pickle_is_never_loaded(
         assert f"has only pickled weights ('{Path(name).name if path.is_file() else name}')" in (
             refusal.what
         )
-        assert refusal.hint == f"mstore add {path} --name {path.name} --convert"
+        assert refusal.told(Typed()).hint == f"mstore add {path} --name {path.name} --convert"
     assert not (tmp_path / "ran").exists()
 
 
@@ -393,7 +394,7 @@ def test_several_models_are_not_one(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="holds 3 models, not one") as refused:
         scan(models)
     assert refused.value.where == str(models)
-    assert refused.value.hint == (
+    assert refused.value.told(Typed()).hint == (
         f"mstore add {models}/a '{models}/b b' {models}/c --name-prefix models/"
     )
 
@@ -438,7 +439,7 @@ def test_a_model_and_its_earlier_states_are_not_one(
         "both have the tensor 'w'"
     )
     assert refused.value.where == str(model)
-    assert refused.value.hint == f"mstore add {model} --name run {options}"
+    assert refused.value.told(Typed()).hint == f"mstore add {model} --name run {options}"
     asked = [word for word in shlex.split(options) if word != "--exclude"]
     assert paths(scan(model, exclusion=Exclusion.chosen(asked))) == [
         "config.json",
@@ -471,7 +472,7 @@ def test_a_pickled_model_and_its_earlier_states_are_not_one(
         f"holds {len(below) + 1} models, not one: pickled weights at its top ({pickle!r}), and "
         f"safetensors in {listed}"
     )
-    first, second = (refused.value.hint or "").splitlines()
+    first, second = (refused.value.told(Typed()).hint or "").splitlines()
     lines = [first.split("mstore add ")[1], second.split("mstore add ")[1]]
     each, whole = (shlex.split(line) for line in lines)
     assert each == [*(str(model / one) for one in sorted(below)), "--name-prefix", "a-run/"]

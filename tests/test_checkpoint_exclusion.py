@@ -23,6 +23,7 @@ from mstore.checkpoint.exclusion import (
     is_needed,
 )
 from mstore.errors import BadCheckpoint, BadRequest
+from mstore_cli.spelling import Typed
 
 PATHS = (
     "a", "b", "a.json", "b.pt", "logs/a", "logs/b.pt", "logs/x/a", "x/logs/a", "x/y/a", "x/y/b.pt",
@@ -85,7 +86,8 @@ def test_no_pattern(line: str) -> None:
     """A line that can fit nothing is an error that shows how patterns look."""
     with pytest.raises(BadRequest, match="no pattern") as caught:
         Exclusion.chosen([line])
-    assert "--exclude" in str(caught.value.hint)
+    assert caught.value.hint == "add(PATH, name=NAME, exclude=['logs/', '*.tmp'])"
+    assert caught.value.where == "exclude"
 
 
 def test_patterns_take_no_time() -> None:
@@ -208,7 +210,7 @@ def test_exclude_and_the_file(store: Store, model: Path) -> None:
     assert {"optimizer.pt", "sub/optimizer.pt", "README.md", "training_args.bin"} <= found
     assert not {"voices/af.pt", "pytorch_model.bin", "optimizer.md", ".mstoreignore"} & found
     assert "voices/" in report.excluded
-    assert report.notes == ("--exclude nosuch left nothing out",)
+    assert [str(note) for note in report.notes] == ["exclude=['nosuch'] left nothing out"]
 
 
 def test_the_files_patterns_hold_without_defaults(store: Store, model: Path) -> None:
@@ -254,7 +256,7 @@ def test_all_weights_left_out(store: Store, model: Path, pattern: str, hint: str
     """A checkpoint of which no weights are left is refused, and the error says by which pattern."""
     with pytest.raises(BadCheckpoint, match="all its weights are left out") as caught:
         store.add(model, name="x", exclude=[pattern], threads=1)
-    assert hint in str(caught.value.hint)
+    assert hint in str(caught.value.told(Typed()).hint)
     (model / ".mstoreignore").write_text(pattern)
     with pytest.raises(BadCheckpoint, match=r"of \.mstoreignore") as caught:
         store.add(model, name="x", threads=1)
@@ -267,7 +269,7 @@ def test_what_weights_need_stays(store: Store, model: Path, name: str) -> None:
     keeps the file."""
     with pytest.raises(BadCheckpoint, match="cannot be loaded without") as caught:
         store.add(model, name="x", exclude=[f"{name[:4]}*"], threads=1)
-    fix = str(caught.value.hint).rpartition("--exclude ")[2].strip("'")
+    fix = str(caught.value.told(Typed()).hint).rpartition("--exclude ")[2].strip("'")
     assert fix.startswith("!/")
     others = [f"!{one}" for one in MODEL if is_needed(one)]
     store.add(model, name="x", exclude=[f"{name[:4]}*", fix, *others], threads=1)

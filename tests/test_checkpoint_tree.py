@@ -16,6 +16,7 @@ from mstore.checkpoint.directory import CheckpointLimits, scan
 from mstore.checkpoint.tree import given_name
 from mstore.errors import BadCheckpoint
 from mstore.sizes import format_size
+from mstore_cli.spelling import Typed
 
 REVISION = "a" * 40
 WEIGHTS = safetensors_bytes([("a", "U8", (2,), b"aa")])
@@ -90,7 +91,10 @@ def test_a_cached_model_without_main_is_refused(model: Path, main: str | None) -
         scan(model)
     assert refused.value.where == str(model / "refs" / "main")
     assert f"which has '{REVISION}'" in refused.value.what
-    assert refused.value.hint == f"mstore add {model}/snapshots/{REVISION} --name tiny-model"
+    assert (
+        refused.value.told(Typed()).hint
+        == f"mstore add {model}/snapshots/{REVISION} --name tiny-model"
+    )
 
 
 @pytest.mark.parametrize("above", [0, 1])
@@ -101,7 +105,7 @@ def test_a_whole_cache_is_no_model(model: Path, above: int) -> None:
     with pytest.raises(BadCheckpoint, match="is a cache of the Hugging Face Hub") as refused:
         scan(root)
     paths = f"{model.parent}/models--org--other {model}"
-    assert refused.value.hint == f"mstore add {paths} --name-prefix {root.name}/"
+    assert refused.value.told(Typed()).hint == f"mstore add {paths} --name-prefix {root.name}/"
 
 
 def test_links_elsewhere_are_refused(model: Path, tmp_path: Path) -> None:

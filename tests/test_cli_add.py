@@ -75,7 +75,7 @@ def test_no_base_is_looked_for_with_none(mstore: Program, family: Path) -> None:
     assert named.document["base"]["refs"] == ["alone"]
     assert mstore("add", family / "e1", "--name", "x", "--base", "nothing").status == 1
     again = mstore.succeed("add", family / "e1", "--name", "e1", "--base", "none")
-    assert "note: the snapshot is kept as it is, with its base; another --name" in again.out
+    assert "note: the snapshot is kept as it is, with its base; another name" in again.out
     assert mstore.succeed("show", "e1", "--json").document["snapshot"] == named.document["snapshot"]
 
 
@@ -251,7 +251,8 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         (model / name).write_text("1234")
     mstore = Program(tmp_path / "store")
     mstore.succeed("init", "--block-size", "64KiB")
-    done = mstore.succeed("add", model, "--name", "x", "--exclude", "*.txt")
+    done = mstore.succeed("add", model, "--name", "x", "--exclude", "*.txt", "--exclude", "a b")
+    assert "note: --exclude 'a b' left nothing out" in done.lines
     assert "5 files, 20 B: notes.txt, optimizer.pt" in done.out
     assert "and 1 more" in done.out
     assert mstore.succeed("ls", "x", "-q").lines == ["config.json", "model.safetensors"]

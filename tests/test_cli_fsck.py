@@ -44,6 +44,9 @@ def test_damage_is_told_with_the_next_command(mstore: Program) -> None:
     assert done.status == 1
     assert f"next: mstore --store {mstore.store} fsck --read-data --repair --from" in done.out
     assert "expert, v1" in done.out
+    told = mstore("fsck", "--read-data", "--json").document
+    repair = f"mstore --store {mstore.store} fsck --read-data --repair --from PLACE"
+    assert told["hint"].startswith(repair)
 
 
 def test_repair_heals_and_ends_well(mstore: Program) -> None:

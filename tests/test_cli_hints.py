@@ -26,6 +26,7 @@ from mstore.sharing import Sharing
 from mstore_cli.errors import with_store
 from mstore_cli.output import Output
 from mstore_cli.sizes import counted
+from mstore_cli.spelling import Typed
 from mstore_cli.verbs import OF_NO_STORE, VERBS
 
 STORED = "mstore --store 'a b'"
@@ -161,7 +162,7 @@ def test_every_command_of_every_message_can_name_the_store() -> None:
             printed = {"line", "fields", "table", "notes", "warn"} & set(calls)
             through = {"typed", "advice", "command"} & set(calls)
             assert through or not printed, (source, text)
-    assert seen > 150
+    assert seen > 100
 
 
 def test_words_about_commands_name_the_store(mstore: Program, tmp_path: Path) -> None:
@@ -466,4 +467,4 @@ def test_sharing_what_is_another_users(mstore: Program, monkeypatch: pytest.Monk
         with pytest.raises(StorageFailed, match=f"user {owner}'s") as caught:
             fs.share_tree(mstore.store, Sharing.ALL)
     store = shlex.quote(str(mstore.store))
-    assert caught.value.hint == f"sudo mstore --store {store} config shared all"
+    assert caught.value.told(Typed()).hint == f"sudo mstore --store {store} config shared all"

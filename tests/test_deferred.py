@@ -218,7 +218,7 @@ def test_it_is_no_input(store: Store, family: Path) -> None:
     for ask in asks:
         with pytest.raises(BadRequest) as refused:
             ask()
-        assert (refused.value.where, refused.value.hint) == ("m", "mstore materialize m")
+        assert (refused.value.where, refused.value.hint) == ("m", "materialize('m')")
     store.materialize("m")
     for ask in asks:
         ask()
@@ -282,7 +282,7 @@ def test_only_branches(store: Store) -> None:
         with pytest.raises(kind) as refused:
             store.materialize(name)
         assert refused.value.where == name
-        assert f"mstore reset NAME {name}" in (refused.value.hint or "")
+        assert f"reset(NAME, {name!r}), then materialize(NAME)" == refused.value.hint
     with pytest.raises(NotFound):
         store.materialize("nothing")
     store.reset("branch", "v1")
@@ -313,7 +313,7 @@ def test_replay_needs_a_real_one(store: Store) -> None:
     virtual(store)
     with pytest.raises(BadRequest) as refused:
         store.replay("m")
-    assert refused.value.hint == "mstore materialize m"
+    assert refused.value.hint == "materialize('m')"
     store.materialize("m")
     assert store.replay("m").same
 

@@ -83,12 +83,14 @@ def test_who_takes_weight_from_others(method: str, place: Place) -> None:
 
 
 def test_left_out_for_an_error(place: Place) -> None:
-    """Where only --max-error leaves an expert out, the warning says so, and names no budget."""
+    """Where only an error limit leaves an expert out, the warning says so, and names no budget."""
     asked = MergeRequest(base="base", experts=["e0", "e1"], method="task_arithmetic", max_error=9.0)
     plan = place.store.plan(asked, allow_noop=True)
     told = {(one.kind, one.expert) for one in plan.warnings}
     assert {(warnings.LEFT_OUT, "e0"), (warnings.LEFT_OUT, "e1")} <= told
-    assert all("--max-error" in one.text for one in plan.warnings if one.kind == warnings.LEFT_OUT)
+    assert all(
+        "the error limit" in one.text for one in plan.warnings if one.kind == warnings.LEFT_OUT
+    )
 
 
 def test_for_people_and_programs(place: Place) -> None:

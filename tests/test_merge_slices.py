@@ -449,7 +449,7 @@ def test_memory_bounds_threads(store: Store) -> None:
         f"{format_size(RESERVE)} is the fixed working memory of the process" in refused.value.what
     )
     hint = refused.value.hint or ""
-    enough = int(hint.removeprefix("the least that works: --memory ").removesuffix("MiB")) << 20
+    enough = int(hint.removeprefix("the least that works: memory="))
     with pytest.raises(BadRequest):
         merge(store, plan, memory=enough - (1 << 20))
     assert merge(store, plan, memory=enough).manifest == wanted(store, plan)

@@ -13,6 +13,7 @@ from mstore.api import Store
 from mstore.errors import Conflict, Corrupt, Incompatible, NotFound, StorageFailed
 from mstore.store.layout import FORMAT_VERSION
 from mstore.store.migrations import STEPS, Step, migrate
+from mstore_cli.spelling import Typed
 
 
 def _rename_packs(root: Path) -> None:
@@ -47,10 +48,10 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_an_older_format_says_how_to_go_on(old: Path) -> None:
-    """Opening a store of an older format names the command that migrates it."""
+    """Opening a store of an older format names the operation that migrates it."""
     with pytest.raises(Incompatible, match="older") as caught:
         Store.open(old)
-    assert caught.value.hint == "mstore migrate"
+    assert caught.value.hint == "migrate()"
 
 
 def test_the_page_says_what_programs_say(old: Path, tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_the_page_says_what_programs_say(old: Path, tmp_path: Path) -> None:
             for version in (FORMAT_VERSION, OLD):
                 told = told.replace(f"format {version}", f"format {version + 1}")
         assert f"`{told}`" in section
-        assert f"`{caught.value.hint}`" in section
+        assert f"`{caught.value.told(Typed()).hint}`" in section
         assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import json
 import mmap
 import os
 import random
@@ -27,8 +28,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mstore import Store
-from mstore.errors import Conflict, MstoreError, NotFound, Unavailable
-from mstore_fuse import mount_table
+from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, Unavailable
+from mstore.phrases import Option, call, phrase
+from mstore_cli.spelling import Typed
+from mstore_fuse import daemon, mount_table
+from mstore_fuse import mounts as mounts_module
 from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
 
 try:
@@ -477,7 +481,7 @@ def test_a_crashed_mount_is_recognised_and_cleared(
     assert (listed.alive, listed.pid, listed.revision) == (False, None, "team/a")
     with pytest.raises(Conflict) as caught:
         mount(store, "team/a", point)
-    assert caught.value.hint == f"mstore unmount {point}"
+    assert caught.value.texts[2] == call("unmount", str(point))
     unmount(point)  # although a file is open
     assert code_of(lambda: os.close(held)) == "ENOTCONN"
     assert os.listdir(point) == []
@@ -491,7 +495,7 @@ def test_a_mount_in_use_is_not_taken_away(mounted: tuple[Path, Path, MountInfo])
     with (point / BIG).open("rb") as file:
         with pytest.raises(Conflict) as caught:
             unmount(point)
-        assert caught.value.hint == f"mstore unmount --lazy {point}"
+        assert caught.value.texts[2] == call("unmount", str(point), lazy=True)
         assert is_mounted(point)
         unmount(point, lazy=True)
         assert not is_mounted(point)
@@ -646,7 +650,7 @@ def test_a_second_mount_at_the_same_place(
     """A living mount is never covered by another one."""
     error = refused(family[0], "b", mounted[0])
     assert isinstance(error, Conflict)
-    assert error.hint == f"mstore unmount {mounted[0]}"
+    assert error.texts[2] == call("unmount", str(mounted[0]))
 
 
 def test_what_the_store_says_reaches_the_caller(
@@ -657,11 +661,22 @@ def test_what_the_store_says_reaches_the_caller(
     with Store.open(store) as opened, pytest.raises(NotFound) as direct:
         opened.view("nobody")
     error = refused(store, "nobody", point)
-    assert (type(error), str(error), error.hint) == (NotFound, str(direct.value), direct.value.hint)
+    assert (type(error), error.texts) == (NotFound, direct.value.texts)
     error = refused(point.parent / "nowhere", "b", point)
     assert isinstance(error, NotFound)
     assert "nowhere" in str(error)
     refused(store, "--all", point)
+
+
+def test_errors_of_the_daemon_keep_their_parts() -> None:
+    """Operations that an error names cross to the caller as data, which each face spells."""
+    hint = phrase("{check}, then {mount}", check=call("fsck"), mount=call("mount", "REF", "DIR"))
+    told = Corrupt("lost", where=Option("revision"), hint=hint)
+    heard = mounts_module._error_from(json.loads(json.dumps(daemon._message(told))))
+    assert (type(heard), heard.texts) == (Corrupt, told.texts)
+    assert heard.told(Typed()).hint == "mstore fsck, then mstore mount REF DIR"
+    heard = mounts_module._error_from(json.loads(json.dumps(daemon._message(KeyError("x")))))
+    assert (heard.what, heard.where, heard.hint) == ("KeyError: 'x'", None, None)
 
 
 def pretend_python(folder: Path, script: str) -> str:
@@ -680,7 +695,7 @@ def test_a_daemon_that_does_not_answer(
     # Long enough for the script to have said who it is, on a machine that is busy.
     error = refused(family[0], "b", point, timeout=3)
     assert isinstance(error, Unavailable)
-    assert "mstore checkout" in (error.hint or "")
+    assert "checkout(REF, DIR)" in (error.hint or "")
     assert not Path("/proc", (point.parent / "pid").read_text().strip()).exists()
 
 
@@ -733,7 +748,7 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         said.append(hint())
         assert "pip install mfusepy" in said[-1]
     for text in said:
-        assert "mstore checkout REF DIR" in text
+        assert "checkout(REF, DIR)" in text
         assert "store[REF].tensor(NAME)" in text
 
 

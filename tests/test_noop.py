@@ -38,11 +38,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 NOOPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "30 for 30 %": ({"budget": 30}, "would read nothing", "did you mean 30%"),
-    "few bytes": ({"budget": 500}, "fits 500 B", "--sweep"),
+    "few bytes": ({"budget": 500}, "fits 500 B", "sweep()"),
     "few bytes of each": ({"expert_budget": 20}, "would read nothing", "did you mean 20%"),
     "an error that the base keeps": ({"max_error": 10.0}, "allows the base itself", "smaller"),
-    "all skipped": ({"skip": ["*"]}, "leave no tensor", "--allow-noop"),
-    "the base": ({"experts": ["base", "base"]}, "no expert differs", "--allow-noop"),
+    "all skipped": ({"skip": ["*"]}, "leave no tensor", "allow_noop=True"),
+    "the base": ({"experts": ["base", "base"]}, "no expert differs", "allow_noop=True"),
 }
 
 
@@ -58,7 +58,7 @@ def test_a_noop_is_refused(what: str, place: Place) -> None:
         with pytest.raises(BadRequest, match=says) as refused:
             place.store.plan(MergeRequest(**asked))
         assert hint in (refused.value.hint or "")
-        assert "--allow-noop" in (refused.value.hint or "")
+        assert "allow_noop=True merges it" in (refused.value.hint or "")
     assert len(place.store.plans()) == before
     meant = place.store.plan(MergeRequest(**asked), allow_noop=True)
     assert meant.planned_expert_bytes == 0

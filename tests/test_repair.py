@@ -17,6 +17,7 @@ from mstore.api import Store
 from mstore.blocks.packs import PAGE, Kind
 from mstore.errors import BadCheckpoint, Corrupt, NotFound, StorageFailed
 from mstore.ids import SnapshotId
+from mstore.phrases import call
 
 ADDED = ("base", "expert", "second")
 
@@ -484,7 +485,7 @@ def test_bytes_in_a_missing_pack_are_not_held(root: Path) -> None:
     with Store.open(root / "store") as store:
         with pytest.raises(Corrupt, match="packs that are missing") as refused:
             store.add(root / "base", name="base")
-        assert refused.value.hint == f"mstore fsck --repair --from {root / 'base'}"
+        assert refused.value.texts[2] == call("repair", sources=(str(root / "base"),))
         store.repair(sources=[root / "base"])
         store.add(root / "base", name="base")
         store.checkout("base", root / "out")

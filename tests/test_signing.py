@@ -22,6 +22,7 @@ from mstore.blocks.packs import Kind
 from mstore.errors import BadRequest, Conflict, Corrupt, MstoreError, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.signature import Signature, signed_message, signed_text
+from mstore.phrases import Option
 from mstore.reports import BAD_SIGNATURE, GOOD_SIGNATURE, UNKNOWN_KEY
 from mstore.signing import (
     fingerprint,
@@ -128,7 +129,7 @@ def test_the_public_half_does_not_sign(keys: Path, tmp_path: Path) -> None:
     """A public key, of ssh-keygen or openssl, is called one; beside KEY.pub the hint is KEY."""
     with pytest.raises(BadRequest, match="public half") as refused:
         load_key(keys / "alice.pub")
-    assert refused.value.hint == f"--key {keys / 'alice'}"
+    assert refused.value.texts[2] == Option("key", str(keys / "alice"))
     pem = tmp_path / "public.pem"
     pem.write_bytes(b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n")
     with pytest.raises(BadRequest, match="public half") as refused:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import mstore
-from mstore import errors, ids, reports, signing, view
+from mstore import errors, ids, phrases, reports, signing, view
 from mstore.api.adding import Adding
 from mstore.api.keeping import Keeping
 from mstore.api.merging import Merging
@@ -74,6 +74,12 @@ def _sections() -> Iterator[str]:
     yield f"## mstore.errors\n\n{_text(errors)}"
     for error in _classes(errors):
         yield f"### {error.__name__}\n\n{_text(error)}"
+        if error is errors.MstoreError:
+            yield from _members(error, "MstoreError", "error")
+    yield f"## mstore.phrases\n\n{_text(phrases)}"
+    for kind in (phrases.Phrase, phrases.Call, phrases.Option, phrases.Spelling):
+        yield f"### {kind.__name__}\n\n{_text(kind)}"
+        yield from _members(kind, kind.__name__, kind.__name__.lower())
     yield f"## mstore.reports\n\n{_text(reports)}"
     for report in _reports():
         yield f"### {report.__name__}\n\n{_text(report)}\n{_fields(report)}"

@@ -15,12 +15,15 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from mstore_cli.output import is_terminal, printable
 from mstore_cli.verbs import OF_NO_STORE, VERBS
+
+if TYPE_CHECKING:
+    from mstore.errors import Told
 
 SUCCESS = 0
 FAILURE = 1
@@ -125,25 +128,18 @@ def report(
         return rule.status
     if rule.kind is Exception:
         traceback.print_exception(error, file=stream)
-    _say(stream, "error", "31", _message(error))
-    hint = _hint(error, rule)
-    if hint:
-        _say(stream, "hint", "36", with_store(hint, store))
+    told = _told(error, rule, store)
+    _say(stream, "error", "31", f"{told.where}: {told.what}" if told.where else told.what)
+    if told.hint:
+        _say(stream, "hint", "36", told.hint)
     stream.flush()
     return rule.status
 
 
 def _tell_programs(document: TextIO, error: BaseException, rule: Rule, store: Path | None) -> None:
-    hint = error.hint if isinstance(error, Interrupted) else _hint(error, rule)
-    where = getattr(error, "where", None)
-    told = {
-        "what": getattr(error, "what", None) or _message(error),
-        "where": where,
-        "hint": with_store(hint, store) if hint else None,
-        "code": _code(error),
-        "exit_status": rule.status,
-    }
-    json.dump({"error": told}, document, indent=2)
+    told = _told(error, rule, store)
+    answer = {**told._asdict(), "code": _code(error), "exit_status": rule.status}
+    json.dump({"error": answer}, document, indent=2)
     document.write("\n")
 
 
@@ -176,14 +172,23 @@ def notes(lines: Iterable[str], stream: TextIO | None = None) -> None:
         _say(sys.stderr if stream is None else stream, "note", "33", line)
 
 
-def _message(error: BaseException) -> str:
-    from mstore.errors import MstoreError
+def _told(error: BaseException, rule: Rule, store: Path | None) -> Told:
+    """Return the error's texts with commands to type, for the store that `--store` names."""
+    from mstore.errors import MstoreError, Told
+    from mstore_cli.spelling import Typed
 
+    if isinstance(error, MstoreError):
+        told = error.told(Typed(store))
+        hint = told.hint if told.hint is not None else _hint(error, rule)
+        return told._replace(hint=with_store(hint, store) if hint else None)
+    hint = error.hint if isinstance(error, Interrupted) else _hint(error, rule)
+    return Told(_message(error), None, with_store(hint, store) if hint else None)
+
+
+def _message(error: BaseException) -> str:
     if isinstance(error, typer.TyperException):
         message = error.format_message().rstrip(".")
         return message[:1].lower() + message[1:]
-    if isinstance(error, MstoreError):
-        return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError):

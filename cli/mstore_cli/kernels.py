@@ -39,16 +39,18 @@ def prepare(*, quiet: bool = False) -> None:
     _HANDLER.is_quiet = quiet
     if directory:
         from mstore.errors import MstoreError, Unavailable
+        from mstore.phrases import joined
 
         try:
             _use(Path(directory))
         except MstoreError as error:
             refused = "compiled kernels cannot be kept here"
             own = f"name a directory of your own: export {VARIABLE}=DIR, or unset it"
+            hint = error.texts[2]
             raise Unavailable(
                 error.what if refused in error.what else f"{refused}: {error.what}",
                 where=f"{VARIABLE}={directory}",
-                hint=f"{error.hint}, or {own}" if error.hint else own,
+                hint=joined(hint, own, between=", or "),
             ) from error
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import ids, reports
+from mstore.phrases import Phrase
 from mstore_fuse.mounts import MountInfo
 
 
@@ -70,6 +71,7 @@ _SIMPLE: dict[object, str] = {
     float: "number",
     bool: "true or false",
     str: "text",
+    Phrase: "text",
     Path: "text",
     type(None): "null",
 }
@@ -113,7 +115,7 @@ def _kind(hint: object) -> str:
         return _WORDS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_kind(one) for one in arguments)
+        return " or ".join(dict.fromkeys(_kind(one) for one in arguments))
     if origin is Sequence or (origin is tuple and arguments[-1] is Ellipsis):
         return f"list of {_kind(arguments[0])}"
     if origin is tuple:

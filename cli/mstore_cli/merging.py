@@ -182,6 +182,7 @@ AllowNoop = Annotated[
 def directories_told(request: MergeRequest) -> Iterator[None]:
     """If an unknown model is a directory, make the hint the command that adds it."""
     from mstore.errors import NotFound
+    from mstore.phrases import phrase
 
     try:
         yield
@@ -191,7 +192,7 @@ def directories_told(request: MergeRequest) -> Iterator[None]:
         if where is None or where not in named or not Path(where).is_dir():
             raise
         raise NotFound(
-            f"{error.what}; it is a directory",
+            phrase("{what}; it is a directory", what=error.texts[0]),
             where=where,
             hint=f"mstore add {shlex.quote(where)} --name {shlex.quote(_ref_for(Path(where)))}",
         ) from error
@@ -433,7 +434,7 @@ def draw_notes(screen: Screen, notes: Iterable[str], warnings: Iterable[MergeWar
     for warning in warnings:
         screen.line(f"warning: {warning.text}", style="yellow")
     for note in notes:
-        screen.advice(f"note: {note}")
+        screen.line(f"note: {screen.typed(note)}")
 
 
 def error_fields(report: PlanReport | MergeReport) -> Iterable[tuple[str, str]]:

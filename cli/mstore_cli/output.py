@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mstore.phrases import Text
     from mstore_cli.tables import Line
 
 
@@ -58,7 +59,7 @@ class Output:
     """
 
     def __init__(
-        self, mode: Mode, stream: TextIO | None = None, typed: Callable[[str], str] = str
+        self, mode: Mode, stream: TextIO | None = None, typed: Callable[[Text], str] = str
     ) -> None:
         self.mode = mode
         self._stream = stream
@@ -74,7 +75,9 @@ class Output:
         """Print a result: `document` as JSON, or `ids` one per line, or what `human` draws."""
         match self.mode:
             case Mode.JSON:
-                self.stream.write(json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
+                self.stream.write(
+                    json.dumps(plain(document, self._typed), indent=2, allow_nan=False) + "\n"
+                )
             case Mode.QUIET:
                 self.stream.writelines(f"{printable(str(one))}\n" for one in ids)
             case Mode.HUMAN:
@@ -86,14 +89,14 @@ class Screen:
     """Lines, fields and tables for people.
 
     On a terminal: colours (not with NO_COLOR), and lines no wider than the terminal.  Elsewhere:
-    plain text, one line per row however long, no trailing blanks. typed: formats a command for this
-    user to type.
+    plain text, one line per row however long, no trailing blanks. typed: formats a text of the
+    library, with its commands as this user types them.
 
     An id never wraps.  If no line has room for it, its prefix stands for it, which commands accept
     too; the JSON output has the whole id.
     """
 
-    def __init__(self, stream: TextIO, typed: Callable[[str], str] = str) -> None:
+    def __init__(self, stream: TextIO, typed: Callable[[Text], str] = str) -> None:
         self._stream = stream
         self._typed = typed
         self._console = _console(stream) if is_terminal(stream) else None
@@ -109,11 +112,11 @@ class Screen:
 
         self._console.print(Text(self._fitting(text), style=style))
 
-    def typed(self, text: str) -> str:
+    def typed(self, text: Text) -> str:
         """Return the text with its commands as this user must type them."""
         return self._typed(text)
 
-    def advice(self, text: str, style: str = "") -> None:
+    def advice(self, text: Text, style: str = "") -> None:
         """Print a line of mstore's own text that contains commands."""
         self.line(self._typed(text), style)
 
@@ -185,20 +188,28 @@ def _console(stream: TextIO) -> Console:
     )
 
 
-def plain(value: object) -> object:
-    """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null."""
+def plain(value: object, typed: Callable[[Text], str] = str) -> object:
+    """Convert a value to JSON types: ids to hex, reports to objects, NaN and infinities to null.
+
+    typed: formats a phrase, with its commands as the user types them.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name), typed) for f in dataclasses.fields(value)}
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, typed) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, typed) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, str) and type(value) is not str:
+        # Imported here because `mstore --help` must not pay for the library.
+        from mstore.phrases import Phrase
+
+        return typed(value) if isinstance(value, Phrase) else value
     return value
 
 

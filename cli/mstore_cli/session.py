@@ -20,6 +20,7 @@ from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
     from mstore import Store
+    from mstore.phrases import Text
     from mstore.progress import ProgressCallback
 
 STORE_VARIABLE = "MSTORE_STORE"
@@ -147,9 +148,13 @@ class Session:
         """Return what this run's stores found damaged and replaced."""
         return [note for store in self._stores for note in store.notes]
 
-    def typed(self, hint: str) -> str:
+    def typed(self, hint: Text) -> str:
         """Format a hint for this user to type: with `--store`, if that named the store."""
-        return with_store(hint, self._choices.store)
+        from mstore.phrases import as_phrase
+        from mstore_cli.spelling import Typed
+
+        store = self._choices.store
+        return with_store(as_phrase(hint).spelled(Typed(store)), store)
 
     def settled(self) -> None:
         """Declare everything published: Ctrl-C is ignored from here until the process ends.

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 from mstore.errors import MstoreError, Unavailable
+from mstore.phrases import to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.mount_table import Source
 from mstore_fuse.operations import Operations
@@ -205,8 +206,9 @@ class _Report:
 def _message(error: BaseException | None) -> dict[str, object]:
     if error is None:
         return {"ready": True}
-    where, hint = getattr(error, "where", None), getattr(error, "hint", None)
-    what = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
+    if not isinstance(error, MstoreError):
+        return {"error": type(error).__name__, "what": f"{type(error).__name__}: {error}"}
+    what, where, hint = (None if text is None else to_json(text) for text in error.texts)
     return {"error": type(error).__name__, "what": what, "where": where, "hint": hint}
 
 

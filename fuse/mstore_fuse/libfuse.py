@@ -11,10 +11,12 @@ import os
 from typing import Any, Protocol
 
 from mstore.errors import Unavailable
+from mstore.phrases import call, joined, phrase
 
-WITHOUT_FUSE = (
-    "mstore checkout REF DIR writes the same files without FUSE, and in Python "
-    "store[REF].tensor(NAME) reads single tensors"
+WITHOUT_FUSE = phrase(
+    "{checkout} writes the same files without FUSE, and in Python store[REF].tensor(NAME) reads "
+    "single tensors",
+    checkout=call("checkout", "REF", "DIR"),
 )
 """The hint of every error about missing FUSE."""
 
@@ -53,17 +55,17 @@ def load() -> Any:
     except ImportError as error:
         raise Unavailable(
             "the Python package mfusepy is missing",
-            hint=f"pip install mfusepy, or without FUSE: {WITHOUT_FUSE}",
+            hint=joined("pip install mfusepy, or without FUSE", WITHOUT_FUSE, between=": "),
         ) from error
     except (OSError, AttributeError) as error:
         raise Unavailable(
             f"libfuse 3 could not be loaded: {error}",
-            hint=f"apt install fuse3, or without FUSE: {WITHOUT_FUSE}",
+            hint=joined("apt install fuse3, or without FUSE", WITHOUT_FUSE, between=": "),
         ) from error
     if module.fuse_version_major != 3:
         raise Unavailable(
             f"libfuse {module.fuse_version_major} was loaded instead of libfuse 3",
-            hint=f"apt install fuse3, or without FUSE: {WITHOUT_FUSE}",
+            hint=joined("apt install fuse3, or without FUSE", WITHOUT_FUSE, between=": "),
         )
     return module
 

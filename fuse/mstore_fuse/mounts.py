@@ -27,6 +27,7 @@ from pathlib import Path
 
 from mstore import errors
 from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.phrases import Phrase, call, from_json, joined
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.libfuse import WITHOUT_FUSE
 from mstore_fuse.mount_table import Source
@@ -126,7 +127,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
     entry = mount_table.at(target)
     info = _info(entry) if entry is not None else None
     if info is None:
-        raise NotFound("not a mount of mstore", where=str(target), hint="mstore mounts")
+        raise NotFound("not a mount of mstore", where=str(target), hint=call("mounts"))
     try:
         mount_table.detach(target, lazy=lazy or not info.alive)
     except OSError as error:
@@ -141,26 +142,30 @@ def require_fuse() -> None:
         raise Unavailable(
             "this machine has no FUSE",
             where=str(DEVICE),
-            hint=f"modprobe fuse (in a container: --device /dev/fuse); {WITHOUT_FUSE}",
+            hint=_or_without("modprobe fuse (in a container: --device /dev/fuse)"),
         )
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise Unavailable(
-            "this user may not use FUSE", where=str(DEVICE), hint=f"run as root; {WITHOUT_FUSE}"
+            "this user may not use FUSE", where=str(DEVICE), hint=_or_without("run as root")
         )
     if find_library("fuse3") is None:
         raise Unavailable(
-            "libfuse 3 is not installed", hint=f"apt install fuse3; or without it: {WITHOUT_FUSE}"
+            "libfuse 3 is not installed", hint=_or_without("apt install fuse3; or without it", ": ")
         )
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         raise Unavailable(
             "fusermount3 is not installed, and only root mounts without it",
-            hint=f"apt install fuse3; or without it: {WITHOUT_FUSE}",
+            hint=_or_without("apt install fuse3; or without it", ": "),
         )
     if importlib.util.find_spec("mfusepy") is None:
         raise Unavailable(
             "the Python package mfusepy is missing",
-            hint=f"pip install mfusepy; or without it: {WITHOUT_FUSE}",
+            hint=_or_without("pip install mfusepy; or without it", ": "),
         )
+
+
+def _or_without(fix: str, between: str = "; ") -> Phrase | None:
+    return joined(fix, WITHOUT_FUSE, between=between)
 
 
 def _free_mountpoint(mountpoint: Path) -> Path:
@@ -172,7 +177,7 @@ def _free_mountpoint(mountpoint: Path) -> Path:
         if info is None:
             raise Conflict("another file system is mounted here", where=str(target))
         what = "a snapshot is mounted here already" if info.alive else "a crashed mount is here"
-        raise Conflict(what, where=str(target), hint=f"mstore unmount {target}")
+        raise Conflict(what, where=str(target), hint=call("unmount", str(target)))
     try:
         with os.scandir(target) as found:
             occupied = next(found, None)
@@ -345,9 +350,9 @@ def _error_from(message: dict[str, object]) -> MstoreError:
         kind = Unavailable
     where, hint = message.get("where"), message.get("hint")
     return kind(
-        str(message["what"]),
-        where=None if where is None else str(where),
-        hint=None if hint is None else str(hint),
+        from_json(message["what"]),
+        where=None if where is None else from_json(where),
+        hint=None if hint is None else from_json(hint),
     )
 
 
@@ -366,7 +371,7 @@ def _info_at(mountpoint: Path) -> MountInfo:
     entry = mount_table.at(mountpoint)
     info = _info(entry) if entry is not None else None
     if info is None:
-        raise Unavailable("the mount ended at once", where=str(mountpoint), hint="mstore mounts")
+        raise Unavailable("the mount ended at once", where=str(mountpoint), hint=call("mounts"))
     return info
 
 
@@ -375,7 +380,7 @@ def _unmount_error(error: OSError, mountpoint: Path) -> MstoreError:
         return Conflict(
             "the mount is in use: a process has a file or its working directory in it",
             where=str(mountpoint),
-            hint=f"mstore unmount --lazy {mountpoint}",
+            hint=call("unmount", str(mountpoint), lazy=True),
         )
     return StorageFailed(
         f"could not unmount: {error.strerror}",

@@ -18,6 +18,7 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.ids import SnapshotId
 from mstore.objects.shapes import require_patterns
+from mstore.phrases import Option, phrase
 from mstore.store.config import typed
 from mstore.store.transaction import branch_to_move
 
@@ -104,7 +105,7 @@ class Adding(OpenStore):
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
         branch_to_move(self._catalog, name)
-        for option, patterns in (("--only", only), ("--skip", skip)):
+        for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
             require_patterns(patterns, option)
         exclusion = Exclusion.chosen(exclude, defaults=default_excludes)
         with self._scanned(Path(path), convert, limits, exclusion) as (checkpoint, notes):
@@ -221,7 +222,7 @@ def _idle(exclusion: Exclusion, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notes about requested patterns that excluded nothing."""
     decided = {one.pattern for one in checkpoint.excluded}
     return tuple(
-        f"--exclude {pattern.text} left nothing out"
+        phrase("{exclude} left nothing out", exclude=Option("exclude", (pattern.text,)))
         for pattern in exclusion.asked
         if not pattern.takes_back and pattern not in decided
     )

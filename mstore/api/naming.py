@@ -15,6 +15,7 @@ from mstore.api.open_store import OpenStore
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict
 from mstore.ids import SnapshotId
+from mstore.phrases import call, phrase
 from mstore.store import refs
 from mstore.store.transaction import RefMove, choose_moves
 
@@ -73,9 +74,10 @@ class Naming(OpenStore):
             current = refs.get(self._catalog.index, transaction, name)
             if current is not None and current.kind == refs.BRANCH:
                 what = "the name is taken by a branch"
-                raise Conflict(what, where=name, hint=f"mstore tag {name}-v1 {revision}")
+                raise Conflict(what, where=name, hint=call("tag", f"{name}-v1", str(revision)))
             if current is not None:
-                again = f"mstore rm {name} && mstore tag {name} {revision}"
+                tag = call("tag", name, str(revision))
+                again = phrase("{rm} && {tag}", rm=call("remove", name), tag=tag)
                 raise Conflict("the name is taken by a tag", where=name, hint=again)
             return [RefMove(name, None, new, f"tag: {revision}")]
 
@@ -95,7 +97,7 @@ class Naming(OpenStore):
             current = refs.get(self._catalog.index, transaction, name)
             if current is not None and current.kind == refs.TAG:
                 what = "is a tag, and tags do not move"
-                raise Conflict(what, where=name, hint=f"mstore rm {name}")
+                raise Conflict(what, where=name, hint=call("remove", name))
             return [] if new == current else [RefMove(name, current, new, f"reset: {revision}")]
 
         choose_moves(self._catalog, choose)

@@ -18,7 +18,6 @@ keeps as it has it.
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -39,6 +38,7 @@ from mstore.check.affected import Hurt, Wounds
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
+from mstore.phrases import Phrase, as_phrase, call
 from mstore.progress import ProgressCallback
 from mstore.sharing import Sharing
 from mstore.store import condemned, generation, leases, lost_found, mirror, pruned_rows, refs
@@ -83,7 +83,7 @@ class BackupReport:
     """what is damaged in the store; empty: nothing that was copied is damaged"""
     hurt: tuple[Hurt, ...]
     """files and tensors that the damage makes unreadable"""
-    hint: str | None
+    hint: Phrase | None
     """the next command if something is damaged; None: nothing is"""
     seconds: float
     """how long it took"""
@@ -331,9 +331,8 @@ class _Backup:
                 pruned = pruned_rows.ids(catalog.index, transaction)
             return Wounds(catalog, self._findings).all(names, pruned)
 
-    def _hint(self) -> str | None:
+    def _hint(self) -> Phrase | None:
         if not self._findings.problems:
             return None
-        if not self._helps:
-            return "mstore fsck --read-data --repair --from PLACE"
-        return f"mstore fsck --read-data --repair --from {shlex.quote(str(self._layout.root))}"
+        place = str(self._layout.root) if self._helps else "PLACE"
+        return as_phrase(call("repair", read_data=True, sources=(place,)))

@@ -12,7 +12,6 @@ Unlike a backup, a clone is complete or absent: damage in the source aborts it.
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from mstore.blocks.packs import SealedPack, read_table
 from mstore.check.findings import Findings
 from mstore.errors import Conflict, Corrupt, Unavailable
 from mstore.ids import PackId
+from mstore.phrases import call
 from mstore.progress import ProgressCallback
 from mstore.store import layout as layouts
 from mstore.store import mirror
@@ -87,7 +87,7 @@ def _made(
                 with suppress(Moved):
                     return _Clone(catalog, layout, threads, progress).run()
     except Conflict as error:
-        error.hint = "name a new directory"
+        error.advise("name a new directory")
         raise
     raise Unavailable(
         "gc removes packs faster than they can be copied, and this user cannot hold a lease",
@@ -179,9 +179,8 @@ class _Clone:
             raise self._damaged(f"{first.kind} {first.where}", first.what)
 
     def _damaged(self, where: str, what: str) -> Corrupt:
-        store = shlex.quote(str(self._catalog.layout.root))
         return Corrupt(
             f"{what}: the store is damaged, and no clone of it was made",
             where=where,
-            hint=f"mstore --store {store} fsck --read-data",
+            hint=call("fsck", read_data=True, store=str(self._catalog.layout.root)),
         )

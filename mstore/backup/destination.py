@@ -30,6 +30,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.pack_numbers import NamedPack
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, StorageFailed
 from mstore.ids import PackId
+from mstore.phrases import call, phrase
 from mstore.store import backup_row, leases, refs
 from mstore.store import layout as layouts
 from mstore.store.config import Config
@@ -154,8 +155,8 @@ class Destination:
                     frozenset(row.damaged),
                 )
         except Corrupt as error:
-            store = shlex.quote(str(layout.root))
-            error.hint = f"mstore --store {store} fsck    (or {_HINT})"
+            check = call("fsck", store=str(layout.root))
+            error.advise(phrase("{check}    (or {new})", check=check, new=_HINT))
             raise
 
     @contextmanager
@@ -258,7 +259,7 @@ def _require_local(path: Path) -> None:
     try:
         fs.require_local(path)
     except Incompatible as error:
-        error.hint = (
+        error.advise(
             "a backup is a store, and needs a local disk; to a network filesystem copy format, "
             "config, refs/ and packs/ with rsync (docs/keeping.md, Backups)"
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from mstore.blocks.index import Index
 from mstore.errors import BadRequest, Corrupt, StorageFailed
 from mstore.ids import PackId
+from mstore.phrases import call
 from mstore.store import generation
 from mstore.store.catalog import Catalog
 from mstore.store.layout import Layout
@@ -29,7 +30,7 @@ def require_sound(catalog: Catalog) -> None:
         # Check again with the current index: others may have published meanwhile.
         why = generation.doubt(catalog.layout, catalog.index, packs=True)
     if why is not None:
-        raise Corrupt(why, where=str(catalog.layout.index), hint="mstore reindex")
+        raise Corrupt(why, where=str(catalog.layout.index), hint=call("reindex"))
 
 
 def require_outside(layout: Layout, target: Path) -> None:

@@ -45,6 +45,7 @@ from mstore.blocks.pack_numbers import CONDEMNED, PACK_IDS, PACKS, Condemned, Na
 from mstore.blocks.packs import Kind, SealedPack
 from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId
+from mstore.phrases import call
 
 DATABASES = (
     "blocks",
@@ -99,7 +100,7 @@ def damaged(database: str, key: bytes) -> Corrupt:
     return Corrupt(
         f"the index's row of this {kind} does not match its check",
         where=f"plan {name}" if kind == "plan" else name,
-        hint="mstore reindex",
+        hint=call("reindex"),
     )
 
 
@@ -334,7 +335,7 @@ class Index:
                 raise Corrupt(
                     "the index names an unknown pack",
                     where=f"pack number {number}",
-                    hint="mstore fsck",
+                    hint=call("fsck"),
                 )
             # Numbers are never reused, so caching them is safe.
             id = self._pack_ids[number] = pack.id

@@ -27,6 +27,7 @@ from mstore import fs
 from mstore.blocks.lmdb_copy import PrivateCopy
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, StorageFailed
+from mstore.phrases import Text
 
 SMALL_BYTES = 1 << 20
 """Up to this size, in bytes, a file is walked at each opening, which takes about 10 ms."""
@@ -39,7 +40,7 @@ _ATTEMPTS = 20
 _PAUSE = 0.01
 
 
-def require_sound(directory: Path, hint: str) -> bytes:
+def require_sound(directory: Path, hint: Text) -> bytes:
     """Raise Corrupt with this hint if the environment's file is not safe to map.
 
     Returns the state in which it was found sound, for `Trust`. Raises StorageFailed.
@@ -51,7 +52,7 @@ def require_sound(directory: Path, hint: str) -> bytes:
     return state
 
 
-def require_sound_copy(directory: Path, copy: PrivateCopy, hint: str) -> None:
+def require_sound_copy(directory: Path, copy: PrivateCopy, hint: Text) -> None:
     """Like `require_sound`, for a private copy of the environment's file. Writes nothing."""
     if copy.status.st_size > SMALL_BYTES and _stamp(directory) == _state(
         copy.status, copy.transaction

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Condition, Lock, get_ident
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import lmdb
 
@@ -37,8 +37,10 @@ from mstore.blocks.lmdb_check import Trust
 from mstore.blocks.lmdb_copy import PATIENCE, PrivateCopy
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, MstoreError, StorageFailed, Unavailable
+from mstore.phrases import Text, call
 
 MAX_READERS = 1024
+_REINDEX: Final = call("reindex")
 RENEWAL_PATIENCE = 0.1
 """Seconds to try for a newer copy, if there is an older one."""
 _COPY_SHARE = 10
@@ -61,7 +63,7 @@ class Environment:
     """
 
     def __init__(
-        self, path: Path, databases: tuple[str, ...], *, create: bool, hint: str = "mstore reindex"
+        self, path: Path, databases: tuple[str, ...], *, create: bool, hint: Text = _REINDEX
     ) -> None:
         self.path = path
         self._hint = hint
@@ -285,7 +287,7 @@ class Environment:
         databases: tuple[str, ...],
         *,
         create: bool = True,
-        hint: str = "mstore reindex",
+        hint: Text = _REINDEX,
     ) -> Environment:
         """Return the environment of this path, opened at most once in this process.
 
@@ -611,13 +613,14 @@ def _file_id(path: Path) -> _FileId:
     return found[0], found[1]
 
 
-def _translated(error: Any, path: Path, hint: str) -> StorageFailed | Corrupt:
+def _translated(error: Any, path: Path, hint: Text) -> StorageFailed | Corrupt:
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.VersionMismatchError):
         return Corrupt(f"damaged index: {error}", where=str(path), hint=hint)
     if isinstance(error, lmdb.MapFullError | lmdb.MapResizedError):
         if address_space.limit() is None:
             size = address_space.MAP_SIZE >> 30
-            what, hint = f"the index has grown to the {size} GiB that it may have", "mstore gc"
+            what = f"the index has grown to the {size} GiB that it may have"
+            hint = call("gc")
         else:
             what = "the index outgrew its share of the address space, which ulimit -v bounds"
             hint = "ulimit -v unlimited"

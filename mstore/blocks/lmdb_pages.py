@@ -29,6 +29,7 @@ from typing import NamedTuple, Self
 
 from mstore import fs
 from mstore.errors import Corrupt
+from mstore.phrases import call
 
 PAGE = 4096
 _MAGIC = 0xBEEFC0DE
@@ -152,7 +153,7 @@ class LmdbFile:
             return os.pread(self._fd, length, offset)
 
     def _corrupt(self, what: str) -> Corrupt:
-        return Corrupt(f"damaged index: {what}", where=str(self.path), hint="mstore reindex")
+        return Corrupt(f"damaged index: {what}", where=str(self.path), hint=call("reindex"))
 
     # -- reading -----------------------------------------------------------------------------
 

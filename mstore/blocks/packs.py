@@ -46,6 +46,7 @@ from mstore import fs
 from mstore.blocks.codecs import Codec, Encoded
 from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed, Unavailable
 from mstore.ids import Buffer, PackId
+from mstore.phrases import call
 
 PAGE = 4096
 VERSION = 2
@@ -350,7 +351,7 @@ def _ends(file: BinaryIO, where: str) -> tuple[bytes, int, int, bytes]:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER.size)
         if size < PAGE + _TAIL.size or size % PAGE:
-            raise Corrupt("truncated pack", where=where, hint="mstore fsck --read-data")
+            raise Corrupt("truncated pack", where=where, hint=call("fsck", read_data=True))
         file.seek(size - _TAIL.size)
         tail = file.read(_TAIL.size)
         offset, length, digest, version, magic = _TAIL.unpack(tail)
@@ -417,7 +418,7 @@ class PackFiles:
                     raise PackGone(
                         "a pack that the index names is missing",
                         where=str(path),
-                        hint="mstore fsck",
+                        hint=call("fsck"),
                     ) from error
                 except OSError as error:
                     raise StorageFailed(
@@ -476,7 +477,7 @@ class PackFiles:
                 str(error.strerror),
                 where=str(self.path(pack)),
                 errno=error.errno,
-                hint="mstore fsck --read-data",
+                hint=call("fsck", read_data=True),
             ) from error
         except OverflowError as error:
             # A damaged row may name an offset that no file can have.
@@ -515,7 +516,7 @@ class PackFiles:
         return data
 
     def _too_short(self, pack: PackId) -> Corrupt:
-        return Corrupt("the pack ends too early", where=str(self.path(pack)), hint="mstore fsck")
+        return Corrupt("the pack ends too early", where=str(self.path(pack)), hint=call("fsck"))
 
     def will_need(self, pack: PackId, offset: int, length: int) -> None:
         """Ask the kernel to read ahead; advice only, never an error."""

@@ -19,11 +19,12 @@ from mstore.blocks.location import Location
 from mstore.blocks.packs import Entry
 from mstore.errors import Corrupt, Incompatible, MstoreError
 from mstore.ids import BlockId, Buffer, Id, PackId
+from mstore.phrases import call
 
 RECORD_LIMIT: Final = 512 << 20
 """Length of the longest record of any kind, in bytes."""
 
-FSCK: Final = "mstore fsck --read-data"
+FSCK: Final = call("fsck", read_data=True)
 
 
 class PackSource(Protocol):
@@ -171,7 +172,8 @@ def verify(id: BlockId, at: Location, data: Buffer, base: Buffer | None = None) 
 
 def _named(error: MstoreError, block: BlockId) -> MstoreError:
     """Return a codec's error as one about this block."""
-    named = type(error)(error.what, where=f"block {block}", hint=error.hint or FSCK)
+    what, _, hint = error.texts
+    named = type(error)(what, where=f"block {block}", hint=hint or FSCK)
     if isinstance(named, Corrupt):
         named.block = block
     return named

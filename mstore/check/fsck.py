@@ -25,6 +25,7 @@ from mstore.check.graph import Graph
 from mstore.check.payloads import Payloads
 from mstore.errors import BadRequest
 from mstore.ids import PackId
+from mstore.phrases import Phrase, as_phrase, call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import generation, leases
 from mstore.store.catalog import Catalog
@@ -63,7 +64,7 @@ class CheckReport:
     """what is wrong; empty in a sound store"""
     hurt: tuple[Hurt, ...]
     """every tensor and file that cannot be read as it is"""
-    hint: str | None
+    hint: Phrase | None
     """the next command; None in a sound store"""
     seconds: float
     """how long it took"""
@@ -240,12 +241,12 @@ class Checker:
         root = self._layout.root
         return [str(path.relative_to(root)) for path in leases.garbage(self._layout)]
 
-    def _hint(self, catalog: Catalog, refs: Container[str], lost: Collection[str]) -> str | None:
+    def _hint(self, catalog: Catalog, refs: Container[str], lost: Collection[str]) -> Phrase | None:
         findings = self.findings
         if not findings.problems:
             return None
         if findings.is_index_wrong:
-            return "mstore reindex"
+            return as_phrase(call("reindex"))
         damaged = self._damaged_packs(catalog.index)
         is_lacking = bool(findings.broken or findings.packs or findings.incomplete)
         if (damaged or is_lacking) and generation.is_backup(self._layout, catalog.index):
@@ -253,36 +254,53 @@ class Checker:
             own = damaged - generation.damaged_when_copied(catalog.index)
             return _back_up_again(self._layout, own)
         if is_lacking:
-            data = " --read-data" if self._scope.share else ""
-            told = f"mstore fsck{data} --repair --from PLACE    (a store or checkpoint with copies)"
-            if lost:
-                name = min(lost)
-                told += f"; with none left: mstore rm {name}, or mstore reset {name} OTHER"
-            return told
+            return _repaired(bool(self._scope.share), lost)
         kinds = {problem.kind for problem in findings.problems}
         if findings.stale_mirror or kinds <= {"statistics", "memo"}:
-            return "mstore fsck --repair"
+            return as_phrase(call("repair"))
         names = [problem.where for problem in findings.problems if problem.kind == "ref"]
         # If a ref's row cannot be read, the mirror still has its value.
         if names and all(name in refs for name in names):
-            return f"mstore rm {names[0]}"
-        return "mstore reindex"
+            return as_phrase(call("remove", names[0]))
+        return as_phrase(call("reindex"))
 
 
-def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> str:
+def _repaired(read_data: bool, lost: Collection[str]) -> Phrase:
+    """Return what fixes a store that lacks something; `lost`: refs whose snapshot is missing."""
+    repair = phrase(
+        "{repair}    (a store or checkpoint with copies)",
+        repair=call("repair", read_data=read_data, sources=("PLACE",)),
+    )
+    if not lost:
+        return repair
+    name = min(lost)
+    return phrase(
+        "{repair}; with none left: {rm}, or {reset}",
+        repair=repair,
+        rm=call("remove", name),
+        reset=call("reset", name, "OTHER"),
+    )
+
+
+def _back_up_again(layout: Layout, damaged: Collection[PackId]) -> Phrase:
     """Return what fixes a backup: new copies from its store replace packs damaged here.
 
     Without damage of its own, the backup matches its store and cannot be a source for repair.
     """
-    again = f"mstore --store STORE backup {shlex.quote(str(layout.root))}"
+    again = call("backup", str(layout.root), store="STORE")
     if not damaged:
-        return (
-            f"mstore --store STORE fsck --read-data --repair --from PLACE, then: {again}    "
-            "(this is a backup, and lacks what its store had lost; PLACE: another store or a "
-            "checkpoint with copies)"
+        return phrase(
+            "{repair}, then: {again}    (this is a backup, and lacks what its store had lost; "
+            "PLACE: another store or a checkpoint with copies)",
+            repair=call("repair", read_data=True, sources=("PLACE",), store="STORE"),
+            again=again,
         )
     files = " ".join(shlex.quote(str(pack_path(layout.packs, pack))) for pack in sorted(damaged))
-    return f"rm -f {files}    (this is a backup; back its store up again: {again})"
+    return phrase(
+        "rm -f {files}    (this is a backup; back its store up again: {again})",
+        files=files,
+        again=again,
+    )
 
 
 def _confirmed(catalog: Catalog, graph: Graph) -> Graph:

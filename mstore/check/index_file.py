@@ -16,6 +16,7 @@ from mstore.blocks.index import DATABASES
 from mstore.blocks.lmdb_check import at_most
 from mstore.blocks.lmdb_pages import LmdbFile
 from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.phrases import call
 from mstore.store import snapshot_rows
 from mstore.store.layout import Layout
 
@@ -94,5 +95,5 @@ def refuse(layout: Layout, found: list[str]) -> None:
         raise Corrupt(
             f"the index is damaged: {found[0].removeprefix('damaged index: ')}",
             where=str(layout.index),
-            hint="mstore reindex",
+            hint=call("reindex"),
         )

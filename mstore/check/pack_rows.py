@@ -22,6 +22,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.phrases import call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import generation
 from mstore.store.layout import Layout
@@ -106,8 +107,13 @@ class PackRows:
         if len(strangers) == len(paths):
             return paths
         self.notes += [
-            f"pack {path.stem} is left out: it is of another store (mstore gc moves it to "
-            "lost+found; mstore fsck --repair --from takes copies from the store itself)"
+            phrase(
+                "pack {pack} is left out: it is of another store ({gc} moves it to lost+found; "
+                "{repair} takes copies from the store itself)",
+                pack=path.stem,
+                gc=call("gc"),
+                repair=call("repair", sources=("STORE",)),
+            )
             for path in sorted(strangers)
         ]
         return [path for path in paths if path not in strangers]

@@ -40,6 +40,7 @@ from mstore.ids import Buffer, PackId, PlanId, SignatureId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.signature import Signature
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.phrases import call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import (
     leases,
@@ -192,8 +193,11 @@ def _require_idle(layout: Layout) -> None:
         raise Conflict(
             f"the store is in use: {', '.join(who)}",
             where=str(layout.root),
-            hint="end mounts (mstore mounts --all lists them) and let commands end, then: mstore "
-            "reindex",
+            hint=phrase(
+                "end mounts ({mounts} lists them) and let commands end, then: {reindex}",
+                mounts=call("mounts", all=True),
+                reindex=call("reindex"),
+            ),
         )
 
 
@@ -277,7 +281,7 @@ class _Building:
         self._old = old or OldIndex()
         self._returned = frozenset(returned)
         self._packs = PackRows(layout, index, self._old.condemned, progress)
-        self._notes = [f"old index: {note}" for note in self._old.notes]
+        self._notes: list[str] = [f"old index: {note}" for note in self._old.notes]
         if returned:
             self._notes.append(f"packs taken back from lost+found: {len(returned)}")
 
@@ -389,7 +393,7 @@ class _Building:
             for name, ref in sorted(settled.refs.items()):
                 if ref.snapshot_id() not in known:
                     what = f"{name} is at {ref.snapshot_id()}, which is in no pack"
-                    self._notes.append(f"{what}; next: mstore fsck")
+                    self._notes.append(phrase("{what}; next: {fsck}", what=what, fsck=call("fsck")))
                 refs.put(index, transaction, name, ref)
                 last = old.moves[name].new if name in old.moves else None
                 if last != ref.snapshot:
@@ -440,10 +444,16 @@ class _Building:
         if found:
             first = next(iter(found))
             self._notes.append(
-                f"no ref leads to {len(found)} of the snapshots: each is a branch {directory}/... "
-                "now. mstore log shows them, and older ones that they came from; to name one: "
-                f"mstore reset NAME {first} (or its id), then mstore rm {first}; where it is not "
-                f"needed, mstore rm {first} alone"
+                phrase(
+                    "no ref leads to {count} of the snapshots: each is a branch {directory}/... "
+                    "now. {log} shows them, and older ones that they came from; to name one: "
+                    "{reset} (or its id), then {rm}; where it is not needed, {rm} alone",
+                    count=len(found),
+                    directory=directory,
+                    log=call("log"),
+                    reset=call("reset", "NAME", first),
+                    rm=call("remove", first),
+                )
             )
         return found
 

@@ -34,6 +34,7 @@ from mstore.errors import Corrupt, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import condemned, leases, snapshot_rows
 from mstore.store.catalog import Catalog
@@ -109,7 +110,7 @@ class Repair:
             raise Corrupt(
                 f"the index is not usable for a repair: {problem.what}",
                 where=problem.where,
-                hint="mstore reindex",
+                hint=call("reindex"),
             )
         if before.problems:
             with closing(Catalog(self._layout)) as catalog:
@@ -140,7 +141,7 @@ class Repair:
         """Heal in rounds; return what could not be healed."""
         with catalog.publishing():
             leases.sweep(catalog.layout, catalog.index)
-        lease = leases.Lease(catalog.layout, catalog.index, "fsck --repair")
+        lease = leases.Lease(catalog.layout, catalog.index, "repair")
         try:
             damage = Damage.of(catalog, found)
             tried: set[Key] = set()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from mstore.checkpoint.reading import Stamp, open_regular, read_range, storage_e
 from mstore.checkpoint.strict_json import parse_object
 from mstore.checkpoint.tree import Found, Tree, several, told, walk
 from mstore.errors import BadCheckpoint
+from mstore.phrases import Phrase, call, joined, phrase
 from mstore.sizes import format_size
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -162,7 +162,8 @@ def _excluded_told(tree: Tree) -> Iterator[None]:
     except BadCheckpoint as error:
         lost = next((one for one in tree.excluded if one.has_weights), None)
         if lost is not None:
-            error.hint = f"{quoted(lost.path)} is left out by {told(lost.pattern)}"
+            path, pattern = quoted(lost.path), told(lost.pattern)
+            error.advise(phrase("{path} is left out by {pattern}", path=path, pattern=pattern))
         raise
 
 
@@ -223,18 +224,18 @@ def _require_safetensors(tree: Tree, path: Path) -> None:
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         asked = dict.fromkeys(o.pattern.text for o in tree.excluded if o.pattern.source == ASKED)
-        excluded = "".join(f" --exclude {shlex.quote(text)}" for text in asked)
+        exclude = tuple(asked) or None
         raise BadCheckpoint(
             f"has only pickled weights ({_listed(pickles)}), which can run code when loaded; "
             "mstore reads safetensors",
             where=str(path),
-            hint=f"mstore add {shlex.quote(str(path))} --name {name_for(path)} --convert{excluded}",
+            hint=call("add", str(path), name=name_for(path), convert=True, exclude=exclude),
         )
     for name in names:
         known = strangers.by_name(name)
         if known is not None:
             raise known.error(str(tree.shown / name))
-    raise BadCheckpoint("holds no .safetensors file", where=str(path), hint="mstore add --help")
+    raise BadCheckpoint("holds no .safetensors file", where=str(path), hint=call("add", help=True))
 
 
 def _refuse_pickled_top(tree: Tree) -> None:
@@ -266,13 +267,9 @@ def _refuse_pickled_top(tree: Tree) -> None:
         f"({_listed(pickles)}), and safetensors in {_listed(below)}",
         below,
     )
-    patterns = [f"--exclude {shlex.quote(text)}" for text in _leaving_out(below)]
-    more = " ..." if len(patterns) > _NAMES_SHOWN else ""
-    refusal.hint = (
-        f"{refusal.hint}\nthe one at the top, with torch: mstore add "
-        f"{shlex.quote(str(tree.shown))} --name {name_for(tree.shown)} --convert "
-        f"{' '.join(patterns[:_NAMES_SHOWN])}{more}"
-    )
+    _, _, hint = refusal.texts
+    top_one = phrase("the one at the top, with torch: {add}", add=_add_without(tree, below, True))
+    refusal.advise(joined(hint, top_one))
     raise refusal
 
 
@@ -320,14 +317,21 @@ def _refuse_copies(tree: Tree, own: set[str], below: Mapping[str, set[str]]) -> 
         f"holds {len(shared) + 1} models, not one: the one at its top and {quoted(first)} "
         f"both have the tensor {quoted(min(shared[first]))}"
     )
-    patterns = [f"--exclude {shlex.quote(text)}" for text in _leaving_out(sorted(shared))]
-    more = " ..." if len(patterns) > _NAMES_SHOWN else ""
-    raise BadCheckpoint(
-        what,
-        where=str(tree.shown),
-        hint=f"mstore add {shlex.quote(str(tree.shown))} --name {name_for(tree.shown)} "
-        f"{' '.join(patterns[:_NAMES_SHOWN])}{more}",
+    hint = _add_without(tree, sorted(shared), False)
+    raise BadCheckpoint(what, where=str(tree.shown), hint=hint)
+
+
+def _add_without(tree: Tree, directories: list[str], convert: bool) -> Phrase:
+    """Return the call that adds what lies at the top, without these directories."""
+    patterns = _leaving_out(directories)
+    add = call(
+        "add",
+        str(tree.shown),
+        name=name_for(tree.shown),
+        convert=convert,
+        exclude=tuple(patterns[:_NAMES_SHOWN]),
     )
+    return phrase("{add} ..." if len(patterns) > _NAMES_SHOWN else "{add}", add=add)
 
 
 def _leaving_out(directories: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ from typing import Final
 
 from mstore.checkpoint.paths import quoted
 from mstore.errors import BadCheckpoint, BadRequest
+from mstore.phrases import Option, call
 
 IGNORE_FILE: Final = ".mstoreignore"
 MAX_IGNORE_BYTES: Final = 1 << 16
@@ -41,8 +42,8 @@ MAX_PARTS: Final = 64
 WEIGHTS: Final = ".safetensors"
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 DEFAULT: Final = "the defaults"
-ASKED: Final = "--exclude"
-_EXAMPLE: Final = "mstore add PATH --name NAME --exclude 'logs/' --exclude '*.tmp'"
+ASKED: Final = Option("exclude")
+_EXAMPLE: Final = call("add", "PATH", name="NAME", exclude=("logs/", "*.tmp"))
 
 DEFAULT_PATTERNS: Final = (
     ".git",
@@ -95,13 +96,13 @@ class Pattern:
     """One line: its text, its source, and what it matches."""
 
     text: str
-    source: str
+    source: str | Option
     parts: tuple[str, ...]
     takes_back: bool
     directories_only: bool
 
     @classmethod
-    def parsed(cls, text: str, source: str) -> Pattern | None:
+    def parsed(cls, text: str, source: str | Option) -> Pattern | None:
         """Parse a line; None for a blank line or comment.  Raises BadRequest."""
         line = text.rstrip("\r\n")
         while line.endswith(" ") and not line.endswith("\\ "):
@@ -171,7 +172,7 @@ def escaped(path: str) -> str:
     return re.sub(r"^[!#]|[\\*?\[]", lambda found: f"\\{found[0]}", path)
 
 
-def _patterns(lines: Iterable[str], source: str) -> tuple[Pattern, ...]:
+def _patterns(lines: Iterable[str], source: str | Option) -> tuple[Pattern, ...]:
     found = [Pattern.parsed(line, source) for line in lines]
     patterns = tuple(pattern for pattern in found if pattern is not None)
     if len(patterns) > MAX_PATTERNS:

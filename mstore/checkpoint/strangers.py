@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Final
 
 from mstore.errors import BadCheckpoint
+from mstore.phrases import Text, call, phrase
 
 PREFIX_BYTES: Final = 8
 """How many first bytes of a file `by_bytes` needs; it accepts more."""
@@ -20,7 +21,7 @@ class Stranger:
     """What a file is, as a predicate, and what to do about it."""
 
     what: str
-    hint: str
+    hint: Text
 
     def error(self, where: str) -> BadCheckpoint:
         """Build the error that refuses a file at `where`."""
@@ -37,7 +38,10 @@ GGUF: Final = Stranger(
 )
 ZIP: Final = Stranger(
     "is a zip archive, as torch.save writes, and not safetensors",
-    "give it the suffix .bin, then: mstore add DIRECTORY --name x --convert",
+    phrase(
+        "give it the suffix .bin, then: {add}",
+        add=call("add", "DIRECTORY", name="x", convert=True),
+    ),
 )
 HTML: Final = Stranger(
     "is a web page: the download went wrong, or asked for a login",
@@ -45,7 +49,10 @@ HTML: Final = Stranger(
 )
 RECIPE: Final = Stranger(
     "is a YAML file, as mergekit's recipes are; a checkpoint has .safetensors files",
-    "mstore merge --help says how to give base, experts, weights and method",
+    phrase(
+        "{help} says how to give base, experts, weights and method",
+        help=call("merge", help=True),
+    ),
 )
 
 _BY_BYTES: Final = (

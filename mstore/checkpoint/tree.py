@@ -25,10 +25,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from mstore.checkpoint.exclusion import (
+    ASKED,
     IGNORE_FILE,
     MAX_IGNORE_BYTES,
     NOTHING_EXCLUDED,
@@ -50,6 +52,7 @@ from mstore.checkpoint.reading import (
     storage_error,
 )
 from mstore.errors import BadCheckpoint, MstoreError, NotFound
+from mstore.phrases import Call, Option, Phrase, Text, call, phrase
 from mstore.sizes import format_size
 
 # Keeps a hint that lists paths to one line.
@@ -143,7 +146,11 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
         is_pickled = any(is_pickled_top(one.path) for one in found)
         if lost is not None and not (is_pickled and lost.path.endswith("/")):
             raise BadCheckpoint(
-                f"all its weights are left out, {quoted(lost.path)} by {told(lost.pattern)}",
+                phrase(
+                    "all its weights are left out, {path} by {pattern}",
+                    path=quoted(lost.path),
+                    pattern=told(lost.pattern),
+                ),
                 where=str(shown),
                 hint=_instead(lost.pattern, shown),
             )
@@ -152,26 +159,36 @@ def _refuse_unloadable(found: Sequence[Found], excluded: Sequence[Excluded], sho
     for one in excluded:
         if is_needed(one.path) and os.path.dirname(one.path) in homes:
             raise BadCheckpoint(
-                f"{told(one.pattern)} leaves out {quoted(one.path)}, and the weights beside it "
-                "cannot be loaded without",
+                phrase(
+                    "{pattern} leaves out {path}, and the weights beside it cannot be loaded "
+                    "without",
+                    pattern=told(one.pattern),
+                    path=quoted(one.path),
+                ),
                 where=str(shown),
-                hint=f"after that pattern: --exclude '!/{one.path}'",
+                hint=phrase(
+                    "after that pattern: {exclude}",
+                    exclude=Option("exclude", (f"!/{one.path}",)),
+                ),
             )
 
 
-def told(pattern: Pattern) -> str:
+def told(pattern: Pattern) -> Phrase:
     """Describe a pattern and its source."""
-    return f"{quoted(pattern.text)} of {pattern.source}"
+    return phrase("{text} of {source}", text=quoted(pattern.text), source=pattern.source)
 
 
-def _instead(pattern: Pattern, shown: Path) -> str:
-    """Return the command to type if a pattern excludes too much."""
-    line = f"mstore add {shlex.quote(str(shown))} --name {name_for(shown)}"
+def _instead(pattern: Pattern, shown: Path) -> Text:
+    """Return the next step if a pattern excludes too much."""
+    name = name_for(shown)
+    add = partial(call, "add", str(shown), name=name)
     if pattern.source == IGNORE_FILE:
-        return f"change {shlex.quote(str(shown / IGNORE_FILE))}, or: {line} --exclude '!*{WEIGHTS}'"
-    if pattern.source == "--exclude":
-        return f"{line}    (without --exclude {shlex.quote(pattern.text)})"
-    return f"{line} --no-default-excludes"
+        file = shlex.quote(str(shown / IGNORE_FILE))
+        return phrase("change {file}, or: {add}", file=file, add=add(exclude=(f"!*{WEIGHTS}",)))
+    if pattern.source == ASKED:
+        asked = Option("exclude", (pattern.text,))
+        return phrase("{add}    (without {asked})", add=add(), asked=asked)
+    return Call("add", (str(shown),), (("name", name), ("default_excludes", False)))
 
 
 def _refuse_holes(tree: Tree, limit: int | None) -> None:
@@ -183,15 +200,15 @@ def _refuse_holes(tree: Tree, limit: int | None) -> None:
     largest = max(sparse, key=lambda found: found.status.st_size)
     status = largest.status
     more = f" with {len(sparse) - 1} more files like it, {format_size(total)}"
-    where = shlex.quote(str(tree.shown if len(tree.files) > 1 else tree.shown / largest.path))
-    command = f"mstore add {where} --name {name_for(tree.shown)} --max-sparse {total}"
+    where = str(tree.shown if len(tree.files) > 1 else tree.shown / largest.path)
+    add = call("add", where, name=name_for(tree.shown), max_sparse_bytes=total)
     raise BadCheckpoint(
         f"is mostly holes: its size is {format_size(status.st_size)}"
         f"{more if len(sparse) > 1 else ''}, {format_size(status.st_blocks * _UNIT)} of it on the "
         f"disk, and the limit for such files is {format_size(limit)}, the free space of the "
         "store's disk unless told otherwise",
         where=str(tree.shown / largest.path),
-        hint=f"if it is meant to be so: {command}",
+        hint=phrase("if it is meant to be so: {add}", add=add),
     )
 
 
@@ -200,13 +217,13 @@ def _is_sparse(status: os.stat_result) -> bool:
 
 
 def several(where: Path, what: str, directories: Sequence[str]) -> BadCheckpoint:
-    """Return the error for a directory of several models, with the command that adds them."""
-    paths = [shlex.quote(str(where / each)) for each in directories[:_PATHS_SHOWN]]
-    more = " ..." if len(directories) > _PATHS_SHOWN else ""
+    """Return the error for a directory of several models, with the call that adds them."""
+    paths = [str(where / each) for each in directories[:_PATHS_SHOWN]]
+    more = ["..."] if len(directories) > _PATHS_SHOWN else []
     return BadCheckpoint(
         what,
         where=str(where),
-        hint=f"mstore add {' '.join(paths)}{more} --name-prefix {name_for(where)}/",
+        hint=call("add", *paths, *more, name_prefix=f"{name_for(where)}/"),
     )
 
 
@@ -253,11 +270,11 @@ def _no_revision(path: Path, where: str) -> BadCheckpoint:
         return BadCheckpoint(f"{what}, which has none", where=where)
     shown = ", ".join(quoted(each) for each in there[:_PATHS_SHOWN])
     more = f" and {len(there) - _PATHS_SHOWN} more" if len(there) > _PATHS_SHOWN else ""
-    chosen = shlex.quote(str(path / "snapshots" / there[0]))
+    chosen = str(path / "snapshots" / there[0])
     return BadCheckpoint(
         f"{what}, which has {shown}{more}",
         where=where,
-        hint=f"mstore add {chosen} --name {shlex.quote(given_name(path))}",
+        hint=call("add", chosen, name=given_name(path)),
     )
 
 
@@ -444,8 +461,11 @@ class _Walker:
             raise BadCheckpoint(
                 f"is a symlink out of the checkpoint, to {quoted(str(target))}",
                 where=where,
-                hint=f"cp -rL {shlex.quote(str(self.shown))} copied && "
-                f"mstore add copied --name {name_for(self.shown)}",
+                hint=phrase(
+                    "cp -rL {here} copied && {add}",
+                    here=shlex.quote(str(self.shown)),
+                    add=call("add", "copied", name=name_for(self.shown)),
+                ),
             )
         try:
             status = _status(target, where)
@@ -469,7 +489,5 @@ class _Walker:
         raise BadCheckpoint(
             "is an mstore store, not a checkpoint or a part of one",
             where=store,
-            hint=f"mv {shlex.quote(store)} ELSEWHERE"
-            if prefix
-            else "mstore refs --store " + shlex.quote(store),
+            hint=f"mv {shlex.quote(store)} ELSEWHERE" if prefix else call("refs", store=store),
         )

@@ -38,6 +38,7 @@ from mstore.gc import proof, tidy
 from mstore.gc.repack import Copies
 from mstore.gc.survey import DEAD_SHARE, Choice, Dead, Use, choose, places, uses
 from mstore.ids import PackId, SnapshotId
+from mstore.phrases import call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.reachability import NS_A_DAY, Inventory, Reach, Roots
 from mstore.sizes import format_size
@@ -468,7 +469,12 @@ def _for_a_full_disk() -> Iterator[None]:
         yield
     except StorageFailed as error:
         if error.errno == errno.ENOSPC:
-            error.hint = "remove a file of 1 MiB from this disk, outside the store, then: mstore gc"
+            error.advise(
+                phrase(
+                    "remove a file of 1 MiB from this disk, outside the store, then: {gc}",
+                    gc=call("gc"),
+                )
+            )
         raise
 
 

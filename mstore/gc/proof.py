@@ -21,13 +21,17 @@ from mstore.blocks.reader import located
 from mstore.check import index_file
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import BlockId, PackId
+from mstore.phrases import call, phrase
 from mstore.reachability import Reach
 from mstore.store import generation, lost_found, mirror
 from mstore.store.catalog import Catalog
 from mstore.store.generation import listed_packs
 
-_REINDEX = "mstore reindex"
-_REPAIR = "mstore fsck --read-data --repair --from PLACE    (a store or checkpoint with copies)"
+_REINDEX = call("reindex")
+_REPAIR = phrase(
+    "{repair}    (a store or checkpoint with copies)",
+    repair=call("repair", read_data=True, sources=("PLACE",)),
+)
 """A repair drops rows of damaged data; a new index would only restore them."""
 _SHOWN = 3
 
@@ -50,7 +54,7 @@ def require_sound_names(catalog: Catalog) -> None:
         raise Corrupt(
             f"the mirror of the refs, which has to agree before anything goes: {error.what}",
             where=str(catalog.layout.mirror),
-            hint="mstore fsck --repair",
+            hint=call("repair"),
         ) from error
     with catalog.index.env.read() as transaction:
         differ = mirror.differences(told, catalog.index, transaction)
@@ -58,7 +62,7 @@ def require_sound_names(catalog: Catalog) -> None:
         raise Corrupt(
             f"index and mirror of the refs do not agree about {_some(differ)}",
             where=str(catalog.layout.mirror),
-            hint="mstore reindex",
+            hint=_REINDEX,
         )
 
 

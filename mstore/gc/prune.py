@@ -16,6 +16,7 @@ from mstore import lineage
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import PREVIOUS
+from mstore.phrases import call
 from mstore.reachability import NS_A_DAY, Roots
 from mstore.store import pruned_rows, refs
 from mstore.store.catalog import Catalog, now_ns
@@ -70,7 +71,7 @@ def prune(catalog: Catalog, wish: Wish, *, reflog_days: int, dry_run: bool) -> P
     counts = (wish.keep_last, *(count for count, _ in _periods(wish)))
     if min(counts) < 0 or not any(counts):
         raise BadRequest(
-            "at least one snapshot of a branch is kept", hint="mstore prune --keep-last 1"
+            "at least one snapshot of a branch is kept", hint=call("prune", keep_last=1)
         )
     if dry_run:
         chosen, tags = _choose(catalog, wish)
@@ -106,7 +107,7 @@ def _choose(catalog: Catalog, wish: Wish) -> tuple[list[SnapshotId], dict[str, r
     for name in wish.branches:
         if name not in branches:
             what = "is a tag" if name in named else "no such branch"
-            raise NotFound(what, where=name, hint="mstore refs")
+            raise NotFound(what, where=name, hint=call("refs"))
     asked = set(wish.branches or branches)
     kept: set[SnapshotId] = {ref.snapshot_id() for ref in branches.values()}
     older: set[SnapshotId] = set()

@@ -17,6 +17,7 @@ from mstore.blocks.location_arrays import Flags, Numbers, Table
 from mstore.blocks.packs import ENTRY, PAGE, Kind, dead_bytes, pack_path
 from mstore.errors import MstoreError
 from mstore.ids import PackId, SnapshotId
+from mstore.phrases import call, phrase
 from mstore.reachability import Inventory, Reach
 from mstore.sizes import format_size
 
@@ -133,12 +134,15 @@ def _dead_bytes(path: Path, size: int, live_rows: int, live_bytes: int) -> int |
 
 def choose(found: Sequence[Use], room: int, dead_share: float = DEAD_SHARE) -> Choice:
     """Choose packs to remove and to rewrite, with `room` bytes for copies."""
-    remove, wanted, small, left = [], [], [], []
+    remove, wanted, small = [], [], []
+    left: list[str] = []
     for use in found:
         if use.live_rows == 0:
             remove.append(use)
         elif use.dead_bytes is None:
-            left.append(f"pack {use.pack.hex()}: damaged; next: mstore fsck --repair")
+            repair = call("repair")
+            what = "pack {pack}: damaged; next: {repair}"
+            left.append(phrase(what, pack=use.pack.hex(), repair=repair))
         elif use.dead_bytes and use.dead_share >= dead_share:
             wanted.append(use)
         elif use.size < SMALL_BYTES:

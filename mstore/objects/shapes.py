@@ -1,7 +1,7 @@
 """Whether a fine-tune and its base have the same architecture: equal tensor names and shapes.
 
-Patterns (`--only`, `--skip`) select the tensors to compare; others may be missing, extra or of
-another shape.
+Patterns (the options `only` and `skip`) select the tensors to compare; others may be missing, extra
+or of another shape.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mstore.errors import BadRequest, Incompatible
+from mstore.phrases import Option, Phrase, Text, call, phrase
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
@@ -32,30 +33,39 @@ def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if name in wanted}
 
 
-def require_patterns(patterns: Sequence[str], option: str) -> None:
+def require_patterns(patterns: Sequence[str], option: Option) -> None:
     """Raise BadRequest unless this is a list of patterns without empty ones."""
     if isinstance(patterns, str) or not all(patterns):
         raise BadRequest(
             "patterns of tensor names are a list of texts that are not empty",
             where=option,
-            hint=f"{option} 'model.layers.*.mlp.*'",
+            hint=Option(option.name, ("model.layers.*.mlp.*",)),
         )
 
 
 def require_matches(names: Collection[str], only: Sequence[str], skip: Sequence[str]) -> None:
     """Raise BadRequest for a pattern that is empty, or that matches none of the names."""
-    for option, patterns in (("--only", only), ("--skip", skip)):
+    for option, patterns in ((Option("only"), only), (Option("skip"), skip)):
         require_patterns(patterns, option)
         for pattern in patterns:
             if not matching(names, [pattern]):
                 raise BadRequest(
                     f"no tensor's name matches {pattern!r}",
                     where=option,
-                    hint="mstore ls --tensors REF",
+                    hint=call("tensors", "REF"),
                 )
 
 
-def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: str) -> None:
+def told_difference(base: str, other: str) -> Phrase:
+    """Return the hint for models that differ: what shows the difference, and what ignores it."""
+    return phrase(
+        "{diff}; {skip} leaves tensors out",
+        diff=call("diff", base, other),
+        skip=Option("skip", ("PATTERN",)),
+    )
+
+
+def require_same_shapes(base: Shapes, other: Shapes, *, what: str, where: str, hint: Text) -> None:
     """Raise Incompatible listing the tensors that are missing, extra, or of another shape.
 
     The error says so if `other` is an adapter.

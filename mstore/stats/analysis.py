@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mstore.blocks.meter import Meter
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.shapes import chosen, require_matches, require_same_shapes
+from mstore.objects.shapes import chosen, require_matches, require_same_shapes, told_difference
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats import deltas
@@ -122,7 +122,7 @@ def analyze(
         chosen({name: record.shape for name, (_, record) in experts.items()}, only, skip),
         what=f"not a fine-tune of {base.name}",
         where=expert.name,
-        hint=f"mstore diff {base.name} {expert.name}; --skip PATTERN leaves tensors out",
+        hint=told_difference(base.name, expert.name),
     )
     # Keyed by pair of tensors, so tied names count once.
     pairs = {

@@ -45,6 +45,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.phrases import call
 from mstore.store import generation, mirror, revisions, snapshot_rows, unseen
 from mstore.store import layout as layouts
 from mstore.store import refs as ref_rows
@@ -366,7 +367,7 @@ class Catalog:
             raise BadRequest(
                 "is virtual: planned, and not computed yet",
                 where=f"tensor {content.tensor}",
-                hint="mstore materialize REF",
+                hint=call("materialize", "REF"),
             )
         return content
 
@@ -466,7 +467,7 @@ class Catalog:
             raise BadRequest(
                 "is a virtual merge: its bytes are computed when they are read, and not stored",
                 where=called,
-                hint=f"mstore materialize {called}",
+                hint=call("materialize", called),
             )
 
     # -- names -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Final, Self
 from mstore import fs
 from mstore.blocks.codecs import Policy
 from mstore.errors import BadRequest, Corrupt, StorageFailed
+from mstore.phrases import call
 from mstore.sharing import Sharing
 from mstore.store.layout import Layout
 
@@ -62,7 +63,8 @@ class Config:
         try:
             return cls().changed(values)
         except BadRequest as error:
-            raise Corrupt(error.what, where=str(path), hint=error.hint) from error
+            what, _, hint = error.texts
+            raise Corrupt(what, where=str(path), hint=hint) from error
 
     def changed(self, values: Mapping[str, object]) -> Self:
         """Return a copy with some values replaced. Raises BadRequest."""
@@ -106,12 +108,14 @@ def _parsed(key: str, value: object) -> Policy | Sharing | int:
             return value
         case "reflog_days", _:
             raise _refused(key, value, f"0 to {MAX_REFLOG_DAYS}")
-    raise BadRequest(f"no such setting: {key!r}; there are {', '.join(KEYS)}", hint="mstore config")
+    raise BadRequest(
+        f"no such setting: {key!r}; there are {', '.join(KEYS)}", hint=call("configure")
+    )
 
 
 def _refused(key: str, value: object, allowed: str) -> BadRequest:
     return BadRequest(
-        f"{key} cannot be {value!r}; it can be {allowed}", hint=f"mstore config {key}"
+        f"{key} cannot be {value!r}; it can be {allowed}", hint=call("configure", key)
     )
 
 

@@ -17,6 +17,7 @@ from mstore.blocks.packs import Kind
 from mstore.errors import Conflict, Corrupt, NotFound
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
+from mstore.phrases import call, phrase
 from mstore.store import damage, leases, pruned_rows, snapshot_rows
 from mstore.store.catalog import Catalog
 
@@ -101,7 +102,7 @@ def _collected(id: SnapshotId, where: str) -> Conflict:
     return Conflict(
         f"snapshot {id.short} was collected while this command was running",
         where=where,
-        hint="mstore refs shows what is there; then run the command again",
+        hint=phrase("{refs} shows what is there; then run the command again", refs=call("refs")),
     )
 
 
@@ -118,5 +119,5 @@ def _gone(called: str) -> Pruned:
     return Pruned(
         "its contents were pruned",
         where=called,
-        hint="mstore log shows which snapshots have theirs",
+        hint=phrase("{log} shows which snapshots have theirs", log=call("log")),
     )

@@ -24,7 +24,7 @@ def placed(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
     try:
         yield
     except Corrupt as error:
-        error.where = place_of(catalog, snapshots, error) or error.where
+        error.locate(place_of(catalog, snapshots, error) or error.where)
         raise
 
 

@@ -26,6 +26,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.packs import generation_of
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import PackId
+from mstore.phrases import call
 from mstore.store import backup_row, mirror
 from mstore.store.layout import BACKUP_MARKER, Layout
 
@@ -83,7 +84,7 @@ def require_current(layout: Layout, index: Index, *, packs: bool = False) -> Non
     """Raise Corrupt if the index is not trusted: nothing may be written based on it."""
     why = doubt(layout, index, packs=packs)
     if why is not None:
-        raise Corrupt(why, where=str(layout.index), hint="mstore reindex")
+        raise Corrupt(why, where=str(layout.index), hint=call("reindex"))
 
 
 def listed_packs(layout: Layout) -> Iterator[Path]:

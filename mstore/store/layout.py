@@ -26,6 +26,7 @@ from pathlib import Path
 
 from mstore import fs
 from mstore.errors import BadRequest, Conflict, Corrupt, Incompatible, NotFound, StorageFailed
+from mstore.phrases import call, phrase
 from mstore.sharing import Sharing
 
 BACKUP_MARKER = "backup"
@@ -133,7 +134,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
     if not _is_block_size(block_size):
         raise BadRequest(
             f"block size {block_size} is not a power of two between 64 KiB and 16 MiB",
-            hint=f"mstore init --block-size {_nearest_block_size(block_size)}",
+            hint=call("init", block_size=_nearest_block_size(block_size)),
         )
     _require_unused(root)
     fs.require_local(root)
@@ -149,7 +150,7 @@ def creating(root: Path, block_size: int, sharing: Sharing = Sharing.UMASK) -> I
         if is_new and root.is_dir() and not any(root.iterdir()):
             fs.remove_empty(root)
         if isinstance(error, StorageFailed) and error.hint is None:
-            error.hint = "name a new directory, in one that you may write to"
+            error.advise("name a new directory, in one that you may write to")
         raise
     try:
         # Of two concurrent calls the second waits here, and then finds a store.
@@ -186,7 +187,7 @@ def _require_unused(root: Path) -> None:
     """Raise Conflict unless `root` is missing, empty, or left by a killed `creating`."""
     if (root / "format").exists():
         raise Conflict(
-            "there is a store already", where=str(root), hint=f"mstore --store {root} stats"
+            "there is a store already", where=str(root), hint=call("stats", store=str(root))
         )
     if root.is_dir() and not root.is_symlink():
         with fs.translated(root):
@@ -212,7 +213,10 @@ def _no_store(root: Path) -> NotFound:
         return NotFound(
             "a first backup that did not finish",
             where=str(root),
-            hint=f"of its store run again: mstore --store STORE backup {shlex.quote(str(root))}",
+            hint=phrase(
+                "of its store run again: {backup}",
+                backup=call("backup", str(root), store="STORE"),
+            ),
         )
     # A killed `init` leaves no packs.
     if any(root.glob("packs/*")) and (root / "refs").is_dir():
@@ -221,7 +225,7 @@ def _no_store(root: Path) -> NotFound:
             where=str(root),
             hint=_copy_format(root),
         )
-    return NotFound("no store here", where=str(root), hint=f"mstore --store {root} init")
+    return NotFound("no store here", where=str(root), hint=call("init", store=str(root)))
 
 
 def _copy_format(root: Path) -> str:
@@ -267,7 +271,7 @@ def locate(root: Path) -> Layout:
         raise Incompatible(
             f"store format {version} is older than format {FORMAT_VERSION}, which is read here",
             where=str(root),
-            hint="mstore migrate",
+            hint=call("migrate"),
         )
     layout = read(root)
     fs.require_local(root)

@@ -2,7 +2,7 @@
 
 A table of steps, each from one format version to the next. A step changes the store's directory
 under the writer lock, while no operation runs. It is *idempotent*: a step that stops half way and
-runs again ends in the same state, so a crash only costs another `mstore migrate`. After each step,
+runs again ends in the same state, so a crash only costs another migration. After each step,
 once its result is durable, one rename raises the version in the `format` file. Until then the store
 has the older version, and programs of that version still read it.
 
@@ -22,6 +22,7 @@ from mstore import fs
 from mstore.blocks.index import DATABASES, UNCHECKED, Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Conflict, Incompatible
+from mstore.phrases import call, phrase
 from mstore.store import mirror
 from mstore.store.config import Config
 from mstore.store.layout import FORMAT_LIMIT, FORMAT_VERSION, read, too_new, version_of
@@ -159,7 +160,10 @@ def _require_idle(root: Path) -> None:
                 raise Conflict(
                     "somebody is at work in this store",
                     where=str(path),
-                    hint="unmount it and let commands end, then: mstore migrate",
+                    hint=phrase(
+                        "unmount it and let commands end, then: {migrate}",
+                        migrate=call("migrate"),
+                    ),
                 )
         finally:
             lock.release()

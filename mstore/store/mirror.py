@@ -29,6 +29,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Corrupt, MstoreError, StorageFailed
 from mstore.ids import SnapshotId
+from mstore.phrases import call
 from mstore.sizes import format_size
 from mstore.store import refs
 from mstore.store.layout import Layout
@@ -135,7 +136,7 @@ def _keep(layout: Layout, before: bytes, listed: bytes, generation: int) -> None
             raise Corrupt(
                 f"the mirror of the refs is of generation {old}, the index of {generation}",
                 where=str(layout.mirror),
-                hint="mstore reindex",
+                hint=call("reindex"),
             )
         if (
             before.startswith(_HEAD.encode())
@@ -212,11 +213,11 @@ def _generation(path: Path, data: bytes) -> int:
         return 0
     body, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if check != _CHECK + blake3(body).hexdigest().encode() + b"\n":
-        raise Corrupt("not a ref mirror, or damaged", where=str(path), hint="mstore reindex")
+        raise Corrupt("not a ref mirror, or damaged", where=str(path), hint=call("reindex"))
     head, line, _ = body.decode(errors="replace").split("\n", 2)
     match = _GENERATION.fullmatch(line)
     if head + "\n" != _HEAD or match is None:
-        raise Corrupt("not a ref mirror", where=str(path), hint="mstore reindex")
+        raise Corrupt("not a ref mirror", where=str(path), hint=call("reindex"))
     return int(match[1])
 
 

@@ -18,6 +18,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import Corrupt, MstoreError
 from mstore.ids import ID_BYTES, PlanId, SnapshotId
 from mstore.objects.canonical import plain_id
+from mstore.phrases import call
 
 _PLANS = "plans"
 
@@ -78,7 +79,7 @@ def decode(id: PlanId, value: bytes) -> Sources:
         raise Corrupt(
             "the index's row of this plan's inputs cannot be read",
             where=f"plan {id.short}",
-            hint="mstore reindex",
+            hint=call("reindex"),
         ) from error
     return sources
 

@@ -17,6 +17,7 @@ from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
+from mstore.phrases import call, phrase
 from mstore.store import plan_rows, refs
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Source, Sources
@@ -126,7 +127,7 @@ def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
         raise NotFound(
             "this store has no snapshot with an input of the plan",
             where=f"manifest {manifest}",
-            hint="add the checkpoint that it was made from, with: mstore add",
+            hint=phrase("add the checkpoint that it was made from, with: {add}", add=call("add")),
         )
     return Source(found[0], found[0].short)
 
@@ -134,10 +135,14 @@ def _stand_in(catalog: Catalog, manifest: ManifestId) -> Source:
 def find(catalog: Catalog, text: str) -> PlanId:
     """Return the plan of this id or unique prefix (4 digits or more).  Raises NotFound, BadName."""
     if len(text) < 4 or not set(text) <= set("0123456789abcdef") or len(text) > 64:
-        raise BadName(f"{text!r} is not a plan id", hint="mstore plan prints it")
+        raise BadName(
+            f"{text!r} is not a plan id", hint=phrase("{plan} prints it", plan=call("plan"))
+        )
     matches = [id for id in _ids(catalog) if id.hex().startswith(text)]
     if not matches:
-        raise NotFound("no such plan", where=text, hint="mstore plan ... makes one")
+        raise NotFound(
+            "no such plan", where=text, hint=phrase("{plan} makes one", plan=call("plan", "..."))
+        )
     if len(matches) > 1:
         raise BadName(f"{text!r} is the prefix of several plans", hint="give more digits")
     return matches[0]
@@ -150,7 +155,7 @@ def plan_of(snapshot: SnapshotId, record: SnapshotRecord, *, so: str) -> PlanId:
         raise BadRequest(
             f"was not made by a merge, so {so}",
             where=snapshot.short,
-            hint=f"mstore show {snapshot.short}",
+            hint=call("show", snapshot.short),
         )
     return id
 

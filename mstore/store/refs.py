@@ -26,6 +26,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, Conflict, Corrupt, MstoreError, NotFound, did_you_mean
 from mstore.ids import ID_BYTES, SnapshotId
 from mstore.objects.canonical import plain_id
+from mstore.phrases import call, phrase
 from mstore.store import snapshot_rows
 
 BRANCH = "branch"
@@ -112,7 +113,7 @@ def _name_of(key: bytes) -> str:
 def _unreadable(name: str, what: str) -> Corrupt:
     """Build the error for an undecodable row; the mirror may still have what the row said."""
     return Corrupt(
-        f"the index's row of this {what} cannot be read", where=name, hint="mstore reindex"
+        f"the index's row of this {what} cannot be read", where=name, hint=call("reindex")
     )
 
 
@@ -177,7 +178,7 @@ def names(index: Index, transaction: IndexTransaction) -> list[str]:
 
 def missing(name: str, known: Iterable[str]) -> NotFound:
     """Build the error for a missing ref, with the most similar known name."""
-    return NotFound("no such ref", where=name, hint=did_you_mean(name, known, "mstore refs"))
+    return NotFound("no such ref", where=name, hint=did_you_mean(name, known, call("refs")))
 
 
 def is_pattern(text: str) -> bool:
@@ -196,7 +197,7 @@ def chosen(known: Iterable[str], asked: Sequence[str]) -> list[str]:
     for one in asked:
         matched = fnmatch.filter(known, one) if is_pattern(one) else [one]
         if not matched:
-            raise NotFound("no ref matches the pattern", where=one, hint="mstore refs")
+            raise NotFound("no ref matches the pattern", where=one, hint=call("refs"))
         found.update(dict.fromkeys(matched))
     return list(found)
 
@@ -222,7 +223,7 @@ def move(
         raise Conflict(
             "the ref moved while this command was running",
             where=name,
-            hint=f"mstore reflog {name}, then run the command again",
+            hint=phrase("{reflog}, then run the command again", reflog=call("reflog", name)),
         )
     if expect is None:
         _refuse_nesting(index, transaction, name)

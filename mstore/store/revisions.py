@@ -12,19 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from mstore.blocks.index import Index
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.errors import BadName, BadRequest, NotFound, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.phrases import call, joined, phrase
 from mstore.store import plan_rows, refs, snapshot_rows
 
 _SUFFIX = re.compile(r"(?P<name>.+?)(?:@\{(?P<back>[0-9]{1,9})\})?(?P<steps>(?:~[0-9]{0,9})*)")
 MAX_LENGTH = 1000
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
 _TOO_SHORT = re.compile(r"[0-9a-f]{1,3}")
-_HINT = "mstore refs lists the names, mstore log the snapshots"
+_HINT: Final = phrase(
+    "{refs} lists the names, {log} the snapshots", refs=call("refs"), log=call("log")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,16 @@ def start(index: Index, transaction: IndexTransaction, revision: Revision) -> Sn
         raise NotFound(
             "no such ref or snapshot",
             where=revision.name,
-            hint=f"this is a plan\nmstore merge --plan {revision.name} --name REF runs it\n"
-            "mstore plans lists all",
+            hint=phrase(
+                "this is a plan\n{merge} runs it\n{plans} lists all",
+                merge=call("merge", plan=revision.name, name="REF"),
+                plans=call("plans"),
+            ),
         )
     if not ids:
         hint = did_you_mean(revision.name, refs.names(index, transaction), _HINT)
         if _TOO_SHORT.fullmatch(revision.name):
-            hint = f"the beginning of an id has at least 4 digits\n{hint}"
+            hint = joined("the beginning of an id has at least 4 digits", hint)
         raise NotFound("no such ref or snapshot", where=revision.name, hint=hint)
     if len(ids) > 1:
         listed = ", ".join(id.short for id in ids[:5])
@@ -87,20 +94,20 @@ def _from_reflog(index: Index, transaction: IndexTransaction, revision: Revision
         raise NotFound(
             f"the reflog has only {len(moves)} entries",
             where=f"{revision.name}@{{{revision.back}}}",
-            hint=f"mstore reflog {revision.name}",
+            hint=call("reflog", revision.name),
         )
     new = moves[-1 - revision.back].new
     if new is None:
         raise NotFound(
             "the ref was removed at that move",
             where=f"{revision.name}@{{{revision.back}}}",
-            hint=f"mstore reflog {revision.name}",
+            hint=call("reflog", revision.name),
         )
     if not snapshot_rows.is_listed(index, transaction, new):
         raise NotFound(
             f"snapshot {SnapshotId(new).short}, where the ref was then, was collected",
             where=f"{revision.name}@{{{revision.back}}}",
-            hint=f"mstore reflog {revision.name}",
+            hint=call("reflog", revision.name),
         )
     return SnapshotId(new)
 
@@ -112,6 +119,6 @@ def walk_back(
     for _ in range(steps):
         parents = load(snapshot).parents
         if not parents:
-            raise NotFound("the lineage ends before that", where=text, hint="mstore log")
+            raise NotFound("the lineage ends before that", where=text, hint=call("log"))
         snapshot = parents[0].snapshot_id()
     return snapshot

@@ -33,6 +33,7 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
 from mstore.store import condemned, contents, leases, refs, snapshot_rows
 from mstore.store.catalog import Catalog, now_ns
 from mstore.store.publishing import MAX_PACK_BYTES, NewPacks
@@ -361,7 +362,11 @@ def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
         if current is None:
             refs.refuse_shadow(catalog.index, transaction, name)
     if current is not None and current.kind == refs.TAG:
-        raise Conflict("is a tag, and tags do not move", where=name, hint="choose another --name")
+        raise Conflict(
+            "is a tag, and tags do not move",
+            where=name,
+            hint=phrase("choose another {name}", name=Option("name")),
+        )
     return current
 
 

@@ -205,7 +205,7 @@ def test_root_that_cannot_give_away_writes_nothing(
             with pytest.raises(StorageFailed, match="cannot give it to user 54321") as refused:
                 write()
             assert refused.value.hint is not None
-            assert refused.value.hint.startswith("sudo -u '#54321' mstore")
+            assert refused.value.hint.startswith("sudo -u '#54321' ...")
             assert contents(root) == before
         assert [ref.name for ref in store.refs()] == ["base"]
         store.checkout("base", home / "out", shared=True)

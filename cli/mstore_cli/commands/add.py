@@ -25,6 +25,7 @@ from mstore_cli.sizes import counted, format_seconds, format_share, format_size,
 if TYPE_CHECKING:
     from mstore.checkpoint.directory import CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
+    from mstore.phrases import Text
     from mstore.reports import AddReport, ParentReport
 
 NO_BASE = "none"
@@ -145,7 +146,7 @@ def add(
                     )
                 )
             except MstoreError as error:
-                error.hint = _with_stored(error.hint, path, reports, len(named))
+                error.advise(_with_stored(error.texts[2], path, reports, len(named)))
                 raise
             except KeyboardInterrupt as stop:
                 if not reports:
@@ -218,13 +219,15 @@ def _suggested(path: Path) -> str:
     return shlex.quote(name)
 
 
-def _with_stored(hint: str | None, path: Path, stored: list[AddReport], asked: int) -> str | None:
+def _with_stored(hint: Text | None, path: Path, stored: list[AddReport], asked: int) -> Text | None:
     """Extend the hint of an error at `path` by the checkpoints that are already stored."""
+    from mstore.phrases import joined
+
     if asked == 1:
         return hint
     names = ", ".join(report.name for report in stored)
     told = f"stored before {path}: {names}" if names else f"nothing was stored before {path}"
-    return f"{hint}\n{told}" if hint else told
+    return joined(hint, told)
 
 
 def _show(screen: Screen, reports: list[AddReport]) -> None:
@@ -269,7 +272,7 @@ def _show_one(screen: Screen, report: AddReport) -> None:
         ]
     )
     for note in report.notes:
-        screen.advice(f"note: {note}")
+        screen.line(f"note: {screen.typed(note)}")
 
 
 def _left_out(report: AddReport) -> str | None:

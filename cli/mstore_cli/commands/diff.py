@@ -179,7 +179,7 @@ def _draw_directory(screen: Screen, report: DirectoryDiffReport, *, blocks: bool
     )
     _tables(screen, report.files, report.tensors, blocks=blocks, moved=False)
     for note in report.notes:
-        screen.advice(f"note: {note}")
+        screen.line(f"note: {screen.typed(note)}")
 
 
 def _draw(screen: Screen, report: DiffReport, *, blocks: bool) -> None:

@@ -19,10 +19,11 @@ from mstore_cli.session import Session
 from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
+    from mstore.phrases import Phrase, Text
     from mstore.reports import CheckReport, Hurt, Problem, RepairReport
 
-Typed = Callable[[str], str]
-"""Formats a command for this user to type."""
+    Typed = Callable[[Text], str]
+    """Formats a text of the library, with its commands as this user types them."""
 
 PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT", sentence=True))
 HURT = (
@@ -197,7 +198,7 @@ def show_damage(
     screen: Screen,
     problems: Sequence[Problem],
     hurt: Sequence[Hurt],
-    hint: str | None,
+    hint: Phrase | None,
     typed: Typed,
 ) -> None:
     """Show tables of problems and what they affect, and the next command; nothing if sound."""

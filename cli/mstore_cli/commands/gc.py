@@ -103,7 +103,7 @@ def _print(screen: Screen, report: GcReport) -> None:
             + ", ".join(report.waiting_for)
         )
     for note in report.left:
-        screen.advice(f"left: {note}")
+        screen.line(f"left: {screen.typed(note)}")
     if report.emptied_bytes:
         was = "would be" if report.dry_run else "was"
         screen.line(f"lost+found {was} emptied: {format_size(report.emptied_bytes)}", style="green")

@@ -27,6 +27,7 @@ from mstore.objects.plan import (
     Threshold,
     Value,
 )
+from mstore.phrases import call, phrase
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources
 from mstore.store.plans import find, sources_of, store_plan
@@ -171,7 +172,7 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
     Raises BadRequest for a text that is not a plan or was changed, Incompatible for another block
     size, NotFound if this store has no snapshot with one of its inputs.
     """
-    hint = "mstore plan ... -o plan.json writes one"
+    hint = phrase("{plan} writes one", plan=call("plan", "...", output="plan.json"))
     if len(text) > MAX_TEXT:
         raise BadRequest("too long for a plan", hint=hint)
     try:
@@ -189,7 +190,9 @@ def import_plan(catalog: Catalog, text: str) -> PlanReport:
             raise NotFound(
                 "this store has no snapshot with an input of the plan",
                 where=f"manifest {manifest.short}",
-                hint="add the checkpoint that it was made from, with: mstore add",
+                hint=phrase(
+                    "add the checkpoint that it was made from, with: {add}", add=call("add")
+                ),
             )
     check_fits(catalog, plan)
     sources = sources_of(catalog, id, plan)

@@ -17,10 +17,12 @@ from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.report import PlanReport, plan_report
+from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.snapshot import SnapshotRecord
+from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Sources
@@ -223,7 +225,7 @@ class _Explainer:
         first = self._first[name]
         if planned is None:
             why = self._copied.get(first)
-            treatment, reused = f"copied: {why}" if why else "unchanged", blocks
+            treatment, reused = _copied(why) if why else "unchanged", blocks
         else:
             treatment, reused = "merged", self._reused(planned, content.dtype, blocks)
         shares = []
@@ -302,10 +304,14 @@ class _Explainer:
         return sum(idle[number // per] for number in range(blocks))
 
 
+def _copied(why: str) -> str:
+    return phrase("copied: {why}", why=phrased(why))
+
+
 def require_tensor(tensor: str, names: Collection[str], snapshot: SnapshotId) -> None:
     """Raise NotFound, with what was probably meant, unless the snapshot has this tensor."""
     if tensor not in names:
-        listed = f"mstore ls --tensors {snapshot.short}"
+        listed = call("tensors", snapshot.short)
         what = "takes one tensor, not a pattern" if is_pattern(tensor) else "no such tensor"
         raise NotFound(what, where=tensor, hint=did_you_mean(tensor, names, listed))
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from mstore.errors import BadRequest
 from mstore.merge.methods.method import Operation
+from mstore.phrases import call, phrase
 
 
 def coefficients(operation: Operation) -> list[float]:
@@ -25,7 +26,7 @@ def coefficients(operation: Operation) -> list[float]:
     if not operation.is_additive:
         raise BadRequest(
             f"{operation.method.name} elects signs, so its error has no bound",
-            hint="mstore plan --sweep --measure measures it",
+            hint=phrase("{sweep} measures it", sweep=call("sweep", measure=True)),
         )
     factor = abs(Fraction(operation.scale)) / abs(Fraction(operation.divisor))
     return [

@@ -51,6 +51,7 @@ from mstore.merge.methods.parameters import (
     single,
 )
 from mstore.objects.plan import Mixture
+from mstore.phrases import Option, phrase
 
 SMALLEST_DIVISOR: Final = 1e-8
 """A divisor nearer to zero than this (a float32 sum of weights) is replaced by 1."""
@@ -114,7 +115,7 @@ class Method:
             if name == "weight":
                 raise BadRequest(
                     "weight is given with each expert, not as a parameter",
-                    hint="--expert REF=WEIGHT",
+                    hint=Option("experts", {"REF": "WEIGHT"}),
                 )
             if name not in known:
                 raise BadRequest(
@@ -125,7 +126,7 @@ class Method:
             if parameter.default is None and name not in given:
                 raise BadRequest(
                     f"{self.name} needs a value for {name}, in {parameter.range}",
-                    hint=f"--param {name}=VALUE",
+                    hint=Option("parameters", {name: "VALUE"}),
                 )
         return {
             name: parameter.parse(given.get(name, parameter.default))
@@ -185,7 +186,10 @@ class Operation:
             raise BadRequest(
                 f"the weights of {self.method.name} add up to zero, and normalize divides by their "
                 "sum",
-                hint="change a weight, or --param normalize=false",
+                hint=phrase(
+                    "change a weight, or {plain}",
+                    plain=Option("parameters", {"normalize": False}),
+                ),
             )
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if self.is_ranked and density < 1 and not epsilon < density < 1 - epsilon:

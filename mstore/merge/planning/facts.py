@@ -26,6 +26,7 @@ from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.method import Gram, Operation
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
 from mstore.stats.analysis import measure_pair, measure_squares
 from mstore.stats.chunks import chunk_elements, read_chunk, row_length, whole_rows
 from mstore.stats.store import StatsStore
@@ -35,6 +36,9 @@ from mstore.store.catalog import Catalog
 Side = tuple[TensorId, Tensor]
 _SMALLEST_NORM: Final = 1e-7
 """Below this, a norm is not restored (as in mergekit)."""
+
+NEEDS_ANALYSIS: Final = phrase("run the command without {off}", off=Option("analyze", False))
+"""The hint where something must be measured and nothing may be read."""
 
 
 class Facts:
@@ -178,7 +182,7 @@ def _unknown(name: str) -> BadRequest:
     return BadRequest(
         "the method needs the norm of this tensor in each input, and it is not known",
         where=name,
-        hint="run the command without --no-analyze",
+        hint=NEEDS_ANALYSIS,
     )
 
 
@@ -187,6 +191,6 @@ def _finite(name: str, value: float) -> float:
         raise BadRequest(
             "the tensor has infinite or NaN elements, so it has no direction",
             where=name,
-            hint=f"--skip {name}",
+            hint=Option("skip", (name,)),
         )
     return value

@@ -6,13 +6,16 @@ already meets, an expert that is the base.  A caller who wants it passes `allow_
 
 from __future__ import annotations
 
+from typing import Final
+
 from mstore.errors import BadRequest
 from mstore.merge.methods.registry import Operations
 from mstore.objects.plan import OMITTED, READ, Plan
+from mstore.phrases import Option, call, phrase
 from mstore.sizes import format_size
 from mstore.store.catalog import Catalog
 
-_ALLOW = "--allow-noop merges it all the same"
+_ALLOW: Final = phrase("{allow} merges it all the same", allow=Option("allow_noop", True))
 # A number of bytes that the user may have meant as per cent.
 _PERCENT = 100
 
@@ -28,25 +31,30 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
         raise BadRequest(
             "both experts are the same model and their weights cancel: this merge would be the "
             "base itself",
-            hint=f"change a weight; {_ALLOW}",
+            hint=phrase("change a weight; {allow}", allow=_ALLOW),
         )
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
     if _reads(plan):
         if leaves_out and plan.budget is not None and plan.budget <= _PERCENT:
-            raise _too_small("--budget", plan.budget, reads=True)
+            raise _too_small("budget", plan.budget, reads=True)
         return
     if leaves_out:
         if asked.max_error is not None:
             raise BadRequest(
-                f"--max-error {asked.max_error:g} allows the base itself, so this merge would read "
-                "nothing of the experts",
-                hint=f"a smaller --max-error; mstore plan --sweep shows what there is; {_ALLOW}",
+                f"the error limit of {asked.max_error:g} allows the base itself, so this merge "
+                "would read nothing of the experts",
+                hint=phrase(
+                    "a smaller {limit}; {sweep} shows what there is; {allow}",
+                    limit=Option("max_error"),
+                    sweep=call("sweep"),
+                    allow=_ALLOW,
+                ),
             )
-        limits = {"--budget": plan.budget, "--per-expert-budget": asked.expert_budget}
-        given = {option: limit for option, limit in limits.items() if limit is not None}
+        limits = {"budget": plan.budget, "expert_budget": asked.expert_budget}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
         if given:
-            option = min(given, key=lambda option: given[option])
-            raise _too_small(option, given[option])
+            name = min(given, key=lambda name: given[name])
+            raise _too_small(name, given[name])
     if _is_base(catalog, plan):
         raise BadRequest(f"{_why_base(plan)}: this merge would be the base itself", hint=_ALLOW)
 
@@ -94,18 +102,27 @@ def _is_base(catalog: Catalog, plan: Plan) -> bool:
     return not is_retyped(catalog, plan)
 
 
-def _too_small(option: str, budget: int, *, reads: bool = False) -> BadRequest:
-    meant = (
-        f"{option} {budget} is {budget} bytes; did you mean {budget}%? "
-        if budget <= _PERCENT
-        else f"{option} 30%, or mstore plan --sweep for what budgets give; "
-    )
+def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
+    if budget <= _PERCENT:
+        hint = phrase(
+            "{given} is {budget} bytes; did you mean {budget}%? {allow}",
+            given=Option(name, budget),
+            budget=budget,
+            allow=_ALLOW,
+        )
+    else:
+        hint = phrase(
+            "{share}, or {sweep} for what budgets give; {allow}",
+            share=Option(name, "30%"),
+            sweep=call("sweep"),
+            allow=_ALLOW,
+        )
     return BadRequest(
         f"no block of an expert fits {format_size(budget)}, so this merge would read nothing"
         if not reads
         else f"hardly a block of an expert fits {format_size(budget)}",
-        where=option,
-        hint=f"{meant}{_ALLOW}",
+        where=Option(name),
+        hint=hint,
     )
 
 
@@ -118,5 +135,5 @@ def _why_base(plan: Plan) -> str:
     if plan.tensors and all(all(operations.of(one).weightless) for one in plan.tensors):
         return "the parameters leave nothing of the experts"
     if plan.criteria.only or plan.criteria.skip:
-        return "--only and --skip leave no tensor that an expert changed"
+        return "the patterns leave no tensor that an expert changed"
     return "no expert differs from the base where tensors are merged"

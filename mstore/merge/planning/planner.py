@@ -39,6 +39,7 @@ from mstore.merge.planning.scores import lottery, seed
 from mstore.merge.planning.surveyed import Survey
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
+from mstore.phrases import Option, phrase
 from mstore.sizes import exact_size
 
 # Sums of squares and their roots are off by less than this: 2^-53 per step, in at most 2^28 steps.
@@ -290,7 +291,9 @@ class Planner:
             limit = "what may be read" if budget is None else f"a budget of {exact_size(budget)}"
             raise BadRequest(
                 f"{limit} keeps the error only to {kept:.3g}, not to {goal:g}",
-                hint="raise --budget or --max-error",
+                hint=phrase(
+                    "raise {budget} or {limit}", budget=Option("budget"), limit=Option("max_error")
+                ),
             )
         low, high = 0, len(taken)
         while low < high:

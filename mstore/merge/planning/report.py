@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs
+from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.phrases import call, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.plan_rows import Sources
 from mstore.store.plans import TensorOverflow, reported
@@ -108,7 +110,7 @@ def plan_report(
     for tensor in plan.tensors:
         for states in tensor.states:
             counts.update(states)
-    notes = list(plan.notes)
+    notes = list(map(phrased, plan.notes))
     if analyzed:
         # Not a note of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
@@ -127,9 +129,11 @@ def plan_report(
     if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
-            "the estimate is no bound: real errors were 0.1 to 1.6 times it where experts were "
-            "trained or random, and can be far larger where heavy ones cancel; plan --sweep "
-            "--measure tells"
+            phrase(
+                "the estimate is no bound: real errors were 0.1 to 1.6 times it where experts were "
+                "trained or random, and can be far larger where heavy ones cancel; {sweep} tells",
+                sweep=call("sweep", measure=True),
+            )
         )
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
@@ -204,10 +208,14 @@ def _copied_notes(plan: Plan) -> list[str]:
     causes: dict[str, list[str]] = {}
     for name, why in plan.copied:
         causes.setdefault(why, []).append(name)
-    notes = []
+    notes: list[str] = []
     for why, names in causes.items():
         shown = names if len(names) <= 3 else names[:2]
-        notes += [f"{name} is the base's own: {why}" for name in shown]
+        said = phrased(why)
+        notes += [phrase("{name} is the base's own: {why}", name=name, why=said) for name in shown]
         if len(names) > len(shown):
-            notes.append(f"{len(names) - len(shown)} more tensors are the base's own: {why}")
+            more = len(names) - len(shown)
+            notes.append(
+                phrase("{more} more tensors are the base's own: {why}", more=more, why=said)
+            )
     return notes

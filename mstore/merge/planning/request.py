@@ -15,11 +15,13 @@ from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.shapes import matching, require_patterns
+from mstore.phrases import Option, phrase
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
 
 BudgetGiven = Budget | str | int | float | None
 _SHOWN = 60
+_TOP_P = Option("top_p")
 _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F32", "fp32": "F32"}
 
 
@@ -91,19 +93,19 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         for one in (operation, *(rule.operation for rule in rules)):
             _check_top_p(share, one)
     if error is not None and not (math.isfinite(error) and error >= 0):
-        raise BadRequest(f"--max-error must be a number of 0 or more, not {error!r}")
+        raise BadRequest(f"the error limit must be a number of 0 or more, not {error!r}")
     return Request(
         base=base,
         experts=tuple(experts),
         operation=operation,
-        budget=_limit(asked.budget, "--budget"),
+        budget=_limit(asked.budget, "budget"),
         max_error=error,
         dtype=None if asked.dtype is None else _output_dtype(asked.dtype),
         analyze=asked.analyze,
         score=score_of(operation, asked.score),
-        only=_patterns(asked.only, "--only"),
-        skip=_patterns(asked.skip, "--skip"),
-        expert_budget=_limit(asked.expert_budget, "--per-expert-budget"),
+        only=_patterns(asked.only, "only"),
+        skip=_patterns(asked.skip, "skip"),
+        expert_budget=_limit(asked.expert_budget, "expert_budget"),
         top_p=None if share is None else float(share),
         rules=rules,
         outputs=tuple(_output(name, asked.outputs[name], len(weights)) for name in asked.outputs),
@@ -114,7 +116,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     patterns = rule.patterns()
     if not patterns:
         raise BadRequest("a rule names at least one pattern", where="rules")
-    require_patterns(patterns, "rules")
+    require_patterns(patterns, Option("tensors"))
     if rule.weights is not None and len(rule.weights) != len(weights):
         raise BadRequest(
             f"a rule has one weight per expert, {len(weights)}, not {len(rule.weights)}",
@@ -129,7 +131,8 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
         dtype = None if rule.dtype is None else _output_dtype(rule.dtype)
     except BadRequest as error:
         where = f"the rule for {', '.join(patterns)}"
-        raise BadRequest(error.what, where=where, hint=error.hint) from error
+        what, _, hint = error.texts
+        raise BadRequest(what, where=where, hint=hint) from error
     return Rule(patterns, operation, dtype)
 
 
@@ -153,8 +156,8 @@ def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str,
     return name, named
 
 
-def _patterns(patterns: Sequence[str], option: str) -> tuple[str, ...]:
-    require_patterns(patterns, option)
+def _patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
+    require_patterns(patterns, Option(name))
     # Sorted, so that equal requests are equal plans.
     return tuple(sorted(set(patterns)))
 
@@ -163,30 +166,30 @@ def _check_top_p(share: float, operation: Operation) -> None:
     if not 0 < share <= 1:
         raise BadRequest(
             f"a share of the output's blocks is above 0 and at most 1, not {share!r}",
-            where="--top-p",
-            hint="--top-p 0.2",
+            where=_TOP_P,
+            hint=Option("top_p", 0.2),
         )
     if operation.method.mix is not None:
         raise BadRequest(
             f"{operation.method.name} changes every block, so a share of them cannot stay as it is",
-            where="--top-p",
-            hint="--budget limits what is read",
+            where=_TOP_P,
+            hint=phrase("{budget} limits what is read", budget=Option("budget")),
         )
     if not operation.keeps_base:
         raise BadRequest(
             f"no block of {operation.method.name} with normalize=false is the base's own, so none "
             "can be left as it is",
-            where="--top-p",
-            hint="--param normalize=true",
+            where=_TOP_P,
+            hint=Option("parameters", {"normalize": True}),
         )
 
 
-def _limit(given: BudgetGiven, option: str) -> int | float | None:
+def _limit(given: BudgetGiven, name: str) -> int | float | None:
     """Return a budget as bytes (int) or a share (float), None for no limit.  Raises BadRequest."""
     if given is None:
         return None
-    hint = f"{option} 2GiB or {option} 30%"
-    budget = Budget.of(given, option=option).amount
+    hint = phrase("{size} or {share}", size=Option(name, "2GiB"), share=Option(name, "30%"))
+    budget = Budget.of(given, option=Option(name)).amount
     if isinstance(budget, int):
         if budget <= 0:
             raise BadRequest(
@@ -203,6 +206,7 @@ def _output_dtype(dtype: str) -> str:
     name = _SPELLINGS.get(dtype.lower(), dtype.upper())
     if name not in CODES:
         raise BadRequest(
-            f"cannot write dtype {dtype!r}", hint="--dtype bfloat16, float16 or float32"
+            f"cannot write dtype {dtype!r}",
+            hint=phrase("{dtype}, float16 or float32", dtype=Option("dtype", "bfloat16")),
         )
     return name

@@ -21,6 +21,7 @@ import numpy as np
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.methods.method import Operation, Select
+from mstore.phrases import Option
 
 Score = Literal["norm", "trimmed", "conflict", "random"]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -39,10 +40,11 @@ def score_of(operation: Operation, asked: str | None) -> Score:
     if score is None:
         raise BadRequest(f"unknown score {asked!r}; scores: {', '.join(SCORES)}")
     if score == "trimmed" and method.select not in (Select.TRIMMED, Select.BAND):
-        raise BadRequest(f"{method.name} trims nothing to score by", hint="--score norm")
+        raise BadRequest(f"{method.name} trims nothing to score by", hint=Option("score", "norm"))
     if score == "conflict" and not operation.is_elected:
         raise BadRequest(
-            f"{method.name} elects no signs, so nothing conflicts in it", hint="--score norm"
+            f"{method.name} elects no signs, so nothing conflicts in it",
+            hint=Option("score", "norm"),
         )
     return score
 

@@ -18,6 +18,7 @@ from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.model import States
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
+from mstore.merge.planning.stored_texts import AT_EDGES
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
@@ -178,10 +179,7 @@ class Planning:
                     for tensor, states in zip(self._survey.tensors, selection.states, strict=True)
                 ]
             if cut.at_edges:
-                notes.append(
-                    "some trim thresholds are bin edges of the magnitude histograms, which keep "
-                    "more than k elements (--no-analyze); the estimate counts them"
-                )
+                notes.append(AT_EDGES)
         self._statistics.flush()
         return Planned(
             _record(self._survey, request, selection, thresholds, notes),

@@ -82,7 +82,7 @@ class SmallSurvey:
             or not base.nbytes
         ):
             return False
-        # With --no-analyze a threshold may be a bin's edge, which needs its own cost computation.
+        # Without analysis a threshold may be a bin's edge, which needs its own cost computation.
         if self._trims and not self._request.analyze:
             return False
         if all(id == one.base_id for id, _ in one.pairs):

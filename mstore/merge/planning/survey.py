@@ -19,9 +19,10 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
-from mstore.merge.planning.facts import Facts
+from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
+from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
     NOTHING_KEPT,
@@ -34,8 +35,15 @@ from mstore.merge.planning.surveyed import (
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import chosen, matching, require_matches, require_same_shapes
+from mstore.objects.shapes import (
+    chosen,
+    matching,
+    require_matches,
+    require_same_shapes,
+    told_difference,
+)
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, finite
 from mstore.stats.chunks import blocks_per_chunk, chunk_elements, whole_rows
@@ -90,8 +98,7 @@ class Surveyor:
                 chosen(_shapes(found), request.only, request.skip),
                 what=f"cannot be merged into {request.base.name}",
                 where=expert.name,
-                hint=f"mstore diff {request.base.name} {expert.name}; --skip PATTERN leaves "
-                "tensors out",
+                hint=told_difference(request.base.name, expert.name),
             )
             experts.append(found)
         tensors: list[SurveyedTensor] = []
@@ -168,7 +175,7 @@ class Surveyor:
                     raise BadRequest(
                         f"no tensor's name matches {pattern!r}",
                         where="rules",
-                        hint="mstore ls --tensors REF",
+                        hint=call("tensors", "REF"),
                     )
         for name, _ in self._request.outputs:
             if name in records:
@@ -177,7 +184,7 @@ class Surveyor:
                 )
 
     def _idle_rules(self, merged: set[str]) -> tuple[str, ...]:
-        """Return the patterns of rules that no tensor follows, because of other rules or --skip."""
+        """Return the patterns of rules that no tensor follows, because of other rules or `skip`."""
         request = self._request
         names = [*merged, *(name for name, _ in request.outputs)]
         used = {id(request.rule_of(name)) for name in names} if request.rules else set()
@@ -197,7 +204,7 @@ class Surveyor:
             if source not in side:
                 raise BadRequest(
                     f"{own.name} has no tensor {source}, which {name} is made of",
-                    hint=f"mstore ls --tensors {own.name}",
+                    hint=call("tensors", own.name),
                 )
             found.append(side[source])
         (base_id, base), *pairs = found
@@ -376,7 +383,11 @@ class Surveyor:
                 raise BadRequest(
                     "trimming needs the statistics of this expert against the base",
                     where=f"{self._request.experts[number].name}: {name}",
-                    hint="run the command without --no-analyze, or add the expert with --base",
+                    hint=phrase(
+                        "{analyze}, or add the expert with {base}",
+                        analyze=NEEDS_ANALYSIS,
+                        base=Option("base"),
+                    ),
                 )
             return None, (), math.nan
         rows = coarsen(table.rows, chunk // table.chunk_elements)
@@ -488,9 +499,9 @@ def left_out_names(
     left_out = {}
     if only:
         wanted = set().union(*(matches[pattern] for pattern in only))
-        left_out = dict.fromkeys(set(first.values()) - wanted, "not among --only")
+        left_out = dict.fromkeys(set(first.values()) - wanted, NOT_AMONG_ONLY)
     for pattern in skip:
-        left_out |= dict.fromkeys(matches[pattern], f"--skip {pattern}")
+        left_out |= dict.fromkeys(matches[pattern], skipped(pattern))
     return left_out
 
 

@@ -23,6 +23,7 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, count_ties
+from mstore.merge.planning.facts import NEEDS_ANALYSIS
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
@@ -157,7 +158,7 @@ class Thresholds:
                 f"{tensor.operation.method.name} needs exact thresholds, which the statistics of "
                 "this tensor do not show",
                 where=tensor.name,
-                hint="run the command without --no-analyze",
+                hint=NEEDS_ANALYSIS,
             )
 
     def _of_whole(

@@ -92,7 +92,7 @@ def names_of_plan(
 
 
 def left_to_base(names: Mapping[str, object], criteria: Criteria) -> set[str]:
-    """Return the names that --only and --skip leave to the base."""
+    """Return the names that the patterns leave to the base."""
     left_out = matching(names, criteria.skip)
     return left_out | names.keys() - matching(names, criteria.only or ("*",))
 

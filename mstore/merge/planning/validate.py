@@ -18,6 +18,7 @@ from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
+from mstore.phrases import call, phrase
 from mstore.sizes import format_size
 from mstore.stats.chunks import chunk_elements, whole_rows
 from mstore.store.catalog import Catalog
@@ -32,7 +33,7 @@ def check_block_size(catalog: Catalog, plan: Plan) -> None:
         raise Incompatible(
             f"the plan is for blocks of {format_size(plan.block_size)}, this store has "
             f"{format_size(catalog.block_size)}",
-            hint="mstore plan makes one for this store",
+            hint=phrase("{plan} makes one for this store", plan=call("plan")),
         )
 
 
@@ -112,5 +113,5 @@ def _unfit(tensor: PlanTensor) -> BadRequest:
     return BadRequest(
         "not a sound plan: it does not fit this tensor of its inputs",
         where=tensor.name,
-        hint="mstore plan makes one for this store",
+        hint=phrase("{plan} makes one for this store", plan=call("plan")),
     )

@@ -67,7 +67,10 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     if counts[READ] or counts[SHARED]:
         return
     if counts[OMITTED] and plan.budget is None and plan.criteria.expert_budget is None:
-        yield LEFT_OUT, f"{name} contributes nothing: --max-error allows all of it to be left out"
+        yield (
+            LEFT_OUT,
+            f"{name} contributes nothing: the error limit allows all of it to be left out",
+        )
     elif counts[OMITTED]:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is over the budget"
     elif counts[DROPPED]:

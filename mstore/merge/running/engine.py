@@ -157,7 +157,7 @@ class Engine:
             # The limit is what these blocks took when the run began: they were stored again since.
             hint = "run the command again"
             where = f"plan {self._plan.id().short}"
-            raise BudgetExceeded(error.what, where=where, hint=hint) from error
+            raise BudgetExceeded(error.texts[0], where=where, hint=hint) from error
         jobs = self._work.jobs
         tensors = {name: job.record() for name, job in jobs.items()}
         manifest = self._records.manifest(tensors, self._work.headers)

@@ -19,6 +19,7 @@ from mstore.merge.running.resume import Leftovers
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import Result
 from mstore.merge.running.task import Tasks, TensorTask
+from mstore.phrases import call
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 
@@ -109,7 +110,7 @@ class KnownChunks:
             raise Corrupt(
                 "the recomputed chunk differs from the memo table",
                 where=f"{result.tensor}, chunk {result.number}",
-                hint="mstore fsck --read-data",
+                hint=call("fsck", read_data=True),
             )
         if result.key:
             self.rows.append((result.key, result.value))

@@ -29,6 +29,7 @@ from mstore.errors import Corrupt
 from mstore.ids import BlockId
 from mstore.merge.running.task import ChunkTask, Row, Source
 from mstore.numeric.codes import ITEMSIZES
+from mstore.phrases import call
 
 SPARE_SIDES: Final = 3
 """Sides that loading may need beyond the chunk's own.
@@ -182,7 +183,7 @@ def _targets(task: ChunkTask, row: Row, room: memoryview) -> Targets:
         raise Corrupt(
             "block lengths differ from the tensor's",
             where=f"{task.tensor.name}, chunk {task.number}",
-            hint="mstore fsck",
+            hint=call("fsck"),
         )
     return targets
 

@@ -19,6 +19,7 @@ from mstore.merge.running.batches import BATCH_BYTES, batch_chunks
 from mstore.merge.running.loading import SPARE_SIDES
 from mstore.merge.running.slices import Bounds
 from mstore.merge.running.task import Tasks, item_size
+from mstore.phrases import Option, phrase
 from mstore.sizes import format_size
 
 MEMORY: Final = 512 << 20
@@ -58,7 +59,10 @@ def bounds(tasks: Tasks, *, memory: int, threads: int) -> Bounds:
             "working memory of the process, and one chunk of the base and of each expert takes "
             f"{format_size(least - RESERVE)} more",
             where=alone.largest,
-            hint=f"the least that works: --memory {-(-least >> 20)}MiB",
+            hint=phrase(
+                "the least that works: {memory}",
+                memory=Option("memory", -(-least >> 20) << 20),
+            ),
         )
     # Small tensors share a batch as long as that costs no thread.
     shared = (BATCH_BYTES, BATCH_BYTES // 4, BATCH_BYTES // 16)

@@ -32,6 +32,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
+from mstore.phrases import call
 from mstore.stats.chunks import blocks_per_chunk, row_length
 from mstore.store.catalog import Catalog
 
@@ -361,7 +362,7 @@ class Tasks:
             raise PackGone(
                 "a pack that the index names is missing",
                 where=f"pack {source.at.pack}",
-                hint="mstore fsck",
+                hint=call("fsck"),
                 block=source.id,
             )
         # The reader was charged for the old length and decodes by the old codec.
@@ -390,7 +391,7 @@ class Tasks:
                 raise Corrupt(
                     "stored as a delta whose base is a delta itself",
                     where=f"block {block}",
-                    hint="mstore fsck",
+                    hint=call("fsck"),
                     block=block,
                 )
         sources |= {
@@ -406,7 +407,7 @@ class Tasks:
                 raise
             raise Conflict(
                 "an input of the plan was collected while this command was running",
-                where=error.where,
+                where=error.texts[1],
                 hint="run the command again",
             ) from error
 

@@ -38,6 +38,7 @@ from mstore.merge.virtual.tie_prefix import TiePrefix
 from mstore.objects.plan import READ, Plan
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.phrases import call
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
 from mstore.view import VirtualBlock
@@ -69,11 +70,11 @@ class _Tensor:
     def __init__(self, catalog: Catalog, plan: _Plan, id: VirtualId, record: VirtualTensor) -> None:
         where = f"virtual tensor {id}"
         if record.tensor not in plan.names:
-            raise Corrupt(f"not in plan {plan.id}", where=where, hint="mstore fsck")
+            raise Corrupt(f"not in plan {plan.id}", where=where, hint=call("fsck"))
         self.plan = plan
         self.task: TensorTask = plan.tasks.tensor(record.tensor)
         if (record.dtype, record.shape) != (self.task.out_dtype, self.task.shape):
-            raise Corrupt("its plan makes another dtype or shape", where=where, hint="mstore fsck")
+            raise Corrupt("its plan makes another dtype or shape", where=where, hint=call("fsck"))
         members = plan.tasks.members(record.tensor)
         self.base: Tensor = members.base
         self.states = members.plan.states
@@ -230,7 +231,7 @@ class VirtualBlocks:
             raise Corrupt(
                 "the recomputed block differs from the memo table",
                 where=f"plan {tensor.plan.id}, tensor {tensor.task.name}, block {block}",
-                hint="mstore fsck --read-data",
+                hint=call("fsck", read_data=True),
             )
 
     def _load(self, tensor: _Tensor, task: ChunkTask, scratch: Scratch) -> Loaded:

@@ -26,6 +26,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
+from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
@@ -283,12 +284,20 @@ def _branch(catalog: Catalog, name: str) -> refs.Ref:
         raise BadRequest(
             "is not a branch: the result needs a branch to be found by",
             where=name,
-            hint=f"mstore reset NAME {name}, then mstore materialize NAME",
+            hint=_on_a_branch(name),
         )
     if current.kind == refs.TAG:
         raise Conflict(
             "is a tag, and tags do not move",
             where=name,
-            hint=f"mstore reset NAME {name}, then mstore materialize NAME",
+            hint=_on_a_branch(name),
         )
     return current
+
+
+def _on_a_branch(name: str) -> Phrase:
+    return phrase(
+        "{reset}, then {materialize}",
+        reset=call("reset", "NAME", name),
+        materialize=call("materialize", "NAME"),
+    )

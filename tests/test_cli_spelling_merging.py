@@ -1,0 +1,154 @@
+"""How the command line spells what merges name, and that every name has a command or a flag."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mstore import MergeRequest, Store, TensorRule
+from mstore.merge.planning import noop, stored_texts
+from mstore.merge.planning.facts import NEEDS_ANALYSIS
+from mstore.objects.shapes import told_difference
+from mstore.phrases import Call, Option, Phrase, Text, as_phrase, call, phrase
+from mstore_cli.main import build
+from mstore_cli.output import plain
+from mstore_cli.spelling import Typed, flag
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = {
+    name: {option for one in command.params for option in one.opts}
+    for name, command in build().commands.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "python", "typed"),
+    [
+        (Option("max_error"), "max_error", "--max-error"),
+        (Option("expert_budget", "30%"), "expert_budget='30%'", "--per-expert-budget 30%"),
+        (Option("analyze", False), "analyze=False", "--no-analyze"),
+        (Option("memo", False), "memo=False", "--no-memo"),
+        (Option("allow_noop", True), "allow_noop=True", "--allow-noop"),
+        (Option("experts", {"REF": "WEIGHT"}), "experts={REF: WEIGHT}", "--expert REF=WEIGHT"),
+        (
+            Option("parameters", {"density": 0.2, "normalize": False}),
+            "parameters={'density': 0.2, 'normalize': False}",
+            "--param density=0.2 --param normalize=false",
+        ),
+        (Option("memory", 300 << 20), "memory=314572800", "--memory 300MiB"),
+        (Option("skip", ("a b", "*")), "skip=['a b', '*']", "--skip 'a b' --skip '*'"),
+        (call("sweep"), "sweep()", "mstore plan --sweep"),
+        (call("sweep", measure=True), "sweep(measure=True)", "mstore plan --sweep --measure"),
+        (call("tensors", "REF"), "tensors(REF)", "mstore ls --tensors REF"),
+        (call("plan", "..."), "plan(...)", "mstore plan ..."),
+        (
+            told_difference("base", "a b"),
+            "diff('base', 'a b'); skip=[PATTERN] leaves tensors out",
+            "mstore diff base 'a b'; --skip PATTERN leaves tensors out",
+        ),
+        (
+            noop._ALLOW,
+            "allow_noop=True merges it all the same",
+            "--allow-noop merges it all the same",
+        ),
+        (
+            NEEDS_ANALYSIS,
+            "run the command without analyze=False",
+            "run the command without --no-analyze",
+        ),
+    ],
+)
+def test_options_of_merges(text: Text, python: str, typed: str) -> None:
+    """Callers read keyword arguments of merges, and people flags that mean the same."""
+    assert str(text) == python
+    assert as_phrase(text).spelled(Typed()) == typed
+
+
+@pytest.mark.parametrize(
+    ("stored", "python"),
+    [
+        (stored_texts.NOT_AMONG_ONLY, "not among only"),
+        (stored_texts.skipped("lm_head.weight"), "skip=['lm_head.weight']"),
+        (stored_texts.AT_EDGES, stored_texts.AT_EDGES.replace("--no-analyze", "analyze=False")),
+        ("dtype I64 is not merged", "dtype I64 is not merged"),
+    ],
+)
+def test_texts_of_stored_plans(stored: str, python: str) -> None:
+    """What plans keep at rest is told to people as it is stored, and to callers in their words."""
+    told = stored_texts.phrased(stored)
+    assert (told, as_phrase(told).spelled(Typed())) == (python, stored)
+
+
+def test_a_phrase_is_text() -> None:
+    """Callers search, join, copy and store phrases as text; the command line still spells them."""
+    told = phrase("{why}: {it}", why=phrase("use {one}", one=Option("top_p")), it=call("gc"))
+    assert "top_p: gc()" in told
+    assert "\n".join([told, "more"]) == "use top_p: gc()\nmore"
+    assert json.dumps([told]) == '["use top_p: gc()"]'
+    for again in (told, copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
+        assert isinstance(again, Phrase)
+        assert again.spelled(Typed(Path("s"))) == "use --top-p: mstore --store s gc"
+    assert plain({"notes": (told, "{x}")}, lambda text: as_phrase(text).spelled(Typed())) == {
+        "notes": ["use --top-p: mstore gc", "{x}"]
+    }
+
+
+def _named() -> Iterator[tuple[str, Call | Option]]:
+    """Yield what modules of the library build with literal names, and where."""
+    for path in (path for top in ("mstore", "fuse") for path in sorted((ROOT / top).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                not isinstance(node, ast.Call)
+                or not isinstance(node.func, ast.Name)
+                or not node.args
+            ):
+                continue
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            place = f"{path.relative_to(ROOT)}:{node.lineno}"
+            if not isinstance(name, str):
+                continue
+            if node.func.id == "Option":
+                off = len(node.args) > 1 and ast.unparse(node.args[1]) == "False"
+                yield place, Option(name, False if off else None)
+            elif node.func.id == "call":
+                keys = tuple((word.arg, True) for word in node.keywords if word.arg is not None)
+                yield place, Call(name, (), keys)
+
+
+def test_every_name_has_a_command_or_a_flag() -> None:
+    """What the library names can be typed: the command is there, and it has the flags."""
+    every = {option for flags in FLAGS.values() for option in flags} | {"--help"}
+    found = list(_named())
+    assert len(found) > 50
+    for place, one in found:
+        if isinstance(one, Option):
+            assert flag(one.name, on=one.value is not False) in every, (place, one)
+            continue
+        options = tuple(pair for pair in one.options if pair[0] != "store")
+        _, verb, *rest = Typed().call(Call(one.operation, (), options)).split()
+        missing = {word for word in rest if word.startswith("-")} - FLAGS.get(verb, set())
+        assert verb in FLAGS, (place, one)
+        assert missing <= {"--help"}, (place, one, missing)
+
+
+def test_options_of_merges_are_parameters() -> None:
+    """Options that merges name are fields of the request or parameters of calls of Store."""
+    calls = [getattr(Store, name) for name in dir(Store) if not name.startswith("_")]
+    known = {name for one in calls if callable(one) for name in inspect.signature(one).parameters}
+    known |= {
+        field.name for kind in (MergeRequest, TensorRule) for field in dataclasses.fields(kind)
+    }
+    places = ("mstore/merge/", "mstore/objects/", "mstore/stats/", "mstore/store/")
+    options = [
+        one for place, one in _named() if place.startswith(places) and isinstance(one, Option)
+    ]
+    assert {one.name for one in options} - known == set()
+    assert len(options) > 10
