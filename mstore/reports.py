@@ -41,6 +41,7 @@ from mstore.merge.analysis.explain import (
     TensorExplanation,
 )
 from mstore.merge.analysis.sweep import SweepPoint, SweepReport
+from mstore.merge.methods.report import MethodReport, ParameterReport
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport
@@ -88,7 +89,9 @@ __all__ = [
     "MaterializeReport",
     "MergeReport",
     "MergeWarning",
+    "MethodReport",
     "MigrateReport",
+    "ParameterReport",
     "ParentReport",
     "PlanReport",
     "Problem",

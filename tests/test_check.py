@@ -577,3 +577,5 @@ def test_a_codec_that_is_not_known_is_no_damage(
         with pytest.raises(Incompatible, match="newer mstore"):
             dense.repair(read_data=True)
     assert not dense.fsck(read_data=True).problems
+    with pytest.raises(Incompatible, match="codec 99 needs a newer mstore"):
+        codecs.Codec(99)

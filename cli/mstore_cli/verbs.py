@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
 VERBS = (
-    *("init", "config", "add", "analyze", "plan", "plans", "merge", "materialize"),
+    *("init", "config", "add", "analyze", "methods", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),
@@ -13,7 +13,7 @@ VERBS = (
     *("fsck", "reindex", "migrate", "stats", "du"),
 )
 # These act on no store, or on those given as arguments.
-OF_NO_STORE = frozenset({"mounts", "unmount", "clone"})
+OF_NO_STORE = frozenset({"methods", "mounts", "unmount", "clone"})
 
 _ADD = "mstore add PATH --name REF (each add, merge and reset is a commit of its own)"
 _COPY = "mstore clone SRC DST copies a whole store, and mstore backup DEST brings a copy up to date"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.blame import BlameReport
     from mstore.merge.analysis.explain import Explanation
     from mstore.merge.analysis.sweep import SweepReport
+    from mstore.merge.methods.report import MethodReport
     from mstore.merge.planning.costs import Costs
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Input, Request
@@ -132,6 +133,16 @@ class Merging(OpenStore):
                 threads=number,
                 progress=progress,
             )
+
+    @staticmethod
+    def methods(name: str | None = None) -> tuple[MethodReport, ...]:
+        """Describe the merge methods, those of other packages too; name: only this one.
+
+        Raises BadRequest for an unknown name, Unavailable for a package that cannot be loaded.
+        """
+        from mstore.merge.methods import report
+
+        return report.methods() if name is None else (report.method(name),)
 
     def plans(self) -> list[PlanReport]:
         """Return every stored plan, sorted by base, method and cost."""

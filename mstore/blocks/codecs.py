@@ -66,13 +66,17 @@ _SHORTEST: Final = 64
 
 
 class Codec(IntEnum):
-    """The codec byte of an entry."""
+    """The codec byte of an entry.  Raises Incompatible for one that this version does not know."""
 
     RAW = 0
     CONSTANT = 1
     PLANES = 2
     DELTA_FLOATS = 3
     DELTA_INTEGERS = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> Codec | None:
+        raise Incompatible(f"codec {value} needs a newer mstore", hint="pip install -U mstore")
 
     @property
     def is_delta(self) -> bool:
@@ -396,8 +400,6 @@ def _checked(
     codec: int, payload: Buffer, width: int, raw_length: int, base: Buffer | None
 ) -> Codec:
     """Return the codec of a frame that is safe to decompress. Raises Corrupt, Incompatible."""
-    if codec not in (Codec.PLANES, Codec.DELTA_FLOATS, Codec.DELTA_INTEGERS):
-        raise Incompatible(f"codec {codec} needs a newer mstore", hint="pip install -U mstore")
     known = Codec(codec)
     if width not in _UNSIGNED or raw_length % width:
         raise Corrupt(f"a block of {raw_length} bytes of element width {width}")

@@ -30,7 +30,7 @@ from mstore.blocks.packs import Kind
 from mstore.check.copies import Copy, Form, PackCopies, Place, place
 from mstore.check.findings import Findings, typed
 from mstore.check.fsck import Checker, CheckReport, Scope
-from mstore.errors import Corrupt, MstoreError, StorageFailed
+from mstore.errors import Corrupt, Incompatible, MstoreError, StorageFailed
 from mstore.ids import BlockId, Buffer, PackId, SnapshotId
 from mstore.objects.canonical import decode
 from mstore.objects.snapshot import SnapshotRecord
@@ -415,7 +415,7 @@ def _form(row: Row | None, length: int) -> Form | None:
         return None
     codec, width = location_rows.codec(row), location_rows.width(row)
     base = base_of(row)
-    with suppress(ValueError):
+    with suppress(Incompatible):
         if width in WIDTHS and Codec(codec).is_delta == (base is not None):
             return Form(width, Codec(codec), None if base is None else BlockId(base))
     return None

@@ -17,7 +17,7 @@ from mstore.merge import methods
 from mstore.merge.methods.method import Method, Operation
 from mstore.objects.plan import Plan, PlanOperation, PlanTensor
 
-_OTHERS: Final = {"bounds", "method", "parameters", "registry"}
+_OTHERS: Final = {"bounds", "method", "parameters", "registry", "report"}
 
 GROUP: Final = "mstore.methods"
 """The entry point group for methods of other packages."""

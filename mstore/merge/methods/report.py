@@ -1,0 +1,98 @@
+"""What people and programs are told about merge methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mstore.merge.methods import registry
+from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.parameters import NORM, Parameter
+
+_KINDS = {"float": "number", "int": "whole number", "bool": "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterReport:
+    """A parameter of a merge method."""
+
+    name: str
+    """its name, as `--param` takes it"""
+    kind: str
+    """what it is: number, whole number, or true or false"""
+    default: float | int | bool | None
+    """its value unless another is given; null: it must be given"""
+    range: str | None
+    """the values that it may have, as an interval; null: any of its kind"""
+    words: tuple[str, ...]
+    """words that may be given in place of a value"""
+    per_expert: bool
+    """whether each expert may have its own value"""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodReport:
+    """A merge method."""
+
+    name: str
+    """its name, as `--method` takes it"""
+    summary: str
+    """what it makes, in a line"""
+    formula: str
+    """an element of the result; d_k is expert k minus base"""
+    source: str
+    """where it was published"""
+    experts: int | None
+    """how many experts it takes; null: any number"""
+    weighted: bool
+    """whether experts have weights"""
+    parameters: tuple[ParameterReport, ...]
+    """its parameters"""
+    facts: tuple[str, ...]
+    """what it must know of whole tensors first: measured once, apart from the budget"""
+    certified: bool
+    """whether the error of leaving chunks out has a certified bound, and not only an estimate"""
+
+
+def methods() -> tuple[MethodReport, ...]:
+    """Describe every method, those of other packages too.  Raises Unavailable for one of these."""
+    return tuple(_described(registry.find(name)) for name in registry.names())
+
+
+def method(name: str) -> MethodReport:
+    """Describe one method.  Raises as `registry.find`."""
+    return _described(registry.find(name))
+
+
+def _described(method: Method) -> MethodReport:
+    return MethodReport(
+        name=method.name,
+        summary=method.summary,
+        formula=method.formula,
+        source=method.source,
+        experts=method.experts,
+        weighted=method.weighted,
+        parameters=tuple(map(_parameter, method.parameters)),
+        facts=_facts(method),
+        certified=method.is_additive,
+    )
+
+
+def _parameter(one: Parameter) -> ParameterReport:
+    limits = None if one.range is None else str(one.range)
+    words = tuple(dict(one.words))
+    return ParameterReport(one.name, _KINDS[one.kind], one.default, limits, words, one.each)
+
+
+def _facts(method: Method) -> tuple[str, ...]:
+    if method.mix is not None:
+        others = "of all inputs with each other" if method.pairs else "of each expert with the base"
+        return (f"inner products {others}",)
+    if method.select is Select.TRIMMED:
+        return ("the magnitude at which density ends",)
+    if method.select is Select.BAND:
+        return ("the magnitudes at which density and gamma end",)
+    if method.select is Select.RANKED:
+        return ("L1 norms of deltas before and after the mask, with rescale",)
+    if method.select is Select.DRAWN:
+        return (f"L1 norms of deltas before and after the mask, with rescale={NORM}",)
+    return ()
