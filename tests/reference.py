@@ -203,8 +203,8 @@ def _additive(
         mixed, divisor = np.zeros_like(total), np.zeros_like(total)
         for product, weight in zip(products, weights, strict=True):
             agrees = np.where(positive, product > 0, product < 0)
-            mixed[agrees] += product[agrees]
-            divisor[agrees] += np.float32(weight)
+            np.add(mixed, product, out=mixed, where=agrees)
+            np.add(divisor, np.float32(weight), out=divisor, where=agrees)
         if parameters["normalize"]:
             divisor[divisor == 0] = 1
             mixed = mixed / divisor
@@ -239,23 +239,32 @@ def keep_count(density: float, elements: int) -> int:
     return max(1, int(density * elements))
 
 
+def first(d: Single, count: int) -> Mask:
+    """The `count` elements first in order of (-|d|, index); NaN is the smallest.
+
+    Selecting takes a tenth of the time of sorting.
+    """
+    if count in (0, d.size):
+        return np.full(d.size, count > 0)
+    order = -np.abs(d)
+    last = np.partition(order, count - 1)[count - 1]
+    before, equal = (~np.isnan(d), np.isnan(d)) if np.isnan(last) else (order < last, order == last)
+    before[np.flatnonzero(equal)[: count - np.count_nonzero(before)]] = True
+    return before
+
+
 def largest(d: Single, density: float) -> Mask:
     """The keep_count elements first in order of (-|d|, index).  NaN is the smallest, never kept."""
     if density >= 1:
         return np.ones(d.size, dtype=bool)
-    kept = np.zeros(d.size, dtype=bool)
-    kept[np.argsort(-np.abs(d), kind="stable")[: keep_count(density, d.size)]] = True
-    return kept & ~np.isnan(d)
+    return first(d, keep_count(density, d.size)) & ~np.isnan(d)
 
 
 def band(d: Single, density: float, gamma: float) -> Mask:
     """As `largest`, without the int(gamma * n) first ones, and int(density * n) of the rest."""
     kept = int(density * d.size)
     last = min(d.size, kept + int(gamma * d.size))
-    order = np.argsort(-np.abs(d), kind="stable")
-    found = np.zeros(d.size, dtype=bool)
-    found[order[last - kept : last]] = True
-    return found & ~np.isnan(d)
+    return first(d, last) & ~first(d, last - kept) & ~np.isnan(d)
 
 
 def threshold(d: Single, density: float) -> tuple[np.float32, int]:
@@ -267,8 +276,7 @@ def thresholds(d: Single, density: float, gamma: float) -> list[tuple[np.float32
     """(v, quota) twice, for `band`: what the second would keep is dropped."""
     kept = int(density * d.size)
     last = min(d.size, kept + int(gamma * d.size))
-    first = np.argsort(-np.abs(d), kind="stable")
-    magnitudes = (np.abs(d)[first[:rank]] for rank in (last, last - kept))
+    magnitudes = (np.abs(d)[first(d, rank)] for rank in (last, last - kept))
     return [_cut(found[~np.isnan(found)]) for found in magnitudes]
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import Program
 from test_gc import large_and_small, write
+
+from mstore import Store
+from mstore.phrases import as_phrase, call, phrase
+from mstore_cli.commands.gc import _print
+from mstore_cli.output import Screen
+from mstore_cli.spelling import Typed
 
 
 @pytest.fixture
@@ -93,3 +101,14 @@ def test_what_gc_does_not_give_back_is_explained(mstore: Program, tmp_path: Path
     joined = mstore.succeed("gc").out
     assert "small packs put together" in joined
     assert "freed 0 B: 0 packs removed, 0 rewritten" in joined
+
+
+def test_what_gc_leaves_is_told_with_commands(mstore: Program) -> None:
+    """A note of the library names an operation, and gc prints the command for this store."""
+    note = phrase("pack x: damaged; next: {repair}", repair=call("repair"))
+    with Store.open(mstore.store) as store:
+        report = replace(store.gc(dry_run=True), left=(note,))
+    told = io.StringIO()
+    _print(Screen(told, lambda text: as_phrase(text).spelled(Typed(mstore.store))), report)
+    command = f"mstore --store {mstore.store} fsck --repair"
+    assert f"left: pack x: damaged; next: {command}" in told.getvalue().splitlines()

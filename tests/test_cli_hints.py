@@ -148,8 +148,8 @@ COMMAND = re.compile(rf"\bmstore (?:{'|'.join(VERBS)})\b")
 
 
 def test_every_command_of_every_message_can_name_the_store() -> None:
-    """In each text of library, mounts and command line that says what to type, each command gets
-    --store, wherever it stands; what the command line prints by itself goes through that."""
+    """In each text of the command line that says what to type, each command gets --store, wherever
+    it stands; what the command line prints by itself goes through that."""
     seen = 0
     for source in SOURCES:
         for text, calls in strings(source):

@@ -74,8 +74,19 @@ def test_the_library_starts_without_reports() -> None:
 
 @pytest.mark.parametrize("line", [["log", "-q"], ["refs", "--json"], ["show", "tiny", "--json"]])
 def test_looking_imports_no_compiler(line: list[str], store: Program) -> None:
-    """Commands that only look load neither numba nor torch."""
-    assert imported("--store", store.store, *line) & {"numba", "torch"} == set()
+    """Commands that only look load neither numba nor torch, nor what typer checks values with."""
+    assert imported("--store", store.store, *line) & {"numba", "torch", "pydantic"} == set()
+
+
+def test_a_command_imports_no_other(store: Program) -> None:
+    """A command loads the module of no other command."""
+    script = (
+        "import sys; from mstore_cli.main import run; run(sys.argv[1:]); "
+        "print(*(name for name in sys.modules if name.startswith('mstore_cli.commands.')))"
+    )
+    line = [sys.executable, "-c", script, "--store", str(store.store), "refs", "-q"]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    assert done.stdout == "tiny\nmstore_cli.commands.refs\n"
 
 
 def test_version() -> None:

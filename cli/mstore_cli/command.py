@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli.errors import UsageError, notes
 from mstore_cli.session import STORE_VARIABLE, Choices, Session
+from mstore_cli.values import convert_plain
 from mstore_cli.verbs import OTHER_WORDS
 
 StoreOption = Annotated[
@@ -75,7 +76,10 @@ class Verb:
 class VerbGroup(TyperGroup):
     """The program: suggests a command for words that other programs have as commands."""
 
-    # The context type is private to typer.
+    # The types of contexts and options are private to typer.
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
@@ -95,7 +99,10 @@ class VerbCommand(TyperCommand):
     foreign_hint: str = ""
     mistaken: Mapping[str, str] = MappingProxyType({})
 
-    # The context and formatter types are private to typer.
+    # The types of contexts, options and formatters are private to typer.
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # The parser empties the list.
         words = list(args)
@@ -140,6 +147,12 @@ class VerbCommand(TyperCommand):
             if title in sections:
                 with formatter.section(title):
                     formatter.write_dl(sections[title])
+
+
+def _plain(option: Any) -> Any:
+    """Return the option of typer's own that every command line has, converted without pydantic."""
+    convert_plain([] if option is None else [option], {})
+    return option
 
 
 def _usage(argument: Any) -> str:

@@ -1,20 +1,21 @@
 """The program `mstore`: assembles the commands, runs one, exits with its status.
 
-Starting it imports neither the library nor numpy, numba or torch: each command imports what it
-needs when it runs.
+Starting it imports neither the library nor numpy, numba or torch, nor the modules of other
+commands: each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mstore_cli import completion, errors
 from mstore_cli.command import (
@@ -28,6 +29,7 @@ from mstore_cli.command import (
 )
 from mstore_cli.output import Output
 from mstore_cli.session import Choices, Session
+from mstore_cli.values import convert_plain
 from mstore_cli.verbs import VERBS
 
 PROGRAM = "mstore"
@@ -69,8 +71,54 @@ def _print_version(output: Output) -> None:
     )
 
 
+class _Commands(Mapping[str, TyperCommand]):
+    """All commands by name, each imported and built when it is looked up: a run needs one."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, TyperCommand] = {}
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        if name not in self._built:
+            if name not in VERBS:
+                raise KeyError(name)
+            self._built[name] = _build_command(name)
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+def _build_command(name: str) -> TyperCommand:
+    verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
+    # typer makes a plain command of a program that has only one.
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(
+        verb.name,
+        cls=type(
+            "VerbCommand",
+            (VerbCommand,),
+            {
+                "bare": verb.bare,
+                "foreign": verb.foreign,
+                "foreign_hint": verb.foreign_hint,
+                "mistaken": verb.mistaken,
+            },
+        ),
+        short_help=verb.summary,
+        epilog=verb.epilog,
+        context_settings=dict(CONTEXT),
+    )(verb.run)
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand)
+    convert_plain(command.params, inspect.signature(verb.run).parameters)
+    return command
+
+
 def build() -> TyperGroup:
-    """Build the whole command line as one command tree."""
+    """Build the whole command line as one command tree, whose commands are built when used."""
     app = typer.Typer(
         name=PROGRAM,
         cls=VerbGroup,
@@ -82,26 +130,12 @@ def build() -> TyperGroup:
         epilog=EPILOG,
     )
     app.callback()(_top)
-    for name in VERBS:
-        verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
-        app.command(
-            verb.name,
-            cls=type(
-                "VerbCommand",
-                (VerbCommand,),
-                {
-                    "bare": verb.bare,
-                    "foreign": verb.foreign,
-                    "foreign_hint": verb.foreign_hint,
-                    "mistaken": verb.mistaken,
-                },
-            ),
-            short_help=verb.summary,
-            epilog=verb.epilog,
-            context_settings=dict(CONTEXT),
-        )(verb.run)
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
+    convert_plain(group.params, inspect.signature(_top, eval_str=True).parameters)
+    # Declared mutable; nothing changes it.
+    commands: Any = _Commands()
+    group.commands = commands
     return group
 
 

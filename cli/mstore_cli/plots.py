@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
-from xml.sax.saxutils import escape
 
 from mstore_cli.output import elided, printable
 from mstore_cli.treemap import Box, Node, Placed, place
@@ -352,7 +352,7 @@ def _write(
     # matplotlib has no titles; each id occurs once.
     for id, title in titles.items():
         head = f'<g id="{id}">\n'
-        svg = svg.replace(head, f"{head}<title>{escape(title)}</title>\n", 1)
+        svg = svg.replace(head, f"{head}<title>{escape(title, quote=False)}</title>\n", 1)
     fs.replace_text(path, svg)
 
 
