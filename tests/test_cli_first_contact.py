@@ -71,7 +71,7 @@ PAIR = ["--base", "v1", "--expert", "v1"]
         (["--seed", "1"], "--param seed=7"),
         (["--max-error", "5%"], "write a number such as 0.05"),
         (["--method", "TIES"], "did you mean ties?"),
-        (["--method", "della"], "mergekit has della, mstore does not"),
+        (["--method", "sce"], "mergekit has sce, mstore does not"),
         (["--method", "Model_Stock"], "mergekit has model_stock, mstore does not"),
         (
             ["--method", "ties", "--param", "density=0.3", "--param", "density=0.5"],

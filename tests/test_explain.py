@@ -261,7 +261,7 @@ def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.Mon
         def broken(*arguments: Any, where: tuple[int, int] = wrong) -> None:
             honest(*arguments)
             if arguments[6:8] == where:
-                arguments[-2][0] ^= 1
+                arguments[11][0] ^= 1
 
         monkeypatch.setattr(compute, "mix_chunk", broken)
         again = store.replay("merged")

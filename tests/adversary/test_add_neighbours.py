@@ -367,7 +367,7 @@ def test_a_hole_larger_than_the_disk_is_refused(store: Store, model: Path) -> No
     told = refused.value.what.split("for such files is ")[1].split(",")[0]
     assert parse_size(told.replace(" ", ""), option="") <= room.f_blocks * room.f_frsize
     assert refused.value.hint is not None
-    assert "--max-sparse" in refused.value.hint
+    assert "max_sparse" in refused.value.hint
     nothing_of(store)
 
 

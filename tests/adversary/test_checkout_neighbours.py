@@ -262,7 +262,7 @@ def test_a_directory_that_others_may_write_is_refused(
     assert refused.value.where == str(above)
     assert "may rename and remove" in refused.value.what
     assert refused.value.hint is not None
-    assert "--shared" in refused.value.hint
+    assert "shared" in refused.value.hint
     assert [each for each in made if above in Path(each.path).parents] == []
     assert [path.name for path in above.iterdir()] == ["precious"]
 
