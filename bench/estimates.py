@@ -45,6 +45,7 @@ import numpy as np
 from measure import RESULTS, keep, machine
 
 import mstore
+from mstore.merge.methods.registry import METHODS
 
 BLOCK_SIZE = 1 << 16
 ELEMENTS = 8 * BLOCK_SIZE
@@ -67,9 +68,16 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dare_ties", {"density": 0.3, "normalize": True, "rescale": False}),
     *(("breadcrumbs", {"density": density}) for density in DENSITIES),
     *(("slerp", {"t": t}) for t in (0.25, 0.5)),
+    *(("breadcrumbs_ties", {"density": density}) for density in DENSITIES),
+    ("karcher", {}),
+    ("model_stock", {}),
+    ("multislerp", {}),
+    ("multislerp", {"around_base": False}),
+    ("nuslerp", {}),
+    ("nuslerp", {"around_base": False}),
+    ("passthrough", {}),
 )
-ALONE = {"slerp"}
-"""Methods of one expert, without a weight."""
+UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]
 Model = dict[str, Array]
 Figures = dict[str, Any]
@@ -189,12 +197,13 @@ def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
     """Each request at each share."""
     found = []
     for (method, parameters), (kind, weights) in itertools.product(REQUESTS, WEIGHTS.items()):
-        if method in ALONE and kind != "equal":
+        if method in UNWEIGHTED and kind != "equal":
             continue
+        count = METHODS[method].experts
         report = store.sweep(
             MergeRequest(
                 base="base",
-                experts=list(zip(experts, weights[: 1 if method in ALONE else None], strict=False)),
+                experts=list(zip(experts, weights[:count], strict=False)),
                 method=method,
                 parameters=parameters,
             ),

@@ -15,9 +15,15 @@ _PARAMETERS = {
     "breadcrumbs": ("density", "gamma", "normalize", "lambda"),
     "della": ("density", "epsilon", "normalize", "lambda", "rescale"),
     "della_linear": ("density", "epsilon", "normalize", "lambda", "rescale"),
+    "breadcrumbs_ties": ("density", "gamma", "normalize", "lambda"),
+    "karcher": ("max_iter", "tol"),
+    "model_stock": (),
+    "multislerp": ("around_base", "normalize_weights"),
+    "nuslerp": ("around_base",),
+    "passthrough": ("scale",),
     "slerp": ("t",),
 }
-_UNWEIGHTED = {"slerp"}
+_UNWEIGHTED = {"karcher", "model_stock", "passthrough", "slerp"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class Case:
     gamma: float | tuple[float, ...] = 0.01
     epsilon: float | tuple[float, ...] = 0.15
     t: float = 0.5
+    max_iter: int = 10
+    tol: float = 1e-5
+    around_base: bool = True
+    normalize_weights: bool = True
     members: Sequence[str] = ()
     """Which members are merged; e0, e1, ... if none is named."""
 
@@ -45,8 +55,11 @@ class Case:
         parts += [f"g={_told(self.gamma)}"] if "gamma" in own else []
         parts += [f"e={_told(self.epsilon)}"] if "epsilon" in own else []
         parts += [f"t={self.t:g}"] if "t" in own else []
-        parts += [f"l={self.scale:g}"] if "lambda" in own and self.scale != 1 else []
+        parts += [f"l={self.scale:g}"] if self.scale != 1 else []
+        parts += [f"i={self.max_iter}", f"tol={self.tol:g}"] if "tol" in own else []
         parts += ["n"] if self.normalize else []
+        parts += ["whole"] if not self.around_base else []
+        parts += ["sum"] if not self.normalize_weights else []
         parts += ["raw"] if not self.rescale else []
         parts += [f"s={self.seed}"] if self.seed else []
         return " ".join(parts + list(self.members))
@@ -66,6 +79,11 @@ class Case:
         """Whether its experts have weights."""
         return self.method not in _UNWEIGHTED
 
+    @property
+    def has_base(self) -> bool:
+        """Whether mergekit's recipe names a base."""
+        return self.method not in ("linear", "karcher", "passthrough") and self.around_base
+
     def parameters(self) -> dict[str, Any]:
         """As mstore takes them (the seed apart)."""
         values = {
@@ -73,8 +91,13 @@ class Case:
             "gamma": self.gamma,
             "epsilon": self.epsilon,
             "t": self.t,
+            "max_iter": self.max_iter,
+            "tol": self.tol,
+            "around_base": self.around_base,
+            "normalize_weights": self.normalize_weights,
             "normalize": self.normalize,
             "lambda": self.scale,
+            "scale": self.scale,
             "rescale": self.rescale,
         }
         return {name: values[name] for name in _PARAMETERS[self.method]}

@@ -21,6 +21,7 @@ from mergekit import sparsify
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.merge_methods import generalized_task_arithmetic, slerp
+from mergekit.merge_methods.api import merge_tensors
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,6 +40,8 @@ Draws = dict[str, list[Draw]]
 
 _OF_MODELS = ("density", "gamma", "epsilon")
 """Parameters that a recipe gives to each model."""
+_NOT_SHARED = (*_OF_MODELS, "around_base")
+"""Parameters that a recipe has nowhere, or not for all models."""
 
 
 def merge(
@@ -58,16 +61,17 @@ def merge(
         for k, (name, weight) in enumerate(zip(case.experts, case.weights, strict=True))
     ]
     if not case.is_weighted:
-        models = [{"model": str(family.path(name))} for name in ("base", *case.experts)]
+        base = ["base"] if case.has_base else []
+        models = [{"model": str(family.path(name))} for name in (*base, *case.experts)]
     recipe: dict[str, Any] = {
         "merge_method": case.method,
         "out_dtype": out_dtype,
-        "parameters": {n: v for n, v in given.items() if n not in _OF_MODELS},
+        "parameters": {n: v for n, v in given.items() if n not in _NOT_SHARED},
         "models": models,
     }
     if dtype is not None:
         recipe["dtype"] = dtype
-    if case.method != "linear":
+    if case.has_base:
         recipe["base_model"] = str(family.path("base"))
     config = MergeConfiguration.model_validate(yaml.safe_load(yaml.safe_dump(recipe)))
     options = MergeOptions(
@@ -104,6 +108,20 @@ def recorded() -> Iterator[Draws]:
         mock.patch.object(sparsify, "rescaled_masked_tensor", rescaling),
     ):
         yield draws
+
+
+def merged(case: Case, base: Tensor, experts: list[Tensor]) -> Tensor:
+    """Call mergekit's method on one tensor, in the type of the tensors: float64 is its exact self.
+
+    Raises ValueError for vectors that mergekit refuses.
+    """
+    given: dict[str, Any] = {n: v for n, v in case.parameters().items() if n not in _NOT_SHARED}
+    if case.is_weighted:
+        given["weight"] = list(case.weights)
+    tensors = [base, *experts] if case.has_base else experts
+    return merge_tensors(
+        tensors, case.method, parameters=given, base_index=0 if case.has_base else None
+    )
 
 
 @dataclass(frozen=True)

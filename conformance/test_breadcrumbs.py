@@ -1,4 +1,5 @@
-"""breadcrumbs keeps mergekit's band of elements, and differs only in which of equal ones."""
+"""breadcrumbs and breadcrumbs_ties keep mergekit's band of elements, and differ only in which of
+equal ones."""
 
 from __future__ import annotations
 
@@ -29,6 +30,11 @@ CASES = [
     Case("breadcrumbs", FOUR, density=1.0, gamma=0.5, normalize=True),
     # Of each model its own.
     Case("breadcrumbs", (1.0, 0.5, 0.7), density=(0.5, 1.0, 0.2), gamma=(0.1, 0.3, 0.0)),
+    Case("breadcrumbs_ties", FOUR, density=0.2),
+    Case("breadcrumbs_ties", FOUR, density=0.5, gamma=0.1, normalize=True, scale=0.6),
+    Case("breadcrumbs_ties", (1.0, -0.5, 0.7), density=0.85, gamma=0.05, scale=1.3),
+    Case("breadcrumbs_ties", (1.0, -1.0), density=0.37, gamma=0.37, normalize=True),
+    Case("breadcrumbs_ties", FOUR, density=1.0, gamma=0.5, normalize=True),
 ]
 
 
@@ -59,7 +65,7 @@ def at_cuts(family: Family, case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_breadcrumbs(workplace: Workplace, case: Case) -> None:
-    """breadcrumbs is mergekit's, bit for bit, but where a delta ties at a cut (and for -0)."""
+    """Both methods are mergekit's, bit for bit, but where a delta ties at a cut (and for -0)."""
     family = workplace.family
     tied = at_cuts(family, case)
     for out_dtype in outputs(family):

@@ -31,7 +31,8 @@ WORDS: dict[str, np.dtype[Any]] = {
 }
 QUIET_NAN = {"BF16": 0x7FC0, "F16": 0x7E00, "F32": 0x7FC00000}
 
-CONSENSUS = {"ties", "dare_ties", "della"}
+CONSENSUS = {"ties", "dare_ties", "della", "breadcrumbs_ties"}
+BANDS = {"breadcrumbs", "breadcrumbs_ties"}
 RANDOM = {"dare_linear", "dare_ties"}
 RANKED = {"della", "della_linear"}
 _DARE = {"density": 1.0, "lambda": 1.0, "normalize": False, "rescale": True, "seed": 0}
@@ -44,6 +45,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "della": _DARE | {"epsilon": 0.15, "normalize": True},
     "della_linear": _DARE | {"epsilon": 0.15},
     "breadcrumbs": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
+    "breadcrumbs_ties": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
+    "passthrough": {"scale": 1.0},
 }
 
 
@@ -73,6 +76,10 @@ def merge(
     with np.errstate(all="ignore"):
         if method == "linear":
             mixed, keep = _linear(parameters, weights, base, experts, absent)
+        elif method == "passthrough":
+            side = _where_bits(absent[0], single(base), single(experts[0]))
+            mixed = side * np.float32(parameters["scale"])
+            keep = (_bits(side) == _bits(single(base))) & (parameters["scale"] == 1)
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
@@ -167,7 +174,7 @@ def _additive(
     products = []
     for k, (expert, weight, missing) in enumerate(zip(experts, weights, absent, strict=True)):
         d, density = delta(base, expert), each(parameters, "density", k)
-        if method == "breadcrumbs" and density < 1:
+        if method in BANDS and density < 1:
             kept = band(d, density, each(parameters, "gamma", k))
             d = np.where(kept, d, np.float32(0))
         if method == "ties" and density < 1:

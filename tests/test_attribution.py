@@ -43,6 +43,13 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"density": 0.6, "gamma": 0.1, "lambda": 1.5, "normalize": True},
         {"budget": 0.5},
     ),
+    "agrees": ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.1, "lambda": 0.7}, {"budget": 0.6}),
+    "passes": ("passthrough", {}, {"budget": 0.5}),
+    "scales": ("passthrough", {"scale": -1.25}, {"dtype": "F32"}),
+    "stock": ("model_stock", {}, {}),
+    "deltas": ("multislerp", {}, {"budget": 0.6}),
+    "wholes": ("multislerp", {"around_base": False}, {}),
+    "sphere": ("karcher", {}, {"budget": 0.5}),
     "slerp": ("slerp", {"t": 0.3}, {}),
     "turns": ("slerp", {"t": 0.8}, {"budget": 0.5, "dtype": "F32"}),
 }
@@ -50,8 +57,10 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
-    if WAYS[way][0] == "slerp":
+    if WAYS[way][0] in ("slerp", "passthrough"):
         return {"e1": 1.0}
+    if WAYS[way][0] in ("model_stock", "karcher"):
+        return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
     return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
 
 
@@ -71,15 +80,24 @@ def contributions(
 ) -> tuple[Double, list[Double]]:
     """The base's own contribution and each expert's, from the definitions.
 
-    factor: of the base, for methods that mix whole tensors; `weights` are then those of experts.
+    factor: of the base, for methods that mix whole tensors; `weights` are then those of experts, or
+    of deltas.
     """
     w = [np.float32(weight) for weight in weights]
     b = reference.single(base).astype(np.float64)
-    if method == "slerp":
+    if method == "passthrough":
+        w = [np.float32(given.get("scale", 1.0))]
+    if method in ("slerp", "karcher", "passthrough") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [
             np.where(gone, 0.0, gap) * float(weight)
             for gap, weight, gone in zip(gaps, w, absent, strict=True)
+        ]
+    if method in ("model_stock", "multislerp"):
+        sparse = [reference.delta(base, expert) for expert in experts]
+        return np.zeros(b.size), [
+            np.where(gone, 0.0, d.astype(np.float64)) * float(weight)
+            for d, weight, gone in zip(sparse, w, absent, strict=True)
         ]
     parameters = reference.DEFAULTS[method] | given
     if method == "linear":
@@ -93,7 +111,7 @@ def contributions(
     sparse = []
     for k, (expert, gone) in enumerate(zip(experts, absent, strict=True)):
         d, density = reference.delta(base, expert), reference.each(parameters, "density", k)
-        if method in ("ties", "breadcrumbs") and thresholds:
+        if method in ("ties", *reference.BANDS) and thresholds:
             kept = []
             for value, quota in thresholds[k :: len(experts)]:
                 # What the budget left out takes no tie from others: quotas are of what is read.
@@ -102,7 +120,7 @@ def contributions(
                 keep[ties if quota < 0 else ties[:quota]] = True
                 kept.append(keep)
             d = np.where(kept[0], d, np.float32(0))
-            if method == "breadcrumbs":
+            if method in reference.BANDS:
                 d = np.where(kept[1], np.float32(0), d)
         if method in reference.RANDOM and density < 1:
             drawn = reference.draws(parameters["seed"], k, tensor, d.size).astype(np.uint64)

@@ -48,7 +48,16 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("breadcrumbs", {"density": 0.7, "gamma": 0.1, "normalize": True, "lambda": -2.0}),
     ("slerp", {"t": 0.3}),
     ("slerp", {"t": 0.999}),
+    ("passthrough", {"scale": -1.25}),
+    ("model_stock", {}),
+    ("nuslerp", {}),
+    ("nuslerp", {"around_base": False}),
+    ("multislerp", {}),
+    ("multislerp", {"around_base": False, "normalize_weights": False}),
+    ("karcher", {}),
 ]
+ALONE = ("slerp", "passthrough")
+UNWEIGHTED = ("model_stock", "karcher")
 TINY = float(np.float32(2.0**-149))
 
 
@@ -63,6 +72,8 @@ def chosen(
     made = operation(method, parameters, weights)
     if made.needs_facts:
         sides = [side.astype(np.float64) for side in (base, *experts)]
+        if not made.is_whole:
+            sides = [side - sides[0] for side in sides]
         made = made.settle([[float(one @ other) for other in sides] for one in sides])
     return made
 
@@ -137,8 +148,10 @@ def check(
     method: str, given: dict[str, Any], weights: list[float], base: Single, experts: list[Single]
 ) -> int:
     """Every way of leaving experts out keeps its bound; returns how many had one."""
-    if method == "slerp":
-        weights, experts = [1.0], experts[:1]
+    count = 1 if method in ALONE else 2 if method == "nuslerp" else len(experts)
+    weights, experts = weights[:count], experts[:count]
+    if method in (*ALONE, *UNWEIGHTED):
+        weights = [1.0] * count
     try:
         own = chosen(method, given, weights, base, experts)
         plans = planner(method, given, weights, base, experts)

@@ -72,7 +72,8 @@ PAIR = ["--base", "v1", "--expert", "v1"]
         (["--max-error", "5%"], "write a number such as 0.05"),
         (["--method", "TIES"], "did you mean ties?"),
         (["--method", "sce"], "mergekit has sce, mstore does not"),
-        (["--method", "Model_Stock"], "mergekit has model_stock, mstore does not"),
+        (["--method", "Arcee_Fusion"], "mergekit has arcee_fusion, mstore does not"),
+        (["--method", "model_stock", "--param", "filter_wise=true"], "leave out filter_wise"),
         (
             ["--method", "ties", "--param", "density=0.3", "--param", "density=0.5"],
             "one density serves all experts: --param density=0.5",

@@ -41,7 +41,10 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("breadcrumbs", {"density": 0.3, "gamma": 0.2}),
     ("breadcrumbs", {"density": 0.5, "gamma": 0.01, "lambda": 1.7, "normalize": True}),
     ("breadcrumbs", {"density": 0.7, "gamma": 0.9, "lambda": -0.5}),
+    ("breadcrumbs_ties", {"density": 0.3, "gamma": 0.2}),
+    ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.01, "lambda": 1.7, "normalize": True}),
 ]
+BANDS = ("breadcrumbs", "breadcrumbs_ties")
 # Zeros, subnormals, the smallest normal, one and its neighbour, the largest finite, infinity,
 # quiet and signalling NaN; the sign bit is added to each.
 EDGES = {
@@ -254,12 +257,12 @@ def test_each_expert_has_its_own_density(method: str, experts: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 1000, 1024, 4096])
-@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear", "breadcrumbs"])
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "linear", *BANDS])
 def test_chunk_size_does_not_show(method: str, size: int) -> None:
     """However a tensor is cut, the merge is the same, elements tied at the threshold included."""
     n = 5000 if size > 3 else 300
     parameters = {"density": 0.37} if method != "linear" else {}
-    if method == "breadcrumbs":
+    if method in BANDS:
         parameters["gamma"] = 0.2
     dtypes = ["BF16"] * 5
     cuts = list(range(size, n, size))
@@ -565,13 +568,38 @@ def test_threads_do_not_meet() -> None:
         _assert_same_bits(found, run(seed))
 
 
+@pytest.mark.parametrize("scale", [1.0, -0.37, 3e38])
+@pytest.mark.parametrize("dtypes", [("BF16", "BF16"), ("F16", "F32"), ("F32", "F32")])
+def test_one_expert_alone(dtypes: tuple[str, str], scale: float) -> None:
+    """passthrough is the expert's own elements, -0 among them, times the scale, rounded once; where
+    the expert is not read, the base's."""
+    rng = np.random.default_rng(9)
+    for kind in KINDS:
+        base, experts = _family(rng, kind, dtypes, 3000)
+        given_merge = ("passthrough", {"scale": scale}, [1.0], base, experts)
+        for gone in (False, True):
+            absent = [np.full(base.size, gone)]
+            found = _merge(*given_merge, out_dtype="F32", cuts=[1100], absent=absent)
+            wanted = reference.merge(*given_merge, out_dtype="F32", absent=absent)
+            _assert_same_bits(found, wanted)
+    zeros = np.array([0.0, -0.0, 0.0, -0.0], dtype=np.float32)
+    bases = np.array([0.0, 0.0, -0.0, -0.0], dtype=np.float32)
+    found = _merge(
+        *("passthrough", {}, [1.0], bases, [zeros]),
+        out_dtype="F32",
+        cuts=[],
+        absent=[np.zeros(4, dtype=bool)],
+    )
+    _assert_same_bits(found, zeros)
+
+
 def test_many_experts() -> None:
     """Sixty-four experts are summed in order like a few."""
     rng = np.random.default_rng(6)
     base, experts = _family(rng, "noise", ["BF16"] * 65, 1500)
     weights = [float(w) for w in rng.standard_normal(64)]
     absent = [np.full(base.size, k % 5 == 0) for k in range(64)]
-    for method in ("linear", "ties", "dare_linear", "breadcrumbs"):
+    for method in ("linear", "ties", "dare_linear", *BANDS):
         given_parameters = {"density": 0.5} if method != "linear" else {}
         found = _merge(
             *(method, given_parameters, weights, base, experts),
@@ -596,7 +624,7 @@ def test_experts_may_share_a_row(method: str, parameters: dict[str, Any]) -> Non
     # Of breadcrumbs the second five drop.
     thresholds = np.repeat(np.array([0.5, 1.0], dtype=np.float32), 5)
     quotas = np.array([7, 9, UNLIMITED, UNLIMITED, 0, 3, UNLIMITED, 4, 0, 1], dtype=np.int64)
-    slots = 10 if method == "breadcrumbs" else 5
+    slots = 10 if method in BANDS else 5
     outs = []
     for experts, row_of in (
         ([two, one], [1, 0, -1, 0, 1]),

@@ -51,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dare_linear": {"density": 0.5, "seed": 3},
     "dare_ties": {"density": 0.5},
     "breadcrumbs": {"density": 0.3, "gamma": 0.2},
+    "breadcrumbs_ties": {"density": 0.3, "gamma": 0.2},
 }
 WEIGHTS = (1.0, 0.5, 0.75)
 

@@ -49,6 +49,7 @@ CASES = [
     Case("dare_ties", {"density": 0.4, "normalize": True, "lambda": 0.5}, (1.0, 0.5, 0.7)),
     Case("breadcrumbs", {"density": 0.3, "gamma": 0.2}, (1.0, 0.5, 0.7)),
     Case("breadcrumbs", {"density": 0.9, "gamma": 0.5, "normalize": True}, (1.0, -0.5, 0.7)),
+    Case("breadcrumbs_ties", {"density": 0.4, "gamma": 0.1, "lambda": 0.7}, (1.0, -0.5, 0.7)),
 ]
 ONE_A_METHOD = [CASES[0], CASES[3], CASES[4], CASES[7], CASES[9], CASES[10]]
 

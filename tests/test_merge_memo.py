@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dare_linear": {"density": 0.5, "seed": 3},
     "dare_ties": {"density": 0.5},
     "breadcrumbs": {"density": 0.3, "gamma": 0.05},
+    "breadcrumbs_ties": {"density": 0.4, "gamma": 0.05},
 }
 
 

@@ -45,6 +45,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ties": {"density": 0.3},
     "dare_ties": {"density": 0.5},
     "breadcrumbs": {"density": 0.3, "gamma": 0.2},
+    "breadcrumbs_ties": {"density": 0.4, "gamma": 0.1},
+    "model_stock": {},
+    "karcher": {},
 }
 SMALL = 3 * BLOCK
 """Bytes of output a slice, so that a small family has many."""

@@ -37,6 +37,12 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("dare_linear", DARE),
         ("dare_ties", DARE),
         ("breadcrumbs", {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False}),
+        ("breadcrumbs_ties", {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False}),
+        ("karcher", {"max_iter": 10, "tol": 1e-5}),
+        ("model_stock", {}),
+        ("multislerp", {"around_base": True, "normalize_weights": True, "eps": 1e-8}),
+        ("nuslerp", {"around_base": True}),
+        ("passthrough", {"scale": 1.0}),
     ],
 )
 def test_defaults_are_filled_in(method: str, defaults: dict[str, Value]) -> None:
@@ -206,18 +212,24 @@ def test_coefficients_bound_what_omission_changes() -> None:
     assert change == pytest.approx(c[1] * np.linalg.norm(second - base), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_ties"])
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties"])
 def test_consensus_has_no_coefficients(method: str) -> None:
     """A method that elects signs has no certified bound."""
     with pytest.raises(BadRequest, match="no bound"):
         coefficients(operation(method, {}, [1.0]))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "slerp"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("slerp", "karcher")])
 def test_untouched_chunks_are_the_base(method: str) -> None:
-    """Every method leaves a chunk that nobody touches as it is, but linear without normalize."""
-    assert operation(method, {}, [1.0]).keeps_base
-    assert operation(method, {"normalize": False}, [1.0]).keeps_base == (method != "linear")
+    """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear
+    without normalize, passthrough with a scale, and what is not around the base."""
+    weights = [1.0] * (METHODS[method].experts or 2)
+    assert operation(method, {}, weights).keeps_base
+    names = {parameter.name for parameter in METHODS[method].parameters}
+    for name, value in (("normalize", False), ("scale", 0.5), ("around_base", False)):
+        if name in names:
+            other = operation(method, {name: value}, weights)
+            assert other.keeps_base == (name == "normalize" and method != "linear")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from mstore.objects.tensor import Tensor
 from mstore.progress import Progress
 from mstore.store.transaction import Transaction
 
-METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs")
+METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "breadcrumbs", "model_stock")
 TENSORS = 60
 BAD = 37
 """A tensor in the middle of a batch."""

@@ -40,6 +40,17 @@ METHODS: dict[str, dict[str, Any]] = {
         "parameters": {"density": 0.5, "gamma": 0.1},
         "budget": 0.5,
     },
+    "breadcrumbs_ties": {"method": "breadcrumbs_ties", "parameters": {"density": 0.3}},
+    "passthrough": {"method": "passthrough", "parameters": {"scale": 0.75}, "experts": ["e1"]},
+    "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
+    "multislerp on a budget": {"method": "multislerp", "budget": 0.5},
+    "karcher": {"method": "karcher", "experts": ["e0", "e1", "e2"], "dtype": "float32"},
+    "nuslerp": {
+        "method": "nuslerp",
+        "experts": ["e0", "e2"],
+        "parameters": {"around_base": False},
+        "budget": 0.7,
+    },
     "slerp": {"method": "slerp", "parameters": {"t": 0.3}, "experts": ["e2"]},
     "slerp on a budget": {
         "method": "slerp",

@@ -50,6 +50,7 @@ class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Mixture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Coefficients of whole tensors: output = base * the base + the sum of experts_k * expert k.
 
+    For a method that adds deltas they are those of the deltas, and `base` is 1.
     keeps_base: an element that no expert changes keeps the base's bits, whatever the sum is.
     """
 

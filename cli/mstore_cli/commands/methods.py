@@ -51,7 +51,8 @@ def methods(
 
 
 def _describe(screen: Screen, one: MethodReport) -> None:
-    count = "any number" if one.experts is None else str(one.experts)
+    least = f", at least {one.least_experts}" if one.least_experts > 1 else ""
+    count = f"any number{least}" if one.experts is None else str(one.experts)
     screen.fields(
         [
             ("method", one.name),

@@ -18,6 +18,7 @@ from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
+    ALONE,
     BASE,
     CONSENSUS,
     DIRECT,
@@ -136,7 +137,8 @@ def attribute(
 ) -> None:
     """As `attribution.attribute`, into `sums` and `counts`; the last four are scratch."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
-    experts, kind, normalizes = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
+    experts, normalizes = given[a.EXPERTS], given[a.NORMALIZES]
+    kind = DIRECT if given[a.KIND] == ALONE else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
     masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)

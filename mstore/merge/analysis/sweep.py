@@ -142,7 +142,7 @@ def sweep(
         experts=tuple(
             (expert.name, weight)
             for expert, weight in zip(
-                planning.request.experts, planning.request.operation.weights, strict=True
+                planning.request.experts, planning.request.operation.given, strict=True
             )
         ),
         full_expert_bytes=full,

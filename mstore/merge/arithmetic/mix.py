@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import ADDITIVE, CONSENSUS, DIRECT
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, DIRECT
 from mstore.merge.methods.method import Operation
 
 
@@ -37,7 +37,7 @@ class Mix:
         assert not operation.needs_facts
         kind = ADDITIVE
         if operation.is_whole:
-            kind = DIRECT
+            kind = ALONE if operation.is_alone else DIRECT
         elif operation.is_elected:
             kind = CONSENSUS
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes

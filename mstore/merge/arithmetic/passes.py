@@ -21,6 +21,7 @@ from mstore.merge.arithmetic.stages import drawn_by, subtract, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
+    ALONE,
     BASE,
     CONSENSUS,
     COUNTED,
@@ -342,7 +343,9 @@ def _copy(count: int, source: int, at: int, scratch: Any) -> None:
 def mix(arguments_at: Any) -> None:
     """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
-    experts_count, kind, normalize = given[a.EXPERTS], given[a.KIND], given[a.NORMALIZES]
+    experts_count, normalize = given[a.EXPERTS], given[a.NORMALIZES]
+    alone = given[a.KIND] == ALONE
+    kind = DIRECT if alone else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
     masked = given[a.MASKED]
@@ -377,7 +380,7 @@ def mix(arguments_at: Any) -> None:
         load_bits(base_code, base, start, count, scratch, BASE)
         # Start from plus zero, as mergekit does: the difference shows where a direct sum has only
         # minus zeros.
-        _fill(scratch, SUM, count, _NOTHING)
+        _fill(scratch, SUM, count, _SIGN if alone else _NOTHING)
         if kind == DIRECT:
             _fill(scratch, DIFFERS, count, _NOTHING)
         elif kind == CONSENSUS and present > GROUP:

@@ -41,6 +41,8 @@ LANES: Final = 64
 ADDITIVE: Final = 0
 CONSENSUS: Final = 1
 DIRECT: Final = 2
+ALONE: Final = 3
+"""DIRECT with one term: the sum starts at -0, so that it is that term, whatever its sign."""
 
 ALL: Final = 2**32
 """A mask limit that is above every draw."""

@@ -20,14 +20,15 @@ expert, combines what it selected, and finishes:
                         density - epsilon to density + epsilon (`arithmetic.masks`), times that
                         ratio if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
+              ALONE     m_0, of the only expert
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
     finish    WHOLE: the sum itself.  Others: b + lambda * sum
 
-A method that mixes whole experts may compute the factors of the base and of each expert from facts
-about the whole tensors: their inner products (`Method.mix`).  A ratio of L1 norms is a fact, too.
-Such an operation is not settled until it has them, tensor by tensor (`Operation.settle`,
-`Operation.settled`).
+A method may compute the factor of each expert from facts about whole tensors: their inner products
+(`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
+deltas, and so are the factors.  A ratio of L1 norms is a fact, too.  Such an operation is not
+settled until it has them, tensor by tensor (`Operation.settle`, `Operation.settled`).
 
 Order of operations as in mergekit 0.1.5.
 """
@@ -72,12 +73,15 @@ class Combine(Enum):
     """How to combine selected values to one number per element; see the top of the module."""
 
     SUM = "sum"
+    ALONE = "alone"
     ELECTED = "elected"
 
 
 Gram = Sequence[Sequence[float]]
 """Inner products, float64, of the base and each expert, whole tensors: rows and columns in this
-order."""
+order.  For a method that adds deltas, those of the deltas; the base is then the zero vector.  NaN
+where they are not known: of an expert of weight 0, and of experts with each other if the method
+does not need those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,11 @@ class Method:
 
     summary: a line for lists. formula: the result of an element, as the docs write it. source:
     where it was published. mix: computes the factors of whole tensors from their inner products;
-    only with Select.WHOLE and Combine.SUM. pairs: whether it needs the inner products of experts
-    with each other, not only with the base. experts: how many it takes, None for any number;
-    weighted: whether experts have weights.
+    only with Select.WHOLE or DELTA, and Combine.SUM. pairs: whether it needs the inner products of
+    experts with each other, not only with the base. experts: how many it takes, None for any number
+    from `least` on. weighted: whether experts have weights. weight: the parameter that is the
+    weight of each, if they have none. refuses: parameters of mergekit's method that this one has
+    not, and why.
     """
 
     name: str
@@ -102,6 +108,9 @@ class Method:
     pairs: bool = False
     experts: int | None = None
     weighted: bool = True
+    weight: str | None = None
+    least: int = 1
+    refuses: tuple[tuple[str, str], ...] = ()
 
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
         """Return the complete parameters, with defaults, in the order of `parameters`.
@@ -116,6 +125,11 @@ class Method:
                 raise BadRequest(
                     "weight is given with each expert, not as a parameter",
                     hint=Option("experts", {"REF": "WEIGHT"}),
+                )
+            if name in dict(self.refuses):
+                raise BadRequest(
+                    f"{self.name} has no parameter {name}: {dict(self.refuses)[name]}",
+                    hint=f"leave out {name}",
                 )
             if name not in known:
                 raise BadRequest(
@@ -138,13 +152,19 @@ class Method:
 
         Raises BadRequest for invalid parameters or weights.
         """
+        parameters = self.parse(given)
         if self.experts is not None and len(weights) != self.experts:
             count = "one expert" if self.experts == 1 else f"{self.experts} experts"
             raise BadRequest(f"{self.name} takes the base and {count}, not {len(weights)}")
+        if 0 < len(weights) < self.least:
+            raise BadRequest(
+                f"{self.name} takes at least {self.least} experts, not {len(weights)}",
+                hint=Option("experts", "REF"),
+            )
         if not self.weighted and any(weight != 1 for weight in weights):
             named = ", ".join(parameter.name for parameter in self.parameters)
-            raise BadRequest(f"an expert of {self.name} has no weight; its parameters: {named}")
-        parameters = self.parse(given)
+            has = f"its parameters: {named}" if named else "it has no parameters"
+            raise BadRequest(f"an expert of {self.name} has no weight; {has}")
         for name, value in parameters.items():
             if isinstance(value, tuple) and len(value) != len(weights):
                 raise BadRequest(
@@ -153,12 +173,19 @@ class Method:
             if isinstance(value, tuple) and len(set(value)) == 1:
                 # One meaning, one plan.
                 parameters[name] = value[0]
-        return Operation(self, MappingProxyType(parameters), _rounded(weights))
+        rounded, frozen = _rounded(weights), MappingProxyType(parameters)
+        if self.weight is None:
+            return Operation(self, frozen, rounded)
+        own = parameters[self.weight]
+        assert isinstance(own, float)
+        return Operation(
+            self, frozen, (finite_single(self.weight, own),) * len(rounded), given=rounded
+        )
 
     @property
     def is_additive(self) -> bool:
         """Whether experts add up with fixed coefficients, so that an omission has a bound."""
-        return self.combine is Combine.SUM
+        return self.combine in (Combine.SUM, Combine.ALONE)
 
 
 # Not slotted: cached properties need a dict.
@@ -167,7 +194,7 @@ class Operation:
     """A method with complete parameters and one weight per expert, float32, in plan order.
 
     mixture: of one tensor, once its facts are known; `weights` are then those of the mixture, and
-    `given` those that were asked for.
+    `given` those that were asked for.  So they are if a parameter is the weight.
 
     Raises BadRequest if a method that mixes whole experts would divide by weights that add up to
     zero, or if the sum of the weights is not a finite float32.
@@ -200,19 +227,29 @@ class Operation:
                 )
 
     @property
+    def select(self) -> Select:
+        """What to select from an expert: WHOLE if a parameter says not to add deltas."""
+        return self.method.select if self.parameters.get("around_base", True) else Select.WHOLE
+
+    @property
     def is_whole(self) -> bool:
         """Whether whole experts are mixed, not their deltas."""
-        return self.method.select is Select.WHOLE
+        return self.select is Select.WHOLE
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the result is the only expert's, times its weight."""
+        return self.method.combine is Combine.ALONE
 
     @property
     def is_drawn(self) -> bool:
         """Whether a random mask selects the elements of a delta."""
-        return self.method.select in (Select.DRAWN, Select.RANKED)
+        return self.select in (Select.DRAWN, Select.RANKED)
 
     @property
     def is_ranked(self) -> bool:
         """Whether the mask follows from ranks within rows, which a chunk must have whole."""
-        return self.method.select is Select.RANKED
+        return self.select is Select.RANKED
 
     @property
     def needs_norms(self) -> bool:
@@ -224,12 +261,12 @@ class Operation:
     @property
     def is_trimmed(self) -> bool:
         """Whether each expert and tensor needs magnitude thresholds first."""
-        return self.method.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
+        return self.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
 
     @property
     def is_band(self) -> bool:
         """Whether there are two thresholds: the largest elements are dropped, too."""
-        return self.method.select is Select.BAND and min(self.densities) < 1
+        return self.select is Select.BAND and min(self.densities) < 1
 
     @property
     def needs_facts(self) -> bool:
@@ -237,7 +274,10 @@ class Operation:
         return (self.method.mix is not None and self.mixture is None) or self.needs_norms
 
     def settle(self, gram: Gram) -> Operation:
-        """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared."""
+        """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared.
+
+        Raises BadRequest for vectors that the method cannot mix.
+        """
         assert self.method.mix is not None
         scalars = {k: v for k, v in self.parameters.items() if not isinstance(v, tuple | str)}
         return self.settled(self.method.mix(gram, scalars, self.weights))
@@ -245,16 +285,17 @@ class Operation:
     def settled(self, mixture: Mixture) -> Operation:
         """Return the operation with this mixture, rounded to float32.
 
-        For a method that draws, the factors are those of each expert's kept delta.  Raises
-        BadRequest for a factor that is not a finite float32.
+        For a method that draws, the factors are those of each expert's kept delta.  To deltas the
+        base is added as it is.  Raises BadRequest for a factor that is not a finite float32.
         """
         base, *experts = (
             finite_single(f"a factor of {self.method.name}", one)
             for one in (mixture.base, *mixture.experts)
         )
-        rounded = Mixture(base, tuple(experts), mixture.keeps_base)
-        if not self.is_whole:
-            return replace(self, mixture=rounded)
+        if self.is_drawn:
+            return replace(self, mixture=Mixture(base, tuple(experts), mixture.keeps_base))
+        own = (base, mixture.keeps_base) if self.is_whole else (1.0, True)
+        rounded = Mixture(own[0], tuple(experts), own[1])
         return replace(self, weights=rounded.experts, mixture=rounded)
 
     @property
@@ -325,14 +366,24 @@ class Operation:
 
         False while that is not known.
         """
+        if not self.is_whole:
+            return True
         if self.method.mix is not None:
             return self.mixture is not None and self.mixture.keeps_base
-        return not self.is_whole or self.normalizes
+        return self.normalizes or (self.is_alone and self.weights == (1.0,))
+
+    @property
+    def scales_equal(self) -> bool:
+        """Whether a tensor changes that is equal in the base and in all experts."""
+        if self.method.mix is not None:
+            # It keeps its direction, and its norm if that is a mean.
+            return self.is_whole and not self.parameters.get("normalize_weights", True)
+        return not self.keeps_base
 
     @property
     def base_weight(self) -> float:
-        """The factor of the base itself, besides what it gets in place of absent experts."""
-        return 0.0 if self.mixture is None else self.mixture.base
+        """The factor of the base in a sum of whole experts, besides what it gets in their place."""
+        return self.mixture.base if self.mixture is not None and self.is_whole else 0.0
 
     @property
     def weightless(self) -> tuple[bool, ...]:
@@ -384,7 +435,7 @@ class Operation:
         second are dropped.  If fewer than int(gamma * n) can be dropped, as many as can.
         """
         density = self.densities[expert]
-        if self.method.select is not Select.BAND:
+        if self.select is not Select.BAND:
             return (min(elements, max(1, int(density * elements))),)
         kept = int(density * elements)
         last = min(elements, kept + int(self._each("gamma", 0.0)[expert] * elements))

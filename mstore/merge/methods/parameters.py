@@ -92,6 +92,7 @@ NORM: Final = "l1"
 """The value of `rescale` that restores the L1 norm of each delta."""
 RESCALE: Final = Parameter("rescale", "bool", True, words=((NORM, NORM), ("density", True)))
 RESCALE_NORM: Final = Parameter("rescale", "bool", True, words=((NORM, True),))
+AROUND_BASE: Final = Parameter("around_base", "bool", True)
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))
 
 

@@ -32,12 +32,7 @@ def _here() -> dict[str, Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 """The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
 
-ELSEWHERE: Final = frozenset(
-    (
-        *("arcee_fusion", "breadcrumbs_ties", "karcher"),
-        *("model_stock", "multislerp", "nearswap", "nuslerp", "passthrough", "sce"),
-    )
-)
+ELSEWHERE: Final = frozenset(("arcee_fusion", "nearswap", "ram", "ramplus_tl", "sce"))
 """Methods of mergekit that are not here."""
 
 

@@ -42,7 +42,9 @@ class MethodReport:
     source: str
     """where it was published"""
     experts: int | None
-    """how many experts it takes; null: any number"""
+    """how many experts it takes; null: any number from `least_experts` on"""
+    least_experts: int
+    """the fewest experts that it takes"""
     weighted: bool
     """whether experts have weights"""
     parameters: tuple[ParameterReport, ...]
@@ -70,6 +72,7 @@ def _described(method: Method) -> MethodReport:
         formula=method.formula,
         source=method.source,
         experts=method.experts,
+        least_experts=method.least if method.experts is None else method.experts,
         weighted=method.weighted,
         parameters=tuple(map(_parameter, method.parameters)),
         facts=_facts(method),
@@ -85,6 +88,8 @@ def _parameter(one: Parameter) -> ParameterReport:
 
 def _facts(method: Method) -> tuple[str, ...]:
     if method.mix is not None:
+        if method.select is Select.DELTA:
+            return ("inner products of the experts' deltas",)
         others = "of all inputs with each other" if method.pairs else "of each expert with the base"
         return (f"inner products {others}",)
     if method.select is Select.TRIMMED:

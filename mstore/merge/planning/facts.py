@@ -1,13 +1,15 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
 The L1 norms of deltas before and after a random mask, and inner products of the base and of
-experts.  These follow from sums of squares of tensors and of their
-differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
-measured once is not read again.  Trim thresholds are facts, too (`thresholds`).
+experts, or of deltas.  These follow from sums of squares of tensors and of their differences,
+<a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was measured once
+is not read again.  Deltas are small next to the base: their products follow from differences alone,
+never from products of whole tensors.  Trim thresholds are facts, too (`thresholds`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -61,26 +63,31 @@ class Facts:
         base: Side,
         experts: Sequence[Side],
         *,
-        pairs: bool,
+        operation: Operation,
         pool: ThreadPoolExecutor,
     ) -> Gram:
         """Return the inner products of one tensor: float64[K + 1, K + 1], the base first.
 
-        pairs: also those of experts with each other; they are NaN otherwise.  Raises BadRequest if
-        a fact is not known and may not be measured, or if the tensor is not finite.
+        The base is the origin if the operation adds deltas, else zero is.  NaN: of experts of
+        weight 0, which are not read, and of experts with each other unless the method needs them.
+        Raises BadRequest if a fact is not known and may not be measured, or if the tensor is not
+        finite.
         """
         sides = [base, *experts]
-        squares = [
-            self._squares(name, side, pool, None if number == 0 else self._meter)
-            for number, side in enumerate(sides)
-        ]
+        counted = [0, *(k for k, nothing in enumerate(operation.weightless, 1) if not nothing)]
         gram = [[math.nan] * len(sides) for _ in sides]
-        for i, own in enumerate(squares):
-            gram[i][i] = own
-            for j in range(i):
-                if j == 0 or pairs:
-                    apart = self._apart(name, sides[j], sides[i], pool)
-                    gram[i][j] = gram[j][i] = (own + squares[j] - apart) / 2
+        if operation.is_whole:
+            for i in counted:
+                meter = None if i == 0 else self._meter
+                gram[i][i] = self._squares(name, sides[i], pool, meter)
+        else:
+            for i in counted:
+                gram[i][i] = self._apart(name, base, sides[i], pool)
+                gram[i][0] = gram[0][i] = 0.0
+        for j, i in itertools.combinations(counted, 2):
+            if (j == 0 and operation.is_whole) or (j > 0 and operation.method.pairs):
+                apart = self._apart(name, sides[j], sides[i], pool)
+                gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
 
     def restored(
@@ -171,6 +178,8 @@ class Facts:
             return 0.0
         table = self._statistics.pair(one[0], other[0])
         if table is None:
+            table = self._statistics.pair(other[0], one[0])
+        if table is None:
             if not self._analyze:
                 raise _unknown(name)
             table = self.measured(one, other, pool)
@@ -180,7 +189,7 @@ class Facts:
 
 def _unknown(name: str) -> BadRequest:
     return BadRequest(
-        "the method needs the norm of this tensor in each input, and it is not known",
+        "the method needs norms and distances of this tensor in all inputs, and not all are known",
         where=name,
         hint=NEEDS_ANALYSIS,
     )

@@ -130,7 +130,7 @@ def plan_report(
         # Figures of bench/estimates.py.
         notes.append(
             phrase(
-                "the estimate is no bound: real errors were 0.1 to 1.6 times it where experts were "
+                "the estimate is no bound: real errors were 0.1 to 4.3 times it where experts were "
                 "trained or random, and can be far larger where heavy ones cancel; {sweep} tells",
                 sweep=call("sweep", measure=True),
             )

@@ -169,7 +169,7 @@ def _check_top_p(share: float, operation: Operation) -> None:
             where=_TOP_P,
             hint=Option("top_p", 0.2),
         )
-    if operation.method.mix is not None:
+    if operation.method.mix is not None and operation.is_whole:
         raise BadRequest(
             f"{operation.method.name} changes every block, so a share of them cannot stay as it is",
             where=_TOP_P,
@@ -177,10 +177,12 @@ def _check_top_p(share: float, operation: Operation) -> None:
         )
     if not operation.keeps_base:
         raise BadRequest(
-            f"no block of {operation.method.name} with normalize=false is the base's own, so none "
+            f"no block of {operation.method.name} with these parameters is the base's own, so none "
             "can be left as it is",
             where=_TOP_P,
-            hint=Option("parameters", {"normalize": True}),
+            hint=Option("parameters", {"normalize": True})
+            if "normalize" in operation.parameters
+            else phrase("{budget} limits what is read", budget=Option("budget")),
         )
 
 

@@ -39,7 +39,7 @@ def score_of(operation: Operation, asked: str | None) -> Score:
     score = next((name for name in SCORES if name == asked), None)
     if score is None:
         raise BadRequest(f"unknown score {asked!r}; scores: {', '.join(SCORES)}")
-    if score == "trimmed" and method.select not in (Select.TRIMMED, Select.BAND):
+    if score == "trimmed" and operation.select not in (Select.TRIMMED, Select.BAND):
         raise BadRequest(f"{method.name} trims nothing to score by", hint=Option("score", "norm"))
     if score == "conflict" and not operation.is_elected:
         raise BadRequest(

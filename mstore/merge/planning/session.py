@@ -222,7 +222,7 @@ def _record(
         base=survey.base,
         experts=tuple(
             PlanExpert(manifest, weight)
-            for manifest, weight in zip(survey.experts, request.operation.weights, strict=True)
+            for manifest, weight in zip(survey.experts, request.operation.given, strict=True)
         ),
         dtype=request.dtype,
         block_size=survey.block_size,

@@ -35,6 +35,7 @@ from mstore.merge.planning.surveyed import (
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
+from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
     chosen,
     matching,
@@ -255,16 +256,22 @@ class Surveyor:
         if elements == 0:
             return None
         output = dtype or self._request.dtype or base.dtype
-        if not (any(changed) or sources or output != base.dtype or _scales_base(operation)):
+        if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
         if operation.needs_norms:
             members = [(base_id, base), *pairs]
             operation = self._facts.restored(name, operation, members, pool)
         elif operation.needs_facts:
-            pairs_too = operation.method.pairs
-            operation = operation.settle(
-                self._facts.gram(name, (base_id, base), pairs, pairs=pairs_too, pool=pool)
-            )
+            gram = self._facts.gram(name, (base_id, base), pairs, operation=operation, pool=pool)
+            try:
+                operation = operation.settle(gram)
+            except BadRequest as error:
+                what, _, hint = error.texts
+                raise BadRequest(what, where=name, hint=hint or Option("skip", name)) from error
+            if not (any(changed) or operation.keeps_base or operation.scales_equal):
+                # What is equal in all inputs stays, whatever rounding makes of its factors.
+                nothing = (0.0,) * len(pairs)
+                operation = operation.settled(Mixture(1.0, nothing, keeps_base=True))
         chunk = chunk_elements(self._catalog.block_size, base.dtype, *dtypes, output)
         if operation.is_ranked:
             chunk = whole_rows(chunk, base.shape)
@@ -437,12 +444,6 @@ class Surveyor:
             self._squares_of[name] = squares
         total = math.fsum(sums) if all(map(math.isfinite, sums)) else math.inf
         return total if math.isfinite(total) else None
-
-
-def _scales_base(operation: Operation) -> bool:
-    """Return whether a tensor changes even if no expert differs from the base there."""
-    # One that is equal in all inputs keeps its direction, whatever facts say of it.
-    return not operation.needs_facts and not operation.keeps_base
 
 
 def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:

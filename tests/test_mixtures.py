@@ -1,0 +1,499 @@
+"""Methods whose factors follow from inner products of whole tensors: exact factors, bounds, edges.
+
+The wanted results are computed here from the vectors themselves, in float64, as the methods are
+published; the library sees sums of squares only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+from checkpoints import write_safetensors
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mstore import MergeRequest, Store
+from mstore.errors import BadRequest
+from mstore.merge.methods.method import Operation
+from mstore.merge.methods.registry import METHODS, operation
+from mstore.objects.plan import OMITTED, READ, Plan
+
+Double = npt.NDArray[np.float64]
+Single = npt.NDArray[np.float32]
+BLOCK = 1 << 16
+N = 100_000
+
+# -- the definitions ---------------------------------------------------------------------
+
+
+def slerp(t: float, a: Double, b: Double) -> Double:
+    """The spherical interpolation of two vectors, each with its own length."""
+    cosine = (a / np.linalg.norm(a)) @ (b / np.linalg.norm(b))
+    angle = math.acos(max(-1.0, min(1.0, cosine)))
+    result: Double = (math.sin((1 - t) * angle) * a + math.sin(t * angle) * b) / math.sin(angle)
+    return result
+
+
+def nuslerp(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
+    total = math.fsum(weights)
+    return slerp(0.5 if abs(total) < 1e-6 else weights[1] / total, *vectors)
+
+
+def multislerp(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
+    """Goddard's barycentric interpolation, tangent space and all."""
+    units = [one / (np.linalg.norm(one) + 1e-8) for one in vectors]
+    mean = np.sum([w * one for w, one in zip(weights, units, strict=True)], axis=0)
+    mean /= np.linalg.norm(mean)
+    tangents = [one - (one @ mean) * mean for one in units]
+    tangent = np.sum([w * one for w, one in zip(weights, tangents, strict=True)], axis=0)
+    length = np.linalg.norm(tangent) + 1e-8
+    point = mean * np.cos(length) + tangent * (np.sin(length) / length)
+    size = math.fsum(w * np.linalg.norm(one) for w, one in zip(weights, vectors, strict=True))
+    result: Double = point * size
+    return result
+
+
+def normalized(vectors: Sequence[Double], weights: Sequence[float]) -> Double:
+    return multislerp(vectors, [weight / math.fsum(weights) for weight in weights])
+
+
+def karcher(vectors: Sequence[Double], _: Sequence[float]) -> Double:
+    """The point of the sphere whose logarithms add up to zero, by many small steps."""
+    norms = [np.linalg.norm(one) for one in vectors]
+    units = [one / norm for one, norm in zip(vectors, norms, strict=True)]
+    mean = np.sum(units, axis=0)
+    mean /= np.linalg.norm(mean)
+    for _ in range(200):
+        tangent = np.zeros_like(mean)
+        for unit in units:
+            angle = math.acos(min(1.0, float(unit @ mean)))
+            if angle > 1e-7:
+                tangent += angle / math.sin(angle) * (unit - (unit @ mean) * mean) / len(units)
+        mean = mean + tangent / 2
+        mean /= np.linalg.norm(mean)
+    result: Double = mean * (math.fsum(norms) / len(norms))
+    return result
+
+
+def model_stock(vectors: Sequence[Double], _: Sequence[float]) -> Double:
+    count = len(vectors)
+    cosine = math.fsum(
+        a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+        for a, b in itertools.combinations(vectors, 2)
+    ) / math.comb(count, 2)
+    t = count * cosine / (1 + (count - 1) * cosine)
+    result: Double = t * np.sum(vectors, axis=0) / count
+    return result
+
+
+Definition = Callable[[Sequence[Double], Sequence[float]], Double]
+CASES: dict[str, tuple[str, dict[str, Any], tuple[float, ...], Definition]] = {
+    "model_stock": ("model_stock", {}, (1.0, 1.0, 1.0), model_stock),
+    "model_stock of two": ("model_stock", {}, (1.0, 1.0), model_stock),
+    "nuslerp": ("nuslerp", {}, (0.25, 0.5), nuslerp),
+    "nuslerp of opposites": ("nuslerp", {}, (1.0, -1.0), nuslerp),
+    "nuslerp beyond": ("nuslerp", {}, (-0.5, 1.0), nuslerp),
+    "nuslerp of wholes": ("nuslerp", {"around_base": False}, (0.25, 0.5), nuslerp),
+    "multislerp": ("multislerp", {}, (0.25, 0.5, 1.0), normalized),
+    "multislerp with a minus": ("multislerp", {}, (1.0, -0.5, 1.0), normalized),
+    "multislerp of sums": (
+        *("multislerp", {"normalize_weights": False}, (0.25, 0.5, 1.0)),
+        multislerp,
+    ),
+    "multislerp of wholes": ("multislerp", {"around_base": False}, (0.25, 0.5, 1.0), normalized),
+    "karcher": ("karcher", {"max_iter": 100, "tol": 1e-9}, (1.0, 1.0, 1.0), karcher),
+}
+
+
+@dataclasses.dataclass
+class Family:
+    """A store with a base and three experts of two tensors, and what is in them."""
+
+    root: Path
+    store: Store
+    members: dict[str, dict[str, Single]]
+
+    def add(self, name: str, tensors: dict[str, Single]) -> None:
+        """Store one more member."""
+        self.members[name] = tensors
+        write_safetensors(
+            self.root / f"{name}.safetensors",
+            [(one, "F32", (value.size,), value.tobytes()) for one, value in tensors.items()],
+        )
+        self.store.add(self.root / f"{name}.safetensors", name=name)
+
+    def vectors(self, names: Sequence[str], tensor: str, *, whole: bool) -> list[Double]:
+        """Experts, or their deltas in float32, as float64."""
+        base = self.members["base"][tensor]
+        sides = [self.members[name][tensor] for name in names]
+        return [(side if whole else side - base).astype(np.float64) for side in sides]
+
+    def error(self, found: str, wanted: str) -> float:
+        """The distance of two snapshots over the norm of the base."""
+        gaps = [
+            np.linalg.norm(
+                self.store[found].tensor(one).astype(np.float64)
+                - self.store[wanted].tensor(one).astype(np.float64)
+            )
+            for one in self.members["base"]
+        ]
+        norms = [
+            np.linalg.norm(value.astype(np.float64)) for value in self.members["base"].values()
+        ]
+        return math.hypot(*gaps) / math.hypot(*norms)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """Deltas of different sizes that have something in common, a hundredth of the base."""
+    root = tmp_path_factory.mktemp("mixtures")
+    rng = np.random.default_rng(5)
+    with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
+        made = Family(root, store, {})
+        base = {name: rng.standard_normal(N).astype(np.float32) for name in "ab"}
+        common = {name: rng.standard_normal(N) for name in "ab"}
+        made.add("base", base)
+        for k in range(3):
+            size = 0.01 * (1 + k)
+            made.add(
+                f"e{k}",
+                {
+                    name: (b + size * (0.5 * common[name] + rng.standard_normal(N))).astype("f4")
+                    for name, b in base.items()
+                },
+            )
+        yield made
+
+
+def request(case: str, **options: Any) -> MergeRequest:
+    method, parameters, weights, _ = CASES[case]
+    experts = [(f"e{k}", weight) for k, weight in enumerate(weights)]
+    return MergeRequest(
+        base="base", experts=experts, method=method, parameters=parameters, **options
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_factors_are_those_of_whole_vectors(case: str, family: Family) -> None:
+    """The merge is the published formula in float64, within the float32 of the arithmetic; deltas
+    that are a hundredth of the base lose nothing to it.  It is replayed."""
+    _, parameters, weights, definition = CASES[case]
+    family.store.merge(family.store.plan(request(case)), name="full")
+    assert family.store.replay("full").same
+    whole = case == "karcher" or parameters.get("around_base") is False
+    for name, base in family.members["base"].items():
+        vectors = family.vectors([f"e{k}" for k in range(len(weights))], name, whole=whole)
+        wanted = definition(vectors, weights)
+        found = family.store["full"].tensor(name).astype(np.float64)
+        scale = np.sum(np.abs(vectors), axis=0)
+        if not whole:
+            wanted = base.astype(np.float64) + wanted
+            scale = np.abs(base) + scale
+        assert float((np.abs(found - wanted) / scale).max()) <= 2.0**-22
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_budget_has_a_bound_that_holds(case: str, family: Family) -> None:
+    """What is left out has a bound under the factors of the full merge, and facts are measured
+    once."""
+    full = family.store.plan(request(case))
+    family.store.merge(full, name="full")
+    factors = [one.mixture for one in family.store._catalog.record(Plan, full.plan).tensors]
+    bounds = []
+    for budget in ("90%", "50%", "20%"):
+        plan = family.store.plan(request(case, budget=budget))
+        assert plan.analyze_bytes_read == 0
+        record = family.store._catalog.record(Plan, plan.plan)
+        assert [one.mixture for one in record.tensors] == factors
+        assert any({OMITTED, READ} <= set(b"".join(one.states)) for one in record.tensors)
+        done = family.store.merge(plan, name="part", memo=False)
+        assert done.expert_bytes_read == plan.planned_expert_bytes
+        assert plan.error_bound is not None
+        assert 0 < family.error("part", "full") <= plan.error_bound
+        bounds.append(plan.error_bound)
+    assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize("case", ["model_stock", "nuslerp", "multislerp"])
+def test_what_nobody_moves_stays_around_the_base(case: str, family: Family) -> None:
+    """Around the base an element that no expert moves keeps its bits, -0 among them, and a share of
+    the blocks can be left as it is; a sum of whole experts leaves none."""
+    names = []
+    for number, name in enumerate(("base", "e0", "e1", "e2")):
+        tensors = {one: value.copy() for one, value in family.members[name].items()}
+        tensors["a"][: N // 2] = family.members["base"]["a"][: N // 2]
+        tensors["a"][:8] = -0.0
+        names.append(f"half{number}")
+        if names[-1] not in family.members:
+            family.add(names[-1], tensors)
+    asked = dataclasses.replace(
+        request(case),
+        base="half0",
+        experts=[(name, w) for name, (_, w) in zip(names[1:], request(case).experts, strict=False)],
+    )
+    family.store.merge(family.store.plan(asked), name="full")
+    found, base = family.store["full"].tensor("a"), family.members["half0"]["a"]
+    still = N // 2
+    assert np.array_equal(found[:still].view(np.uint32), base[:still].view(np.uint32))
+    assert not np.array_equal(found[still:], base[still:])
+    plan = family.store.plan(dataclasses.replace(asked, top_p=0.3))
+    family.store.merge(plan, name="sparse")
+    assert plan.error_bound is not None
+    assert family.error("sparse", "full") > 0
+    if case != "model_stock":
+        whole = dataclasses.replace(asked, parameters={"around_base": False}, top_p=0.3)
+        with pytest.raises(BadRequest, match="changes every block"):
+            family.store.plan(whole)
+
+
+def test_passthrough_is_the_expert(family: Family) -> None:
+    """With scale 1 the result has the expert's own blocks; with another it is the float32 product;
+    nothing needs to be measured but what a budget needs."""
+    asked = MergeRequest(base="base", experts=["e1"], method="passthrough")
+    family.store.merge(family.store.plan(asked), name="same")
+    tensors = [
+        family.store._catalog.manifest(family.store[name].manifest).tensors()
+        for name in ("same", "e1")
+    ]
+    assert tensors[0] == tensors[1]
+    scaled = dataclasses.replace(asked, parameters={"scale": "-0.3"})
+    family.store.merge(family.store.plan(scaled), name="scaled")
+    for name, value in family.members["e1"].items():
+        assert np.array_equal(family.store["scaled"].tensor(name), value * np.float32(-0.3))
+    plan = family.store.plan(dataclasses.replace(scaled, budget="50%"))
+    family.store.merge(plan, name="part")
+    assert plan.error_bound is not None
+    assert 0 < family.error("part", "scaled") <= plan.error_bound
+    # The base itself is scaled, too.
+    base = dataclasses.replace(scaled, experts=["base"])
+    family.store.merge(family.store.plan(base), name="based")
+    assert np.array_equal(
+        family.store["based"].tensor("a"), family.members["base"]["a"] * np.float32(-0.3)
+    )
+    sparse = family.store.plan(dataclasses.replace(asked, top_p=0.3))
+    assert 0 < sparse.planned_expert_bytes < sparse.full_expert_bytes
+
+
+# -- no-ops and refusals ---------------------------------------------------------------------
+
+NEW = ("karcher", "model_stock", "multislerp", "nuslerp", "passthrough", "breadcrumbs_ties")
+
+
+@pytest.mark.parametrize("method", NEW)
+def test_a_merge_of_the_base_is_the_base(method: str, family: Family) -> None:
+    """If all experts are the base there is nothing to merge, and converted it is the base's values,
+    whatever rounding would make of a mean."""
+    count = METHODS[method].experts or 3
+    asked = MergeRequest(base="base", experts=["base"] * count, method=method)
+    with pytest.raises(BadRequest, match="no expert differs"):
+        family.store.plan(asked)
+    other = dataclasses.replace(asked, dtype="bfloat16")
+    family.store.merge(family.store.plan(other), name="narrow")
+    base = family.members["base"]["a"]
+    found = family.store["narrow"].tensor("a")
+    assert np.array_equal(found, reference.rounded(base, "BF16").astype(found.dtype))
+
+
+@pytest.mark.parametrize("method", ["karcher", "model_stock", "multislerp", "nuslerp"])
+def test_equal_experts_are_that_expert(method: str, family: Family) -> None:
+    """Equal experts give that expert but for rounding, and are read once."""
+    count = METHODS[method].experts or 3
+    asked = MergeRequest(base="base", experts=["e1"] * count, method=method)
+    plan = family.store.plan(asked)
+    done = family.store.merge(plan, name="equal", memo=False)
+    assert done.expert_bytes_read == sum(one.nbytes for one in family.members["e1"].values())
+    for name, value in family.members["e1"].items():
+        base = family.members["base"][name]
+        gap = np.abs(family.store["equal"].tensor(name) - value)
+        assert float((gap / (np.abs(base) + np.abs(value - base))).max()) <= 2.0**-22
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [("nuslerp", {}), ("multislerp", {"normalize_weights": False}), ("breadcrumbs_ties", {})],
+)
+def test_weights_of_zero_leave_the_base(
+    method: str, parameters: dict[str, Any], family: Family
+) -> None:
+    """Experts without weight are not read, and a merge of them is refused as the base itself."""
+    experts = [("e0", 0.0), ("e1", 0.0)]
+    asked = MergeRequest(base="base", experts=experts, method=method, parameters=parameters)
+    with pytest.raises(BadRequest, match="no expert has a weight"):
+        family.store.plan(asked)
+    meant = family.store.plan(asked, allow_noop=True)
+    assert (meant.planned_expert_bytes, meant.analyze_bytes_read) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["nuslerp", "multislerp"])
+@pytest.mark.parametrize("around_base", [True, False])
+def test_an_expert_without_weight_is_not_looked_at(
+    method: str, around_base: bool, family: Family
+) -> None:
+    """Weight 0 leaves the other expert, though the one without weight is full of NaN."""
+    if "nan" not in family.members:
+        family.add("nan", {one: np.full(N, np.nan, dtype=np.float32) for one in "ab"})
+    asked = MergeRequest(
+        base="base",
+        experts=[("nan", 0.0), ("e1", 0.5)],
+        method=method,
+        parameters={"around_base": around_base},
+    )
+    family.store.merge(family.store.plan(asked), name="one")
+    for name, value in family.members["e1"].items():
+        assert np.allclose(family.store["one"].tensor(name), value, rtol=1e-6, atol=1e-6)
+    with pytest.raises(BadRequest, match="infinite or NaN") as refused:
+        family.store.plan(dataclasses.replace(asked, experts=[("nan", 0.5), ("e1", 0.5)]))
+    assert refused.value.where == "a"
+
+
+def test_singular_model_stock_is_the_base(family: Family) -> None:
+    """Opposite deltas have no stock: each such tensor stays the base's, and a merge of nothing else
+    is refused."""
+    base, own = family.members["base"], family.members["e0"]
+    rounded = {one: np.round(own[one] - base[one], 3).astype(np.float32) for one in "ab"}
+    grid = {one: np.round(base[one] * 4) / np.float32(4) for one in "ab"}
+    steps = {one: np.sign(rounded[one]) / np.float32(8) for one in "ab"}
+    for name, sign in (("grid", 0), ("up", 1), ("down", -1)):
+        if name not in family.members:
+            family.add(name, {one: grid[one] + np.float32(sign) * steps[one] for one in "ab"})
+    asked = MergeRequest(base="grid", experts=["up", "down"], method="model_stock")
+    with pytest.raises(BadRequest, match="leave nothing of the experts"):
+        family.store.plan(asked)
+    # Two vectors without a mean direction are interpolated linearly; three are refused.
+    slerped = dataclasses.replace(asked, method="multislerp")
+    family.store.merge(family.store.plan(slerped), name="balanced")
+    assert np.array_equal(family.store["balanced"].tensor("a"), grid["a"])
+    opposed = dataclasses.replace(slerped, experts=[("up", 0.5), ("down", 1.0), ("up", 0.5)])
+    with pytest.raises(BadRequest, match="balance out") as refused:
+        family.store.plan(opposed)
+    assert refused.value.where == "a"
+    linear = dataclasses.replace(asked, method="nuslerp", experts=[("up", 0.75), ("down", 0.25)])
+    family.store.merge(family.store.plan(linear), name="opposed")
+    wanted = grid["a"] + (np.float32(0.75) - np.float32(0.25)) * steps["a"]
+    assert np.array_equal(family.store["opposed"].tensor("a"), wanted)
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], Sequence[float], str], ...] = (
+    ("model_stock", {}, [1.0], "at least 2 experts"),
+    ("model_stock", {}, [1.0, 0.5], "has no weight; it has no parameters"),
+    ("model_stock", {"filter_wise": True}, [1.0, 1.0], "no parameter filter_wise"),
+    ("nuslerp", {}, [1.0], "2 experts, not 1"),
+    ("nuslerp", {"nuslerp_row_wise": True}, [1.0, 1.0], "no parameter nuslerp_row_wise"),
+    ("nuslerp", {"nuslerp_flatten": False}, [1.0, 1.0], "no parameter nuslerp_flatten"),
+    ("karcher", {}, [1.0, 0.5], "has no weight"),
+    ("karcher", {"max_iter": -1}, [1.0, 1.0], "max_iter"),
+    ("passthrough", {}, [1.0, 1.0], "one expert"),
+    ("passthrough", {}, [0.5], "has no weight; its parameters: scale"),
+    ("passthrough", {"scale": 1e39}, [1.0], "scale"),
+)
+
+
+@pytest.mark.parametrize(("method", "parameters", "weights", "says"), REFUSED)
+def test_what_a_method_does_not_take(
+    method: str, parameters: dict[str, Any], weights: list[float], says: str
+) -> None:
+    """Other numbers of experts, weights where there are none, and mergekit's options for rows are
+    refused by name."""
+    with pytest.raises(BadRequest, match=says):
+        operation(method, parameters, weights)
+
+
+def test_weights_that_add_up_to_nothing(family: Family) -> None:
+    """Multislerp refuses to divide by weights that add up to zero, and nuslerp of wholes to make
+    nothing; both name the tensor."""
+    two = MergeRequest(base="base", experts=[("e0", 1.0), ("e1", -1.0)], method="multislerp")
+    with pytest.raises(BadRequest, match="add up to zero") as refused:
+        family.store.plan(two)
+    assert refused.value.where == "a"
+    nothing = dataclasses.replace(
+        two,
+        method="nuslerp",
+        experts=[("e0", 0.0), ("e1", 0.0)],
+        parameters={"around_base": False},
+    )
+    with pytest.raises(BadRequest, match="of weight 0 is nothing"):
+        family.store.plan(nothing)
+
+
+def test_facts_need_analysis(family: Family, tmp_path: Path) -> None:
+    """With --no-analyze a method is refused while facts are not known, and works when they are."""
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "e0", "e1"):
+            store.add(family.root / f"{name}.safetensors", name=name)
+        asked = MergeRequest(base="base", experts=["e0", "e1"], method="model_stock", analyze=False)
+        with pytest.raises(BadRequest, match="not all are known") as refused:
+            store.plan(asked)
+        assert "analyze" in (refused.value.hint or "")
+        known = store.plan(dataclasses.replace(asked, analyze=True))
+        assert known.analyze_bytes_read > 0
+        assert store.plan(asked).plan == known.plan
+        # Distances are the same both ways.
+        turned = dataclasses.replace(asked, experts=["e1", "e0"])
+        assert store.plan(turned).analyze_bytes_read == 0
+
+
+# -- any numbers ---------------------------------------------------------------------
+
+
+def settled(method: str, weights: Sequence[float], vectors: Sequence[Double]) -> Operation:
+    """The operation of vectors around a base of zeros."""
+    zero = np.zeros_like(vectors[0])
+    sides = [zero, *vectors]
+    gram = [[float(one @ other) for other in sides] for one in sides]
+    return operation(method, {}, weights).settle(gram)
+
+
+@pytest.mark.parametrize("method", ["karcher", "model_stock", "multislerp", "nuslerp"])
+@settings(max_examples=200, deadline=None)
+@example(([1.0, 1.0], [[1.0, 0.0], [-1.0, 0.0]]))
+@example(([1.0, 2.0], [[0.0, 0.0], [0.0, 0.0]]))
+@example(([1.0, 2.0], [[1e-30, 0.0], [3e4, 3e-4]]))
+@example(([1.0, 1.0], [[1.0, 1e-7], [-1.0, 0.0]]))
+@given(
+    st.integers(2, 4).flatmap(
+        lambda count: st.tuples(
+            st.lists(st.floats(0.125, 8, width=32), min_size=count, max_size=count),
+            st.lists(
+                st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3),
+                min_size=count,
+                max_size=count,
+            ),
+        )
+    )
+)
+def test_any_vectors_have_finite_factors_or_are_refused(
+    method: str, case: tuple[list[float], list[list[float]]]
+) -> None:
+    """Zeros, parallel, opposite and tiny vectors give finite factors or are refused; a model stock
+    keeps the direction of the mean, and multislerp the mean of the norms."""
+    weights, rows = case
+    vectors = [np.array(row, dtype=np.float64) for row in rows]
+    if method == "nuslerp":
+        weights, vectors = weights[:2], vectors[:2]
+    if not METHODS[method].weighted:
+        weights = [1.0] * len(weights)
+    try:
+        made = settled(method, weights, vectors)
+    except BadRequest:
+        assert method == "multislerp"
+        return
+    assert all(map(math.isfinite, made.weights))
+    if method == "model_stock":
+        assert len(set(made.weights)) == 1
+    norms = [float(np.linalg.norm(one)) for one in vectors]
+    if method == "multislerp" and min(norms) > 1:
+        total = math.fsum(weights)
+        units = [w * one / norm for w, one, norm in zip(weights, vectors, norms, strict=True)]
+        if np.linalg.norm(np.sum(units, axis=0)) > 0.01 * total:
+            found = np.sum([c * one for c, one in zip(made.weights, vectors, strict=True)], axis=0)
+            wanted = math.fsum(w * norm for w, norm in zip(weights, norms, strict=True)) / total
+            assert np.linalg.norm(found) == pytest.approx(wanted, rel=1e-4)
