@@ -176,8 +176,10 @@ def generate(directory: Path, dtype: str, head: Head, seed: int) -> Family:
     return write(directory, dtype, head, members)
 
 
-def write(directory: Path, dtype: str, head: Head, members: dict[str, Tensors]) -> Family:
-    """Write members as checkpoints of a Llama with two layers.
+def write(
+    directory: Path, dtype: str, head: Head, members: dict[str, Tensors], *, layers: int = 2
+) -> Family:
+    """Write members as checkpoints of a Llama.
 
     `head`: lm_head has a content of its own, the embedding's (stored under both names), or is not
     there at all, as transformers writes a tied model.
@@ -197,7 +199,7 @@ def write(directory: Path, dtype: str, head: Head, members: dict[str, Tensors]) 
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_attention_heads": 4,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "vocab_size": 700,
             "tie_word_embeddings": head != "own",
             "torch_dtype": dtype,

@@ -107,6 +107,18 @@ class MergeRequest:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class RecipeRequest:
+    """The merge that a recipe asks for.
+
+    request: to plan as it is, or changed (a budget). notes: what of the recipe has no effect, each
+    with its line.
+    """
+
+    request: MergeRequest
+    notes: tuple[str, ...]
+
+
 def _dtype_name(given: Any) -> Any:
     """Return the name of a dtype of torch or numpy; anything else as it is.  Imports neither."""
     if type(given).__module__ == "torch":

@@ -49,9 +49,13 @@ WARM = 0.3
 
 
 def is_told(found: Files, message: str) -> bool:
-    """Whether these are the files of a snapshot with this message; a merge also has a card."""
-    card = None if isinstance(json.loads(message), list) else found.pop("README.md", None)
+    """Whether these are the files of a snapshot with this message; a merge also has a card, and a
+    recipe."""
+    is_merge = not isinstance(json.loads(message), list)
+    card = found.pop("README.md", None) if is_merge else None
+    recipe = found.pop("mergekit_config.yml", None) if is_merge else None
     is_card = card is None or b"base_model_relation: merge" in card
+    is_card &= recipe is None or b"merge_method: " in recipe
     return is_card and found == contents(message)
 
 

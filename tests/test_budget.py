@@ -632,14 +632,14 @@ def test_equal_bytes_of_two_types_are_two_reads(tmp_path: Path) -> None:
 
 
 def test_untouched_blocks_are_not_written(tmp_path: Path) -> None:
-    """A merge of a family that differs in one block writes that block, the card and records."""
+    """A merge of a family that differs in one block writes that block, card, recipe and records."""
     base = {"w": np.arange(40 * BLOCK // 4, dtype=np.float32)}
     expert = {"w": base["w"].copy()}
     expert["w"][BLOCK:][:100] += 1
     place = make(tmp_path, Family(base, (expert, expert, base)))
     report, merged = place.merge(place.plan("linear"))
     assert (report.expert_bytes_read, report.base_bytes_read) == (BLOCK, BLOCK)
-    assert report.blocks_total - report.blocks_reused == 1 + 1
+    assert report.blocks_total - report.blocks_reused == 1 + 2
     assert report.bytes_written < BLOCK + 20480
     assert np.flatnonzero(merged["w"] != base["w"]).tolist() == list(range(BLOCK, BLOCK + 100))
     place.store.close()

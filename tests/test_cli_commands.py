@@ -116,6 +116,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "diff": ["diff", "tiny/base", "tiny/code", "--blocks"],
         "explain": ["explain", "tiny/merged", "layer"],
         "blame": ["blame", "tiny/merged"],
+        "recipe": ["recipe", "tiny/merged"],
         "replay": ["replay", "tiny/merged"],
         "checkout": ["checkout", "tiny/base", str(out / "copy")],
         "mounts": ["mounts"],
@@ -280,7 +281,7 @@ def test_explain(family: Program) -> None:
     assert [share["weight"] for share in layer["experts"]] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("verb", ["explain", "blame", "replay"])
+@pytest.mark.parametrize("verb", ["explain", "blame", "recipe", "replay"])
 def test_what_was_not_merged(verb: str, family: Program) -> None:
     """Asking what made a snapshot that was added is an error, alike for all who are asked, with the
     next command to type; under --json too.

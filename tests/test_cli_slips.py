@@ -142,12 +142,9 @@ PLAN = ["plan", "--base", "base", "--expert", "expert"]
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        (["plan", "--recipe", "r"], "--base REF --expert REF=WEIGHT --method ties"),
-        (["plan", "r.yaml"], "mstore plan --base REF --expert REF=WEIGHT --method ties"),
-        (
-            ["merge", "--plan", "r.yml", "--name", "m"],
-            "mstore merge --base REF --expert REF=WEIGHT",
-        ),
+        (["plan", "--config", "r.yml"], "--recipe FILE"),
+        (["plan", "r.yaml"], "mstore plan --recipe FILE"),
+        (["merge", "--plan", "r.yml", "--name", "m"], "mstore merge --recipe FILE --name REF"),
         (["prune"], "mstore prune --keep-last 3 --dry-run"),
         (["show", "abc"], "the beginning of an id has at least 4 digits"),
         (["fsck", "--sample", "5"], "did you mean --sample 5%?"),
@@ -202,10 +199,10 @@ def test_a_file_that_may_not_be_read() -> None:
     assert "hint: ls -ld '/a b/x' says who may read it" in told.getvalue()
 
 
-def test_merge_help_says_that_recipes_are_not_read(mstore: Program) -> None:
-    """People who come with a recipe learn from the help that options replace it."""
+def test_merge_help_names_recipes(mstore: Program) -> None:
+    """People who come with a recipe learn from the help how to run it."""
     told = mstore.succeed("merge", "--help").out
-    assert "Recipes of mergekit (YAML) are not read" in " ".join(told.split())
+    assert "a recipe of mergekit with --recipe" in " ".join(told.split())
 
 
 # -- help --------------------------------------------------------------------------------------

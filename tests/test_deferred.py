@@ -61,6 +61,7 @@ def test_log_and_show(store: Store) -> None:
     assert [item.virtual for item in store.log("m")] == [True, False, False, False]
     sizes = [{file.path: file.size for file in store.files(name)} for name in ("m", "base")]
     assert sizes[0].pop("README.md") != sizes[1].pop("README.md")
+    assert sizes[0].pop("mergekit_config.yml") > 0
     assert sizes[0] == sizes[1]
     assert told.tensors == store.show("base").tensors
     assert store.reflog("m")[0].action == "merge: ties, virtual: let us see"

@@ -105,8 +105,9 @@ def watch(root: Path, name: str, seed: str, scratch: Path) -> None:
             if error.errno in {errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.EIO}:
                 continue
             raise
-        # A merge's card is nobody else's.
+        # A merge's card and recipe are nobody else's.
         found.pop("README.md", None)
+        found.pop("mergekit_config.yml", None)
         if found.keys() != {"config.json", "model.safetensors"}:
             continue
         maker = found["config.json"].split(b'"')[3].decode()

@@ -150,11 +150,13 @@ def test_every_added_block_is_healed_from_checkpoints(root: Path) -> None:
     with Store.open(root / "store") as store:
         report = store.repair(read_data=True, sources=[root / name for name in ADDED])
         assert report.healed
-        # What merges made is in no checkpoint; their files are named. A virtual one has a card.
+        # What merges made is in no checkpoint; their files are named. A virtual one has a card
+        # and a recipe.
         assert report.dropped
         assert {hurt.refs for hurt in report.after.hurt} == {("merged",), ("virtual",)}
         assert {hurt.path for hurt in report.after.hurt if hurt.refs == ("virtual",)} == {
-            "README.md"
+            "README.md",
+            "mergekit_config.yml",
         }
     after = contents_but(root / "store", "merged", "virtual")
     assert after == {id: files for id, files in before.items() if id in after}

@@ -62,6 +62,8 @@ def _sections() -> Iterator[str]:
     yield from _members(mstore.Snapshot, "Snapshot", "snapshot")
     yield f"## mstore.MergeRequest\n\n{_text(mstore.MergeRequest)}\n{_fields(mstore.MergeRequest)}"
     yield from _members(mstore.MergeRequest, "MergeRequest", "request")
+    recipe = mstore.RecipeRequest
+    yield f"## mstore.RecipeRequest\n\n{_text(recipe)}\n{_fields(recipe)}"
     yield f"## mstore.TensorRule\n\n{_text(mstore.TensorRule)}\n{_fields(mstore.TensorRule)}"
     yield from _members(mstore.TensorRule, "TensorRule", "rule")
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"

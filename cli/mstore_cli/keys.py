@@ -176,6 +176,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "diff REF DIR": keys_of(reports.DirectoryDiffReport),
     "explain": keys_of(reports.Explanation),
     "blame": keys_of(reports.BlameReport),
+    "recipe": (Key("recipe", "text", "YAML, as mergekit reads it"),),
     "replay": keys_of(reports.ReplayReport),
     "checkout": keys_of(reports.CheckoutReport),
     "mount": keys_of(MountInfo),

@@ -21,21 +21,20 @@ import typer
 from mstore_cli import completion, method_names
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
+from mstore_cli.recipes import RecipeText, request_of_recipe
+from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 
 if TYPE_CHECKING:
-    from mstore import MergeRequest
+    from mstore import MergeRequest, Store
     from mstore.reports import MergeReport, MergeWarning, PlanReport, SweepReport
 
 EXPERT_HINT = "--expert llama/math=0.5"
 PARAMETER_HINT = "--param density=0.2"
 MOST_PERCENT = 100
 
-_RECIPE = (
-    "a recipe of mergekit is given: mstore reads none, and takes base, experts, weights and method "
-    "on the command line"
-)
-RECIPE_HINT = "--base REF --expert REF=WEIGHT --method ties --param density=0.2"
+_RECIPE = "a recipe of mergekit follows --recipe"
+RECIPE_HINT = "--recipe FILE"
 MISTAKEN = MappingProxyType(
     {
         "--weight": EXPERT_HINT,
@@ -44,7 +43,6 @@ MISTAKEN = MappingProxyType(
         "--normalize": "--param normalize=true",
         "--rescale": "--param rescale=false",
         "--seed": "--param seed=7",
-        "--recipe": RECIPE_HINT,
         "--config": RECIPE_HINT,
     }
 )
@@ -84,9 +82,6 @@ _METHOD = typer.Option(
     help=f"How experts are combined: {method_names.listed()}.",
     autocompletion=completion.methods,
 )
-Base = Annotated[str, _BASE]
-Experts = Annotated[list[str], _EXPERT]
-Method = Annotated[str, _METHOD]
 MaybeBase = Annotated[str | None, _BASE]
 MaybeExperts = Annotated[list[str] | None, _EXPERT]
 MaybeMethod = Annotated[str | None, _METHOD]
@@ -272,12 +267,60 @@ def parse_parameters(texts: list[str]) -> dict[str, object]:
     return parameters
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """The options of `plan` and `merge` that say what to merge."""
+
+    base: str | None
+    experts: list[str] | None
+    method: str | None
+    parameters: list[str] | None
+    recipe: str | None
+
+    def is_complete(self) -> bool:
+        """Return whether they describe a merge.
+
+        Raises UsageError if they contradict each other, or if some are missing.
+        """
+        given = {"--base": self.base, "--expert": self.experts, "--method": self.method}
+        if self.recipe is not None:
+            told = [option for option, value in given.items() if value]
+            told += ["--param"] * bool(self.parameters)
+            if told:
+                raise UsageError(
+                    f"the recipe already says what to merge; leave out {', '.join(told)}",
+                    hint="--budget, --max-error, --dtype, --only and --skip go with a recipe",
+                )
+            return True
+        missing = [option for option, value in given.items() if not value]
+        if not missing:
+            return True
+        if len(missing) == len(given) and not self.parameters:
+            return False
+        raise UsageError(f"missing: {', '.join(missing)}", hint="mstore plan --help")
+
+    def request(self, session: Session, store: Store, limits: MergeRequest) -> MergeRequest:
+        """Return the request: `limits` with what to merge.  Adds directories of a recipe.
+
+        Raises BadRequest, NotFound.
+        """
+        if self.recipe is None:
+            return limits
+        found = request_of_recipe(session, store, RecipeText.read(self.recipe))
+        return dataclasses.replace(
+            limits,
+            base=found.base,
+            experts=found.experts,
+            method=found.method,
+            parameters=found.parameters,
+            dtype=limits.dtype or found.dtype,
+            rules=found.rules,
+        )
+
+
 def make_request(
+    wanted: Wanted,
     *,
-    base: str,
-    experts: list[str],
-    method: str,
-    parameters: list[str],
     budget: str | None,
     max_error: float | None,
     dtype: str | None,
@@ -288,14 +331,17 @@ def make_request(
     per_expert_budget: str | None = None,
     top_p: str | None = None,
 ) -> MergeRequest:
-    """Build the request from the options of `plan` and `merge`.  Raises BadRequest."""
+    """Build the request from the options of `plan` and `merge`.
+
+    With a recipe, what to merge is missing until `Wanted.request` has read it.  Raises BadRequest.
+    """
     from mstore import Budget, MergeRequest
 
     return MergeRequest(
-        base=base,
-        experts=tuple(parse_expert(text) for text in experts),
-        method=method,
-        parameters=parse_parameters(parameters),
+        base=wanted.base or "",
+        experts=tuple(parse_expert(text) for text in wanted.experts or ()),
+        method=wanted.method or "",
+        parameters=parse_parameters(wanted.parameters or []),
         budget=None if budget is None else Budget(parse_budget(budget)),
         max_error=max_error,
         dtype=dtype,

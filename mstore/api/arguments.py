@@ -118,6 +118,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     "Sequence[str]": Kind(_list(_is(str)), "a list of texts"),
     "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
     "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
+    "Mapping[str, str] | None": Kind(
+        _mapping(_is(str), _is(str)), "texts by the names of models"
+    ).optional(),
     "Mapping[bytes, str]": _SIGNERS,
     "Mapping[bytes, str] | None": _SIGNERS.optional(),
     "ProgressCallback | None": Kind(callable, "something to call with a Progress").optional(),

@@ -6,7 +6,7 @@ Part of `mstore.api.Store`, which combines all parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
-from mstore.requests import MergeRequest
+from mstore.requests import MergeRequest, RecipeRequest
 from mstore.store import damage
 from mstore.store import layout as layouts
 
@@ -93,6 +93,43 @@ class Merging(OpenStore):
             kept=made.is_stored,
             seconds=time.monotonic() - began,
         )
+
+    def read_recipe(
+        self,
+        text: str,
+        *,
+        where: str = "the recipe",
+        models: Mapping[str, str] | None = None,
+    ) -> RecipeRequest:
+        """Return the merge that a recipe of mergekit (YAML, one document) asks for.
+
+        where: the name of its file, for errors, which name the line too.
+        models: revisions by the recipe's names of models; other names are revisions themselves.
+
+        The request may be changed before it is planned: `dataclasses.replace(found.request,
+        budget="30%")`.
+
+        Raises BadRequest for what is no recipe or not supported, NotFound for an unknown model.
+        """
+        from mstore.merge.planning.recipes import request_of
+
+        return request_of(self._catalog, text, where=where, models=models or {})
+
+    def recipe(self, revision: str | SnapshotId) -> str:
+        """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.
+
+        Models are named by their contents' ids, which `read_recipe` takes.  With the same budget
+        and limits, the request of the recipe gives the same plan.
+
+        Raises NotFound, BadName, BadRequest (no merge made it, or no recipe can state it).
+        """
+        from mstore.merge.planning.recipes import recipe_text
+        from mstore.objects.plan import Plan
+        from mstore.store.plans import plan_of
+
+        id = self._catalog.resolve(revision)
+        plan = plan_of(id, self._catalog.snapshot(id), so="there is no recipe")
+        return recipe_text(self._catalog, self._catalog.record(Plan, plan))
 
     def sweep(
         self,

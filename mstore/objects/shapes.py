@@ -15,6 +15,8 @@ from mstore.phrases import Option, Phrase, Text, call, phrase
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
+_SPECIAL = re.compile(r"[*?\[]")
+_QUOTED = re.compile(r"\[([*?\[])\]")
 # Name parts of all common adapter formats (PEFT, diffusers, kohya).
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
@@ -24,6 +26,17 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     known = list(names)
     found = (re.compile(fnmatch.translate(pattern)).match for pattern in patterns)
     return {name for match in found for name in known if match(name)}
+
+
+def literal_pattern(name: str) -> str:
+    """Return the pattern that matches this name alone."""
+    return _SPECIAL.sub(r"[\g<0>]", name)
+
+
+def literal_name(pattern: str) -> str | None:
+    """Return the only name that a pattern matches, None if it may match several."""
+    name = _QUOTED.sub(r"\g<1>", pattern)
+    return name if literal_pattern(name) == pattern else None
 
 
 def chosen(shapes: Shapes, only: Sequence[str], skip: Sequence[str]) -> Shapes:

@@ -120,6 +120,7 @@ def every_command_works(models: list[Path], tmp_path: Path) -> None:
     assert files_of(tmp_path / "out").keys() == {
         "README.md",
         "config.json",
+        "mergekit_config.yml",
         "model.safetensors",
     }
 

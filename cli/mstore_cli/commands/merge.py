@@ -28,6 +28,7 @@ from mstore_cli.merging import (
     Score,
     Skip,
     TopP,
+    Wanted,
     directories_told,
     draw_notes,
     error_fields,
@@ -36,6 +37,7 @@ from mstore_cli.merging import (
 )
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
+from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 
@@ -71,6 +73,7 @@ def merge(
             "the plan of this merged snapshot.",
         ),
     ] = None,
+    recipe: RecipeFile = None,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
     method: MaybeMethod = None,
@@ -113,22 +116,17 @@ def merge(
 ) -> None:
     """Merge experts into a base: with a new plan, or with a plan made before.
 
-    Give either --plan, or the options of `mstore plan`. A merge never reads more from experts than
-    its plan says. Recipes of mergekit (YAML) are not read: pass their values as options.
+    Give --plan, or a recipe of mergekit with --recipe, or the options of `mstore plan`. A merge
+    never reads more from experts than its plan says. Models of a recipe are refs of the store, or
+    directories, which are added first.
     """
     request: MergeRequest | None = None
+    wanted = Wanted(base, expert, method, param, recipe)
     if plan is None:
-        if base is None or not expert or method is None:
-            given = {"--base": base, "--expert": expert, "--method": method}
-            missing = [option for option, value in given.items() if not value]
-            if len(missing) == len(given):
-                raise UsageError("give --plan, or --base, --expert and --method", hint=HELP)
-            raise UsageError(f"missing: {', '.join(missing)}", hint=HELP)
+        if not wanted.is_complete():
+            raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
         request = make_request(
-            base=base,
-            experts=expert,
-            method=method,
-            parameters=param or [],
+            wanted,
             budget=budget,
             max_error=max_error,
             dtype=dtype,
@@ -143,34 +141,38 @@ def merge(
         # Compared by identity: a 0 counts as given.
         option is not None and option is not False and option != []
         for option in (
-            *(base, expert, method, param, budget, max_error, dtype, no_analyze),
+            *(base, expert, method, param, recipe, budget, max_error, dtype, no_analyze),
             *(score, only, skip, per_expert_budget, top_p),
         )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)
     bound = None if memory is None else parse_size(memory, option="--memory")
-    with session.open() as store, session.progress() as tick:
-        planned = None
+    with session.open() as store:
         if request is not None:
-            with directories_told(request):
-                planned = store.plan(
-                    request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
+            # What it adds has a progress bar of its own.
+            request = wanted.request(session, store, request)
+        planned = None
+        with session.progress() as tick:
+            if request is not None:
+                with directories_told(request):
+                    planned = store.plan(
+                        request, allow_noop=allow_noop, keep=True, threads=threads, progress=tick
+                    )
+            try:
+                report = store.merge(
+                    planned or _known_plan(store, plan or ""),
+                    name=name,
+                    message=message,
+                    virtual=virtual,
+                    allow_noop=allow_noop,
+                    threads=threads,
+                    memo=not no_memo,
+                    memory=bound,
+                    progress=tick,
                 )
-        try:
-            report = store.merge(
-                planned or _known_plan(store, plan or ""),
-                name=name,
-                message=message,
-                virtual=virtual,
-                allow_noop=allow_noop,
-                threads=threads,
-                memo=not no_memo,
-                memory=bound,
-                progress=tick,
-            )
-            session.settled()
-        except KeyboardInterrupt as stop:
-            raise Interrupted("the same command goes on from what is finished") from stop
+                session.settled()
+            except KeyboardInterrupt as stop:
+                raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
             report = replace(report, seconds=planned.seconds + report.seconds)
         parents = store.show(str(report.snapshot)).parents

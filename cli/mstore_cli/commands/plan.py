@@ -15,12 +15,12 @@ from mstore_cli.merging import (
     RECIPE_HINT,
     RECIPES,
     AllowNoop,
-    Base,
     Budget,
     Dtype,
-    Experts,
     MaxError,
-    Method,
+    MaybeBase,
+    MaybeExperts,
+    MaybeMethod,
     NoAnalyze,
     Only,
     Parameters,
@@ -28,6 +28,7 @@ from mstore_cli.merging import (
     Score,
     Skip,
     TopP,
+    Wanted,
     directories_told,
     draw_plan,
     draw_sweep,
@@ -36,6 +37,7 @@ from mstore_cli.merging import (
 )
 from mstore_cli.options import Threads
 from mstore_cli.output import Screen, short
+from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -54,9 +56,10 @@ HELP = "mstore plan --help"
 )
 def plan(
     session: Session,
-    base: Base,
-    expert: Experts,
-    method: Method,
+    recipe: RecipeFile = None,
+    base: MaybeBase = None,
+    expert: MaybeExperts = None,
+    method: MaybeMethod = None,
     param: Parameters = None,
     budget: Budget = None,
     max_error: MaxError = None,
@@ -94,7 +97,8 @@ def plan(
 ) -> None:
     """Choose which expert blocks a merge reads, and print its cost and error.
 
-    The store keeps the plan. If you may only read the store, use -o to write the plan to a file.
+    Give the base, the experts and a method, or a recipe of mergekit with --recipe. The store keeps
+    the plan. If you may only read the store, use -o to write the plan to a file.
     The same request always gives the same plan. With --sweep, no plan is kept: each line describes
     the plan with that budget, and -q prints the bytes that each plan reads from experts.
     """
@@ -106,11 +110,11 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
+    wanted = Wanted(base, expert, method, param, recipe)
+    if not wanted.is_complete():
+        raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(
-        base=base,
-        experts=expert,
-        method=method,
-        parameters=param or [],
+        wanted,
         budget=budget,
         max_error=max_error,
         dtype=dtype,
@@ -122,9 +126,10 @@ def plan(
         top_p=top_p,
     )
     if sweep:
-        _sweep(session, request, measure=measure, svg=svg, threads=threads)
+        _sweep(session, wanted, request, measure=measure, svg=svg, threads=threads)
         return
     with session.open() as store:
+        request = wanted.request(session, store, request)
         with session.progress() as tick, directories_told(request):
             report = store.plan(request, allow_noop=allow_noop, threads=threads, progress=tick)
         if output is not None:
@@ -147,10 +152,18 @@ def plan(
 
 
 def _sweep(
-    session: Session, request: MergeRequest, *, measure: bool, svg: Path | None, threads: int | None
+    session: Session,
+    wanted: Wanted,
+    request: MergeRequest,
+    *,
+    measure: bool,
+    svg: Path | None,
+    threads: int | None,
 ) -> None:
-    with session.open() as store, session.progress() as tick, directories_told(request):
-        report = store.sweep(request, measure=measure, threads=threads, progress=tick)
+    with session.open() as store:
+        request = wanted.request(session, store, request)
+        with session.progress() as tick, directories_told(request):
+            report = store.sweep(request, measure=measure, threads=threads, progress=tick)
     if svg is not None:
         points = [
             plots.SweepPoint(

@@ -90,7 +90,9 @@ GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0), each=True)
 EPSILON: Final = Parameter("epsilon", "float", 0.15, Range(0.0, 1.0), each=True)
 NORM: Final = "l1"
 """The value of `rescale` that restores the L1 norm of each delta."""
-RESCALE: Final = Parameter("rescale", "bool", True, words=((NORM, NORM), ("density", True)))
+DENSITY: Final = "density"
+"""The word for the value of `rescale` that divides by the density."""
+RESCALE: Final = Parameter("rescale", "bool", True, words=((NORM, NORM), (DENSITY, True)))
 RESCALE_NORM: Final = Parameter("rescale", "bool", True, words=((NORM, True),))
 AROUND_BASE: Final = Parameter("around_base", "bool", True)
 SEED: Final = Parameter("seed", "int", 0, Range(0, 2**64 - 1))

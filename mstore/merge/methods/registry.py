@@ -35,6 +35,14 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 ELSEWHERE: Final = frozenset(("arcee_fusion", "nearswap", "ram", "ramplus_tl", "sce"))
 """Methods of mergekit that are not here."""
 
+PARAMETERS_ELSEWHERE: Final = frozenset(
+    (
+        *("epsilon", "r", "alpha", "eps", "select_topk", "filter_wise", "max_iter", "tol"),
+        *("nuslerp_row_wise", "nuslerp_flatten", "scale", "filter", "int8_mask", "t"),
+    )
+)
+"""Parameters of mergekit's methods, in recipes, that no method here needs to have."""
+
 
 def find(name: str) -> Method:
     """Return the method of this name.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import overload
 
 from mstore.checkpoint.header import METADATA_KEY
 from mstore.errors import BadRequest
@@ -14,7 +17,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
 from mstore.numeric.codes import CODES
 from mstore.objects.limits import DEFAULT_LIMITS
-from mstore.objects.shapes import matching, require_patterns
+from mstore.objects.shapes import literal_name, matching, require_patterns
 from mstore.phrases import Option, phrase
 from mstore.requests import MergeRequest, TensorRule
 from mstore.sizes import Budget
@@ -22,6 +25,7 @@ from mstore.sizes import Budget
 BudgetGiven = Budget | str | int | float | None
 _SHOWN = 60
 _TOP_P = Option("top_p")
+_NAMED = 8
 _SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F32", "fp32": "F32"}
 
 
@@ -40,6 +44,72 @@ class Rule:
     patterns: tuple[str, ...]
     operation: Operation
     dtype: str | None
+
+    def __str__(self) -> str:
+        return told_patterns(self.patterns)
+
+
+def told_patterns(patterns: Sequence[str]) -> str:
+    """Return patterns as messages name them: a rule of a recipe may have thousands."""
+    more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
+    return ", ".join(patterns[:_NAMED]) + more
+
+
+class Rules(Sequence[Rule]):
+    """The rules of one request, in order.
+
+    A rule of a recipe names its tensors one by one, and there may be thousands: names are looked
+    up, and only patterns are tried.
+    """
+
+    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+        self._rules = tuple(rules)
+        self._by_name: dict[str, int] = {}
+        self._tried: list[tuple[int, re.Pattern[str]]] = []
+        for number, rule in enumerate(self._rules):
+            for pattern in rule.patterns:
+                name = literal_name(pattern)
+                if name is None:
+                    self._tried.append((number, re.compile(fnmatch.translate(pattern))))
+                else:
+                    self._by_name.setdefault(name, number)
+
+    @overload
+    def __getitem__(self, at: int) -> Rule: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Rule, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> Rule | tuple[Rule, ...]:
+        return self._rules[at]
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def of(self, tensor: str) -> Rule | None:
+        """Return the first rule that names a tensor."""
+        first = self._by_name.get(tensor, len(self._rules))
+        for number, pattern in self._tried:
+            if number >= first:
+                break
+            if pattern.match(tensor):
+                first = number
+                break
+        return self._rules[first] if first < len(self._rules) else None
+
+    def named(self) -> Collection[str]:
+        """Return the names that rules give without patterns."""
+        return self._by_name.keys()
+
+    def unmatched(self, names: Collection[str]) -> str | None:
+        """Return the first pattern that none of the names matches."""
+        known = set(names)
+        for rule in self._rules:
+            for pattern in rule.patterns:
+                name = literal_name(pattern)
+                if (name not in known) if name is not None else not matching(known, [pattern]):
+                    return pattern
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +137,12 @@ class Request:
     skip: tuple[str, ...] = ()
     expert_budget: int | float | None = None
     top_p: float | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: Rules = field(default_factory=Rules)
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def rule_of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor of the output."""
-        return next((rule for rule in self.rules if matching([tensor], rule.patterns)), None)
+        return self.rules.of(tensor)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -87,7 +157,7 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
     """
     weights = [weight for _, weight in asked.weighted()]
     operation = registry.operation(asked.method, asked.parameters, weights)
-    rules = tuple(_rule(asked, rule, weights) for rule in asked.rules)
+    rules = Rules([_rule(asked, rule, weights) for rule in asked.rules])
     error, share = asked.max_error, asked.top_p
     if share is not None:
         for one in (operation, *(rule.operation for rule in rules)):
@@ -120,7 +190,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     if rule.weights is not None and len(rule.weights) != len(weights):
         raise BadRequest(
             f"a rule has one weight per expert, {len(weights)}, not {len(rule.weights)}",
-            where=", ".join(patterns),
+            where=told_patterns(patterns),
         )
     parameters = dict(rule.parameters)
     if rule.method is None:
@@ -130,7 +200,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
         operation = registry.operation(rule.method or asked.method, parameters, own)
         dtype = None if rule.dtype is None else _output_dtype(rule.dtype)
     except BadRequest as error:
-        where = f"the rule for {', '.join(patterns)}"
+        where = f"the rule for {told_patterns(patterns)}"
         what, _, hint = error.texts
         raise BadRequest(what, where=where, hint=hint) from error
     return Rule(patterns, operation, dtype)

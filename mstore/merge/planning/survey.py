@@ -170,14 +170,13 @@ class Surveyor:
     def _require_rules(self, records: Collection[str]) -> None:
         """Raise BadRequest for a rule or an output that cannot be what the caller meant."""
         names = {*records, *(name for name, _ in self._request.outputs)}
-        for rule in self._request.rules:
-            for pattern in rule.patterns:
-                if not matching(names, [pattern]):
-                    raise BadRequest(
-                        f"no tensor's name matches {pattern!r}",
-                        where="rules",
-                        hint=call("tensors", "REF"),
-                    )
+        pattern = self._request.rules.unmatched(names)
+        if pattern is not None:
+            raise BadRequest(
+                f"no tensor's name matches {pattern!r}",
+                where="rules",
+                hint=call("tensors", "REF"),
+            )
         for name, _ in self._request.outputs:
             if name in records:
                 raise BadRequest(
@@ -188,8 +187,10 @@ class Surveyor:
         """Return the patterns of rules that no tensor follows, because of other rules or `skip`."""
         request = self._request
         names = [*merged, *(name for name, _ in request.outputs)]
+        # Whoever names tensors one by one, as recipes do, may name what --skip leaves out.
+        names += request.rules.named()
         used = {id(request.rule_of(name)) for name in names} if request.rules else set()
-        return tuple(", ".join(one.patterns) for one in request.rules if id(one) not in used)
+        return tuple(str(one) for one in request.rules if id(one) not in used)
 
     def _output(
         self,

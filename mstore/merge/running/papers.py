@@ -29,13 +29,16 @@ from mstore.checkpoint.declared import (
     CARD,
     CONFIG,
     DEFAULT_LIMITS,
+    MERGEKIT,
     declared_bases,
     front_matter,
     values,
 )
+from mstore.errors import BadRequest
 from mstore.ids import ManifestId
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
+from mstore.merge.planning.recipes import recipe_text
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
@@ -104,15 +107,17 @@ class Parent:
 
 
 class Form(IntEnum):
-    """Which card a merge has: the base's own, this version's, or that of earlier versions.
+    """Which papers a merge has: the base's own, this version's, or those of earlier versions.
 
-    The card of earlier versions gives, for a merge that leaves chunks out, only the command of the
-    whole merge. It is made where such a merge is run again.
+    EARLIER: the card gives, for a merge that leaves chunks out, only the command of the whole
+    merge. EARLIER and CARD: there is no recipe, but the base's if it has one. They are made where
+    such a merge is run again.
     """
 
     NONE = 0
     CURRENT = 1
     EARLIER = 2
+    CARD = 3
 
 
 class Papers:
@@ -128,11 +133,25 @@ class Papers:
         base = self._catalog.manifest(self._plan.base_id())
         if is_base(self._catalog, self._plan) or _has_directory(base, CARD):
             return base.files, {}
-        kept = [file for file in base.files if file.path.casefold() != CARD.casefold()]
+        new = {CARD: self.card().encode()}
+        replaced = {CARD.casefold()}
+        if self._form is Form.CURRENT and not _has_directory(base, MERGEKIT):
+            # Another merge's recipe is not this one's, even if this one has none.
+            replaced.add(MERGEKIT.casefold())
+            recipe = self.recipe()
+            new |= {} if recipe is None else {MERGEKIT: recipe.encode()}
+        kept = [file for file in base.files if file.path.casefold() not in replaced]
         if not self._is_one_licence():
             kept = [file for file in kept if not _is_licence(file)]
             kept += self._licence_files()
-        return tuple(kept), {CARD: self.card().encode()}
+        return tuple(kept), new
+
+    def recipe(self) -> str | None:
+        """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
+        try:
+            return recipe_text(self._catalog, self._plan)
+        except BadRequest:
+            return None
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
@@ -337,7 +356,14 @@ def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
     if ours.file(CARD) == base.file(CARD):
         return Form.NONE
     earlier = Papers(catalog, plan, Form.EARLIER)
-    return Form.EARLIER if earlier.is_card_of(record.manifest_id()) else Form.CURRENT
+    if earlier.is_card_of(record.manifest_id()) and not _has_own_recipe(ours, base):
+        return Form.EARLIER
+    return Form.CURRENT if _has_own_recipe(ours, base) else Form.CARD
+
+
+def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:
+    """Return whether a merge's recipe is not the base's: its own, or none though the base has."""
+    return ours.file(MERGEKIT) != base.file(MERGEKIT)
 
 
 def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:

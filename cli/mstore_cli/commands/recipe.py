@@ -1,0 +1,30 @@
+"""`mstore recipe`: the recipe of a merged snapshot."""
+
+from __future__ import annotations
+
+from mstore_cli.command import command
+from mstore_cli.options import Revision
+from mstore_cli.output import Screen
+from mstore_cli.session import Session
+
+
+@command(
+    example="mstore recipe llama/merged > recipe.yml",
+    failure="an error; the snapshot is no merge, or no recipe can state it",
+)
+def recipe(session: Session, revision: Revision) -> None:
+    """Print how a snapshot was merged, as a recipe of mergekit (YAML).
+
+    The recipe is made from the plan, for merges by options too, and is the file mergekit_config.yml
+    of the snapshot. It names models by the ids of their contents, which `mstore merge --recipe`
+    takes in any store that has them. A budget is not in it: give it again.
+    """
+    with session.open() as store:
+        text = store.recipe(revision)
+    lines = text.splitlines()
+
+    def human(screen: Screen) -> None:
+        for line in lines:
+            screen.line(line)
+
+    session.output.emit({"recipe": text}, ids=lines, human=human)

@@ -1,0 +1,165 @@
+"""`--recipe FILE`: a recipe of mergekit as the request of `plan` and `merge`.
+
+Owns where a recipe's models are: refs of the store, or directories, which are added first.  Does
+not own what a recipe means (`Store.read_recipe`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.errors import notes
+from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore import MergeRequest, Store
+    from mstore.recipes.recipe import Recipe, Text
+
+STDIN = "-"
+_PATHS = ("/", "./", "../", "~")
+
+RecipeFile = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE",
+        help="Merge as this recipe of mergekit (YAML) says, instead of --base, --expert, --method "
+        "and --param; - reads standard input.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeText:
+    """A recipe as it was read. folder: what paths of models in it are relative to."""
+
+    text: str
+    where: str
+    folder: Path
+
+    @classmethod
+    def read(cls, file: str) -> RecipeText:
+        """Read FILE, or standard input.  Raises BadRequest, OSError."""
+        from mstore.errors import BadRequest
+        from mstore.recipes.nodes import DEFAULT_LIMITS
+
+        most = DEFAULT_LIMITS.max_bytes + 1
+        if file == STDIN:
+            where, folder, raw = "standard input", Path(), sys.stdin.buffer.read(most)
+        else:
+            where, folder = file, Path(file).parent
+            with Path(file).open("rb") as stream:
+                raw = stream.read(most)
+        try:
+            # One byte too many is enough for the library to refuse it.
+            return cls(raw.decode(), where, folder)
+        except UnicodeDecodeError as error:
+            if len(raw) == most:
+                raise BadRequest(f"a recipe has at most {most - 1} bytes", where=where) from error
+            raise BadRequest("not a recipe: not a text file", where=where) from error
+
+
+def request_of_recipe(session: Session, store: Store, recipe: RecipeText) -> MergeRequest:
+    """Return the request of a recipe; adds the directories that it names as models.
+
+    Raises BadRequest, NotFound and whatever adding raises.
+    """
+    from mstore.merge.planning.recipes import checked
+
+    # Whatever is wrong with it must be known before anything is added.
+    models = _Models(session, store, recipe).found(checked(recipe.text, where=recipe.where))
+    found = store.read_recipe(recipe.text, where=recipe.where, models=models)
+    notes(found.notes)
+    return found.request
+
+
+class _Models:
+    """The models of one recipe."""
+
+    def __init__(self, session: Session, store: Store, recipe: RecipeText) -> None:
+        self._session = session
+        self._store = store
+        self._recipe = recipe
+
+    def found(self, recipe: Recipe) -> dict[str, str]:
+        """Return the revision of each model, by the recipe's name for it.
+
+        A name is a ref if there is one; `./name` is always a directory.
+        """
+        directories: dict[str, Path] = {}
+        revisions: dict[str, str] = {}
+        missing: list[Text] = []
+        for model in recipe.named():
+            directory = self._recipe.folder / Path(model.text).expanduser()
+            if not model.text.startswith(_PATHS) and model.text in self._store:
+                revisions[model.text] = model.text
+            elif directory.is_dir():
+                directories[model.text] = directory
+            else:
+                missing.append(model)
+        if missing:
+            raise self._not_found(missing)
+        base: str | None = None
+        for model in recipe.named():
+            if model.text in directories:
+                revisions[model.text] = self._added(directories[model.text], base)
+            # The first that is named is the base; the others are stored as differences to it.
+            base = base or revisions[model.text]
+        return revisions
+
+    def _added(self, directory: Path, base: str | None) -> str:
+        """Return the ref of a directory: one that holds it already, else a new one."""
+        name = _name_of(directory)
+        number = 1
+        while name in self._store:
+            if self._holds(name, directory):
+                notes([f"{directory} is {name} of this store"])
+                return name
+            number += 1
+            name = f"{_name_of(directory)}-{number}"
+        with self._session.progress() as tick:
+            self._store.add(directory, name=name, base=base, progress=tick)
+        notes([f"added {directory} as {name}"])
+        return name
+
+    def _holds(self, name: str, directory: Path) -> bool:
+        with self._session.progress() as tick:
+            found = self._store.diff_directory(name, directory, progress=tick)
+        return not found.files and not found.tensors
+
+    def _not_found(self, missing: list[Text]) -> Exception:
+        from mstore.errors import NotFound
+        from mstore.recipes.nodes import at
+
+        first = missing[0]
+        is_path = first.text.startswith(_PATHS)
+        names = [one.text.partition("@")[0] for one in missing if not one.text.startswith(_PATHS)]
+        lines = [f"mstore add DIRECTORY --name {shlex.quote(name)}" for name in names]
+        return NotFound(
+            f"no directory {first.text}"
+            if is_path
+            else f"{first.text} is neither a ref of this store nor a directory",
+            where=at(self._recipe.where, first.line),
+            hint="\n".join(lines) or "paths are relative to the recipe's folder",
+        )
+
+
+def _name_of(directory: Path) -> str:
+    """Return a ref for a directory: its own name, with what a ref cannot have replaced."""
+    from mstore.errors import BadName
+    from mstore.store.refs import check_name
+
+    own = directory.resolve().name
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in own)
+    name = name.strip("-.") or "model"
+    try:
+        check_name(name)
+    except BadName:
+        return f"model-{name}"
+    return name

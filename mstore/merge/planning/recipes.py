@@ -1,0 +1,182 @@
+"""Recipes for one store: its methods, and the tensors and layers of the models that they name.
+
+Owns what `mstore.recipes` must be told.  Does not own what a recipe means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from msgspec import structs
+
+from mstore.checkpoint.strict_json import parse_object
+from mstore.errors import BadCheckpoint, BadName, BadRequest, NotFound
+from mstore.ids import ManifestId
+from mstore.merge.methods import registry
+from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
+from mstore.merge.planning.noop import is_retyped
+from mstore.merge.planning.tied import first_names, ties_embeddings
+from mstore.numeric.codes import CODES
+from mstore.objects.manifest import OPAQUE
+from mstore.objects.plan import Plan
+from mstore.recipes.layout import layers_of
+from mstore.recipes.nodes import at
+from mstore.recipes.parse import parse
+from mstore.recipes.recipe import Recipe, Text
+from mstore.recipes.resolve import (
+    KnownMethod,
+    KnownParameter,
+    base_of,
+    check,
+    resolve,
+)
+from mstore.recipes.write import recipe_of
+from mstore.requests import RecipeRequest
+from mstore.store.catalog import Catalog
+
+_CONFIG = "config.json"
+_MAX_CONFIG = 1 << 20
+_MAX_CONTAINERS = 65_536
+
+
+def request_of(
+    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str]
+) -> RecipeRequest:
+    """Return the merge that a recipe asks for; see `Store.read_recipe`."""
+    recipe = single(parse(text, where))
+    method = _method(recipe)
+    revisions = {one.text: models.get(one.text, one.text) for one in recipe.named()}
+    manifests = {
+        one.text: _manifest(catalog, one, revisions[one.text], where) for one in recipe.named()
+    }
+    base = manifests[base_of(recipe, needs_base=not method.takes_base).text]
+    record = catalog.manifest(base)
+    tensors = record.tensors()
+    dtypes = {tensor.dtype for tensor in catalog.tensors(list(tensors.values()))}
+    first = first_names(
+        tensors,
+        [catalog.manifest(id).tensors() for id in manifests.values()],
+        tied=ties_embeddings(catalog, record),
+    )
+    return resolve(
+        recipe,
+        list(tensors),
+        method,
+        models=revisions,
+        known_parameters=_parameters(),
+        layers=layers_of(_config(catalog, base)),
+        tied={name: other for name, other in first.items() if name != other},
+        dtypes=dtypes & CODES.keys(),
+    )
+
+
+def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> ManifestId:
+    try:
+        return catalog.snapshot(catalog.resolve(revision)).manifest_id()
+    except (NotFound, BadName) as error:
+        place = at(where, model.line)
+        raise NotFound(f"no model {model} in this store", where=place) from error
+
+
+def checked(text: str, *, where: str) -> Recipe:
+    """Return a recipe, checked as far as it can be without its models.
+
+    Raises BadRequest that names the line.
+    """
+    recipe = single(parse(text, where))
+    check(recipe, _method(recipe), known_parameters=_parameters())
+    return recipe
+
+
+def single(recipes: tuple[Recipe, ...]) -> Recipe:
+    """Return the only one.  Raises BadRequest that names the line of the second."""
+    first, *others = recipes
+    if others:
+        raise BadRequest(
+            "several documents in one file are not supported yet",
+            where=at(first.where, others[0].line),
+            hint="put each recipe into a file of its own",
+        )
+    return first
+
+
+def known_method(method: Method) -> KnownMethod:
+    """Return what resolving must know of a method."""
+    return KnownMethod(
+        name=method.name,
+        parameters={
+            one.name: _rescaling(one)
+            if NORM in dict(one.words)
+            else KnownParameter(one.kind, one.default, one.parse)
+            for one in method.parameters
+        },
+        weighted=method.weighted,
+        # An average has no base: mergekit counts one that is listed like any other model.
+        # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
+        takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
+        baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
+    )
+
+
+def recipe_text(catalog: Catalog, plan: Plan) -> str:
+    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it."""
+    names = list(catalog.manifest(plan.base_id()).tensors())
+    if not is_retyped(catalog, plan):
+        # Whether the type was asked for does not change the merge, so it must not change its files.
+        plan = structs.replace(plan, dtype=None)
+    method = known_method(registry.find(plan.method))
+    if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
+        method = method.without_base()
+    return recipe_of(plan, method, names)
+
+
+def _rescaling(parameter: Parameter) -> KnownParameter:
+    """Return `rescale` as recipes have it: mergekit's `true` restores the L1 norm.
+
+    So that it never changes meaning, the rescaling of the paper is the word `density`.
+    """
+    norm = parameter.parse(NORM)
+
+    def check(value: object) -> object:
+        return norm if value is True else parameter.parse(value)
+
+    def write(value: object) -> object:
+        return True if value == norm and type(value) is type(norm) else value and DENSITY
+
+    return KnownParameter("choice", norm, check, stated=norm != parameter.default, write=write)
+
+
+def _method(recipe: Recipe) -> KnownMethod:
+    try:
+        method = known_method(registry.find(recipe.method.text))
+    except BadRequest as error:
+        place = at(recipe.where, recipe.method.line)
+        what, _, hint = error.texts
+        raise BadRequest(what, where=place, hint=hint) from error
+    has_base = recipe.base is not None or any(part.base is not None for part in recipe.slices)
+    return method if has_base or method.baseless is None else method.without_base()
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """Return the names of all parameters of methods here, and mergekit's."""
+    found = {one.name for method in registry.METHODS.values() for one in method.parameters}
+    return frozenset(found | registry.PARAMETERS_ELSEWHERE)
+
+
+def _config(catalog: Catalog, id: ManifestId) -> Mapping[str, object]:
+    """Return the config of a model; nothing if it has none that can be read."""
+    file = catalog.manifest(id).file(_CONFIG)
+    if file is None or file.form != OPAQUE or sum(part.nbytes for part in file.parts) > _MAX_CONFIG:
+        return {}
+    raw = b"".join(
+        catalog.read_block(block)
+        for part in file.parts
+        for block in catalog.tensor(part.tensor_id()).block_ids()
+    )
+    try:
+        return parse_object(raw, what=_CONFIG, where=_CONFIG, max_containers=_MAX_CONTAINERS)
+    except BadCheckpoint:
+        return {}

@@ -1,0 +1,1 @@
+"""Recipes: merges as mergekit's YAML describes them, read into requests and written from plans."""

@@ -1,0 +1,243 @@
+"""Parsing recipes: nodes become a `Recipe`; what is not supported is refused by name and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, TypeGuard, TypeVar
+
+from mstore.errors import BadRequest, did_you_mean
+from mstore.recipes.nodes import (
+    DEFAULT_LIMITS,
+    Entries,
+    Items,
+    Node,
+    Scalar,
+    YamlLimits,
+    at,
+    read_documents,
+)
+from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
+from mstore.recipes.setting import Condition, Given, Setting
+
+_Parsed = TypeVar("_Parsed")
+
+_KEYS: Final = (
+    *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
+    *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name"),
+)
+_SHOWN = 60
+
+
+def parse(text: str, where: str, *, limits: YamlLimits = DEFAULT_LIMITS) -> tuple[Recipe, ...]:
+    """Return the recipes of a file, one for each document.
+
+    where: the file's name, for errors. Raises BadRequest that names the line.
+    """
+    documents = read_documents(text, where, limits=limits)
+    if not documents:
+        raise BadRequest("there is no recipe in it: it is empty", where=where)
+    return tuple(_Document(where).recipe(node) for node in documents)
+
+
+class _Document:
+    """Parses one document."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def recipe(self, node: Node) -> Recipe:
+        fields = self._fields(node, "a recipe", _KEYS)
+        if isinstance(found := fields.get("modules"), Items | Entries):
+            raise self._refused("modules are not supported", found)
+        self._refuse_given(fields, "chat_template")
+        if "merge_method" not in fields:
+            raise self._refused("a recipe names its merge_method", node)
+        models = self._list(fields, "models", self._model)
+        slices = self._list(fields, "slices", self._slice)
+        if bool(models) == bool(slices):
+            raise self._refused("a recipe has either models or slices", node)
+        return Recipe(
+            where=self._where,
+            line=node.line,
+            method=self._text(fields["merge_method"], "merge_method"),
+            base=self._maybe(fields, "base_model", self._model_name),
+            models=models,
+            slices=slices,
+            settings=self._settings(fields),
+            dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
+            out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
+            tokenizer=self._tokenizer(fields),
+            name=self._maybe(fields, "name", lambda one: self._text(one, "name")),
+        )
+
+    # -- models --------------------------------------------------------------------------------
+
+    def _model(self, node: Node) -> Source:
+        fields = self._fields(node, "a model", ("model", "parameters"))
+        if "model" not in fields:
+            raise self._refused("an item of models names its model", node)
+        return Source(
+            self._model_name(fields["model"]), self._settings(fields), None, line=node.line
+        )
+
+    def _slice(self, node: Node) -> Slice:
+        known = ("sources", "parameters", "base_model", "residual_weight")
+        fields = self._fields(node, "a slice", known)
+        self._refuse_given(fields, "residual_weight")
+        sources = self._list(fields, "sources", self._source)
+        if not sources:
+            raise self._refused("a slice has sources", node)
+        base = self._maybe(fields, "base_model", self._model_name)
+        return Slice(sources, self._settings(fields), base, node.line)
+
+    def _source(self, node: Node) -> Source:
+        fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))
+        for key in ("model", "layer_range"):
+            if key not in fields:
+                raise self._refused(f"a source of a slice has its {key}", node)
+        return Source(
+            self._model_name(fields["model"]),
+            self._settings(fields),
+            self._range(fields["layer_range"]),
+            node.line,
+        )
+
+    def _range(self, node: Node) -> tuple[int, int]:
+        if isinstance(node, Items) and len(node.items) == 2:
+            first, last = (one.value if isinstance(one, Scalar) else None for one in node.items)
+            if _is_whole(first) and _is_whole(last) and 0 <= first < last:
+                return first, last
+        raise self._refused(
+            "a layer_range is two whole numbers, from which to before which layer", node
+        )
+
+    def _model_name(self, node: Node) -> Text:
+        if isinstance(node, Entries):
+            fields = self._fields(node, "a model", ("model", "lora", "override_architecture"))
+            self._refuse_given(fields, "lora", "override_architecture")
+            inner = fields.get("model", node)
+            if isinstance(inner, Entries):
+                path = self._fields(inner, "a model", ("path", "revision"))
+                self._refuse_given(path, "revision")
+                inner = path.get("path", inner)
+            node = inner
+        name = self._text(node, "a model")
+        if "+" in name.text:
+            raise self._refused(
+                "a model with an adapter (MODEL+ADAPTER) is not supported; merge the adapter into "
+                "its model first",
+                node,
+            )
+        return name
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def _settings(self, fields: Mapping[str, Node]) -> Settings:
+        node = fields.get("parameters")
+        if node is None or _is_null(node):
+            return {}
+        if not isinstance(node, Entries):
+            raise self._refused("parameters are values by name", node)
+        return {str(key.value): self._setting(value, str(key.value)) for key, value in node.entries}
+
+    def _setting(self, node: Node, name: str) -> Setting:
+        if isinstance(node, Entries):
+            return Setting((self._condition(node, name),), node.line)
+        if isinstance(node, Items) and any(isinstance(one, Entries) for one in node.items):
+            conditions = tuple(self._condition(one, name) for one in node.items)
+            return Setting(conditions, node.line)
+        return Setting((Condition(self._value(node, name), None, node.line),), node.line)
+
+    def _condition(self, node: Node, name: str) -> Condition:
+        fields = self._fields(node, f"a condition of {name}", ("filter", "value"))
+        if "value" not in fields:
+            raise self._refused(f"a condition of {name} has a value", node)
+        pattern = self._maybe(fields, "filter", lambda one: self._text(one, "a filter"))
+        value = self._value(fields["value"], name)
+        return Condition(value, None if pattern is None else pattern.text, fields["value"].line)
+
+    def _value(self, node: Node, name: str) -> Given | tuple[Given, ...]:
+        if isinstance(node, Items):
+            return tuple(self._single(one, name) for one in node.items)
+        return self._single(node, name)
+
+    def _single(self, node: Node, name: str) -> Given:
+        if isinstance(node, Scalar) and node.value is not None:
+            return node.value
+        raise self._refused(
+            f"{name} is a value, a list of values over the layers, or conditions", node
+        )
+
+    # -- tokenizer -----------------------------------------------------------------------------
+
+    def _tokenizer(self, fields: Mapping[str, Node]) -> Text | None:
+        source = self._maybe(fields, "tokenizer_source", self._model_name)
+        node = fields.get("tokenizer")
+        if node is None or _is_null(node):
+            return source
+        if source is not None:
+            raise self._refused("a recipe has tokenizer or tokenizer_source, not both", node)
+        own = self._fields(node, "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
+        tokens = own.get("tokens")
+        if tokens is not None and not _is_null(tokens) and tokens.size > 1:
+            raise self._refused("tokenizer.tokens is not supported", tokens)
+        self._refuse_given(own, "pad_to_multiple_of")
+        if "source" not in own:
+            raise self._refused(
+                "tokenizer without a source is a union, which is not supported", node
+            )
+        return self._model_name(own["source"])
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def _fields(self, node: Node, what: str, known: Collection[str]) -> dict[str, Node]:
+        """Return the entries of a mapping that has no other keys."""
+        if not isinstance(node, Entries):
+            raise self._refused(f"{what} is a mapping with the keys {', '.join(known)}", node)
+        for key, _ in node.entries:
+            name = str(key.value)
+            if name not in known:
+                raise BadRequest(
+                    f"{what} has no key {name[:_SHOWN]!r}; its keys: {', '.join(known)}",
+                    where=at(self._where, key.line),
+                    hint=did_you_mean(name, known),
+                )
+        return {str(key.value): value for key, value in node.entries}
+
+    def _list(
+        self, fields: Mapping[str, Node], key: str, item: Callable[[Node], _Parsed]
+    ) -> tuple[_Parsed, ...]:
+        node = fields.get(key)
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Items):
+            raise self._refused(f"{key} is a list", node)
+        return tuple(item(one) for one in node.items)
+
+    def _maybe(
+        self, fields: Mapping[str, Node], key: str, read: Callable[[Node], Text]
+    ) -> Text | None:
+        node = fields.get(key)
+        return None if node is None or _is_null(node) else read(node)
+
+    def _refuse_given(self, fields: Mapping[str, Node], *keys: str) -> None:
+        for key in keys:
+            node = fields.get(key)
+            if node is not None and not _is_null(node):
+                raise self._refused(f"{key} is not supported", node)
+
+    def _text(self, node: Node, what: str) -> Text:
+        if isinstance(node, Scalar) and isinstance(node.value, str) and node.value:
+            return Text(node.value, node.line)
+        raise self._refused(f"{what} is text; write it in quotes if it looks like a number", node)
+
+    def _refused(self, what: str, node: Node) -> BadRequest:
+        return BadRequest(what, where=at(self._where, node.line))
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, Scalar) and node.value is None
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,90 @@
+"""A recipe as it is written: models, slices and settings, each with its line.
+
+Owns the values that `parse` makes.  Does not own what they mean for the tensors of a model
+(`resolve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from mstore.recipes.setting import Setting
+
+BASE: Final = "base"
+"""The word for the base model, as the source of a tokenizer."""
+UNION: Final = "union"
+"""The word for all tokenizers together."""
+
+Settings = Mapping[str, Setting]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text and its line."""
+
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that takes part. layers: from which to before which, None for all."""
+
+    model: Text
+    settings: Settings
+    layers: tuple[int, int] | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A run of layers, made of the sources. base: None for the recipe's."""
+
+    sources: tuple[Source, ...]
+    settings: Settings
+    base: Text | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One document.
+
+    where: the name of its file. Either `models` or `slices` is not empty. tokenizer: the model
+    whose tokenizer the result has, or BASE; None if the recipe does not say.
+    """
+
+    where: str
+    line: int
+    method: Text
+    base: Text | None
+    models: tuple[Source, ...]
+    slices: tuple[Slice, ...]
+    settings: Settings
+    dtype: Text | None
+    out_dtype: Text | None
+    tokenizer: Text | None
+    name: Text | None
+
+    def named(self) -> tuple[Text, ...]:
+        """Return every model that the recipe names, once, the base first."""
+        found: dict[str, Text] = {}
+        for one in self._all_names():
+            found.setdefault(one.text, one)
+        return tuple(found.values())
+
+    def _all_names(self) -> Iterator[Text]:
+        if self.base is not None:
+            yield self.base
+        for part in self.slices:
+            if part.base is not None:
+                yield part.base
+        if self.tokenizer is not None and self.tokenizer.text not in (BASE, UNION):
+            yield self.tokenizer
+        for source in (*self.models, *(one for part in self.slices for one in part.sources)):
+            yield source.model

@@ -1,0 +1,477 @@
+"""Resolving: what a recipe asks for each tensor of a model, as a `MergeRequest`.
+
+Pure.  The names of the base's tensors, the number of layers, the methods and the revisions of the
+models are handed in.  Semantics as in mergekit 0.1.5:
+
+    precedence  source, then slice, then recipe; the first that has a value for this tensor counts
+    t           of a gradient: 0 at a slice's first layer and 1 at its last; 1 if it has only one; 0
+                for tensors outside of layers, for which the first or the last slice says
+    base model  takes part if it is an input of the method; else its own parameters have no effect
+
+Tensors with equal values are a rule of the request.  The values that hold for tensors that no
+filter names are those of the request itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, NoReturn
+
+from mstore.errors import BadRequest, MstoreError, did_you_mean
+from mstore.objects.shapes import literal_pattern
+from mstore.recipes.layout import Layout, is_last
+from mstore.recipes.nodes import at
+from mstore.recipes.recipe import BASE, UNION, Recipe, Settings, Slice, Source, Text
+from mstore.recipes.setting import Given, Kind, NotThatKind
+from mstore.requests import MergeRequest, RecipeRequest, TensorRule
+
+WEIGHT: Final = "weight"
+PER_MODEL: Final = frozenset((WEIGHT, "density", "gamma", "epsilon"))
+"""Parameters that each model has for itself."""
+
+_WITHOUT_EFFECT: Final = "int8_mask"
+_RESCALE: Final = "rescale"
+_DENSITY: Final = "density"
+DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""The types that an output can have, as safetensors and as recipes name them."""
+_ARITHMETIC: Final = "float32"
+_PREFIX: Final = "torch."
+_KINDS: Final[Mapping[Kind, str]] = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "choice": "true, false or a word",
+}
+
+Values = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownParameter:
+    """A parameter of a method, as recipes have it.
+
+    default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
+    method's own default is another, so that requests state the value. check: returns a recipe's
+    value as the method takes it, or raises. write: the reverse.
+    """
+
+    kind: Kind
+    default: object | None
+    check: Callable[[object], object]
+    stated: bool = False
+    write: Callable[[object], object] = lambda value: value
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMethod:
+    """What resolving must know of a method.
+
+    weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
+    it, is an input like the others. baseless: a parameter that is false for merges without a base
+    model; a recipe says that by naming none.
+    """
+
+    name: str
+    parameters: Mapping[str, KnownParameter]
+    weighted: bool
+    takes_base: bool
+    baseless: str | None = None
+
+    def without_base(self) -> KnownMethod:
+        """Return it as a recipe that names no base model means it."""
+        return replace(self, takes_base=True)
+
+    @property
+    def is_baseless(self) -> bool:
+        """Whether it merges without a base model: every model that is listed is an expert."""
+        return self.baseless is not None and self.takes_base
+
+
+def resolve(
+    recipe: Recipe,
+    tensors: Sequence[str],
+    method: KnownMethod,
+    *,
+    models: Mapping[str, str],
+    known_parameters: frozenset[str] = frozenset(),
+    layers: int | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    dtypes: Collection[str] = (),
+) -> RecipeRequest:
+    """Return the merge that a recipe asks for.
+
+    tensors: names of the base's tensors, in its order. models: the revision of each model that the
+    recipe names. known_parameters: parameters of other methods, which have no effect with this one;
+    any other name is refused. layers: how many layers the base has by its config. tied:
+    tensors that are one with another tensor, and this tensor; they are merged as it is. dtypes: the
+    types of the base's floating-point tensors; a recipe that asks for the only one asks for
+    nothing. Raises BadRequest that names the line.
+    """
+    layout = Layout.of(tensors, layers)
+    found = _Resolver(recipe, method, models, known_parameters, layout).resolve(tensors, tied)
+    if [DTYPES.get(one) for one in dtypes] != [found.request.dtype]:
+        return found
+    return replace(found, request=replace(found.request, dtype=None))
+
+
+def check(recipe: Recipe, method: KnownMethod, *, known_parameters: frozenset[str]) -> None:
+    """Raise BadRequest for what is wrong with a recipe whatever its models are."""
+    names = {one.text: one.text for one in recipe.named()}
+    _Resolver(recipe, method, names, known_parameters, None).check()
+
+
+def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
+    """Return the model that the merge starts from.  Raises BadRequest if there is none.
+
+    needs_base: without base_model the recipe is refused; else the base is the model that the
+    tokenizer is from, or the first one: the result's other files are from there.
+    """
+    own = next((part.base for part in recipe.slices if part.base is not None), recipe.base)
+    if own is not None:
+        return own
+    if not needs_base and recipe.tokenizer and recipe.tokenizer.text not in (BASE, UNION):
+        return recipe.tokenizer
+    if needs_base:
+        raise BadRequest(
+            f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
+        )
+    return (*recipe.models, *(one for part in recipe.slices for one in part.sources))[0].model
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What decides over a tensor's values: its name, its slice, and its place t."""
+
+    name: str
+    slice: int
+    t: float
+
+
+class _Resolver:
+    def __init__(
+        self,
+        recipe: Recipe,
+        method: KnownMethod,
+        models: Mapping[str, str],
+        known_parameters: frozenset[str],
+        layout: Layout | None,
+    ) -> None:
+        self._recipe = recipe
+        self._method = method
+        self._models = models
+        self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
+        self._layout = layout
+        self._notes: dict[str, None] = {}
+        self._base = base_of(recipe, needs_base=not method.takes_base)
+        self._slices = self._sliced()
+        self._experts = self._inputs()
+        self._used = self._parameters()
+
+    def check(self) -> None:
+        """Raise what `resolve` raises whatever the tensors are."""
+        self._dtype()
+        self._check_tokenizer()
+
+    def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
+        self.check()
+        found = {name: self._values(self._place(name)) for name in tensors}
+        groups: dict[tuple[Values, tuple[float, ...]], list[str]] = {}
+        for name, values in found.items():
+            if name not in tied:
+                groups.setdefault(values, []).append(name)
+            elif values != found[tied[name]]:
+                self._note(
+                    f"{name} is one tensor with {tied[name]}, and merged as that", self._recipe.line
+                )
+        main = self._main(groups)
+        parameters, weights = main
+        rules = [
+            TensorRule(
+                tensors=tuple(literal_pattern(name) for name in names),
+                parameters=dict(own),
+                weights=own_weights if self._method.weighted else None,
+            )
+            for (own, own_weights), names in groups.items()
+            if (own, own_weights) != main
+        ]
+        request = MergeRequest(
+            base=self._models[self._base.text],
+            experts=tuple(
+                (self._models[one.text], weight)
+                for one, weight in zip(self._experts, weights, strict=True)
+            ),
+            method=self._method.name,
+            parameters=dict(parameters),
+            dtype=self._dtype(),
+            rules=tuple(rules),
+        )
+        return RecipeRequest(request, tuple(self._notes))
+
+    def _main(
+        self, groups: Mapping[tuple[Values, tuple[float, ...]], Sequence[str]]
+    ) -> tuple[Values, tuple[float, ...]]:
+        """Return the values of the merge itself: those of a tensor that no filter names.
+
+        They must not depend on which tensors differ, or a recipe written from a plan would not give
+        that plan.  If no such tensor has values, those of most tensors do.
+        """
+        try:
+            return self._values(_Tensor("", 0, 0.0))
+        except BadRequest:
+            if not groups:
+                raise
+            return max(groups, key=lambda one: len(groups[one]))
+
+    # -- models --------------------------------------------------------------------------------
+
+    def _sliced(self) -> tuple[Slice, ...]:
+        """Return the slices: of models, one of all layers.  Raises BadRequest."""
+        recipe = self._recipe
+        if recipe.models:
+            sources = recipe.models
+            if recipe.base is not None and all(str(s.model) != str(self._base) for s in sources):
+                sources += (Source(recipe.base, {}, None, recipe.base.line),)
+            self._require_different(sources)
+            return (Slice(sources, {}, None, recipe.line),)
+        first, *others = recipe.slices
+        self._require_different(first.sources)
+        for part in others:
+            if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
+                self._refuse("slices of different models are not supported", part.line)
+        bases = {str(part.base or recipe.base or self._base) for part in recipe.slices}
+        if bases != {str(self._base)}:
+            self._refuse("slices with different base models are not supported", first.line)
+        if not self._method.takes_base and str(self._base) not in {
+            str(s.model) for s in first.sources
+        }:
+            self._refuse(
+                f"the base model {self._base} is not among the sources of the slice", first.line
+            )
+        self._require_all_layers(recipe.slices)
+        return recipe.slices
+
+    def _require_different(self, sources: Sequence[Source]) -> None:
+        known: set[str] = set()
+        for source in sources:
+            if source.model.text in known:
+                self._refuse(f"{source.model} is given twice", source.model.line)
+            known.add(source.model.text)
+
+    def _require_all_layers(self, slices: Sequence[Slice]) -> None:
+        """Raise BadRequest unless the slices are all layers in order, of all models alike."""
+        if self._layout is None:
+            return
+        stacks = self._layout.stacks
+        if len(stacks) != 1:
+            what = ", ".join(f"{name} ({count})" for name, count in stacks.items()) or "none"
+            self._refuse(
+                f"slices need a model with one stack of layers; {self._base} has: {what}",
+                slices[0].line,
+            )
+        (count,) = stacks.values()
+        place = 0
+        for part in slices:
+            ranges = {source.layers for source in part.sources if source.layers is not None}
+            wanted = f"slices that do not keep all {count} layers in order are not supported"
+            if len(ranges) != 1:
+                self._refuse(f"{wanted}: the sources of this one have different layers", part.line)
+            ((first, last),) = ranges
+            if first != place or last > count:
+                self._refuse(
+                    f"{wanted}: this one has layers {first} to {last - 1}, after the first {place}",
+                    part.line,
+                )
+            place = last
+        if place != count:
+            self._refuse(
+                f"slices that do not keep all {count} layers in order are not supported: these "
+                f"have the first {place}",
+                slices[-1].line,
+            )
+
+    def _inputs(self) -> tuple[Text, ...]:
+        """Return the experts, in the recipe's order."""
+        sources = self._slices[0].sources
+        if self._method.takes_base:
+            return tuple(source.model for source in sources)
+        for part in self._slices:
+            for source in part.sources:
+                if str(source.model) == str(self._base):
+                    for name, setting in source.settings.items():
+                        if name in PER_MODEL:
+                            self._note(f"{name} of the base model has no effect", setting.line)
+        experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
+        if not experts:
+            self._refuse("no model but the base takes part", self._recipe.line)
+        return experts
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def _parameters(self) -> tuple[str, ...]:
+        """Return the method's parameters that the recipe sets somewhere, or must set.
+
+        Refuses unknown ones, and notes those without effect.
+        """
+        used: dict[str, None] = {}
+        scopes: list[tuple[Settings, bool]] = [(self._recipe.settings, False)]
+        for part in self._slices:
+            scopes.append((part.settings, False))
+            scopes += [(source.settings, True) for source in part.sources]
+        for settings, is_model in scopes:
+            for name, setting in settings.items():
+                if name == WEIGHT and self._method.weighted:
+                    continue
+                if name in self._method.parameters and (not is_model or name in PER_MODEL):
+                    used.setdefault(name)
+                elif name in self._method.parameters:
+                    self._note(f"{name} has no effect as a parameter of one model", setting.line)
+                elif name in self._known:
+                    # Known to change nothing, so it is not worth a word.
+                    if name != _WITHOUT_EFFECT:
+                        self._note(f"{name} has no effect with {self._method.name}", setting.line)
+                    self._refuse_effect(name, settings)
+                else:
+                    known = sorted({*self._method.parameters, *self._known})
+                    raise BadRequest(
+                        f"{self._method.name} has no parameter {name!r}",
+                        where=at(self._recipe.where, setting.line),
+                        hint=did_you_mean(name, known),
+                    )
+        needed = (
+            name
+            for name, one in self._method.parameters.items()
+            if one.default is None or one.stated
+        )
+        return tuple(sorted({*used, *needed}))
+
+    def _refuse_effect(self, name: str, settings: Settings) -> None:
+        """Refuse what has an effect in mergekit that the method here does not have."""
+        if name != _RESCALE or _DENSITY not in self._method.parameters:
+            return
+        setting = settings[name]
+        for condition in setting.conditions:
+            values = condition.value if isinstance(condition.value, tuple) else (condition.value,)
+            if any(str(value).lower() not in ("false", "0", "no", "off") for value in values):
+                self._refuse(f"{self._method.name} does not rescale", condition.line)
+
+    def _place(self, name: str) -> _Tensor:
+        found = None if self._layout is None else self._layout.layer(name)
+        if found is None:
+            return _Tensor(name, len(self._slices) - 1 if is_last(name) else 0, 0.0)
+        layer, count = found
+        for number, part in enumerate(self._slices):
+            first, last = part.sources[0].layers or (0, count)
+            if first <= layer < last:
+                length = last - first
+                return _Tensor(name, number, (layer - first) / (length - 1) if length > 1 else 1.0)
+        raise AssertionError(name)
+
+    def _values(self, tensor: _Tensor) -> tuple[Values, tuple[float, ...]]:
+        """Return a tensor's parameters, by name, and its weights.  Raises BadRequest."""
+        own = self._slices[tensor.slice]
+        shared = (own.settings, self._recipe.settings)
+        sources = {str(source.model): source for source in own.sources}
+        scopes = [(sources[str(expert)].settings, *shared) for expert in self._experts]
+        weights = (1.0,) * len(self._experts)
+        if self._method.weighted:
+            weights = tuple(
+                float(self._value(WEIGHT, "float", tensor, scope, expert))
+                for scope, expert in zip(scopes, self._experts, strict=True)
+            )
+        values: list[tuple[str, object]] = []
+        if self._method.is_baseless:
+            values.append((str(self._method.baseless), False))
+        for name in self._used:
+            if name not in PER_MODEL:
+                values.append((name, self._checked(name, tensor, shared, None)))
+                continue
+            each = tuple(
+                self._checked(name, tensor, scope, expert)
+                for scope, expert in zip(scopes, self._experts, strict=True)
+            )
+            values.append((name, each[0] if len(set(each)) == 1 else each))
+        return tuple(values), weights
+
+    def _checked(
+        self, name: str, tensor: _Tensor, scopes: Sequence[Settings], model: Text | None
+    ) -> object:
+        """Return a parameter's value as the method takes it; its default if there is none."""
+        known = self._method.parameters[name]
+        value, line = self._found(name, known.kind, tensor, scopes)
+        if value is None:
+            if known.default is None:
+                self._refuse_missing(name, tensor, model)
+            return known.default
+        try:
+            return known.check(value)
+        except MstoreError as error:
+            what, _, _ = error.texts
+            raise BadRequest(what, where=at(self._recipe.where, line)) from error
+
+    def _value(
+        self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings], model: Text
+    ) -> Given:
+        value, _ = self._found(name, kind, tensor, scopes)
+        if value is None:
+            self._refuse_missing(name, tensor, model)
+        return value
+
+    def _found(
+        self, name: str, kind: Kind, tensor: _Tensor, scopes: Sequence[Settings]
+    ) -> tuple[Given | None, int]:
+        """Return the value of the first scope that has one, and its line."""
+        for settings in scopes:
+            setting = settings.get(name)
+            if setting is None:
+                continue
+            try:
+                found = setting.value(tensor.name, tensor.t, kind)
+            except NotThatKind as error:
+                self._refuse(f"{name} takes {_KINDS[kind]}, not {error.args[0]!r}", setting.line)
+            if found is not None:
+                return found
+        return None, self._recipe.line
+
+    def _refuse_missing(self, name: str, tensor: _Tensor, model: Text | None) -> NoReturn:
+        of_model = "" if model is None else f" of {model}"
+        for_tensor = f" for {tensor.name}" if tensor.name else ""
+        line = self._recipe.method.line if model is None else model.line
+        self._refuse(f"{self._method.name} needs the {name}{of_model}{for_tensor}", line)
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    def _dtype(self) -> str | None:
+        """Return the type of the output: mergekit's `dtype` is also the type it computes in."""
+        recipe = self._recipe
+        for one in (recipe.dtype, recipe.out_dtype):
+            if one is not None and one.text.removeprefix(_PREFIX) not in DTYPES.values():
+                self._refuse(
+                    f"{one} is not supported; types: {', '.join(DTYPES.values())}",
+                    one.line,
+                )
+        if recipe.dtype is not None and recipe.dtype.text.removeprefix(_PREFIX) != _ARITHMETIC:
+            self._note(
+                f"the merge is computed in {_ARITHMETIC}, and its result rounded once"
+                + ("" if recipe.out_dtype else f" to {recipe.dtype}"),
+                recipe.dtype.line,
+            )
+        chosen = recipe.out_dtype or recipe.dtype
+        return None if chosen is None else chosen.text.removeprefix(_PREFIX)
+
+    def _check_tokenizer(self) -> None:
+        source = self._recipe.tokenizer
+        if source is None or source.text == BASE:
+            return
+        if source.text != self._base.text:
+            self._refuse(
+                f"a tokenizer from {source} is not supported: the result has that of {self._base}",
+                source.line,
+            )
+
+    def _note(self, what: str, line: int) -> None:
+        self._notes.setdefault(f"{at(self._recipe.where, line)}: {what}")
+
+    def _refuse(self, what: str, line: int) -> NoReturn:
+        raise BadRequest(what, where=at(self._recipe.where, line))

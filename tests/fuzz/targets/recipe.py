@@ -1,0 +1,67 @@
+"""A recipe of mergekit: parsed, and resolved for a model, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mutation import Form
+from small_layers import NAMES
+
+from mstore.errors import MstoreError
+from mstore.merge.methods import registry
+from mstore.merge.planning.recipes import known_method
+from mstore.recipes.parse import parse
+from mstore.recipes.resolve import resolve
+
+FORM = Form.TEXT
+
+
+def target(data: bytes) -> None:
+    """Each document by itself; one that is refused says where."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    for recipe in parse(text, "input"):
+        method = known_method(registry.find(recipe.method.text))
+        models = {one.text: one.text for one in recipe.named()}
+        try:
+            found = resolve(recipe, NAMES, method, models=models)
+        except MstoreError as error:
+            if not (error.where or "").startswith("input, line "):
+                raise AssertionError(f"no line: {error}") from error
+            raise
+        named = [name for rule in found.request.rules for name in rule.patterns()]
+        assert len(set(named)) == len(named)
+
+
+def seeds() -> Iterable[bytes]:
+    yield b"""\
+slices:
+  - sources:
+      - {model: a, layer_range: [0, 4]}
+      - model: b
+        layer_range: [0, 4]
+merge_method: slerp
+base_model: a
+parameters:
+  t:
+    - {filter: self_attn, value: [0, 0.5, 1e-3]}
+    - value: 0.5
+dtype: bfloat16
+"""
+    yield b"""\
+models:
+  - model: a
+  - model: &b org/b
+    parameters: {density: [0.5, 1], weight: 0.5}
+  - model: c
+    parameters: {density: 0.53, weight: '0.5'}
+merge_method: ties
+base_model: a
+parameters: {normalize: yes, int8_mask: true}
+tokenizer_source: base
+---
+merge_method: linear
+models: [{model: *b, parameters: {weight: .5}}, {model: c, parameters: {weight: !!float 1}}]
+""".replace(b"*b", b"b")

@@ -1,0 +1,155 @@
+"""`--recipe` on the command line: models as refs and directories, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import small_layers
+from cli_runs import Program
+
+TIES = """\
+models:
+  - model: {base}
+  - model: {math}
+    parameters: {{weight: [0.2, 0.8], density: 0.5}}
+  - model: {code}
+    parameters: {{weight: 0.3, density: 0.5}}
+merge_method: ties
+base_model: {base}
+parameters: {{normalize: true, int8_mask: true}}
+dtype: bfloat16
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_layers.write(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def mstore(tmp_path: Path) -> Program:
+    """An empty store."""
+    program = Program(tmp_path / "store")
+    program.succeed("init")
+    return program
+
+
+@pytest.fixture
+def filled(mstore: Program, checkpoints: Path) -> Program:
+    """A store with the three models as refs."""
+    for name in ("base", "math", "code"):
+        base = ["--base", "org/base"] if name != "base" else []
+        mstore.succeed("add", checkpoints / name, "--name", f"org/{name}", *base)
+    return mstore
+
+
+def write(folder: Path, text: str, **models: str) -> Path:
+    names = {name: models.get(name, f"org/{name}") for name in ("base", "math", "code")}
+    (folder / "recipe.yml").write_text(text.format(**names))
+    return folder / "recipe.yml"
+
+
+def test_plan_and_merge(filled: Program, tmp_path: Path) -> None:
+    """`plan` and `merge` take a recipe and other options; equal requests give equal plans."""
+    recipe = write(tmp_path, TIES)
+    whole = filled.succeed("plan", "--recipe", recipe, "--json").document
+    assert whole["method"] == "ties"
+    assert whole["experts"] == [["org/math", pytest.approx(0.2)], ["org/code", pytest.approx(0.3)]]
+    planned = filled.succeed("plan", "--recipe", recipe, "--budget", "50%", "--json").document
+    assert 0 < planned["planned_expert_bytes"] <= whole["full_expert_bytes"] / 2
+    budget = ["--budget", "50%", "--virtual", "-m", "why"]
+    merged = filled.succeed("merge", "--recipe", recipe, "--name", "m", *budget, "--json").document
+    assert merged["plan"] == planned["plan"]
+    out = tmp_path / "plan.json"
+    filled.succeed("plan", "--recipe", recipe, "-o", out, "--skip", "lm_head*")
+    assert '"skip"' in out.read_text()
+    swept = filled.succeed("plan", "--recipe", recipe, "--sweep", "-q").lines
+    assert len(swept) > 3
+
+
+def test_notes_are_told(filled: Program, tmp_path: Path) -> None:
+    """Notes on the recipe name its file and line."""
+    recipe = write(tmp_path, TIES)
+    told = filled.succeed("plan", "--recipe", recipe).err
+    assert f"note: {recipe}, line 10: the merge is computed in float32" in told
+
+
+def test_standard_input(filled: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` reads the recipe from standard input."""
+    recipe = write(tmp_path, TIES)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(recipe.read_bytes())))
+    piped = filled.succeed("plan", "--recipe", "-", "-q").lines
+    assert piped == filled.succeed("plan", "--recipe", recipe, "-q").lines
+
+
+def test_directories_are_added_once(mstore: Program, checkpoints: Path, tmp_path: Path) -> None:
+    """Directories, relative to the recipe, are added under their names, and found again; one of
+    another content with the same name gets another ref."""
+    shutil.copytree(checkpoints, tmp_path / "models")
+    places = {name: f"./models/{name}" for name in ("base", "math")}
+    recipe = write(tmp_path, TIES, code="models/code", **places)
+    done = mstore.succeed("merge", "--recipe", recipe, "--name", "merged")
+    assert f"note: added {tmp_path}/models/base as base" in done.err
+    names = ["base", "code", "math", "merged"]
+    assert sorted(mstore.succeed("refs", "-q").lines) == names
+    done = mstore.succeed("merge", "--recipe", recipe, "--name", "merged")
+    assert f"note: {tmp_path}/models/code is code of this store" in done.err
+    assert "nothing new" in done.out
+    assert sorted(mstore.succeed("refs", "-q").lines) == names
+    shutil.copytree(checkpoints / "math", tmp_path / "models" / "code", dirs_exist_ok=True)
+    done = mstore.succeed("merge", "--recipe", recipe, "--name", "other")
+    assert f"note: added {tmp_path}/models/code as code-2" in done.err
+
+
+def test_nothing_is_added_for_a_bad_recipe(
+    mstore: Program, checkpoints: Path, tmp_path: Path
+) -> None:
+    """A recipe that is refused leaves the store as it was."""
+    places = {name: str(checkpoints / name) for name in ("base", "math", "code")}
+    for change in (("ties", "arcee_fusion"), ("normalize", "normalise"), ("bfloat16", "int4")):
+        recipe = write(tmp_path, TIES.replace(*change), **places)
+        assert mstore("merge", "--recipe", recipe, "--name", "m").status == 1
+    assert mstore.succeed("refs", "-q").lines == []
+
+
+def test_unknown_models(filled: Program, tmp_path: Path) -> None:
+    """A model that is nowhere is refused with the command that adds it, and by line."""
+    recipe = write(tmp_path, TIES, code="mistralai/Mistral-7B-v0.1", math="./nowhere")
+    done = filled("plan", "--recipe", recipe)
+    assert done.status == 1
+    assert f"error: {recipe}, line 3: no directory ./nowhere" in done.err
+    assert "add DIRECTORY --name mistralai/Mistral-7B-v0.1" in done.err
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["merge", "--name", "m"]])
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["--base", "a"], "--base"),
+        (["--expert", "a", "--method", "ties"], "--expert, --method"),
+        (["--param", "density=1"], "--param"),
+    ],
+)
+def test_a_recipe_excludes_options(
+    verb: list[str], extra: list[str], told: str, filled: Program, tmp_path: Path
+) -> None:
+    """What the recipe says is not said again by options."""
+    done = filled(*verb, "--recipe", write(tmp_path, TIES), *extra)
+    assert done.status == 2
+    assert f"leave out {told}\n" in done.err
+
+
+def test_files_that_are_no_recipes(filled: Program, tmp_path: Path) -> None:
+    """A missing, binary or huge file is an error that names it; a plan excludes a recipe."""
+    recipe = tmp_path / "r.yml"
+    assert "no such file" in filled("plan", "--recipe", recipe).err
+    recipe.write_bytes(b"\xff\xfe")
+    assert "not a text file" in filled("plan", "--recipe", recipe).err
+    recipe.write_bytes(b"#" * (1 << 20) + b"\n")
+    assert "at most 1048576 bytes" in filled("plan", "--recipe", recipe).err
+    done = filled("merge", "--plan", "abcd", "--recipe", recipe, "--name", "m")
+    assert "--plan already says what to merge" in done.err

@@ -1,0 +1,170 @@
+"""Recipes as text: what is read, what is refused, and that every error names its line."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from mstore.errors import BadRequest
+from mstore.recipes.nodes import Entries, Items, Node, YamlLimits, read_documents
+from mstore.recipes.parse import parse
+
+SLERP = """\
+slices:
+  - sources:
+      - model: org/base
+        layer_range: [0, 32]
+      - model: org/tuned
+        layer_range: [0, 32]
+merge_method: slerp
+base_model: org/base
+parameters:
+  t:
+    - filter: self_attn
+      value: [0, 0.5, 0.3, 0.7, 1]
+    - filter: mlp
+      value: [1, 0.5, 0.7, 0.3, 0]
+    - value: 0.5 # fallback for the rest
+dtype: bfloat16
+"""
+
+
+def test_a_published_recipe() -> None:
+    """The slerp recipe that everyone publishes: all its values, each with its line."""
+    (recipe,) = parse(SLERP, "r.yml")
+    assert (recipe.method.text, recipe.method.line) == ("slerp", 7)
+    assert (str(recipe.base), str(recipe.dtype)) == ("org/base", "bfloat16")
+    (part,) = recipe.slices
+    assert [(str(one.model), one.layers) for one in part.sources] == [
+        ("org/base", (0, 32)),
+        ("org/tuned", (0, 32)),
+    ]
+    conditions = recipe.settings["t"].conditions
+    assert [(one.filter, one.line) for one in conditions] == [
+        ("self_attn", 12),
+        ("mlp", 14),
+        (None, 15),
+    ]
+    assert conditions[0].value == (0, 0.5, 0.3, 0.7, 1)
+    assert conditions[2].value == 0.5
+    assert [str(one) for one in recipe.named()] == ["org/base", "org/tuned"]
+
+
+def test_several_documents() -> None:
+    """Each document is a recipe, and knows where it begins."""
+    one = "merge_method: linear\nmodels: [{model: a}]\n"
+    assert [recipe.line for recipe in parse(f"{one}---\n{one}---\n{one}", "r")] == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", None, "empty"),
+        ("# only a comment\n", None, "empty"),
+        ("models: [", 1, "not YAML"),
+        ("a: 1\nmerge_method: x\na: 2\n", 3, "given twice"),
+        ("merge_method: ties\nmodel: []\n", 2, "has no key 'model'"),
+        ("merge_method: ties\nmodels:\n- a\n", 3, "a model is a mapping"),
+        ("merge_method: ties\nmodels:\n- model: a+lora\n", 3, "adapter"),
+        ("merge_method: ties\nmodels:\n- model:\n    model: a\n    lora: b\n", 5, "lora"),
+        ("merge_method: ties\nmodels:\n- model: 7\n", 3, "in quotes"),
+        ("merge_method: ties\nmodels:\n- model: a\n  weight: 1\n", 4, "no key 'weight'"),
+        ("merge_method: ties\n", 1, "models or slices"),
+        ("models:\n- model: a\n", 1, "merge_method"),
+        ("merge_method: ties\nmodules:\n  a: {}\n", 3, "modules"),
+        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: auto\n", 3, "chat_template"),
+        (("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {source: base, "
+         "pad_to_multiple_of: 8}\n"), 3, "pad_to_multiple_of"),
+        (("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {source: base, "
+         "tokens: {x: {force: true}}}\n"), 3, "tokens"),
+        ("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {}\n", 3, "union"),
+        ("merge_method: s\nslices:\n- sources:\n  - model: a\n", 4, "layer_range"),
+        ("merge_method: s\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 1]\n",
+         5, "two whole numbers"),
+        ("merge_method: s\nslices:\n- sources:\n  - model: a\n    layer_range: [0, true]\n",
+         5, "two whole numbers"),
+        ("merge_method: s\nslices:\n- {sources: [], residual_weight: 1}\n", 3, "residual"),
+        ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight:\n", 4, "weight is"),
+        ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight: [1, {value: 2}]\n",
+         4, "condition"),
+        ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight:\n  - filter: x\n",
+         5, "has a value"),
+        ("merge_method: t\nmodels: [{model: a}]\nparameters:\n  weight: [[1]]\n", 4, "weight is"),
+        ("merge_method: !!python/object:os.system t\n", 1, "tag"),
+        ("merge_method: !!binary aGk=\n", 1, "tag"),
+        ("merge_method: !!int x\n", 1, "type int"),
+        ("models: !!set {a}\n", 1, "tag"),
+        ("a: &x 1\n<<: *x\n", 2, "merge keys"),
+        ("a: *x\n", 1, "no anchor"),
+        ("a: &x [*x]\n", 1, "no anchor"),
+        ("1: a\n", 1, "a key is text"),
+        ("[a]: b\n", 1, "a key is text"),
+        ("a: b\n\x07: c\n", 2, "not printable"),
+        ("- a\n- b\n", 1, "a recipe is a mapping"),
+        ("a: " + "9" * 5000 + "\n", 1, "type int"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(text: str, line: int | None, what: str) -> None:
+    """A recipe that is not one, or asks for what is not supported, is refused by name and line."""
+    with pytest.raises(BadRequest) as caught:
+        parse(text, "r.yml")
+    assert what in caught.value.what
+    assert caught.value.where == ("r.yml" if line is None else f"r.yml, line {line}")
+
+
+def test_limits() -> None:
+    """Size, depth, count and documents are limited, and so is what aliases stand for."""
+    bomb = "a0: &a0 [x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)
+    )
+    for text, what in (
+        ("x" * 1000, "at most 100 bytes"),
+        ("[" * 9 + "]" * 9, "more than 8 deep"),
+        ("[" + "1, " * 30 + "]", "more than 20 values"),
+        ("a\n---\n" * 5, "more than 4 documents"),
+    ):
+        limits = YamlLimits(max_bytes=100, max_depth=8, max_nodes=20, max_documents=4)
+        with pytest.raises(BadRequest, match=what):
+            read_documents(text, "r", limits=limits)
+    with pytest.raises(BadRequest, match="more than 100000 values"):
+        read_documents(bomb, "r")
+    with pytest.raises(BadRequest, match="more than 32 deep"):
+        read_documents("[" * 100_000, "r")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 1e-3, 1.0e-3, .5, 1_000, 0x1F, 017, 0b11, 1:30, -.inf, +1]",
+        "[yes, no, on, off, true, False, y, n, ~, null, '', '0.5', \"1\", NULL]",
+        "{a: &x [1, 2], b: *x}",
+        "a: |\n  two\n  lines\nb: >\n  folded\n  text\n",
+        "!!str 5",
+        "!!float 5",
+        "! 5",
+    ],
+)
+def test_values_are_those_of_a_safe_loader(text: str) -> None:
+    """Values are what mergekit's loader makes of them, in value and in type."""
+    (node,) = read_documents(text, "r")
+    assert repr(_plain(node)) == repr(yaml.safe_load(text))
+
+
+def _plain(node: Node) -> object:
+    if isinstance(node, Items):
+        return [_plain(one) for one in node.items]
+    if isinstance(node, Entries):
+        return {key.value: _plain(value) for key, value in node.entries}
+    return node.value
+
+
+def test_dates_are_text() -> None:
+    """A name that looks like a date is a name."""
+    text = "merge_method: linear\nmodels: [{model: 2024-01-02}]\n"
+    assert [str(one) for one in parse(text, "r")[0].named()] == ["2024-01-02"]
+
+
+def test_a_model_written_as_mappings() -> None:
+    """Models as mergekit itself writes some of them: mappings with a path."""
+    text = "merge_method: linear\nmodels:\n- model: {model: {path: a/b}}\n- model: {model: c}\n"
+    assert [str(one) for one in parse(text, "r")[0].named()] == ["a/b", "c"]

@@ -1,0 +1,293 @@
+"""Recipes of merges: what is written, and that reading it gives the same plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_layers
+import yaml
+from cli_runs import Program
+from hypothesis import given
+from hypothesis import strategies as st
+from small_layers import NAMES
+
+from mstore import MergeRequest, Store, TensorRule
+from mstore.errors import BadRequest
+from mstore.merge.methods import registry
+from mstore.merge.planning.recipes import known_method
+from mstore.merge.running import commit, papers
+from mstore.objects.canonical import decode
+from mstore.objects.plan import Criteria, Plan, PlanExpert, PlanOperation, PlanTensor
+from mstore.recipes.parse import parse
+from mstore.recipes.resolve import resolve
+from mstore.recipes.write import recipe_of
+
+FILE = "mergekit_config.yml"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_layers.write(tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture(scope="module")
+def store(root: Path) -> Iterator[Store]:
+    """A base and two fine-tunes with four layers; the base brings another merge's recipe."""
+    (root / "base" / FILE).write_text("merge_method: other\n")
+    with Store.init(root / "store", block_size=1 << 16) as made:
+        made.add(root / "base", name="base")
+        for name in ("math", "code"):
+            made.add(root / name, name=name, base="base")
+        yield made
+
+
+BY_OPTIONS = {
+    "nuslerp around the base": MergeRequest(
+        base="base", experts={"math": 0.7, "code": 0.1}, method="nuslerp"
+    ),
+    "nuslerp of two models": MergeRequest(
+        base="math",
+        experts={"math": 0.25, "code": 0.5},
+        method="nuslerp",
+        parameters={"around_base": False},
+    ),
+    "multislerp with the files of another": MergeRequest(
+        base="base",
+        experts=["math", "code"],
+        method="multislerp",
+        parameters={"around_base": False},
+    ),
+    "karcher with the base": MergeRequest(
+        base="base", experts=["base", "math", "code"], method="karcher"
+    ),
+    "linear": MergeRequest(base="base", experts={"math": 0.7, "code": 0.1}, method="linear"),
+    "linear of the base": MergeRequest(
+        base="base", experts=[("math", 0.3), ("base", 0.7)], method="linear", dtype="float32"
+    ),
+    "ties": MergeRequest(
+        base="base",
+        experts={"math": 1e-5, "code": -0.5},
+        method="ties",
+        parameters={"density": 1e-5, "normalize": False},
+        only=["model.layers.*"],
+        skip=["*norm*"],
+    ),
+    "dare": MergeRequest(
+        base="base",
+        experts=["math"],
+        method="dare_linear",
+        parameters={"density": 0.5, "seed": 7, "rescale": False},
+    ),
+    "dare l1": MergeRequest(
+        base="base",
+        experts=["math", "code"],
+        method="dare_ties",
+        parameters={"density": (0.5, 0.25), "rescale": "l1"},
+        rules=[TensorRule(tensors="*.mlp.*", parameters={"density": 0.75, "rescale": "density"})],
+    ),
+    "dare of the paper": MergeRequest(
+        base="base", experts=["math"], method="dare_ties", parameters={"density": 0.5}
+    ),
+    "della": MergeRequest(
+        base="base",
+        experts=["math", "code"],
+        method="della",
+        parameters={"density": (0.5, 0.25), "epsilon": 0.1},
+    ),
+    "slerp": MergeRequest(base="base", experts=["math"], method="slerp", parameters={"t": 0.25}),
+    "breadcrumbs": MergeRequest(
+        base="base", experts=["code"], method="breadcrumbs", parameters={"gamma": 0.02}, budget=0.5
+    ),
+    "rules": MergeRequest(
+        base="base",
+        experts=["math", "code"],
+        method="ties",
+        parameters={"density": 0.5},
+        rules=[
+            TensorRule(tensors="*.mlp.*", weights=[0.25, 1]),
+            TensorRule(tensors="model.layers.[01].*", parameters={"density": 0.75}),
+            TensorRule(tensors="lm_head.weight", parameters={"lambda": 0.5}, weights=[2, 1]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("request_name", BY_OPTIONS)
+def test_a_recipe_gives_its_plan_again(request_name: str, store: Store) -> None:
+    """The recipe of a merge by options, rules included, is read back to the same plan; it is a file
+    of the snapshot, and replay and a virtual merge have the same."""
+    asked = BY_OPTIONS[request_name]
+    plan = store.plan(asked)
+    merged = store.merge(plan, name="merged")
+    text = store.recipe("merged")
+    again = dataclasses.replace(
+        store.read_recipe(text).request, budget=asked.budget, only=asked.only, skip=asked.skip
+    )
+    assert store.plan(again).plan == plan.plan
+    assert store["merged"].read(FILE).decode() == text
+    assert store.replay("merged").same
+    store.merge(plan, name="virtual", virtual=True)
+    assert store["virtual"].read(FILE).decode() == text
+    assert store.materialize("virtual").manifest == merged.manifest
+    assert yaml.safe_load(text)["merge_method"] == asked.method
+
+
+def test_what_is_written(store: Store) -> None:
+    """The text: models by content, values of each, conditions where tensors differ."""
+    store.merge(store.plan(BY_OPTIONS["rules"]), name="written")
+    ids = {name: store[name].manifest.hex() for name in ("base", "math", "code")}
+    assert yaml.safe_load(store.recipe("written")) == {
+        "merge_method": "ties",
+        "base_model": ids["base"],
+        "models": [
+            {"model": ids["math"], "parameters": {"weight": [
+                *({"filter": f"model.layers.{n}.mlp.", "value": 0.25} for n in range(4)),
+                {"filter": "lm_head.", "value": 2.0},
+                {"value": 1.0},
+            ]}},
+            {"model": ids["code"], "parameters": {"weight": 1.0}},
+        ],
+        "parameters": {
+            "density": [
+                *(
+                    {"filter": f"model.layers.{n}.{part}.", "value": 0.75}
+                    for n in range(2)
+                    for part in ("self_attn", "input_layernorm")
+                ),
+                {"value": 0.5},
+            ],
+            "lambda": [{"filter": "lm_head.", "value": 0.5}, {"value": 1.0}],
+            "normalize": True,
+        },
+    }  # fmt: skip
+
+
+def test_a_recipe_of_a_recipe(store: Store) -> None:
+    """A merge by recipe, with gradients, has a recipe that gives the same plan."""
+    found = store.read_recipe(
+        """
+        slices:
+          - sources: [{model: base, layer_range: [0, 4]}, {model: math, layer_range: [0, 4]}]
+        merge_method: slerp
+        base_model: base
+        parameters:
+          t: [{filter: self_attn, value: [0, 1]}, {filter: mlp, value: [1, 0]}, {value: 0.5}]
+        dtype: bfloat16
+        """
+    )
+    assert found.request.dtype is None
+    plan = store.plan(found.request)
+    store.merge(plan, name="spherical")
+    text = store.recipe("spherical")
+    assert store.plan(store.read_recipe(text).request).plan == plan.plan
+    # It is the base's type already.
+    assert "dtype" not in text
+
+
+NESTED = ("a.w", "b.a.w", "a.b.w", "w", "x.a.b.w", "a.bb.w", "b.a.ww", "a")
+
+
+@given(
+    st.dictionaries(st.sampled_from(NESTED), st.integers(0, 2)),
+    st.lists(st.sampled_from([0.25, 0.5, 0.75]), min_size=3, max_size=3, unique=True),
+)
+def test_filters_name_no_other_tensor(chosen: Mapping[str, int], density: list[float]) -> None:
+    """Whatever names are parts of each other, each tensor has the plan's value again."""
+    used = sorted({number for number in chosen.values() if number})
+    plan = Plan(
+        method="ties",
+        parameters=(("density", density[0]), ("lambda", 1.0), ("normalize", True)),
+        base=b"\1" * 32,
+        experts=(PlanExpert(b"\2" * 32, 0.5),),
+        dtype=None,
+        block_size=1 << 16,
+        budget=None,
+        criteria=Criteria("trimmed"),
+        full_expert_bytes=0,
+        planned_expert_bytes=0,
+        error_bound=None,
+        error_estimate=None,
+        tensors=tuple(
+            PlanTensor(name, 1, (b"\0",), (), (0.0,), 1 + used.index(n) if n else 0)
+            for name, n in chosen.items()
+        ),
+        copied=(),
+        notes=(),
+        operations=tuple(
+            PlanOperation(
+                "ties", (("density", density[n]), ("lambda", 1.0), ("normalize", True)), (0.5,)
+            )
+            for n in used
+        ),
+    )
+    assert decode(Plan, plan.encode(), "the plan") == plan
+    method = known_method(registry.find("ties"))
+    (recipe,) = parse(recipe_of(plan, method, NESTED), "r")
+    models = {one.text: one.text for one in recipe.named()}
+    request = resolve(recipe, NESTED, method, models=models).request
+    found: dict[str, Any] = dict.fromkeys(NESTED, request.parameters["density"])
+    for rule in request.rules:
+        for name in rule.patterns():
+            found[name] = rule.parameters["density"]
+    assert found == {name: density[chosen.get(name, 0)] for name in NESTED}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"outputs": {"new": NAMES[0]}}, "tensors that the base does not have"),
+        ({"rules": [TensorRule(tensors=NAMES[0], method="linear")]}, "a method of their own"),
+        ({"rules": [TensorRule(tensors=NAMES[0], dtype="float32")]}, "a type of their own"),
+        ({"experts": ["math", "math"]}, "two experts are one model"),
+        ({"experts": ["math", "base"]}, "an expert is the base"),
+    ],
+)
+def test_what_no_recipe_can_state(change: dict[str, Any], why: str, store: Store) -> None:
+    """Such a merge has no recipe, not even that of its base; asking for one says why."""
+    asked = dataclasses.replace(BY_OPTIONS["rules"], **({"rules": ()} | change))
+    store.merge(store.plan(asked), name="unstated")
+    with pytest.raises(BadRequest, match=why):
+        store.recipe("unstated")
+    assert FILE not in {file.path for file in store["unstated"].files()}
+    assert store.replay("unstated").same
+
+
+def test_merges_of_earlier_versions_have_no_recipe(store: Store) -> None:
+    """A merge from before keeps its files when it is run again; its recipe can be printed."""
+    from mstore.store.plans import sources_of
+
+    catalog = store._catalog
+    id = store.plan(BY_OPTIONS["rules"]).plan
+    plan = catalog.record(Plan, id)
+    for form in (papers.Form.CARD, papers.Form.EARLIER):
+        commit.run_merge(
+            catalog, plan, sources_of(catalog, id, plan), name=f"old-{form.name.lower()}",
+            message="", threads=1, papers=form,
+        )  # fmt: skip
+        name = f"old-{form.name.lower()}"
+        assert store[name].read(FILE) == b"merge_method: other\n"
+        assert store.replay(name).same
+        assert store.recipe(name).startswith("# The recipe")
+
+
+def test_what_was_added_has_no_recipe(store: Store) -> None:
+    """A snapshot that no merge made is refused."""
+    with pytest.raises(BadRequest, match="there is no recipe"):
+        store.recipe("math")
+
+
+def test_on_the_command_line(store: Store, tmp_path: Path) -> None:
+    """`mstore recipe` prints it, exactly, and `--recipe` runs what it prints."""
+    store.merge(store.plan(BY_OPTIONS["rules"]), name="printed")
+    mstore = Program(store.path)
+    text = store.recipe("printed")
+    assert mstore.succeed("recipe", "printed").out == text
+    assert mstore.succeed("recipe", "printed", "-q").out == text
+    assert mstore.succeed("recipe", "printed", "--json").document == {"recipe": text}
+    (tmp_path / "r.yml").write_text(text)
+    done = mstore.succeed("merge", "--recipe", tmp_path / "r.yml", "--name", "printed")
+    assert "nothing new: printed holds this merge already" in done.out
