@@ -49,6 +49,7 @@ from mstore.merge.methods.registry import METHODS
 
 BLOCK_SIZE = 1 << 16
 ELEMENTS = 8 * BLOCK_SIZE
+ROW = 1 << 10
 SHARES = (0.1, 0.3, 0.6, 0.9, 0.99)
 WEIGHTS = {
     "equal": (1.0, 1.0, 1.0, 1.0),
@@ -76,6 +77,10 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("nuslerp", {}),
     ("nuslerp", {"around_base": False}),
     ("passthrough", {}),
+    ("dare_linear", {"density": 0.3, "rescale": "l1"}),
+    ("dare_ties", {"density": 0.3, "rescale": "l1"}),
+    *(("della", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
+    *(("della_linear", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]
@@ -163,7 +168,8 @@ def write(directory: Path, model: Model) -> None:
         stored = (array if is_single else array.astype(ml_dtypes.bfloat16)).tobytes()
         header[name] = {
             "dtype": "F32" if is_single else "BF16",
-            "shape": list(array.shape),
+            # Rows, for methods that rank along them.
+            "shape": [array.size // ROW, ROW] if array.ndim == 1 else list(array.shape),
             "data_offsets": [len(data), len(data) + len(stored)],
         }
         data += stored

@@ -124,7 +124,7 @@ def test_both_give_the_same(name: str) -> None:
         *(Annotated[Path, typer.Argument()], Annotated[list[Path], typer.Argument()]),
         *(Annotated[list[str] | None, typer.Argument()], Arguments),
     ],
-    ids=str,
+    ids=("text", "text or none", "path", "paths", "texts", "arguments"),
 )
 def test_arguments_are_the_same(annotation: Any) -> None:
     """Each kind of argument gives the value or the complaint that typer alone gives."""
