@@ -326,11 +326,32 @@ def test_the_same_model(name: str, place: Place) -> None:
     assert_same(place.ours(text), place.theirs(text))
 
 
-@pytest.mark.parametrize("recipe", [SLERP, SLERP_OF_MODELS], ids=["slices", "models"])
-def test_slerp(recipe: str, place: Place) -> None:
-    """Of a published slerp recipe both make the same tensors; in bf16 at most one element of a
-    hundred is the neighbour, because mergekit's angle is rounded."""
-    text = place.text(recipe)
+BY_NORMS = {
+    "slerp by slices": SLERP,
+    "slerp of models": SLERP_OF_MODELS,
+    **{
+        f"{method}{' with a base' if base else ''}": f"merge_method: {method}\n"
+        + ("base_model: {base}\n" if base else "")
+        + "models:\n"
+        + "".join(f"  - model: {{{one}}}\n{weight}" for one in models)
+        + "dtype: bfloat16\n"
+        for method, base, models, weight in (
+            ("nuslerp", True, ("math", "code"), "    parameters: {{weight: 0.5}}\n"),
+            ("nuslerp", False, ("math", "code"), "    parameters: {{weight: 0.3}}\n"),
+            ("multislerp", True, ("math", "code"), "    parameters: {{weight: 0.5}}\n"),
+            ("multislerp", False, MEMBERS, "    parameters: {{weight: 0.2}}\n"),
+            ("karcher", False, MEMBERS, ""),
+            ("model_stock", True, ("math", "code"), ""),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", BY_NORMS)
+def test_methods_by_norms(recipe: str, place: Place) -> None:
+    """Of a recipe whose method takes tensors as vectors both make the same tensors; in bf16 at most
+    one element of a hundred is the neighbour, because mergekit's sums are rounded."""
+    text = place.text(BY_NORMS[recipe])
     ours, theirs = place.ours(text), place.theirs(text)
     assert ours.keys() == theirs.keys()
     different = sum(int((bits(ours[name]) != bits(theirs[name])).sum()) for name in ours)
