@@ -6,7 +6,7 @@ import pytest
 
 from mstore import Budget
 from mstore.errors import BadRequest
-from mstore_cli.merging import make_request, parse_expert, parse_parameters
+from mstore_cli.merging import Wanted, make_request, parse_expert, parse_parameters
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,15 @@ def test_bad_parameters(texts: list[str]) -> None:
 
 def test_request() -> None:
     """The options make one request; what was not said is left to the library."""
-    request = make_request(
+    wanted = Wanted(
         base="llama/base",
         experts=["a", "b=2"],
         method="ties",
         parameters=["density=0.2"],
+        recipe=None,
+    )
+    request = make_request(
+        wanted,
         budget="30%",
         max_error=None,
         dtype=None,

@@ -123,7 +123,7 @@ def test_norms_are_restored_and_remembered(family: Family) -> None:
         parameters={"density": 0.5, "seed": 77},
         dtype="F32",
     )
-    with pytest.raises(BadRequest, match="not known"):
+    with pytest.raises(BadRequest, match="not all are known"):
         store.plan(dataclasses.replace(asked, analyze=False))
     store.merge(store.plan(asked), name="restored")
     for name in ("square", "flat"):

@@ -160,7 +160,7 @@ def test_top_p_writes_the_share(method: str, place: Place) -> None:
 def test_top_p_needs_blocks_of_the_base(place: Place) -> None:
     """Where every block is scaled none can be the base's; a converted one is, and that is said."""
     given: dict[str, Any] = {"base": "base", "experts": ["e0"], "method": "linear", "top_p": 0.5}
-    with pytest.raises(BadRequest, match="normalize=false"):
+    with pytest.raises(BadRequest, match="no block of linear"):
         place.store.plan(MergeRequest(**given, parameters={"normalize": False}))
     notes = place.store.plan(MergeRequest(**given, dtype="F32")).notes
     assert any("every block is written" in note for note in notes)

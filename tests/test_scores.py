@@ -45,12 +45,13 @@ def test_scores_that_a_method_has(method: str, score: str) -> None:
     trims = own.select in (Select.TRIMMED, Select.BAND)
     elects = own.combine is Combine.ELECTED
     needed = {one.name: 0.5 for one in own.parameters if one.default is None}
+    weights = [1.0] * (own.experts or own.least)
     missing = {"trimmed": not trims, "conflict": not elects, "taste": True}
     if missing.get(score, False):
         with pytest.raises(BadRequest):
-            score_of(own.apply(needed, [1.0]), score)
+            score_of(own.apply(needed, weights), score)
     else:
-        assert score_of(own.apply(needed, [1.0]), score) == score
+        assert score_of(own.apply(needed, weights), score) == score
 
 
 def test_agreement() -> None:

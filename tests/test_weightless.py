@@ -12,8 +12,13 @@ from families import Family
 from test_budget import METHODS, Place, make
 
 from mstore import MergeRequest
+from mstore.merge.methods import registry
 
-METHOD_NAMES = list(METHODS)
+METHOD_NAMES = [
+    name
+    for name in METHODS
+    if registry.METHODS[name].weighted and registry.METHODS[name].experts is None
+]
 
 
 @pytest.fixture(scope="module")
