@@ -98,7 +98,7 @@ def test_exactly_the_band(
     ours, theirs = workplace.ours(case, "float32"), workplace.theirs(case, "float32")
     for tensor in ZERO_BASED:
         delta = workplace.family.expert(0)[tensor].float().abs().reshape(-1)
-        first, last = band(case, delta.numel())
+        first, last = band(case, 0, delta.numel())
         wanted = delta.sort(descending=True).values[first:last]
         wanted = wanted[wanted > 0]
         for merged in (ours, theirs):

@@ -111,8 +111,10 @@ class VerbCommand(TyperCommand):
         try:
             return super().parse_args(ctx, [*given, *args[end:]])
         except typer.TyperException as error:
+            # The file of an option is where it should be.
+            loose = [] if "--recipe" in words else words
             told = next(
-                (what for end, what in self.foreign.items() if any(w.endswith(end) for w in words)),
+                (what for end, what in self.foreign.items() if any(w.endswith(end) for w in loose)),
                 None,
             )
             if told is not None:

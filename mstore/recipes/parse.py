@@ -25,6 +25,7 @@ _KEYS: Final = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype"),
     *("out_dtype", "tokenizer_source", "tokenizer", "chat_template", "name"),
 )
+_SEED: Final = "the seed is a parameter of the method: parameters, then seed"
 _SHOWN = 60
 
 
@@ -200,7 +201,7 @@ class _Document:
                 raise BadRequest(
                     f"{what} has no key {name[:_SHOWN]!r}; its keys: {', '.join(known)}",
                     where=at(self._where, key.line),
-                    hint=did_you_mean(name, known),
+                    hint=_SEED if name == "random_seed" else did_you_mean(name, known),
                 )
         return {str(key.value): value for key, value in node.entries}
 

@@ -15,7 +15,7 @@ filter names are those of the request itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, NoReturn
 
@@ -70,7 +70,9 @@ class KnownMethod:
 
     weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
     it, is an input like the others. baseless: a parameter that is false for merges without a base
-    model; a recipe says that by naming none.
+    model; a recipe says that by naming none. is_alone: whether its one expert may state each
+    parameter itself. refused: parameters of mergekit's method that it does not have, with the value
+    that changes nothing and the reason.
     """
 
     name: str
@@ -78,6 +80,8 @@ class KnownMethod:
     weighted: bool
     takes_base: bool
     baseless: str | None = None
+    is_alone: bool = False
+    refused: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
         """Return it as a recipe that names no base model means it."""
@@ -116,10 +120,15 @@ def resolve(
     return replace(found, request=replace(found.request, dtype=None))
 
 
-def check(recipe: Recipe, method: KnownMethod, *, known_parameters: frozenset[str]) -> None:
-    """Raise BadRequest for what is wrong with a recipe whatever its models are."""
+def check(
+    recipe: Recipe, method: KnownMethod, *, known_parameters: frozenset[str]
+) -> tuple[Mapping[str, object], tuple[float, ...]] | None:
+    """Raise BadRequest for what is wrong with a recipe whatever its models are.
+
+    Returns parameters and weights for tensors that no filter names; None if it has none for these.
+    """
     names = {one.text: one.text for one in recipe.named()}
-    _Resolver(recipe, method, names, known_parameters, None).check()
+    return _Resolver(recipe, method, names, known_parameters, None).check()
 
 
 def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
@@ -149,6 +158,10 @@ class _Tensor:
     t: float
 
 
+class _Missing(BadRequest):
+    """A parameter that has no value for a tensor, and no default."""
+
+
 class _Resolver:
     def __init__(
         self,
@@ -169,10 +182,15 @@ class _Resolver:
         self._experts = self._inputs()
         self._used = self._parameters()
 
-    def check(self) -> None:
-        """Raise what `resolve` raises whatever the tensors are."""
+    def check(self) -> tuple[Mapping[str, object], tuple[float, ...]] | None:
+        """Raise what `resolve` raises whatever the tensors are; return the merge's own values."""
         self._dtype()
         self._check_tokenizer()
+        try:
+            parameters, weights = self._values(_Tensor("", 0, 0.0))
+        except _Missing:
+            return None
+        return dict(parameters), weights
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
         self.check()
@@ -219,7 +237,7 @@ class _Resolver:
         """
         try:
             return self._values(_Tensor("", 0, 0.0))
-        except BadRequest:
+        except _Missing:
             if not groups:
                 raise
             return max(groups, key=lambda one: len(groups[one]))
@@ -323,7 +341,9 @@ class _Resolver:
             for name, setting in settings.items():
                 if name == WEIGHT and self._method.weighted:
                     continue
-                if name in self._method.parameters and (not is_model or name in PER_MODEL):
+                if name in self._method.refused:
+                    self._refuse_missing_parameter(name, settings)
+                elif name in self._method.parameters and (not is_model or self._is_own(name)):
                     used.setdefault(name)
                 elif name in self._method.parameters:
                     self._note(f"{name} has no effect as a parameter of one model", setting.line)
@@ -345,6 +365,19 @@ class _Resolver:
             if one.default is None or one.stated
         )
         return tuple(sorted({*used, *needed}))
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a model may have its own value of a parameter."""
+        return name in PER_MODEL or self._method.is_alone
+
+    def _refuse_missing_parameter(self, name: str, settings: Settings) -> None:
+        """Refuse a parameter that the method here does not have, unless its value is the usual."""
+        usual, why = self._method.refused[name]
+        for condition in settings[name].conditions:
+            values = condition.value if isinstance(condition.value, tuple) else (condition.value,)
+            if any(str(value).lower() != str(usual).lower() for value in values):
+                what = f"{self._method.name} has no parameter {name}: {why}"
+                self._refuse(what, condition.line)
 
     def _refuse_effect(self, name: str, settings: Settings) -> None:
         """Refuse what has an effect in mergekit that the method here does not have."""
@@ -385,7 +418,8 @@ class _Resolver:
             values.append((str(self._method.baseless), False))
         for name in self._used:
             if name not in PER_MODEL:
-                values.append((name, self._checked(name, tensor, shared, None)))
+                scope = scopes[0] if self._method.is_alone else shared
+                values.append((name, self._checked(name, tensor, scope, None)))
                 continue
             each = tuple(
                 self._checked(name, tensor, scope, expert)
@@ -438,7 +472,8 @@ class _Resolver:
         of_model = "" if model is None else f" of {model}"
         for_tensor = f" for {tensor.name}" if tensor.name else ""
         line = self._recipe.method.line if model is None else model.line
-        self._refuse(f"{self._method.name} needs the {name}{of_model}{for_tensor}", line)
+        what = f"{self._method.name} needs the {name}{of_model}{for_tensor}"
+        raise _Missing(what, where=at(self._recipe.where, line))
 
     # -- the rest ------------------------------------------------------------------------------
 

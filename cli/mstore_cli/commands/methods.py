@@ -25,7 +25,7 @@ PARAMETERS = (
 def methods(
     session: Session,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The method to describe.")
+        str | None, typer.Argument(metavar="NAME", help="The method to describe.")
     ] = None,
 ) -> None:
     """List the merge methods, or describe one: formula, parameters, facts, bound, source.

@@ -94,7 +94,7 @@ class Method:
     experts with each other, not only with the base. experts: how many it takes, None for any number
     from `least` on. weighted: whether experts have weights. weight: the parameter that is the
     weight of each, if they have none. refuses: parameters of mergekit's method that this one has
-    not, and why.
+    not, the value that changes nothing, and why.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Method:
     weighted: bool = True
     weight: str | None = None
     least: int = 1
-    refuses: tuple[tuple[str, str], ...] = ()
+    refuses: tuple[tuple[str, bool, str], ...] = ()
 
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
         """Return the complete parameters, with defaults, in the order of `parameters`.
@@ -126,9 +126,10 @@ class Method:
                     "weight is given with each expert, not as a parameter",
                     hint=Option("experts", {"REF": "WEIGHT"}),
                 )
-            if name in dict(self.refuses):
+            why = next((why for refused, _, why in self.refuses if refused == name), None)
+            if why is not None:
                 raise BadRequest(
-                    f"{self.name} has no parameter {name}: {dict(self.refuses)[name]}",
+                    f"{self.name} has no parameter {name}: {why}",
                     hint=f"leave out {name}",
                 )
             if name not in known:

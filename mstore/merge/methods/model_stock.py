@@ -45,5 +45,5 @@ METHOD: Final = Method(
     pairs=True,
     weighted=False,
     least=2,
-    refuses=(("filter_wise", "an angle is that of whole tensors, not of rows"),),
+    refuses=(("filter_wise", False, "an angle is that of whole tensors, not of rows"),),
 )

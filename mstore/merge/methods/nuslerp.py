@@ -59,5 +59,5 @@ METHOD: Final = Method(
     mix=_mix,
     pairs=True,
     experts=2,
-    refuses=(("nuslerp_row_wise", _WHOLE), ("nuslerp_flatten", _WHOLE)),
+    refuses=(("nuslerp_row_wise", False, _WHOLE), ("nuslerp_flatten", True, _WHOLE)),
 )

@@ -14,7 +14,7 @@ from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint, BadName, BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Method, Select
+from mstore.merge.methods.method import Combine, Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.merge.planning.tied import first_names, ties_embeddings
@@ -86,7 +86,14 @@ def checked(text: str, *, where: str) -> Recipe:
     Raises BadRequest that names the line.
     """
     recipe = single(parse(text, where))
-    check(recipe, _method(recipe), known_parameters=_parameters())
+    own = check(recipe, _method(recipe), known_parameters=_parameters())
+    if own is not None:
+        try:
+            registry.operation(recipe.method.text, *own)
+        except BadRequest as error:
+            what, _, hint = error.texts
+            place = at(recipe.where, recipe.method.line)
+            raise BadRequest(what, where=place, hint=hint) from error
     return recipe
 
 
@@ -117,6 +124,8 @@ def known_method(method: Method) -> KnownMethod:
         # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
         takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
+        is_alone=method.combine is Combine.ALONE,
+        refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 
 

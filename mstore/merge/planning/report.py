@@ -193,7 +193,9 @@ def _rule_notes(plan: Plan) -> list[str]:
     """Return a line about the tensors that are merged by other operations, and about new ones."""
     counts = Counter(plan.operation_of(one).method for one in plan.tensors if one.operation)
     notes = []
-    if counts:
+    if counts.keys() == {plan.method}:
+        notes.append(f"tensors with parameters or weights of their own: {counts.total()}")
+    elif counts:
         named = ", ".join(f"{count} by {method}" for method, count in counts.items())
         notes.append(f"tensors that a rule merges otherwise: {named}")
     new = [one.name for one in plan.tensors if one.sources]

@@ -56,10 +56,15 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
         earlier = sources.experts[first].name
         also = "" if earlier == name else f": it has the content of {earlier}"
         yield REPEATED, f"{name} is given more than once{also}; its weights add up"
+    used = Operations(plan).used(plan)
+    # Where whole models are mixed as vectors, the base is a model like the others.
+    if own.manifest == plan.base and all(
+        one.is_whole and (one.method.mix is not None or one.is_alone) for one in used
+    ):
+        return
     if own.manifest == plan.base:
         yield IS_BASE, f"{name} is the base itself, so it changes nothing{_diluting(plan)}"
         return
-    used = Operations(plan).used(plan)
     if all(operation.given[k] == 0 for operation in used):
         yield NO_WEIGHT, f"{name} has weight 0, so nothing of it is in the merge"
         return

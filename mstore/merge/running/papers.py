@@ -77,6 +77,11 @@ REF is this merge, in a store that has it. Its plan names the chunks that were r
 of bytes would not, because a chunk's bytes depend on how a store keeps it. NEW is a name for
 the result.
 """
+_OF_THE_RECIPE = """\
+The recipe is a file beside this card. It names models by the content ids above, as a store that
+has them takes them; put directories or names in place of the ids elsewhere. Some tensors have
+parameters or weights of their own, as it says.
+"""
 _OF_THE_WHOLE = "The same merge with nothing left out:"
 _OF_IDS = """\
 In the store where it was made, `mstore log REF` tells this merge's snapshot and parents, and
@@ -138,13 +143,18 @@ class Papers:
         if self._form is Form.CURRENT and not _has_directory(base, MERGEKIT):
             # Another merge's recipe is not this one's, even if this one has none.
             replaced.add(MERGEKIT.casefold())
-            recipe = self.recipe()
-            new |= {} if recipe is None else {MERGEKIT: recipe.encode()}
+            new |= self.files_of_recipe()
         kept = [file for file in base.files if file.path.casefold() not in replaced]
         if not self._is_one_licence():
             kept = [file for file in kept if not _is_licence(file)]
             kept += self._licence_files()
         return tuple(kept), new
+
+    def files_of_recipe(self) -> dict[str, bytes]:
+        """Return mergekit_config.yml, or nothing if no recipe can state the plan."""
+        base = self._catalog.manifest(self._plan.base_id())
+        recipe = None if _has_directory(base, MERGEKIT) else self.recipe()
+        return {} if recipe is None else {MERGEKIT: recipe.encode()}
 
     def recipe(self) -> str | None:
         """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
@@ -250,6 +260,10 @@ class Papers:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
         left, all_of_it = self._left_out()
         plan = self._plan
+        if plan.operations and not left and self._has_whole_recipe():
+            command = f"mstore merge --recipe {MERGEKIT} --name NEW"
+            yield from ("```sh", command, "```", "", _OF_THE_RECIPE)
+            return
         if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)
             yield _OF_RULES
@@ -266,6 +280,13 @@ class Papers:
         if left and self._form is Form.EARLIER:
             yield f"{left} of {all_of_it} chunks of experts that matter were left out:"
             yield _OF_BUDGETS
+
+    def _has_whole_recipe(self) -> bool:
+        """Return whether the recipe beside the card, run alone, is this merge."""
+        asked = self._plan.criteria
+        if self._form is not Form.CURRENT or asked.only or asked.skip:
+            return False
+        return MERGEKIT in self.files_of_recipe()
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]

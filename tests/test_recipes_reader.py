@@ -1,0 +1,134 @@
+"""What a user of mergekit stumbled over in recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_layers
+from cli_runs import Program
+
+from mstore import Store
+from mstore.errors import BadRequest
+from mstore.merge.planning import warnings
+
+ALONE = """\
+merge_method: passthrough
+models:
+  - model: code
+    parameters:
+      scale:
+        - {filter: mlp, value: 0.0}
+        - value: 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_layers.write(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture(scope="module")
+def store(root: Path) -> Iterator[Store]:
+    with Store.init(root / "store", block_size=1 << 16) as made:
+        for name in ("base", "math", "code"):
+            made.add(root / name, name=name)
+        yield made
+
+
+def test_the_scale_of_a_model(store: Store) -> None:
+    """passthrough takes its scale from the model, as published recipes give it, with filters."""
+    found = store.read_recipe(ALONE)
+    assert found.notes == ()
+    store.merge(store.plan(found.request), name="scaled")
+    for name in small_layers.NAMES:
+        tensor = np.asarray(store["scaled"].tensor(name), dtype=np.float32)
+        own = np.asarray(store["code"].tensor(name), dtype=np.float32)
+        assert np.array_equal(tensor, own * (0 if "mlp" in name else 1)), name
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "usual"),
+    [
+        ("model_stock", "filter_wise", "false"),
+        ("nuslerp", "nuslerp_row_wise", "false"),
+        ("nuslerp", "nuslerp_flatten", "true"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(
+    store: Store, method: str, name: str, usual: str
+) -> None:
+    """A parameter that the method lacks is refused by line, unless its value changes nothing."""
+    weight = "" if method == "model_stock" else ", parameters: {weight: 0.5}"
+    text = (
+        f"merge_method: {method}\nbase_model: base\nmodels:\n  - {{model: math{weight}}}\n"
+        f"  - {{model: code{weight}}}\nparameters:\n  {name}: "
+    )
+    assert store.read_recipe(text + usual).request.method == method
+    other = {"true": "false", "false": "true"}[usual]
+    with pytest.raises(BadRequest, match=f"no parameter {name}") as caught:
+        store.read_recipe(text + other, where="r.yml")
+    assert caught.value.where == "r.yml, line 7"
+
+
+@pytest.mark.parametrize(
+    ("method", "models", "rest", "told"),
+    [
+        ("della", ("math",), "parameters: {density: 0.95, weight: 1}", "density - epsilon"),
+        ("slerp", ("base", "math", "code"), "parameters: {t: 0.5}", "one expert"),
+        ("model_stock", ("math",), "", "at least 2 experts"),
+    ],
+)
+def test_nothing_is_added_for_what_no_method_can_do(
+    root: Path, tmp_path: Path, method: str, models: tuple[str, ...], rest: str, told: str
+) -> None:
+    """A recipe whose numbers cannot be is refused with its line before a model is added."""
+    mstore = Program(tmp_path / "store")
+    mstore.succeed("init")
+    lines = [f"merge_method: {method}", f"base_model: {root}/base", "models:"]
+    lines += [f"  - model: {root}/{name}" for name in models]
+    recipe = tmp_path / "r.yml"
+    recipe.write_text("\n".join([*lines, rest]) + "\n")
+    done = mstore("merge", "--recipe", recipe, "--name", "m")
+    assert done.status == 1
+    assert told in done.err
+    assert "line 1" in done.err
+    assert mstore.succeed("refs", "-q").lines == []
+
+
+def test_a_wrong_option_beside_a_recipe(tmp_path: Path) -> None:
+    """It is the option that is told, and not that a recipe follows --recipe."""
+    mstore = Program(tmp_path / "store")
+    done = mstore("merge", "--recipe", "r.yml", "--buget", "40%", "--name", "q")
+    assert "--buget" in done.err
+    assert "follows --recipe" not in done.err
+
+
+def test_a_mean_of_models_warns_of_no_base(store: Store) -> None:
+    """In a mean of whole models as vectors the base is a model like the others."""
+    text = (
+        "merge_method: karcher\nbase_model: base\nmodels:\n"
+        "  - model: base\n  - model: math\n  - model: code\n"
+    )
+    plan = store.plan(store.read_recipe(text).request)
+    assert [one for one in plan.warnings if one.kind == warnings.IS_BASE] == []
+
+
+def test_the_seed_has_its_place(store: Store) -> None:
+    """random_seed at the top of a recipe is refused with the place where the seed goes."""
+    with pytest.raises(BadRequest, match="random_seed") as caught:
+        store.read_recipe(ALONE + "random_seed: 0\n")
+    assert "parameters, then seed" in (caught.value.hint or "")
+
+
+def test_the_card_names_the_recipe(store: Store) -> None:
+    """The card of a merge with filters says that the recipe beside it makes it again."""
+    text = ALONE.replace("value: 0.0", "value: 0.5")
+    store.merge(store.plan(store.read_recipe(text).request), name="half")
+    card = store["half"].read("README.md").decode()
+    assert "mstore merge --recipe mergekit_config.yml --name NEW" in card
+    printed = store.recipe("half")
+    again = store.plan(store.read_recipe(printed).request)
+    assert again.plan == store.plan(store.read_recipe(text).request).plan
