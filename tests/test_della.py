@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,41 @@ def test_ranks_are_those_of_the_reference(
     drawn = reference.draws(seed, 0, "t", first + sizes.size)[first:].astype(np.uint64)
     kept = masks.ranked(sizes, mask_key(seed, 0, "t"), first, length, density, epsilon)
     assert np.array_equal(kept, drawn < np.rint(wanted * 2.0**32))
+
+
+def test_rows_that_are_ranked_in_turns() -> None:
+    """More rows than are ranked at a time: each element has the draw of its place."""
+    sizes = np.abs(np.random.default_rng(2).normal(0, 1, 1500 * 100)).astype(np.float32)
+    wanted = reference.by_rank(sizes, 100, 0.5, 0.2)
+    drawn = reference.draws(4, 0, "t", 300 + sizes.size)[300:].astype(np.uint64)
+    kept = masks.ranked(sizes, mask_key(4, 0, "t"), 300, 100, 0.5, 0.2)
+    assert np.array_equal(kept, drawn < np.rint(wanted * 2.0**32))
+
+
+def test_a_result_is_that_of_its_rows(tmp_path: Path) -> None:
+    """The same blocks in rows of another length have other ranks: no remembered result is taken."""
+    rng = np.random.default_rng(6)
+    base = rng.normal(0, 1, 6000).astype(np.float32)
+    expert = (base + rng.normal(0, 0.1, 6000)).astype(np.float32)
+    parameters = {"density": 0.5, "rescale": False}
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for rows, shape in (("long", (6, 1000)), ("short", (1000, 6))):
+            for name, values in (("base", base), ("expert", expert)):
+                directory = tmp_path / rows / name
+                directory.mkdir(parents=True)
+                tensors = [("w", "F32", shape, values.tobytes())]
+                write_safetensors(directory / "model.safetensors", tensors)
+                store.add(directory, name=f"{rows}/{name}")
+            asked = MergeRequest(
+                base=f"{rows}/base",
+                experts=[f"{rows}/expert"],
+                method="della_linear",
+                parameters=parameters,
+            )
+            store.merge(store.plan(asked), name=f"{rows}/merged")
+            sides = base.reshape(shape), [expert.reshape(shape)]
+            wanted = reference.merge("della_linear", parameters, [1.0], *sides, tensor="w")
+            assert np.array_equal(store[f"{rows}/merged"].tensor("w"), wanted), rows
 
 
 @pytest.mark.parametrize(
