@@ -83,11 +83,13 @@ class Mix:
         """Whether all experts have the same mask limit and rescale factor."""
         return len(set(self.mask_limits)) == 1 and len(set(self.rescales.tolist())) == 1
 
-    def own(self, expert: int) -> bytes:
-        """Return canonical bytes of what this expert has of its own, nothing if all are alike."""
-        chances = struct.pack("<2d", *self.ranked[expert]) if self.ranked else b""
+    def own(self) -> list[bytes]:
+        """Return canonical bytes of what each expert has of its own, nothing if all are alike."""
+        chances = [struct.pack("<2d", *one) for one in self.ranked] or [b""] * self.experts
         if self._alike:
             return chances
-        at = expert + self.has_base
-        limit = self.mask_limits[at].to_bytes(8, "little")
-        return self.rescales[at : at + 1].astype("<f4").tobytes() + limit + chances
+        rescales, limits = self.rescales[self.has_base :], self.mask_limits[self.has_base :]
+        return [
+            struct.pack("<fQ", rescale, limit) + chance
+            for rescale, limit, chance in zip(rescales, limits, chances, strict=True)
+        ]

@@ -10,16 +10,14 @@ from functools import cache
 
 from msgspec import structs
 
-from mstore.checkpoint.strict_json import parse_object
-from mstore.errors import BadCheckpoint, BadName, BadRequest, NotFound
+from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Combine, Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
-from mstore.merge.planning.tied import first_names, ties_embeddings
+from mstore.merge.planning.tied import config_of, first_names, ties_embeddings
 from mstore.numeric.codes import CODES
-from mstore.objects.manifest import OPAQUE
 from mstore.objects.plan import Plan
 from mstore.recipes.layout import layers_of
 from mstore.recipes.nodes import at
@@ -35,10 +33,6 @@ from mstore.recipes.resolve import (
 from mstore.recipes.write import recipe_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
-
-_CONFIG = "config.json"
-_MAX_CONFIG = 1 << 20
-_MAX_CONTAINERS = 65_536
 
 
 def request_of(
@@ -66,7 +60,7 @@ def request_of(
         method,
         models=revisions,
         known_parameters=_parameters(),
-        layers=layers_of(_config(catalog, base)),
+        layers=layers_of(config_of(catalog, record)),
         tied={name: other for name, other in first.items() if name != other},
         dtypes=dtypes & CODES.keys(),
     )
@@ -91,9 +85,8 @@ def checked(text: str, *, where: str) -> Recipe:
         try:
             registry.operation(recipe.method.text, *own)
         except BadRequest as error:
-            what, _, hint = error.texts
-            place = at(recipe.where, recipe.method.line)
-            raise BadRequest(what, where=place, hint=hint) from error
+            error.locate(at(recipe.where, recipe.method.line))
+            raise
     return recipe
 
 
@@ -161,9 +154,8 @@ def _method(recipe: Recipe) -> KnownMethod:
     try:
         method = known_method(registry.find(recipe.method.text))
     except BadRequest as error:
-        place = at(recipe.where, recipe.method.line)
-        what, _, hint = error.texts
-        raise BadRequest(what, where=place, hint=hint) from error
+        error.locate(at(recipe.where, recipe.method.line))
+        raise
     has_base = recipe.base is not None or any(part.base is not None for part in recipe.slices)
     return method if has_base or method.baseless is None else method.without_base()
 
@@ -173,19 +165,3 @@ def _parameters() -> frozenset[str]:
     """Return the names of all parameters of methods here, and mergekit's."""
     found = {one.name for method in registry.METHODS.values() for one in method.parameters}
     return frozenset(found | registry.PARAMETERS_ELSEWHERE)
-
-
-def _config(catalog: Catalog, id: ManifestId) -> Mapping[str, object]:
-    """Return the config of a model; nothing if it has none that can be read."""
-    file = catalog.manifest(id).file(_CONFIG)
-    if file is None or file.form != OPAQUE or sum(part.nbytes for part in file.parts) > _MAX_CONFIG:
-        return {}
-    raw = b"".join(
-        catalog.read_block(block)
-        for part in file.parts
-        for block in catalog.tensor(part.tensor_id()).block_ids()
-    )
-    try:
-        return parse_object(raw, what=_CONFIG, where=_CONFIG, max_containers=_MAX_CONTAINERS)
-    except BadCheckpoint:
-        return {}

@@ -200,9 +200,8 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
         operation = registry.operation(rule.method or asked.method, parameters, own)
         dtype = None if rule.dtype is None else _output_dtype(rule.dtype)
     except BadRequest as error:
-        where = f"the rule for {told_patterns(patterns)}"
-        what, _, hint = error.texts
-        raise BadRequest(what, where=where, hint=hint) from error
+        error.locate(f"the rule for {told_patterns(patterns)}")
+        raise
     return Rule(patterns, operation, dtype)
 
 

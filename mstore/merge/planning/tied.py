@@ -41,17 +41,25 @@ def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
     Looks in the config itself and in that of a part of the model (`text_config`).  Raises Corrupt,
     StorageFailed.
     """
-    file = base.file(CONFIG)
+    config = config_of(catalog, base)
+    parts = (value for value in config.values() if isinstance(value, dict))
+    return any(one.get(_KEY) is True for one in (config, *parts))
+
+
+def config_of(catalog: Catalog, model: Manifest) -> dict[str, object]:
+    """Return the config of a model, empty if it has none of a usual size that can be parsed.
+
+    Raises Corrupt, StorageFailed.
+    """
+    file = model.file(CONFIG)
     if file is None or file.form != OPAQUE or file.size > _MAX_CONFIG:
-        return False
+        return {}
     blocks = (block for p in file.parts for block in catalog.tensor(p.tensor_id()).block_ids())
     raw = b"".join(catalog.read_block(block) for block in blocks)
     try:
-        config = parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
+        return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
     except BadCheckpoint:
-        return False
-    parts = (value for value in config.values() if isinstance(value, dict))
-    return any(one.get(_KEY) is True for one in (config, *parts))
+        return {}
 
 
 def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:

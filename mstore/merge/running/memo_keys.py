@@ -150,6 +150,7 @@ class MemoKeys:
         thresholds = tensor.thresholds.astype("<f4", copy=False).tobytes()
         words = tensor.keys.astype("<u4", copy=False).tobytes() if operation.is_drawn else b""
         weights = tensor.mix.weights[tensor.mix.has_base :].astype("<f4").tobytes()
+        own = tensor.mix.own()
         experts = len(members.experts)
         quotas = tensor.quotas.tolist()
         sides = []
@@ -163,7 +164,7 @@ class MemoKeys:
                     weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],
                     words[8 * k : 8 * k + 8],
-                    tensor.mix.own(k),
+                    own[k],
                     b"\1" if k in limited else b"\0",
                     *(
                         thresholds[4 * slot : 4 * slot + 4] + bytes([slot in limited])
