@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mstore import fs
+from mstore.adapters.targets import is_adapter, targets_of
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
@@ -487,6 +488,9 @@ def _require_fine_tune(
     }
     of_base = {}
     tensors = base.tensors()
+    if is_adapter(shapes) and not is_adapter(tensors):
+        targets_of(shapes, tensors, name)
+        return
     records = _readable_tensors(catalog, set(tensors.values()))
     for tensor, id in tensors.items():
         record = records[id]

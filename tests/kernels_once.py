@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
+from mstore.adapters import low_rank
 from mstore.blocks import planes
 from mstore.merge.analysis import attribution
 from mstore.merge.arithmetic import kernels, masks
@@ -16,7 +17,7 @@ from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas, many
 
 # What takes longest to compile comes first.
-MODULES = (kernels, attribution, deltas, many, planes, masks)
+MODULES = (kernels, attribution, deltas, many, planes, masks, low_rank)
 
 
 def passes() -> dict[str, Pass]:

@@ -8,7 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from adapters import Adapter
 from checkpoints import every_dtype_checkpoint
 from family_fixture import family
 from later import Later
@@ -20,6 +22,7 @@ from mstore_fuse.mounts import mount, unmount
 pytest_plugins = ["family_fixture"]
 
 torch = Later("torch")
+safetensors_torch = Later("safetensors.torch")
 transformers = Later("transformers")
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="no FUSE here")
@@ -100,6 +103,42 @@ def test_logits_are_the_same(stored: tuple[Path, dict[str, Path]], point: Path, 
     assert mounted.dtype == original.dtype
     assert torch.equal(mounted, original)
     assert not torch.equal(mounted, torch.zeros_like(mounted))
+
+
+def test_an_applied_adapter_generates_from_a_mount(
+    stored: tuple[Path, dict[str, Path]], point: Path, tmp_path: Path
+) -> None:
+    """A virtual merge of one adapter stores no block of weights, and loads like its checkout."""
+    store, sources = stored
+    base, tuned = (
+        {
+            name: value.float().numpy()
+            for shard in sorted(sources[member].glob("*.safetensors"))
+            for name, value in safetensors_torch.load_file(shard).items()
+        }
+        for member in ("base", "code")
+    )
+    factors = {}
+    for name, value in base.items():
+        if value.ndim == 2 and "layers" in name:
+            left, sizes, right = np.linalg.svd(tuned[name] - value, full_matrices=False)
+            factors[name.removesuffix(".weight")] = (left[:, :8] * sizes[:8], right[:8])
+    Adapter(factors, settings={"r": 8, "lora_alpha": 8}).write(tmp_path / "lora")
+    with Store.open(store) as opened:
+        opened.add(tmp_path / "lora", name="lora", base="base")
+        plan = opened.plan(MergeRequest(base="base", experts=["lora"], method="task_arithmetic"))
+        written = opened.merge(plan, name="applied", virtual=True).bytes_written
+        assert written < 0.02 * sum(value.nbytes for value in base.values())
+        opened.merge(plan, name="real")
+        opened.checkout("real", tmp_path / "real")
+    mount(store, "applied", point)
+    mounted = logits(point)
+    assert torch.equal(mounted, logits(tmp_path / "real"))
+    assert not torch.equal(mounted, logits(sources["base"]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(point)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(point)
+    told = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8)
+    assert len(told[0]) > len(tokenizer(PROMPT)["input_ids"])
 
 
 def test_safe_open_maps_the_mount(stored: tuple[Path, dict[str, Path]], point: Path) -> None:

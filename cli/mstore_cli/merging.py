@@ -74,7 +74,8 @@ _EXPERT = typer.Option(
     "--expert",
     metavar="REF[=WEIGHT]",
     autocompletion=completion.refs,
-    help="A model whose difference from the base is merged [default weight: 1]. Repeatable.",
+    help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
+    "[default weight: 1]. Repeatable.",
 )
 _METHOD = typer.Option(
     "--method",

@@ -77,9 +77,8 @@ class _Document:
         fields = self._fields(node, "a model", ("model", "parameters"))
         if "model" not in fields:
             raise self._refused("an item of models names its model", node)
-        return Source(
-            self._model_name(fields["model"]), self._settings(fields), None, line=node.line
-        )
+        model = self._model_name(fields["model"], adapters=True)
+        return Source(model, self._settings(fields), None, line=node.line)
 
     def _slice(self, node: Node) -> Slice:
         known = ("sources", "parameters", "base_model", "residual_weight")
@@ -97,7 +96,7 @@ class _Document:
             if key not in fields:
                 raise self._refused(f"a source of a slice has its {key}", node)
         return Source(
-            self._model_name(fields["model"]),
+            self._model_name(fields["model"], adapters=True),
             self._settings(fields),
             self._range(fields["layer_range"]),
             node.line,
@@ -112,24 +111,36 @@ class _Document:
             "a layer_range is two whole numbers, from which to before which layer", node
         )
 
-    def _model_name(self, node: Node) -> Text:
-        if isinstance(node, Entries):
-            fields = self._fields(node, "a model", ("model", "lora", "override_architecture"))
-            self._refuse_given(fields, "lora", "override_architecture")
-            inner = fields.get("model", node)
-            if isinstance(inner, Entries):
-                path = self._fields(inner, "a model", ("path", "revision"))
-                self._refuse_given(path, "revision")
-                inner = path.get("path", inner)
-            node = inner
-        name = self._text(node, "a model")
-        if "+" in name.text:
+    def _model_name(self, node: Node, *, adapters: bool = False) -> Text:
+        """Return a model's name; adapters: it may be MODEL+ADAPTER."""
+        name, lora = self._model_and_lora(node)
+        parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
+        if not all(parts):
+            raise self._refused("a model with an adapter is MODEL+ADAPTER", node)
+        if len(parts) > 2:
+            raise self._refused("a model has one adapter at most", node)
+        if len(parts) > 1 and not adapters:
             raise self._refused(
-                "a model with an adapter (MODEL+ADAPTER) is not supported; merge the adapter into "
-                "its model first",
+                "a model with an adapter (MODEL+ADAPTER) is one of models, not what the merge "
+                "starts from",
                 node,
             )
-        return name
+        return Text("+".join(parts), name.line)
+
+    def _model_and_lora(self, node: Node) -> tuple[Text, Text | None]:
+        if not isinstance(node, Entries):
+            return self._text(node, "a model"), None
+        fields = self._fields(node, "a model", ("model", "lora", "override_architecture"))
+        self._refuse_given(fields, "override_architecture")
+        lora = self._maybe(fields, "lora", lambda one: self._path(one, "an adapter"))
+        return self._path(fields.get("model", node), "a model"), lora
+
+    def _path(self, node: Node, what: str) -> Text:
+        if isinstance(node, Entries):
+            fields = self._fields(node, what, ("path", "revision"))
+            self._refuse_given(fields, "revision")
+            node = fields.get("path", node)
+        return self._text(node, what)
 
     # -- parameters ----------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ BASE: Final = "base"
 UNION: Final = "union"
 """The word for all tokenizers together."""
 
+_PLUS: Final = "+"
+"""Joins a model and an adapter."""
+
 Settings = Mapping[str, Setting]
 
 
@@ -29,6 +32,15 @@ class Text:
 
     def __str__(self) -> str:
         return self.text
+
+    def model(self) -> Text:
+        """Return the model of MODEL+ADAPTER, or this text."""
+        return Text(self.text.partition(_PLUS)[0], self.line)
+
+    def adapter(self) -> Text | None:
+        """Return the adapter of MODEL+ADAPTER; None for a model alone."""
+        _, plus, name = self.text.partition(_PLUS)
+        return Text(name, self.line) if plus else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +84,12 @@ class Recipe:
     name: Text | None
 
     def named(self) -> tuple[Text, ...]:
-        """Return every model that the recipe names, once, the base first."""
+        """Return every model and adapter that the recipe names, once, the base first."""
         found: dict[str, Text] = {}
         for one in self._all_names():
-            found.setdefault(one.text, one)
+            for part in (one.model(), one.adapter()):
+                if part is not None:
+                    found.setdefault(part.text, part)
         return tuple(found.values())
 
     def _all_names(self) -> Iterator[Text]:

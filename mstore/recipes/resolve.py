@@ -146,7 +146,8 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
         raise BadRequest(
             f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
         )
-    return (*recipe.models, *(one for part in recipe.slices for one in part.sources))[0].model
+    sources = (*recipe.models, *(one for part in recipe.slices for one in part.sources))
+    return sources[0].model.model()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class _Resolver:
         request = MergeRequest(
             base=self._models[self._base.text],
             experts=tuple(
-                (self._models[one.text], weight)
+                (self._models[(one.adapter() or one).text], weight)
                 for one, weight in zip(self._experts, weights, strict=True)
             ),
             method=self._method.name,
@@ -313,7 +314,9 @@ class _Resolver:
         """Return the experts, in the recipe's order."""
         sources = self._slices[0].sources
         if self._method.takes_base:
-            return tuple(source.model for source in sources)
+            every = tuple(source.model for source in sources)
+            self._require_adapters_of_base(every)
+            return every
         for part in self._slices:
             for source in part.sources:
                 if str(source.model) == str(self._base):
@@ -321,9 +324,21 @@ class _Resolver:
                         if name in PER_MODEL:
                             self._note(f"{name} of the base model has no effect", setting.line)
         experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
+        self._require_adapters_of_base(experts)
         if not experts:
             self._refuse("no model but the base takes part", self._recipe.line)
         return experts
+
+    def _require_adapters_of_base(self, experts: Sequence[Text]) -> None:
+        """Raise BadRequest for an adapter of another model: it is applied to the merge's base."""
+        for one in experts:
+            is_ours = self._models[one.model().text] == self._models[self._base.text]
+            if one.adapter() is not None and not is_ours:
+                self._refuse(
+                    f"an adapter is one of the base, {self._base}, and not of {one.model()}: merge "
+                    "it into its model first",
+                    one.line,
+                )
 
     # -- parameters ----------------------------------------------------------------------------
 

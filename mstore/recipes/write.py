@@ -28,15 +28,21 @@ _Differing = Mapping[str, Given]
 _Value = Callable[[PlanOperation], Given]
 
 
-def recipe_of(plan: Plan, method: KnownMethod, tensors: Sequence[str]) -> str:
+def recipe_of(
+    plan: Plan,
+    method: KnownMethod,
+    tensors: Sequence[str],
+    adapters: frozenset[bytes] = frozenset(),
+) -> str:
     """Return the recipe of a plan.
 
-    tensors: names of the base's tensors. Raises BadRequest for a plan that no recipe can state.
+    tensors: names of the base's tensors. adapters: the experts that are adapters of it. Raises
+    BadRequest for a plan that no recipe can state.
     """
     why = _why_not(plan, method)
     if why is not None:
         raise BadRequest(f"no recipe can state this merge: {why}")
-    return "\n".join(_Writer(plan, method, tensors).lines()) + "\n"
+    return "\n".join(_Writer(plan, method, tensors, adapters).lines()) + "\n"
 
 
 def _why_not(plan: Plan, method: KnownMethod) -> str | None:
@@ -57,8 +63,15 @@ def _why_not(plan: Plan, method: KnownMethod) -> str | None:
 
 
 class _Writer:
-    def __init__(self, plan: Plan, method: KnownMethod, tensors: Sequence[str]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        method: KnownMethod,
+        tensors: Sequence[str],
+        adapters: frozenset[bytes],
+    ) -> None:
         self._plan = plan
+        self._adapters = adapters
         self._method = method
         self._tensors = tensors
         self._all = "\n".join(tensors)
@@ -85,7 +98,9 @@ class _Writer:
             yield f"tokenizer_source: {json.dumps(base)}"
         yield "models:"
         for number, expert in enumerate(plan.experts):
-            yield f"- model: {json.dumps(expert.manifest_id().hex())}"
+            own = expert.manifest_id().hex()
+            model = f"{base}+{own}" if expert.manifest in self._adapters else own
+            yield f"- model: {json.dumps(model)}"
             yield from _indented("  ", self._parameters(self._of_model(number)))
         yield from self._parameters(self._shared())
         if plan.dtype is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import ITEMSIZES
@@ -19,7 +20,7 @@ from mstore.objects.shapes import chosen, require_matches, require_same_shapes, 
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats import deltas
-from mstore.stats.chunks import chunk_blocks, chunk_elements, read_chunk
+from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
@@ -52,19 +53,20 @@ def measure_pair(
     catalog: Catalog, base: Tensor, expert: Tensor, pool: ThreadPoolExecutor, meter: Meter
 ) -> PairMeasure:
     """Compute the statistics of a stored pair; only blocks that differ are read twice."""
-    chunk = chunk_elements(catalog.block_size, base.dtype, expert.dtype)
+    chunk = tensor_chunk(catalog.block_size, base, [expert])
     measure = PairMeasure(base.dtype, expert.dtype, math.prod(base.shape), chunk)
+    read_base = chunk_reader(catalog, base, chunk, None)
+    read_expert = chunk_reader(catalog, expert, chunk, meter)
 
     def take(number: int) -> None:
-        ours = read_chunk(catalog, base, chunk, number, None)
+        ours = read_base(number)
         same = base.dtype == expert.dtype and chunk_blocks(
             base, chunk, number, catalog.block_size
         ) == chunk_blocks(expert, chunk, number, catalog.block_size)
         if same:
             measure.take_equal(number, ours)
         else:
-            theirs = read_chunk(catalog, expert, chunk, number, meter)
-            measure.take_chunk(number, ours, theirs)
+            measure.take_chunk(number, ours, read_expert(number))
 
     for _ in pool.map(take, range(-(-measure.elements // chunk))):
         pass
@@ -75,12 +77,14 @@ def measure_squares(
     catalog: Catalog, record: Tensor, pool: ThreadPoolExecutor, meter: Meter | None = None
 ) -> float:
     """Return the sum of squares of a stored tensor; meter: as for `read_chunk`."""
-    chunk = chunk_elements(catalog.block_size, record.dtype)
+    chunk = tensor_chunk(catalog.block_size, record, [])
     elements = math.prod(record.shape)
+    read = chunk_reader(catalog, record, chunk, meter)
 
     def take(number: int) -> float:
-        data = read_chunk(catalog, record, chunk, number, meter)
-        return deltas.base_squares(data, record.dtype, min(chunk, elements - number * chunk))
+        return deltas.base_squares(
+            read(number), record.dtype, min(chunk, elements - number * chunk)
+        )
 
     return math.fsum(pool.map(take, range(-(-elements // chunk))))
 
@@ -114,7 +118,9 @@ def analyze(
     is missing and this user may only read the store).
     """
     began = time.monotonic()
-    bases, experts = _tensors(catalog, base), _tensors(catalog, expert)
+    base_id, expert_id = (catalog.snapshot(side.snapshot).manifest_id() for side in (base, expert))
+    inputs = Inputs(catalog, base_id, [expert_id], [expert.name])
+    bases, experts = (_tensors(inputs, names) for names in inputs.members)
     require_matches({*bases, *experts}, only, skip)
     wanted = chosen({name: record.shape for name, (_, record) in bases.items()}, only, skip)
     require_same_shapes(
@@ -173,6 +179,6 @@ def analyze(
     )
 
 
-def _tensors(catalog: Catalog, side: Side) -> dict[str, tuple[TensorId, Tensor]]:
-    manifest = catalog.manifest(catalog.snapshot(side.snapshot).manifest_id())
-    return {name: (id, catalog.tensor(id)) for name, id in manifest.tensors().items()}
+def _tensors(inputs: Inputs, names: Names) -> dict[str, tuple[TensorId, Tensor]]:
+    records = inputs.records(list(names.values()))
+    return dict(zip(names, zip(names.values(), records, strict=True), strict=True))

@@ -8,14 +8,17 @@ short.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mstore.adapters.low_rank import Factors, load_factors
 from mstore.blocks.meter import Meter
 from mstore.ids import BlockId
 from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
@@ -36,6 +39,20 @@ def whole_rows(chunk: int, shape: Sequence[int]) -> int:
     return min(math.lcm(chunk, row_length(shape) or 1), max(1, -(-elements // chunk)) * chunk)
 
 
+def tensor_chunk(
+    block_size: int, base: Tensor, others: Sequence[Tensor], *dtypes: str, whole: bool = False
+) -> int:
+    """Return the elements of a chunk of a tensor, for all that take part in it.
+
+    dtypes: further element types.  A chunk is whole rows if `whole`, or if one of the tensors is
+    computed row by row.
+    """
+    members = (base, *others)
+    chunk = chunk_elements(block_size, *(one.dtype for one in members), *dtypes)
+    whole = whole or any(isinstance(one, AppliedTensor) and one.needs_rows for one in members)
+    return whole_rows(chunk, base.shape) if whole else chunk
+
+
 def chunk_blocks(record: Tensor, chunk: int, number: int, block_size: int) -> list[BlockId]:
     """Return the blocks of chunk `number` of a tensor."""
     per = blocks_per_chunk(record.dtype, chunk, block_size)
@@ -48,9 +65,36 @@ def blocks_per_chunk(dtype: str, chunk: int, block_size: int) -> int:
     return chunk * ITEMSIZES[dtype] // block_size
 
 
-def read_chunk(
-    catalog: Catalog, record: Tensor, chunk: int, number: int, meter: Meter | None
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ReadChunk = Callable[[int], Bytes]
+"""Returns the plain bytes of a chunk of one tensor, by its number."""
+
+
+def chunk_reader(catalog: Catalog, record: Tensor, chunk: int, meter: Meter | None) -> ReadChunk:
+    """Return what reads chunks of a tensor, in any thread; `meter` counts what it reads.
+
+    An applied tensor is computed from its base and from the adapter, which is read now, and of
+    which alone the bytes count.  Raises BudgetExceeded, Corrupt, StorageFailed, now and later.
+    """
+    if isinstance(record, AppliedTensor):
+        factors = load_factors(catalog, record, meter)
+        return partial(_apply_chunk, catalog, record, factors, chunk)
+    return partial(_read_chunk, catalog, record, chunk, meter)
+
+
+def _apply_chunk(
+    catalog: Catalog, record: AppliedTensor, factors: Factors, chunk: int, number: int
+) -> Bytes:
+    base = _read_chunk(catalog, record.base, chunk, None, number)
+    n = len(base) // ITEMSIZES[record.base.dtype]
+    data = np.empty(4 * n, dtype=np.uint8)
+    factors.apply(base, record.base.dtype, number * chunk, n, data)
+    return data
+
+
+def _read_chunk(
+    catalog: Catalog, record: Tensor, chunk: int, meter: Meter | None, number: int
+) -> Bytes:
     """Read the plain bytes of a chunk, checked."""
     blocks = chunk_blocks(record, chunk, number, catalog.block_size)
     locations = catalog.locate(blocks)

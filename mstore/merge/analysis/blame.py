@@ -256,9 +256,9 @@ class _Run:
         threads: int,
         progress: ProgressCallback | None,
     ) -> None:
-        self.tasks = Tasks(catalog, plan)
         # The meter not only counts: it refuses a read beyond the plan.
         self.expert_meter = Meter("expert", costs_of(catalog, plan).planned)
+        self.tasks = Tasks(catalog, plan, self.expert_meter)
         self.base_meter = Meter("base")
         self._catalog = catalog
         self._plan = plan

@@ -70,13 +70,13 @@ def distances(
 class _Run:
     def __init__(self, catalog: Catalog, full: Plan, plans: Sequence[Plan]) -> None:
         self._catalog = catalog
-        self._full = Tasks(catalog, _as_float32(full))
+        self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
+        self._full = Tasks(catalog, _as_float32(full), self.expert_meter)
         self._cuts = [Tasks(catalog, _as_float32(cut)) for cut in plans]
         self._plan = full
         self._copies = Counter(self._full.first.values())
         self._scratch = Scratch()
         self._base_meter = Meter("base")
-        self.expert_meter = Meter("expert", costs_of(catalog, full).planned)
 
     def tensor(self, position: int) -> list[list[float]]:
         """Return, per plan, the squares of each chunk of one tensor, once for each of its names."""

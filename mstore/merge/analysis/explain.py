@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mstore.errors import NotFound, did_you_mean
+from mstore.adapters.inputs import Inputs, Names
+from mstore.errors import Corrupt, NotFound, StorageFailed, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.merge.analysis.layers import layers_of
 from mstore.merge.methods.registry import Operations
@@ -212,7 +213,7 @@ class _Explainer:
             catalog,
             plan,
             self._base,
-            [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts],
+            _experts_of(catalog, plan),
             lenient=True,
         )
         self._layers = layers_of(self._parts)
@@ -302,6 +303,14 @@ class _Explainer:
         per = blocks_per_chunk(dtype, planned.chunk_elements, self._plan.block_size)
         idle = [not {READ, SHARED} & set(states) for states in zip(*planned.states, strict=True)]
         return sum(idle[number // per] for number in range(blocks))
+
+
+def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
+    """Return the tensors of each expert; those of an adapter that was pruned are its own."""
+    try:
+        return Inputs.of(catalog, plan).experts
+    except (NotFound, Corrupt, StorageFailed):
+        return tuple(catalog.manifest(one.manifest_id()).tensors() for one in plan.experts)
 
 
 def _copied(why: str) -> str:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mstore.adapters.inputs import Inputs
+from mstore.adapters.low_rank import stored_bytes
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ID_BYTES
 from mstore.merge.planning.survey import Words, chunk_ids, twins
 from mstore.merge.planning.surveyed import Bools, Counts
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
@@ -34,20 +37,22 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
 
     Blocks that several experts share in a chunk are read, and counted, once.
     """
-    experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
+    inputs = Inputs.of(catalog, plan)
+    experts = inputs.experts
     blocks: list[Words] = []
     read: list[Bools] = []
+    applied = _Applied(catalog)
     # Look up the records of one expert together.
     sides_of = zip(
         *(
-            catalog.tensors([found[tensor.source(member)] for tensor in plan.tensors])
+            inputs.records([found[tensor.source(member)] for tensor in plan.tensors])
             for member, found in enumerate(experts, start=1)
         ),
         strict=True,
     )
     single = _Single()
     for tensor, records in zip(plan.tensors, sides_of, strict=True):
-        if all(len(one.blocks) == ID_BYTES for one in records):
+        if all(type(one) is Tensor and len(one.blocks) == ID_BYTES for one in records):
             single.take(tensor, records)
             continue
         states = np.frombuffer(b"".join(tensor.states), dtype=np.uint8).reshape(len(experts), -1)
@@ -56,7 +61,10 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
         is_read = (states == READ) | (states == SHARED)
         matters = is_read | (states == OMITTED) | (states == DROPPED)
         leads, group_read = _groups(first, matters, is_read)
-        for side, lead, reads in zip(sides, leads, group_read, strict=True):
+        for record, side, lead, reads in zip(records, sides, leads, group_read, strict=True):
+            if isinstance(record, AppliedTensor):
+                applied.take(record, matters=bool(lead.any()), is_read=bool(reads[lead].any()))
+                continue
             own = side[lead].reshape(-1, ID_BYTES // 8)
             # The padding of a short last chunk is zeros, which are no block's hash.
             there = own.any(axis=1)
@@ -65,10 +73,25 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
     raw = np.concatenate(blocks).tobytes() if blocks else b""
     ids = [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)] + single.blocks
     if not ids:
-        return Costs(0, 0)
+        return Costs(applied.full, applied.planned)
     lengths = catalog.stored_lengths(ids)
     is_read = np.concatenate([*read, np.array(single.read, dtype=np.bool_)])
-    return Costs(int(lengths.sum()), int(lengths[is_read].sum()))
+    return Costs(int(lengths.sum()) + applied.full, int(lengths[is_read].sum()) + applied.planned)
+
+
+class _Applied:
+    """Counts for applied tensors: the adapter's tensors are read whole, or not at all."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.full = 0
+        self.planned = 0
+
+    def take(self, record: AppliedTensor, *, matters: bool, is_read: bool) -> None:
+        """Count one tensor of one expert."""
+        cost = stored_bytes(self._catalog, record) if matters else 0
+        self.full += cost
+        self.planned += cost if is_read else 0
 
 
 class _Single:

@@ -30,7 +30,7 @@ from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.stats.analysis import measure_pair, measure_squares
-from mstore.stats.chunks import chunk_elements, read_chunk, row_length, whole_rows
+from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -128,16 +128,15 @@ class Facts:
     ) -> float:
         """Measure the L1 norm of a delta over that of what the mask leaves of it."""
         catalog, elements = self._catalog, math.prod(base.shape)
-        chunk = chunk_elements(catalog.block_size, base.dtype, other.dtype)
-        if operation.is_ranked:
-            chunk = whole_rows(chunk, base.shape)
+        chunk = tensor_chunk(catalog.block_size, base, [other], whole=operation.is_ranked)
         density, epsilon = operation.densities[expert], operation.epsilons[expert]
+        read_base = chunk_reader(catalog, base, chunk, None)
+        read_other = chunk_reader(catalog, other, chunk, self._meter)
 
         def norms(number: int) -> tuple[float, float]:
             first = number * chunk
             n = min(chunk, elements - first)
-            own = read_chunk(catalog, base, chunk, number, None)
-            data = read_chunk(catalog, other, chunk, number, self._meter)
+            own, data = read_base(number), read_other(number)
             sizes = masks.magnitudes(own, base.dtype, data, other.dtype, n)
             if operation.is_ranked:
                 kept = masks.ranked(sizes, key, first, row_length(base.shape), density, epsilon)

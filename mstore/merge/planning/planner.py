@@ -107,11 +107,12 @@ class Planner:
         self._grid = Grid.of(survey)
         self._parts = _parts(survey, self._grid, request)
         self._own = np.arange(len(survey.experts))[:, None]
+        self._applied = self._in_applied_tensors()
         self._free_states = self._joined(np.uint8, lambda part: part.model.free())
         leaders = self._led(self._free_states)
-        self.full_expert_bytes = int(self._grid.cost[leaders == self._own].sum())
-        self._plain = self._grid.elements * self._itemsizes()
-        self._full_plain = int(self._plain[leaders == self._own].sum())
+        cost, plain = self._costs(leaders)
+        self.full_expert_bytes = int(cost[leaders == self._own].sum())
+        self._full_plain = int(plain[leaders == self._own].sum())
         self._squares = self._joined(np.float64, lambda part: part.model.squares)
         self._roots = self._joined(np.float64, lambda part: part.model.roots)
         self._certain = self._joined(np.float64, lambda part: part.model.certain)
@@ -120,6 +121,7 @@ class Planner:
             self._free_states[:, dropped] == READ, DROPPED, self._free_states[:, dropped]
         )
         self._leaders = np.where(dropped, -1, leaders)
+        self._cost, self._plain = self._costs(self._leaders)
         self._rounding = self._float32_error()
         self._units = self._list_units()
         self._ranking = Ranking(self._units, score=self._scores(), nested=request.score == "random")
@@ -185,6 +187,31 @@ class Planner:
         shape = len(sizes), self._grid.shape[0]
         return np.array(sizes, dtype=np.float64).reshape(shape).T[:, self._grid.tensor]
 
+    def _in_applied_tensors(self) -> Bools:
+        """Return bool[K, T]: where an adapter makes the expert's tensor."""
+        found = [[e.is_applied for e in t.experts] for t in self._survey.tensors]
+        shape = len(found), self._grid.shape[0]
+        return np.array(found, dtype=bool).reshape(shape).T
+
+    def _costs(self, leaders: Ints) -> tuple[Ints, Floats]:
+        """Return the bytes of each expert's chunks, at rest and plain: [K, C].
+
+        An adapter's tensors are read for all chunks at once: their bytes are at the first one that
+        leads.
+        """
+        grid, plain = self._grid, self._grid.elements * self._itemsizes()
+        if not self._applied.any():
+            return grid.cost, plain
+        cost = grid.cost.copy()
+        for k, tensor in zip(*np.nonzero(self._applied), strict=True):
+            start, end = grid.starts[tensor : tensor + 2]
+            first = start + np.flatnonzero(leaders[k, start:end] == k)[:1]
+            whole = int(cost[k, start:end].sum())
+            cost[k, start:end], plain[k, start:end] = 0, 0.0
+            cost[k, first] = whole
+            plain[k, first] = self._survey.tensors[tensor].experts[k].plain_bytes
+        return cost, plain
+
     # -- what is free ------------------------------------------------------------------------
 
     def _led(self, states: States) -> Ints:
@@ -215,7 +242,10 @@ class Planner:
     # -- units -------------------------------------------------------------------------------
 
     def _list_units(self) -> Units:
-        """List one unit per leader and chunk; in tensors with unknown norms, one per leader."""
+        """List one unit per leader and chunk.
+
+        In tensors with unknown norms, and where an adapter makes them, one per leader.
+        """
         grid, leaders = self._grid, self._leaders
         whole = self._in_whole_tensors()
         leads = leaders == self._own
@@ -224,7 +254,7 @@ class Planner:
         roots = self._summed(self._roots)
         large, tensors = np.nonzero(whole)
         costs = [
-            int(np.where(leads[k, a:b], grid.cost[k, a:b], 0).sum())
+            int(np.where(leads[k, a:b], self._cost[k, a:b], 0).sum())
             for k, a, b in zip(large, grid.starts[tensors], grid.starts[tensors + 1], strict=True)
         ]
         return Units(
@@ -233,18 +263,39 @@ class Planner:
                 [np.full(len(large), -1), chunk - grid.starts[grid.tensor[chunk]]]
             ),
             expert=np.concatenate([large, expert]),
-            cost=np.concatenate([np.array(costs, dtype=np.int64), grid.cost[expert, chunk]]),
-            root=np.concatenate([np.full(len(large), np.inf), roots[expert, chunk]]),
+            cost=np.concatenate([np.array(costs, dtype=np.int64), self._cost[expert, chunk]]),
+            root=np.concatenate([self._whole_roots(roots, large, tensors), roots[expert, chunk]]),
         )
 
     def _in_whole_tensors(self) -> Bools:
-        """Return bool[K, T]: leaders that read for an expert with unknown norms in this tensor."""
+        """Return bool[K, T]: leaders that read all of a tensor, or nothing of it.
+
+        They read for an expert with unknown norms, or what they read makes all of its chunks.
+        """
         grid = self._grid
         whole = np.zeros((grid.shape[0], len(grid.starts) - 1), dtype=bool)
         for leader, known in zip(self._leaders, grid.known, strict=True):
             unknown = np.flatnonzero(~known & (leader >= 0))
             whole[leader[unknown], grid.tensor[unknown]] = True
+        for k, tensor in zip(*np.nonzero(self._applied), strict=True):
+            start, end = grid.starts[tensor : tensor + 2]
+            whole[k, tensor] = bool((self._leaders[k, start:end] == k).any())
         return whole
+
+    def _whole_roots(self, roots: Floats, experts: Ints, tensors: Ints) -> Floats:
+        """Return the roots of whole tensors; infinite where norms are not known.
+
+        roots: float64[K, C], of each leader and chunk.
+        """
+        found = np.full(len(experts), np.inf)
+        starts = self._grid.starts
+        for unit, (k, tensor) in enumerate(zip(experts, tensors, strict=True)):
+            if self._applied[k, tensor]:
+                own = roots[k, starts[tensor] : starts[tensor + 1]]
+                with np.errstate(over="ignore"):
+                    # One after the other: the same bits on every machine.
+                    found[unit] = math.sqrt(float(np.cumsum(own * own)[-1]))
+        return found
 
     def _summed(self, roots: Floats) -> Floats:
         """Sum, per leader and chunk, all roots that reading it brings: float64[K, C]."""
@@ -269,7 +320,9 @@ class Planner:
         scored = units.root.copy()
         single = units.chunk >= 0
         places = units.expert[single], (grid.starts[units.tensor] + units.chunk)[single]
-        scored[single] = self._summed(roots)[places]
+        summed = self._summed(roots)
+        scored[single] = summed[places]
+        scored[~single] = self._whole_roots(summed, units.expert[~single], units.tensor[~single])
         with np.errstate(over="ignore"):
             return scored * scored / units.cost
 

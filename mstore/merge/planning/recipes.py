@@ -10,6 +10,8 @@ from functools import cache
 
 from msgspec import structs
 
+from mstore.adapters.inputs import Inputs
+from mstore.adapters.targets import is_adapter
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
@@ -51,7 +53,7 @@ def request_of(
     dtypes = {tensor.dtype for tensor in catalog.tensors(list(tensors.values()))}
     first = first_names(
         tensors,
-        [catalog.manifest(id).tensors() for id in manifests.values()],
+        Inputs(catalog, base, list(manifests.values()), list(manifests)).experts,
         tied=ties_embeddings(catalog, record),
     )
     return resolve(
@@ -131,7 +133,12 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
     method = known_method(registry.find(plan.method))
     if method.baseless is not None and not dict(plan.parameters)[method.baseless]:
         method = method.without_base()
-    return recipe_of(plan, method, names)
+    adapters = frozenset(
+        expert.manifest
+        for expert in plan.experts
+        if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
+    )
+    return recipe_of(plan, method, names, adapters)
 
 
 def _rescaling(parameter: Parameter) -> KnownParameter:

@@ -19,6 +19,7 @@ from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.surveyed import NOTHING_KEPT, Bools, Counts, ExpertTensor, SurveyedTensor
 from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunk import CHUNK
 from mstore.stats.chunks import chunk_elements
@@ -77,6 +78,7 @@ class SmallSurvey:
         base = one.base
         if (
             not self._plain
+            or any(isinstance(record, AppliedTensor) for _, record in one.pairs)
             or len(base.blocks) != ID_BYTES
             or base.dtype not in ITEMSIZES
             or not base.nbytes

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mstore.adapters import low_rank
+from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
@@ -34,7 +36,7 @@ from mstore.merge.planning.surveyed import (
 )
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import ITEMSIZES
-from mstore.objects.manifest import Manifest
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
     chosen,
@@ -47,7 +49,7 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, finite
-from mstore.stats.chunks import blocks_per_chunk, chunk_elements, whole_rows
+from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
@@ -90,10 +92,12 @@ class Surveyor:
         base_id = catalog.snapshot(request.base.snapshot).manifest_id()
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
         base = catalog.manifest(base_id)
-        records = _tensors(catalog, base)
+        names = [expert.name for expert in request.experts]
+        inputs = Inputs(catalog, base_id, expert_ids, names)
+        records = _tensors(inputs, inputs.base)
         experts = []
-        for expert, id in zip(request.experts, expert_ids, strict=True):
-            found = _tensors(catalog, catalog.manifest(id))
+        for expert, ids in zip(request.experts, inputs.experts, strict=True):
+            found = _tensors(inputs, ids)
             require_same_shapes(
                 chosen(_shapes(records), request.only, request.skip),
                 chosen(_shapes(found), request.only, request.skip),
@@ -106,7 +110,7 @@ class Surveyor:
         small: list[Candidate] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
-        first = first_names(base.tensors(), [_ids(found) for found in experts], tied=tied)
+        first = first_names(inputs.base, inputs.experts, tied=tied)
         others = {name for found in experts for name in found}
         left_out = left_out_names(first, request.only, request.skip, others=others)
         copies = Counter(first.values())
@@ -217,6 +221,12 @@ class Surveyor:
                     f"{list(base.shape)}",
                     where=name,
                 )
+            if isinstance(record, AppliedTensor) and record.base != base:
+                raise Incompatible(
+                    f"{own.name} is an adapter: it changes {source} of the base, not "
+                    f"{sources[0]}, which {name} is made of",
+                    where=name,
+                )
         surveyed = self._tensor(name, base_id, base, pairs, 1, pool, sources=sources)
         if surveyed is None:
             raise BadRequest(
@@ -273,9 +283,13 @@ class Surveyor:
                 # What is equal in all inputs stays, whatever rounding makes of its factors.
                 nothing = (0.0,) * len(pairs)
                 operation = operation.settled(Mixture(1.0, nothing, keeps_base=True))
-        chunk = chunk_elements(self._catalog.block_size, base.dtype, *dtypes, output)
-        if operation.is_ranked:
-            chunk = whole_rows(chunk, base.shape)
+        chunk = tensor_chunk(
+            self._catalog.block_size,
+            base,
+            [record for _, record in pairs],
+            output,
+            whole=operation.is_ranked,
+        )
         ids = chunk_ids(base, chunk, self._catalog.block_size)
         sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
         equal = np.zeros((len(pairs), len(ids)), dtype=bool)
@@ -283,7 +297,7 @@ class Surveyor:
             if dtypes[number] == base.dtype:
                 equal[number] = (side == ids).all(axis=1)
         twin = twins(sides, dtypes)
-        cost = self._costs(sides, equal, twin)
+        cost = self._costs(sides, equal, twin, [record for _, record in pairs])
         experts: list[ExpertTensor] = []
         # One lookup for all of them; several experts may share a tensor.
         wanted = list(
@@ -324,16 +338,25 @@ class Surveyor:
             name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype
         )
 
-    def _costs(self, sides: Sequence[Words], equal: Bools, twin: Counts) -> Counts:
-        """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base."""
+    def _costs(
+        self, sides: Sequence[Words], equal: Bools, twin: Counts, records: Sequence[Tensor]
+    ) -> Counts:
+        """Return stored bytes of each expert's chunks, int64[K, chunks]: 0 if equal to the base.
+
+        An applied tensor is read whole or not at all: its bytes are those of its first chunk.
+        """
         cost = np.zeros(equal.shape, dtype=np.int64)
         wanted = ~equal & (twin == np.arange(len(sides))[:, None])
+        for k, record in enumerate(records):
+            if isinstance(record, AppliedTensor):
+                wanted[k] = False
+                cost[k, 0] = low_rank.stored_bytes(self._catalog, record)
         blocks = [
             side[want].reshape(-1, _ID_WORDS) for side, want in zip(sides, wanted, strict=True)
         ]
         flat = np.concatenate(blocks)
         if not len(flat):
-            return cost
+            return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
         # The padding of a short last chunk is zeros, which are no block's hash.
         there = flat.any(axis=1)
         raw = flat[there].tobytes()
@@ -447,18 +470,13 @@ class Surveyor:
         return total if math.isfinite(total) else None
 
 
-def _tensors(catalog: Catalog, manifest: Manifest) -> dict[str, tuple[TensorId, Tensor]]:
-    ids = manifest.tensors()
-    records = catalog.tensors(list(ids.values()))
+def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
+    records = inputs.records(list(ids.values()))
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
 def _shapes(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}
-
-
-def _ids(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, TensorId]:
-    return {name: id for name, (id, _) in tensors.items()}
 
 
 def _without_nan(histogram: Histogram) -> Histogram:

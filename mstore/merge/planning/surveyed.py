@@ -15,6 +15,7 @@ import numpy as np
 
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.methods.method import Operation
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.stats.histogram import Threshold
 
@@ -49,6 +50,17 @@ class ExpertTensor:
     thresholds: tuple[Threshold, ...]
     surplus: tuple[int, int] = (0, 0)
     band: float = math.nan
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether an adapter makes this tensor: its bytes are read for all chunks at once."""
+        return isinstance(self.record, AppliedTensor)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Plain bytes to read for all of it."""
+        record = self.record
+        return record.factor_bytes if isinstance(record, AppliedTensor) else record.nbytes
 
 
 @dataclass(frozen=True, slots=True)

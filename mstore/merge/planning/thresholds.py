@@ -13,6 +13,7 @@ way for its own k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from mstore.merge.planning.facts import NEEDS_ANALYSIS
 from mstore.merge.planning.surveyed import Counts, ExpertTensor, SurveyedTensor
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Threshold
 from mstore.stats import deltas, histogram
-from mstore.stats.chunks import read_chunk
+from mstore.stats.chunks import Bytes, chunk_reader
 from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 
@@ -189,10 +190,11 @@ class Thresholds:
     ) -> Threshold:
         """Return the exact k-th largest magnitude and quota, from the chunks that reach the bin."""
         chunk = tensor.chunk_elements
+        read = self._reader(tensor, expert)
 
         def count(number: int) -> Counts:
             low = np.zeros(LOW_VALUES, dtype=np.int64)
-            base, data, n = self._read(tensor, expert, number)
+            base, data, n = read(number)
             dtypes = tensor.record.dtype, expert.record.dtype
             deltas.count_low(base, dtypes[0], data, dtypes[1], n, found.bin, low)
             return low
@@ -213,9 +215,10 @@ class Thresholds:
 
         bounded: there are more ties than the quota.
         """
+        read = self._reader(tensor, expert)
 
         def count(number: int) -> int:
-            base, data, n = self._read(tensor, expert, number)
+            base, data, n = read(number)
             dtypes = tensor.record.dtype, expert.record.dtype
             return count_ties(base, dtypes[0], data, dtypes[1], n, cut.value)
 
@@ -231,12 +234,18 @@ class Thresholds:
                     return ties[: number + 1]
         return _ALL_KEPT
 
-    def _read(self, tensor: SurveyedTensor, expert: ExpertTensor, number: int) -> Any:
-        """Return the bytes of a chunk of the base and of the expert, and its number of elements."""
+    def _reader(
+        self, tensor: SurveyedTensor, expert: ExpertTensor
+    ) -> Callable[[int], tuple[Bytes, Bytes, int]]:
+        """Return what reads a chunk of the base and of the expert, and counts its elements."""
         chunk = tensor.chunk_elements
-        base = read_chunk(self._catalog, tensor.record, chunk, number, None)
-        data = read_chunk(self._catalog, expert.record, chunk, number, self._meter)
-        return base, data, min(chunk, tensor.elements - number * chunk)
+        base = chunk_reader(self._catalog, tensor.record, chunk, None)
+        data = chunk_reader(self._catalog, expert.record, chunk, self._meter)
+        return lambda number: (
+            base(number),
+            data(number),
+            min(chunk, tensor.elements - number * chunk),
+        )
 
 
 def _fit(ties: Counts, quota: int, chunks: int) -> bool:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import DROPPED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.sizes import format_size
-from mstore.stats.chunks import chunk_elements, whole_rows
+from mstore.stats.chunks import tensor_chunk
 from mstore.store.catalog import Catalog
 
 _TOGETHER: Final = 64
@@ -47,21 +49,20 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     if plan.dtype not in (None, *CODES) or not operations.match(plan):
         raise BadRequest("not a sound plan: its parameters are not a planner's")
     _check_criteria(plan)
-    base = catalog.manifest(plan.base_id()).tensors()
-    experts = [catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts]
-    first = names_of_plan(catalog, plan, base, experts)
+    inputs = Inputs.of(catalog, plan)
+    first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     seen: set[str] = set()
-    members = (base, *experts)
+    members = inputs.members
     for start in range(0, len(plan.tensors), _TOGETHER):
         tensors = plan.tensors[start : start + _TOGETHER]
         for tensor in tensors:
-            is_new = bool(tensor.sources) and tensor.name not in base
+            is_new = bool(tensor.sources) and tensor.name not in inputs.base
             if tensor.name in seen or not (is_new or first.get(tensor.name) == tensor.name):
                 raise _unfit(tensor)
             if any(tensor.source(k) not in member for k, member in enumerate(members)):
                 raise _unfit(tensor)
             seen.add(tensor.name)
-        records = catalog.tensors(
+        records = inputs.records(
             [found[tensor.source(k)] for tensor in tensors for k, found in enumerate(members)]
         )
         for number, tensor in enumerate(tensors):
@@ -91,12 +92,13 @@ def _check_tensor(
     output = tensor.dtype or plan.dtype or records[0].dtype
     if output not in CODES or operation.needs_facts:
         raise _unfit(tensor)
+    if any(isinstance(one, AppliedTensor) and one.base != records[0] for one in records):
+        raise _unfit(tensor)
     cuts = operation.is_trimmed + operation.is_band
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
-    chunk = chunk_elements(plan.block_size, *dtypes, output)
-    if operation.is_ranked:
-        chunk = whole_rows(chunk, records[0].shape)
+    base, *experts = records
+    chunk = tensor_chunk(plan.block_size, base, experts, output, whole=operation.is_ranked)
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk

@@ -109,11 +109,11 @@ class Engine:
         self._plan = plan
         self._sink = sink
         policy = catalog.config.codec if policy is None else policy
-        tasks = Tasks(catalog, plan)
-        layout = Layout(catalog, tasks)
-        limits = bounds(tasks, memory=means.memory, threads=means.threads)
         self._costs = costs_of(catalog, plan)
         self._expert_meter = Meter("expert", self._costs.planned)
+        tasks = Tasks(catalog, plan, self._expert_meter)
+        layout = Layout(catalog, tasks)
+        limits = bounds(tasks, memory=means.memory, threads=means.threads)
         self._base_meter = Meter("base")
         written: set[BlockId] = set()
         self._known = KnownChunks(catalog, tasks, sink, memo, written)

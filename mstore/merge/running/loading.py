@@ -3,6 +3,8 @@
 Decodes stored blocks.  The base of a delta is usually the base's block at the same position, which
 is read anyway; any other block is read as well.
 
+A row that an adapter makes is computed from the base's row, once that is there.
+
 Every read is charged to a meter before it happens: a block of an expert costs its bytes at rest,
 and what is read only to decode a delta is charged to the base.  Needs packs but no index.
 
@@ -131,7 +133,7 @@ def load(
         wanted: Targets = []
         for task, start in zip(tasks, starts, strict=True):
             row = task.row_of[k]
-            if row >= 0 and task.row_of.index(row) == k:
+            if _is_first(task, k) and task.rows[row].factors is None:
                 wanted += _targets(task, task.rows[row], room[(start + row) * stride :])
         needed = {id: base for id, base in _bases(wanted).items() if id not in plain}
         news = {id: base for id, base in needed.items() if id not in others}
@@ -140,7 +142,25 @@ def load(
         others |= reader.read_bases(news.values(), passing[used:], base_meter)
         used += _plain_bytes(news)
         reader.read(wanted, plain | others if others else plain, expert_meter)
+    for one in loaded:
+        _apply_adapters(one)
     return loaded
+
+
+def _apply_adapters(loaded: Loaded) -> None:
+    """Compute the rows that adapters make of the base's."""
+    task = loaded.task
+    for number, row in enumerate(task.rows, start=1):
+        if row.factors is not None:
+            base = loaded.sides[0][: task.n * ITEMSIZES[task.base.dtype]]
+            out = loaded.sides[number][: task.n * ITEMSIZES[row.dtype]]
+            row.factors.apply(base, task.base.dtype, task.first_index, task.n, out)
+
+
+def _is_first(task: ChunkTask, expert: int) -> bool:
+    """Return whether an expert is the first of those that use its row."""
+    row = task.row_of[expert]
+    return row >= 0 and task.row_of.index(row) == expert
 
 
 def _plain_bytes(sources: Mapping[BlockId, Source]) -> int:
@@ -153,7 +173,7 @@ def will_need(tasks: Sequence[ChunkTask], packs: PackFiles) -> None:
     for k in range(len(tasks[0].row_of)):
         for task in tasks:
             row = task.row_of[k]
-            if row >= 0 and task.row_of.index(row) == k:
+            if _is_first(task, k):
                 sources += task.rows[row].sources
     bases = {source.base.id: source.base for source in sources if source.base is not None}
     if bases:

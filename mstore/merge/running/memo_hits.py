@@ -13,11 +13,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from mstore.adapters.low_rank import stored_bytes
 from mstore.checkpoint.partition import block_count
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Members, Tasks, TensorTask, item_size
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Plan
 from mstore.stats.chunks import blocks_per_chunk
 from mstore.store.catalog import Catalog
@@ -114,10 +116,38 @@ def memo_expert_bytes(catalog: Catalog, memo: Memo, plan: Plan, planned: int) ->
         for (tensor, _, named), found in zip(asked, hits, strict=True):
             known.append((tensor, list(found.known)))
             unknown.append((tensor, [number for number in named if number not in found.known]))
+    saved = _saved_adapters(catalog, tasks, known, unknown)
     # Looking up what a chunk costs is expensive, so sum over the smaller half.
     if _count(unknown) < _count(known):
-        return planned - _expert_bytes(catalog, tasks, unknown)
-    return _expert_bytes(catalog, tasks, known)
+        read = _saved_adapters(catalog, tasks, [*known, *unknown], []) - saved
+        return planned - read - _expert_bytes(catalog, tasks, unknown)
+    return _expert_bytes(catalog, tasks, known) + saved
+
+
+def _saved_adapters(
+    catalog: Catalog,
+    tasks: Tasks,
+    known: list[tuple[TensorTask, list[int]]],
+    unknown: list[tuple[TensorTask, list[int]]],
+) -> int:
+    """Return the bytes of adapters that known chunks use and unknown ones do not.
+
+    An adapter's tensors are read whole if one chunk needs them.
+    """
+    used: dict[str, dict[int, AppliedTensor]] = {}
+    for parts, is_known in ((known, True), (unknown, False)):
+        for tensor, numbers in parts:
+            members = tasks.members(tensor.name)
+            own = used.setdefault(tensor.name, {})
+            # By contents: experts that are one adapter share what is read.
+            ids = members.expert_ids
+            for k, record in enumerate(members.experts):
+                if isinstance(record, AppliedTensor) and members.present[k, numbers].any():
+                    if is_known:
+                        own[ids.index(ids[k])] = record
+                    else:
+                        own.pop(ids.index(ids[k]), None)
+    return sum(stored_bytes(catalog, one) for own in used.values() for one in own.values())
 
 
 def _count(parts: list[tuple[TensorTask, list[int]]]) -> int:
@@ -142,6 +172,7 @@ def _expert_bytes(catalog: Catalog, tasks: Tasks, parts: list[tuple[TensorTask, 
             rows = {
                 (members.experts[k].dtype, members.experts[k].blocks[number * w : (number + 1) * w])
                 for k in np.flatnonzero(present[number]).tolist()
+                if not isinstance(members.experts[k], AppliedTensor)
                 for w in (spans[k],)
             }
             blocks += (

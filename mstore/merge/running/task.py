@@ -19,7 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstore.adapters.inputs import Inputs
+from mstore.adapters.low_rank import FactorCache, Factors
 from mstore.blocks.location import Location
+from mstore.blocks.meter import Meter
 from mstore.blocks.packs import NO_BASE, PackGone
 from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
@@ -29,6 +32,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.applied import AppliedTensor
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
@@ -50,10 +54,14 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """One side of a chunk: its element type, and its blocks in order."""
+    """One side of a chunk: its element type, and its blocks in order.
+
+    factors: what an adapter adds to the base's own row; there are no blocks then.
+    """
 
     dtype: str
     sources: tuple[Source, ...]
+    factors: Factors | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -177,17 +185,21 @@ class Members(msgspec.Struct, frozen=True, gc=False):
     present: npt.NDArray[np.bool_]
 
 
-_Named = tuple[str, bytes]
-"""The element type of a side of a chunk, and its block list."""
+_Named = tuple[str, bytes, AppliedTensor | None]
+"""The element type of a side of a chunk, its block list, and what computes it, if it is applied."""
 
 _TOGETHER: Final = 64
 """Tensors whose records are read together."""
 
 
 class Tasks:
-    """Makes the tasks of one plan that fits this store (`merge.planning.validate`)."""
+    """Makes the tasks of one plan that fits this store (`merge.planning.validate`).
 
-    def __init__(self, catalog: Catalog, plan: Plan) -> None:
+    expert_meter: counts the bytes of adapters, which are read when the first task of a tensor needs
+    them, and travel with the tasks.
+    """
+
+    def __init__(self, catalog: Catalog, plan: Plan, expert_meter: Meter | None = None) -> None:
         self.plan = plan
         self._catalog = catalog
         self._planned = {tensor.name: tensor for tensor in plan.tensors}
@@ -195,10 +207,9 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
-        self._base = catalog.manifest(plan.base_id()).tensors()
-        self._experts = [
-            catalog.manifest(expert.manifest_id()).tensors() for expert in plan.experts
-        ]
+        self._inputs = Inputs.of(catalog, plan)
+        self._base, self._experts = self._inputs.base, self._inputs.experts
+        self._factors = FactorCache(catalog, expert_meter)
         count = len(plan.experts)
         # Shared by tensors without trimming or random draws.
         self._nothing = (
@@ -249,9 +260,9 @@ class Tasks:
     def _load(self, first: int) -> None:
         """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
-        sides = [self._base, *self._experts]
+        sides = self._inputs.members
         ids = [side[tensor.source(k)] for tensor in tensors for k, side in enumerate(sides)]
-        records = self._catalog.tensors(ids)
+        records = self._inputs.records(ids)
         for number, tensor in enumerate(tensors):
             at = slice(number * len(sides), (number + 1) * len(sides))
             base_id, *expert_ids = ids[at]
@@ -315,7 +326,9 @@ class Tasks:
         named = [[self._named(tensor, n) for n in numbers] for tensor, numbers in wanted]
         every = itertools.chain.from_iterable(named)
         sources = self._locate(
-            itertools.chain.from_iterable(_ids(blocks) for rows, _ in every for _, blocks in rows)
+            itertools.chain.from_iterable(
+                _ids(blocks) for rows, _ in every for _, blocks, record in rows if record is None
+            )
         )
         made: list[list[ChunkTask]] = []
         for (tensor, numbers), found in zip(wanted, named, strict=True):
@@ -323,7 +336,9 @@ class Tasks:
             for number, (rows, row_of) in zip(numbers, found, strict=True):
                 base, *others = [
                     Row(dtype, tuple([sources[block] for block in _ids(blocks)]))
-                    for dtype, blocks in rows
+                    if record is None
+                    else Row(dtype, (), self._factors.of(record))
+                    for dtype, blocks, record in rows
                 ]
                 length = tensor.chunk_length(number)
                 tasks.append(ChunkTask(tensor, number, length, base, tuple(others), row_of))
@@ -337,7 +352,8 @@ class Tasks:
 
         def named(record: Tensor) -> _Named:
             span = ID_BYTES * blocks_per_chunk(record.dtype, length, size)
-            return record.dtype, record.blocks[number * span : (number + 1) * span]
+            blocks = record.blocks[number * span : (number + 1) * span]
+            return record.dtype, blocks, record if isinstance(record, AppliedTensor) else None
 
         # Only blocks of one dtype are planned as shared: equal bytes of another are two rows.
         rows: dict[_Named, int] = {}

@@ -58,10 +58,10 @@ class _Plan:
         plan = catalog.record(Plan, id)
         check_fits(catalog, plan)
         self.id = id
-        self.tasks = Tasks(catalog, plan)
+        self.first_reads = Meter("expert", costs_of(catalog, plan).planned)
+        self.tasks = Tasks(catalog, plan, self.first_reads)
         self.keys = MemoKeys(self.tasks)
         self.names = {tensor.name for tensor in plan.tensors}
-        self.first_reads = Meter("expert", costs_of(catalog, plan).planned)
 
 
 class _Tensor:

@@ -1,0 +1,160 @@
+"""The config of a PEFT adapter: what of it decides how its tensors change a base.
+
+Owns which adapters mstore can apply; every other kind is refused by the name of its setting.  The
+form is that of PEFT's `adapter_config.json` (LoRA: Hu et al. 2021, arXiv 2106.09685; rsLoRA:
+Kalajdzievski 2023, arXiv 2312.03732; DoRA: Liu et al. 2024, arXiv 2402.09353).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from mstore.errors import Incompatible
+
+_Value = TypeVar("_Value")
+
+CONFIG: Final = "adapter_config.json"
+_MAX_BYTES: Final = 1 << 20
+_MAX_PATTERNS: Final = 4096
+
+# Initial values that are taken out of the base's weights: the adapter fits only that changed base.
+_CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq", "orthogonal", "lora_ga")
+_PLAIN_START: Final = ("gaussian", "eva")
+
+# Settings that change what the tensors mean.
+_UNSUPPORTED: Final = {
+    "alora_invocation_tokens": "an adapter that acts on some tokens only",
+    "arrow_config": "a mixture of adapters",
+    "kasa_config": "KaSA",
+    "layer_replication": "layers that are repeated",
+    "lora_bias": "a bias of the adapter",
+    "monteclora_config": "MonteCLoRA",
+    "target_parameters": "parameters of mixtures of experts",
+    "trainable_token_indices": "trainable tokens",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "velora_config": "VeLoRA",
+}
+
+
+class _File(msgspec.Struct, frozen=True):
+    """The keys that are read, with PEFT's defaults."""
+
+    peft_type: str = ""
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    init_lora_weights: bool | str | None = True
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+
+class LoraConfig(msgspec.Struct, frozen=True):
+    """How a LoRA adapter scales its products.
+
+    rank, alpha: where no pattern names a module. rank_stabilized: divide by the root of the rank.
+    transposed: weights lie as [inputs, outputs], so that products must be transposed. dora: rows
+    have magnitudes of their own.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    transposed: bool
+    dora: bool
+    ranks: tuple[tuple[str, int], ...]
+    alphas: tuple[tuple[str, float], ...]
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's product: alpha / rank, or alpha / sqrt(rank)."""
+        rank = _first(self.ranks, module, self.rank)
+        alpha = _first(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's product."""
+        return _first(self.ranks, module, self.rank)
+
+
+def parse_config(raw: bytes, where: str) -> LoraConfig:
+    """Parse an adapter_config.json.  Raises Incompatible for what mstore cannot apply."""
+    if len(raw) > _MAX_BYTES:
+        raise Incompatible(f"{CONFIG} has more than {_MAX_BYTES} bytes", where=where)
+    try:
+        found = msgspec.json.decode(raw, type=_File)
+        every: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Incompatible(f"{CONFIG} is not one of PEFT: {error}", where=where) from error
+    if found.peft_type != "LORA":
+        kind = found.peft_type[:40] or "unknown"
+        raise Incompatible(f"an adapter of the kind {kind}; mstore applies LORA", where=where)
+    for key, what in _UNSUPPORTED.items():
+        if every.get(key):
+            raise Incompatible(f"cannot apply {what} ({key} in {CONFIG})", where=where)
+    _require_plain_start(found.init_lora_weights, where)
+    ranks, alphas = found.rank_pattern or {}, found.alpha_pattern or {}
+    if len(ranks) + len(alphas) > _MAX_PATTERNS:
+        raise Incompatible(f"{CONFIG} has more than {_MAX_PATTERNS} patterns", where=where)
+    _require_simple((*ranks, *alphas), where)
+    numbers = (found.lora_alpha, *alphas.values())
+    if min(found.r, *ranks.values(), 1) < 1 or not all(map(math.isfinite, numbers)):
+        raise Incompatible(f"a rank or an alpha in {CONFIG} is out of range", where=where)
+    if found.use_dora and found.fan_in_fan_out:
+        raise Incompatible("cannot apply DoRA to transposed weights (fan_in_fan_out)", where=where)
+    return LoraConfig(
+        rank=found.r,
+        alpha=found.lora_alpha,
+        rank_stabilized=found.use_rslora,
+        transposed=found.fan_in_fan_out,
+        dora=found.use_dora,
+        ranks=tuple(ranks.items()),
+        alphas=tuple(alphas.items()),
+    )
+
+
+def _require_plain_start(start: bool | str | None, where: str) -> None:
+    if not isinstance(start, str) or start.lower() in _PLAIN_START:
+        return
+    if start.lower().startswith(_CHANGED_BASE):
+        raise Incompatible(
+            f"an adapter that began as {start[:40]} fits only the changed base that PEFT made for "
+            "it, not the base itself",
+            where=where,
+            hint="save it again with PEFT's path_initial_model_for_weight_conversion",
+        )
+    raise Incompatible(
+        f"mstore does not know init_lora_weights {start[:40]!r} ({CONFIG})", where=where
+    )
+
+
+def _first(patterns: tuple[tuple[str, _Value], ...], module: str, default: _Value) -> _Value:
+    """Return the value of the first pattern that a module's path ends with, as PEFT matches it."""
+    for pattern, value in patterns:
+        if _ends_with(pattern, module):
+            return value
+    return default
+
+
+def _ends_with(pattern: str, module: str) -> bool:
+    """Match as PEFT does: a regular expression for the end of a path, from a dot on."""
+    return len(module) <= _MAX_PATH and re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _require_simple(patterns: Iterable[str], where: str) -> None:
+    """Raise Incompatible for an expression that might take for ever: a stranger wrote it."""
+    for pattern in patterns:
+        if sum(map(pattern.count, "*+")) > _MAX_WILD or not _SIMPLE.fullmatch(pattern):
+            raise Incompatible(f"cannot match the pattern {pattern[:60]!r} ({CONFIG})", where=where)
+
+
+_MAX_WILD: Final = 3
+_MAX_PATH: Final = 256
+# Names, dots and wildcards; groups are alternatives of names and are never repeated.
+_SIMPLE: Final = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+?|\[[\w-]+\]\+?|\([\w|]+\))+\$?")

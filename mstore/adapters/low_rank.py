@@ -1,0 +1,175 @@
+"""Low-rank products: the elements of an applied tensor, for one run of them at a time.
+
+An element is base + scale * sum, where the sum adds the products left[i, r] * right[r, j] in
+float32, one after the other by r.  So it is the same on every machine, for any runs, and equals
+PEFT's within rounding.  DoRA then gives each row its norm.  Never holds a whole product.
+
+Every call may run in any thread and releases the GIL for its pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mstore.blocks.meter import Meter
+from mstore.checkpoint.partition import partition
+from mstore.ids import TensorId
+from mstore.numeric.code_cache import Pass
+from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.objects.applied import AppliedTensor
+from mstore.objects.tensor import Tensor
+from mstore.store.catalog import Catalog
+
+TILE: Final = 1024
+"""Columns at a time: that part of the right factor stays in the cache while rows pass."""
+
+_HERE: Final = Path(__file__)
+_SOURCES: Final = (
+    _HERE.parent.parent / "numeric" / "codes.py",
+    _HERE.parent.parent / "numeric" / "floats.py",
+    _HERE,
+    _HERE.with_name("low_rank_passes.py"),
+)
+_apply: Final = Pass("mstore.adapters.low_rank_passes", "apply", "ipiippiippp", _SOURCES)
+_scale_rows: Final = Pass("mstore.adapters.low_rank_passes", "scale_rows", "piip", _SOURCES)
+
+Singles = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The factors of one product in memory.
+
+    left: float32[rows, rank]. right: float32[rank, columns]. scale: float32[1]. magnitude:
+    float32[rows] for DoRA, else None.
+    """
+
+    left: Singles
+    right: Singles
+    scale: Singles
+    magnitude: Singles | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        more = 0 if self.magnitude is None else self.magnitude.nbytes
+        return int(self.left.nbytes + self.right.nbytes + more)
+
+    def apply(self, base: Bytes, dtype: str, first: int, n: int, out: Bytes) -> None:
+        """Write elements [first, first + n) of the applied tensor: uint8[>= 4 n] of float32.
+
+        base: the stored bytes of these elements, of type `dtype`.  With magnitudes, whole rows.
+        """
+        columns = self.right.shape[1]
+        start = first // columns
+        rows = -(-(first + n) // columns) - start
+        left = self.left[start : start + rows]
+        assert out.size >= 4 * n
+        assert base.size >= n * ITEMSIZES[dtype]
+        sums = np.empty(TILE, dtype=np.float32)
+        _apply(
+            CODES[dtype],
+            base.ctypes.data,
+            first,
+            n,
+            left.ctypes.data,
+            self.right.ctypes.data,
+            self.left.shape[1],
+            columns,
+            self.scale.ctypes.data,
+            sums.ctypes.data,
+            out.ctypes.data,
+        )
+        if self.magnitude is not None:
+            assert first % columns == 0
+            assert n % columns == 0
+            own = self.magnitude[start : start + rows]
+            _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
+
+
+class FactorCache:
+    """Factors that were read, the last ones used; safe for any number of threads.
+
+    Each product is charged to `meter` when it is first read.  One that is read again, because
+    others took its place, is not charged again.
+    """
+
+    def __init__(self, catalog: Catalog, meter: Meter | None, limit: int = 64 << 20) -> None:
+        self._catalog = catalog
+        self._meter = meter
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[TensorId, Factors] = OrderedDict()
+        self._size = 0
+        self._charged: set[TensorId] = set()
+
+    def of(self, record: AppliedTensor) -> Factors:
+        """Return the factors of an applied tensor; raises as `load_factors`."""
+        id = record.id()
+        with self._lock:
+            found = self._kept.get(id)
+            if found is not None:
+                self._kept.move_to_end(id)
+                return found
+            # A failure leaves the charge: those bytes may have been read.
+            meter = None if id in self._charged else self._meter
+            self._charged.add(id)
+            found = self._kept[id] = load_factors(self._catalog, record, meter)
+            self._size += found.nbytes
+            while self._size > self._limit and len(self._kept) > 1:
+                _, gone = self._kept.popitem(last=False)
+                self._size -= gone.nbytes
+            return found
+
+
+def load_factors(catalog: Catalog, record: AppliedTensor, meter: Meter | None) -> Factors:
+    """Read the factors of a product; `meter` counts their bytes at rest.
+
+    Raises BudgetExceeded, Corrupt, StorageFailed.
+    """
+    left, right = (_singles(catalog, one, meter) for one in (record.left, record.right))
+    if record.transposed:
+        left, right = left.T, right.T
+    magnitude = None
+    if record.magnitude is not None:
+        magnitude = _singles(catalog, record.magnitude, meter).reshape(-1)
+    return Factors(
+        np.ascontiguousarray(left),
+        np.ascontiguousarray(right),
+        np.array([record.scale], dtype=np.float32),
+        magnitude,
+    )
+
+
+def stored_bytes(catalog: Catalog, record: AppliedTensor) -> int:
+    """Return bytes at rest of the factors: what `load_factors` charges.  Raises Corrupt."""
+    blocks = [bytes(block) for one in record.factors for block in one.block_ids()]
+    return int(catalog.stored_lengths(blocks).sum())
+
+
+def warm_up() -> None:
+    """Load the compiled passes, or compile them, so that no later call does."""
+    _apply.load()
+    _scale_rows.load()
+
+
+def _singles(catalog: Catalog, record: Tensor, meter: Meter | None) -> Singles:
+    """Return a stored tensor as float32, of its shape."""
+    data = np.empty(record.nbytes, dtype=np.uint8)
+    blocks = list(record.block_ids())
+    spans = partition(record.nbytes, catalog.block_size)
+    for block, place, (start, length) in zip(blocks, catalog.locate(blocks), spans, strict=True):
+        catalog.read_block_into(block, place, data.data[start : start + length], meter)
+    if record.dtype == "F32":
+        return data.view(np.float32).reshape(record.shape)
+    words = data.view(np.uint16)
+    if record.dtype == "F16":
+        return words.view(np.float16).astype(np.float32).reshape(record.shape)
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(record.shape)

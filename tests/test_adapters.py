@@ -1,0 +1,479 @@
+"""Adapters as experts: what they make of a base, read block by block, in every merge."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import adapters
+import numpy as np
+import pytest
+import reference
+from adapters import Adapter, Array
+
+from mstore import MergeRequest, Store
+from mstore.adapters.low_rank import Factors
+from mstore.errors import BadRequest, Incompatible
+
+BLOCK = 1 << 16
+LAYER = "model.layers.{}.{}"
+WIDE = (300, 700)
+"""Rows of it lie across blocks."""
+
+
+def _base(dtype: str) -> dict[str, Array]:
+    rng = np.random.default_rng(5)
+    shapes = {
+        "model.embed_tokens.weight": (64, 30),
+        LAYER.format(0, "q_proj.weight"): WIDE,
+        LAYER.format(0, "up_proj.weight"): (700, 300),
+        LAYER.format(1, "q_proj.weight"): WIDE,
+        "model.norm.weight": (300,),
+        "lm_head.weight": (64, 30),
+    }
+    return {
+        name: rng.normal(0, 0.05, shape).astype(reference.DTYPES[dtype])
+        for name, shape in shapes.items()
+    }
+
+
+def _adapter(seed: int, rank: int, modules: list[str], dtype: str = "F32") -> Adapter:
+    rng = np.random.default_rng(seed)
+
+    def drawn(shape: tuple[int, int]) -> Array:
+        return rng.normal(0, 0.05, shape).astype(reference.DTYPES[dtype])
+
+    shapes = {m: (700, 300) if m.endswith("up_proj") else WIDE for m in modules}
+    return Adapter({m: (drawn((s[0], rank)), drawn((rank, s[1]))) for m, s in shapes.items()})
+
+
+Q0, UP, Q1 = LAYER.format(0, "q_proj"), LAYER.format(0, "up_proj"), LAYER.format(1, "q_proj")
+
+
+@dataclasses.dataclass
+class Family:
+    """A store with a base, three adapters and a fine-tune, and what each stands for."""
+
+    store: Store
+    base: dict[str, Array]
+    sides: dict[str, dict[str, Array]]
+    factor_bytes: dict[str, int]
+
+    def reference(
+        self, method: str, experts: dict[str, float], given: dict[str, Any], name: str
+    ) -> Array:
+        """The merge of one tensor, by the reference."""
+        sides = [self.sides[expert][name] for expert in experts]
+        return reference.merge(
+            method, given, list(experts.values()), self.base[name], sides, tensor=name
+        )
+
+    def assert_merged(
+        self, ref: str, method: str, experts: dict[str, float], given: dict[str, Any]
+    ) -> None:
+        """Every tensor is the reference's, bit for bit."""
+        for name, own in self.base.items():
+            found = self.store[ref].tensor(name)
+            wanted = self.reference(method, experts, given, name)
+            assert found.tobytes() == wanted.tobytes(), name
+            assert found.shape == own.shape
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    with _family(tmp_path_factory.mktemp("adapters"), "BF16") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """The same in float32, like the elements of an applied adapter."""
+    with _family(tmp_path_factory.mktemp("singles"), "F32") as found:
+        yield found
+
+
+@contextmanager
+def _family(root: Path, dtype: str) -> Iterator[Family]:
+    base = _base(dtype)
+    small = _adapter(1, 8, [Q0, UP], "BF16")
+    large = _adapter(2, 21, [Q0, UP, Q1])
+    rng = np.random.default_rng(3)
+    large.whole["lm_head.weight"] = rng.normal(0, 0.05, (64, 30)).astype(np.float32)
+    rows = _adapter(4, 4, [Q0])
+    rows.settings["use_dora"] = True
+    rows.magnitudes[Q0] = rng.uniform(1, 2, WIDE[0]).astype(np.float32)
+    tuned = {
+        name: (reference.single(value) + rng.normal(0, 0.01, value.shape)).astype(value.dtype)
+        for name, value in base.items()
+    }
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        adapters.write(root / "base", base, {"config.json": {"model_type": "x"}}, "model")
+        adapters.write(root / "tuned", tuned, {}, "model")
+        store.add(root / "base", name="base")
+        store.add(root / "tuned", name="tuned", base="base")
+        made = {"small": small, "large": large, "rows": rows}
+        for name, one in made.items():
+            store.add(one.write(root / name), name=name)
+        yield Family(
+            store,
+            base,
+            {"tuned": tuned} | {name: one.applied(base) for name, one in made.items()},
+            {n: sum(v.nbytes for v in one.tensors().values()) for n, one in made.items()},
+        )
+
+
+def ask(method: str, *experts: str, **more: Any) -> MergeRequest:
+    return MergeRequest(base="base", experts=experts, method=method, **more)
+
+
+MERGES: list[tuple[str, dict[str, float], dict[str, Any]]] = [
+    ("task_arithmetic", {"small": 1.0}, {}),
+    ("task_arithmetic", {"large": -0.5}, {}),
+    ("task_arithmetic", {"small": 1.0, "large": 0.5, "tuned": 0.25}, {"lambda": 0.7}),
+    ("linear", {"small": 1.0, "tuned": 2.0}, {}),
+    ("ties", {"small": 1.0, "large": 1.0, "tuned": 1.0}, {"density": 0.3}),
+    ("dare_ties", {"small": 1.0, "large": 0.5}, {"density": 0.5, "seed": 3}),
+    ("breadcrumbs", {"large": 1.0, "tuned": 1.0}, {"density": 0.6, "gamma": 0.05}),
+    ("della_linear", {"small": 1.0, "large": 1.0}, {"density": 0.5, "rescale": False}),
+    ("passthrough", {"large": 1.0}, {}),
+]
+
+
+@pytest.mark.parametrize("name", ["family", "singles"])
+@pytest.mark.parametrize(("method", "experts", "given"), MERGES)
+def test_an_adapter_is_merged_like_the_model_it_makes(
+    request: pytest.FixtureRequest,
+    name: str,
+    method: str,
+    experts: dict[str, float],
+    given: dict[str, Any],
+) -> None:
+    """Each method gives the reference's bits for base + product, beside fine-tunes and alone."""
+    family: Family = request.getfixturevalue(name)
+    store = family.store
+    plan = store.plan(MergeRequest(base="base", experts=experts, method=method, parameters=given))
+    merged = store.merge(plan, name="merged")
+    assert merged.expert_bytes_read + merged.memo_expert_bytes == plan.planned_expert_bytes
+    family.assert_merged("merged", method, experts, given)
+    assert store.replay("merged").same
+
+
+def test_dora_gives_rows_their_norms(family: Family) -> None:
+    """A DoRA adapter's rows have the norms that it says; its chunks are whole rows."""
+    store = family.store
+    store.merge(store.plan(ask("task_arithmetic", "rows", dtype="float32")), name="dora")
+    name = f"{Q0}.weight"
+    found, wanted = store["dora"].tensor(name), family.sides["rows"][name]
+    assert np.abs(found - wanted).max() <= 4 * 2.0**-23 * np.abs(wanted).max()
+    assert store.replay("dora").same
+
+
+def test_an_adapter_costs_its_own_bytes(family: Family) -> None:
+    """A merge reads each of an adapter's tensors once, and no more than that."""
+    store = family.store
+    plan = store.plan(ask("task_arithmetic", "large"))
+    assert plan.full_expert_bytes == plan.planned_expert_bytes
+    assert 0 < plan.planned_expert_bytes <= family.factor_bytes["large"]
+    assert store.merge(plan, name="whole").expert_bytes_read <= plan.planned_expert_bytes
+
+
+@pytest.mark.parametrize("share", ["20%", "50%", "80%"])
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+def test_a_budget_takes_products_whole_or_not_at_all(
+    family: Family, method: str, share: str
+) -> None:
+    """A budget is kept to the byte, its bound holds, and a product is read whole or not."""
+    store = family.store
+    asked = ask(method, "small", "large", "tuned", parameters=_density(method))
+    store.merge(store.plan(asked), name="full")
+    plan = store.plan(dataclasses.replace(asked, budget=share))
+    assert 0 < plan.planned_expert_bytes <= float(share[:-1]) / 100 * plan.full_expert_bytes
+    merged = store.merge(plan, name="part")
+    assert merged.expert_bytes_read + merged.memo_expert_bytes == plan.planned_expert_bytes
+    for tensor in store.explain("part", f"{Q0}.weight").tensors:
+        for expert in tensor.experts[:2]:
+            assert {"over budget"} == set(expert.chunks) or "over budget" not in expert.chunks
+    if plan.error_bound is not None:
+        off = sum(
+            float(((_double(store, "part", n) - _double(store, "full", n)) ** 2).sum())
+            for n in family.base
+        )
+        norm = sum(
+            float((reference.single(v).astype("f8") ** 2).sum()) for v in family.base.values()
+        )
+        # Rounding to the output's type is not part of the bound.
+        assert off**0.5 <= plan.error_bound * norm**0.5 * 1.05
+
+
+def _density(method: str) -> dict[str, Any]:
+    return {"density": 0.5} if method == "ties" else {}
+
+
+def _double(store: Store, ref: str, name: str) -> Array:
+    return reference.single(store[ref].tensor(name)).astype(np.float64)
+
+
+def test_a_budget_below_the_smallest_product(family: Family) -> None:
+    """A budget that no product fits is refused like any other that reads nothing."""
+    with pytest.raises(BadRequest, match="fits"):
+        family.store.plan(ask("task_arithmetic", "large", budget=1000))
+
+
+def test_a_virtual_merge_applies_an_adapter(family: Family) -> None:
+    """The applied model is committed as a plan, reads the same bytes, and becomes real."""
+    store = family.store
+    plan = store.plan(ask("ties", "small", "large", parameters={"density": 0.4}))
+    store.merge(plan, name="real")
+    store.merge(plan, name="virtual", virtual=True)
+    for name in reversed(family.base):
+        assert store["virtual"].tensor(name).tobytes() == store["real"].tensor(name).tobytes()
+    store.materialize("virtual")
+    assert store["virtual"].manifest == store["real"].manifest
+
+
+def test_shares_of_adapters_add_up(family: Family) -> None:
+    """Blame measures an adapter's share as any expert's."""
+    store = family.store
+    store.merge(store.plan(ask("task_arithmetic", "small", "tuned")), name="blamed")
+    for one in store.blame("blamed").tensors:
+        assert sum(share.share or 0 for share in one.experts) == pytest.approx(1, abs=1e-6)
+    report = store.blame("blamed", f"{Q1}.weight")
+    assert [expert.moved > 0 for expert in report.tensors[0].experts] == [False, True]
+
+
+def test_the_same_adapter_twice_is_read_once(family: Family) -> None:
+    """Two experts of one content share what is read, whatever their weights."""
+    store = family.store
+    once = store.plan(ask("task_arithmetic", "large"))
+    twice = store.plan(
+        MergeRequest(
+            base="base", experts=[("large", 1.0), ("large", 0.5)], method="task_arithmetic"
+        )
+    )
+    assert twice.planned_expert_bytes == once.planned_expert_bytes
+    merged = store.merge(twice, name="twice")
+    assert merged.expert_bytes_read + merged.memo_expert_bytes == once.planned_expert_bytes
+
+
+def test_other_processes_apply_adapters(family: Family) -> None:
+    """Slices that other processes compute give the same snapshot, for the same bytes."""
+    store = family.store
+    request = ask("task_arithmetic", "large", "small", parameters={"lambda": 0.9})
+    plan = store.plan(request)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        merged = store.merge(plan, name="elsewhere", executor=pool, memo=False)
+    assert merged.expert_bytes_read == plan.planned_expert_bytes
+    assert store.merge(plan, name="here", memo=False).manifest == merged.manifest
+
+
+def test_any_run_of_elements_is_the_same() -> None:
+    """An element does not depend on where a run of elements begins or ends."""
+    rng = np.random.default_rng(0)
+    for rows, columns, rank in ((7, 5, 3), (3, 2050, 6), (1, 1, 1), (40, 1, 4)):
+        up = rng.standard_normal((rows, rank)).astype(np.float32)
+        down = rng.standard_normal((rank, columns)).astype(np.float32)
+        base = rng.standard_normal((rows, columns)).astype(np.float32)
+        factors = Factors(up, down, np.array([0.3], dtype=np.float32), None)
+        wanted = adapters.added(base, up, down, 0.3).reshape(-1)
+        for first in range(0, base.size, max(1, base.size // 7)):
+            for n in {1, (base.size - first + 1) // 2, base.size - first}:
+                raw = base.reshape(-1)[first : first + n].view(np.uint8)
+                out = np.empty(4 * n, dtype=np.uint8)
+                factors.apply(raw, "F32", first, n, out)
+                assert out.tobytes() == wanted[first : first + n].tobytes()
+
+
+def test_numbers_that_are_not_finite() -> None:
+    """Infinity and NaN in a factor come out as the one quiet NaN, or infinity."""
+    up = np.array([[np.inf], [np.nan], [-0.0]], dtype=np.float32)
+    down = np.array([[1.0, 0.0]], dtype=np.float32)
+    factors = Factors(up, down, np.array([1], dtype=np.float32), None)
+    out = np.empty(24, dtype=np.uint8)
+    factors.apply(np.zeros(24, dtype=np.uint8), "F32", 0, 6, out)
+    words = out.view(np.uint32).tolist()
+    assert words == [0x7F800000, 0x7FC00000, 0x7FC00000, 0x7FC00000, 0, 0]
+
+
+RECIPE = """\
+merge_method: ties
+base_model: base
+models:
+- model: base+small
+  parameters: {density: 0.5}
+- model: {model: base, lora: large}
+  parameters: {density: 0.25, weight: 0.5}
+- model: tuned
+  parameters: {density: 1.0}
+parameters: {weight: 1.0}
+"""
+
+
+def test_a_recipe_names_adapters(family: Family) -> None:
+    """MODEL+ADAPTER in a recipe is the adapter as an expert, and printed recipes say it again."""
+    store = family.store
+    plan = store.plan(store.read_recipe(RECIPE).request)
+    assert [name for name, _ in plan.experts] == ["small", "large", "tuned"]
+    store.merge(plan, name="recipe")
+    family.assert_merged(
+        "recipe", "ties", {"small": 1.0, "large": 0.5, "tuned": 1.0}, {"density": (0.5, 0.25, 1.0)}
+    )
+    again = store.plan(store.read_recipe(store.recipe("recipe")).request)
+    assert again.plan == plan.plan
+
+
+def test_a_recipe_without_a_base_starts_from_the_adapters_model(family: Family) -> None:
+    """An average of MODEL+ADAPTER takes files from the model, which is not averaged."""
+    text = "merge_method: linear\nmodels:\n- {model: base+small, parameters: {weight: 1.0}}\n"
+    request = family.store.read_recipe(text).request
+    assert (request.base, tuple(request.experts)) == ("base", (("small", 1.0),))
+
+
+def test_an_adapter_of_another_model_in_a_recipe(family: Family) -> None:
+    """An adapter is applied to the base of the merge, so a recipe must not name another model."""
+    text = RECIPE.replace("base+small", "tuned+small")
+    with pytest.raises(BadRequest, match="adapter is one of the base") as caught:
+        family.store.read_recipe(text)
+    assert "line 4" in str(caught.value)
+
+
+# -- what is refused ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    adapters.write(tmp_path / "base", _base("F32"), {}, "model")
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        store.add(tmp_path / "base", name="base")
+        yield store
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LOHA"}, "LOHA"),
+    ({"peft_type": ["LORA"]}, "peft_type"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"target_parameters": ["experts.up"]}, "target_parameters"),
+    ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    ({"init_lora_weights": "loftq"}, "loftq"),
+    ({"init_lora_weights": "news"}, "news"),
+    ({"r": 0}, "rank"),
+    ({"r": 5}, "has rank 4"),
+    ({"lora_alpha": "16"}, "lora_alpha"),
+    ({"rank_pattern": {"(a+)+": 4}}, r"\(a\+\)\+"),
+    ({"rank_pattern": {".*.*.*.*.*": 4}}, "pattern"),
+    ({"use_dora": True}, "magnitudes"),
+    ({"use_dora": True, "fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"fan_in_fan_out": True}, "shape"),
+]
+
+
+@pytest.mark.parametrize(("settings", "word"), REFUSED, ids=lambda one: str(one)[:40])
+def test_settings_that_cannot_be_applied(
+    store: Store, tmp_path: Path, settings: dict[str, Any], word: str
+) -> None:
+    """A setting that mstore does not apply is refused by its name, before anything is read."""
+    one = _adapter(1, 4, [Q0])
+    one.settings |= settings
+    store.add(one.write(tmp_path / "lora"), name="lora")
+    with pytest.raises(Incompatible, match=word) as caught:
+        store.plan(ask("linear", "lora"))
+    assert caught.value.texts[1] == "lora"
+
+
+def _without(name: str) -> Adapter:
+    one = _adapter(1, 4, [Q0])
+    return dataclasses.replace(one, whole={name: np.zeros(3, dtype=np.float32)})
+
+
+MISFITS: list[tuple[Adapter, str]] = [
+    (_adapter(1, 4, ["model.layers.7.q_proj"]), "layers.7.q_proj.weight is not in the base"),
+    (_without("model.other.weight"), "model.other.weight is not in the base"),
+    (_without(f"{Q0}.weight"), "a product and new weights"),
+    (_without("model.norm.weight"), r"\[3\]"),
+    (
+        Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((4, 699), "f4"))}),
+        r"\[300, 699\]",
+    ),
+    (Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((3, 700), "f4"))}), "matrices"),
+    (
+        Adapter({"model.norm": (np.zeros((300, 4), "f4"), np.zeros((4, 1), "f4"))}),
+        "matrices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "word"), MISFITS, ids=lambda one: str(one)[:30])
+def test_an_adapter_of_another_model(store: Store, tmp_path: Path, one: Adapter, word: str) -> None:
+    """An adapter that does not fit the base is refused by the tensor that does not."""
+    store.add(one.write(tmp_path / "lora"), name="lora")
+    with pytest.raises(Incompatible, match=word):
+        store.plan(ask("linear", "lora"))
+
+
+def test_an_adapter_without_its_config(store: Store, tmp_path: Path) -> None:
+    """Factors alone do not say how they are scaled."""
+    path = _adapter(1, 4, [Q0]).write(tmp_path / "lora")
+    (path / "adapter_config.json").unlink()
+    store.add(path, name="lora")
+    with pytest.raises(Incompatible, match="without its adapter_config"):
+        store.plan(ask("linear", "lora"))
+
+
+def test_other_names_of_one_model(store: Store, tmp_path: Path) -> None:
+    """An adapter of the model without its head, or inside another, finds its tensors."""
+    for number, prefix in enumerate(("layers.0", "vlm.model.layers.0")):
+        one = _adapter(1, 4, [Q0])
+        factors = {f"{prefix}.q_proj": pair for pair in one.factors.values()}
+        store.add(Adapter(factors).write(tmp_path / f"l{number}"), name="lora")
+        store.merge(store.plan(ask("task_arithmetic", "lora")), name=f"m{number}")
+        name = f"{Q0}.weight"
+        wanted = one.applied(_base("F32"))[name]
+        assert np.allclose(store[f"m{number}"].tensor(name), wanted, atol=1e-7)
+
+
+def test_adapters_merge_into_an_adapter(store: Store, tmp_path: Path) -> None:
+    """Where the base is an adapter, experts are adapters as they are, not what they make."""
+    made = [_adapter(seed, 4, [Q0]) for seed in (1, 2)]
+    for number, one in enumerate(made):
+        store.add(one.write(tmp_path / f"l{number}"), name=f"l{number}")
+    plan = store.plan(MergeRequest(base="l0", experts=["l1"], method="linear"))
+    store.merge(plan, name="both")
+    for name, value in made[1].tensors().items():
+        assert store["both"].tensor(name).tobytes() == value.tobytes()
+
+
+def test_an_adapter_remembers_its_base(store: Store, tmp_path: Path) -> None:
+    """`add --base` of an adapter checks that it fits, and records where it came from."""
+    report = store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora", base="base")
+    (entry, *_) = store.log("lora")
+    assert report.name == "lora"
+    assert [parent.role for parent in entry.parents] == ["base"]
+    other = _adapter(1, 4, ["model.layers.9.q_proj"]).write(tmp_path / "other")
+    with pytest.raises(Incompatible, match=r"layers\.9"):
+        store.add(other, name="other", base="base")
+    assert "other" not in {ref.name for ref in store.refs()}
+
+
+def test_statistics_of_an_adapter(store: Store, tmp_path: Path) -> None:
+    """`analyze` measures what an adapter changes, once."""
+    store.add(_adapter(1, 4, [Q0, UP]).write(tmp_path / "lora"), name="lora")
+    first = store.analyze("lora", base="base")
+    assert (first.tensors_measured, first.tensors_equal) == (2, 4)
+    again = store.analyze("lora", base="base")
+    assert (again.tensors_measured, again.expert_bytes_read) == (0, 0)
+    plan = store.plan(ask("ties", "lora", parameters={"density": 0.5}, analyze=False))
+    assert plan.planned_expert_bytes == first.expert_bytes_read
+
+
+def test_a_new_tensor_is_not_made_of_another_product(store: Store, tmp_path: Path) -> None:
+    """A product belongs to its own tensor of the base: no other can stand below it."""
+    store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora")
+    asked = ask("linear", "lora", outputs={"new": [f"{Q1}.weight", f"{Q0}.weight"]})
+    with pytest.raises(Incompatible, match="is an adapter"):
+        store.plan(asked)
