@@ -14,7 +14,7 @@ from mstore.add import AddReport
 from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
 from mstore.backup.clone import CloneReport
-from mstore.check.affected import Hurt
+from mstore.check.affected import Affected
 from mstore.check.findings import Problem
 from mstore.check.fsck import CheckReport
 from mstore.check.reindex import ReindexReport
@@ -67,6 +67,7 @@ __all__ = [
     "UNCHECKED",
     "UNKNOWN_KEY",
     "AddReport",
+    "Affected",
     "AnalyzeReport",
     "BackupReport",
     "BlameReport",
@@ -83,7 +84,6 @@ __all__ = [
     "FileReport",
     "GcReport",
     "HeldBytes",
-    "Hurt",
     "LayerBlame",
     "LayerExplanation",
     "MaterializeReport",

@@ -530,7 +530,7 @@ def test_a_damaged_pack_is_named(store: Store, models: Path, tmp_path: Path) -> 
     rot(store)
     report = store.backup(target, threads=1)
     assert [one.kind for one in report.problems] == ["block"]
-    assert {name for one in report.hurt for name in one.refs} == {"three"}
+    assert {name for one in report.affected for name in one.refs} == {"three"}
     assert report.packs_removed == ()
     assert old.keys() <= packs_in(target).keys()
     with Store.open(target) as copy:
@@ -566,8 +566,8 @@ def test_a_pack_that_cannot_be_copied_is_named(
     report = store.backup(tmp_path / "backup", threads=1)
     assert [(one.kind, one.where) for one in report.problems] == [("pack", path.stem)]
     # Without a footer the payloads can still be read.
-    hurt = set() if damage == "footer" else {"two"}
-    assert {name for one in report.hurt for name in one.refs} == hurt
+    affected = set() if damage == "footer" else {"two"}
+    assert {name for one in report.affected for name in one.refs} == affected
     with Store.open(tmp_path / "backup") as copy:
         view = copy.view(copy["one"].id)
         assert b"".join(map(bytes, view.stream("config.json"))) == (
@@ -731,7 +731,7 @@ def test_what_the_store_lost_stays_in_the_backup(
     store: Store, models: Path, tmp_path: Path
 ) -> None:
     """A store that lost blocks and dropped their rows is no success: the backup names them and
-    whom they hurt, keeps its own copies run after run, takes what is new, and heals the store."""
+    whom they affect, keeps its own copies run after run, takes what is new, and heals the store."""
     target = tmp_path / "backup"
     store.backup(target, threads=1)
     lose_blocks(store)
@@ -740,7 +740,7 @@ def test_what_the_store_lost_stays_in_the_backup(
         report = store.backup(target, threads=1)
         assert {one.kind for one in report.problems} == {"block"}
         assert all("keeps its copy" in one.what for one in report.problems)
-        assert {name for one in report.hurt for name in one.refs} == {"two"}
+        assert {name for one in report.affected for name in one.refs} == {"two"}
         assert report.packs_removed == ()
         assert report.hint == as_phrase(call("repair", read_data=True, sources=(str(target),)))
         wanted = {name: files_of(models / name) for name in ("one", "two", "three")}
@@ -775,7 +775,7 @@ def test_a_first_backup_of_a_store_that_lost_blocks(store: Store, tmp_path: Path
     for _ in range(2):
         report = store.backup(tmp_path / "backup", threads=1)
         assert {one.kind for one in report.problems} == {"block"}
-        assert {name for one in report.hurt for name in one.refs} == {"two"}
+        assert {name for one in report.affected for name in one.refs} == {"two"}
         assert report.hint == as_phrase(call("repair", read_data=True, sources=("PLACE",)))
 
 

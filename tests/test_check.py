@@ -346,7 +346,7 @@ def test_deltas_are_read_through_their_bases(dense: Store) -> None:
     told = {problem.where for problem in report.problems}
     assert base.hex() in told
     assert {key.hex() for key, row in delta_rows(dense).items() if row[22:] == base} <= told
-    assert {hurt.refs for hurt in report.hurt} == {("base",), ("tuned",)}
+    assert {affected.refs for affected in report.affected} == {("base",), ("tuned",)}
 
 
 @pytest.mark.parametrize(
@@ -451,9 +451,9 @@ def test_everyone_who_is_hurt_is_named(store: Store) -> None:
         for block in shared:
             rows.delete(block, db=index.db("blocks"))
     report = store.fsck()
-    hurt = {(name, one.path, one.tensor) for one in report.hurt for name in one.refs}
+    affected = {(name, one.path, one.tensor) for one in report.affected for name in one.refs}
     for name in ("base", "expert", "merged"):
-        assert {(name, "model.safetensors", "a"), (name, "config.json", None)} <= hurt
+        assert {(name, "model.safetensors", "a"), (name, "config.json", None)} <= affected
     assert str(report.hint).startswith("repair(sources=[PLACE])")
 
 

@@ -56,7 +56,7 @@ def test_damage_is_an_error_that_names_it(mstore: Program, tmp_path: Path) -> No
     [problem] = document["problems"]
     assert problem["kind"] == "block"
     assert problem["where"] in done.out
-    assert document["hurt"][0]["refs"] == ["one"]
+    assert document["affected"][0]["refs"] == ["one"]
     assert mstore("backup", tmp_path / "third", "-q").lines == [problem["where"]]
     clone = mstore("clone", mstore.store, tmp_path / "clone")
     assert clone.status == 1

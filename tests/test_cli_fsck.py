@@ -38,7 +38,7 @@ def test_a_sample_prints_its_seed_and_can_be_repeated(mstore: Program) -> None:
 
 
 def test_damage_is_told_with_the_next_command(mstore: Program) -> None:
-    """Problems give status 1, name everyone who is hurt, and end with what to type next."""
+    """Problems give status 1, name everyone who is affected, and end with what to type next."""
     break_payloads(mstore.store)
     done = mstore("fsck", "--read-data")
     assert done.status == 1

@@ -29,7 +29,7 @@ from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.ids import BlockId, ManifestId, PackId, PlanId
 from mstore.merge.running.commit import Merged, run_merge
 from mstore.merge.running.compute import blend, tie_counts
-from mstore.merge.running.engine import Engine, Means
+from mstore.merge.running.engine import Engine, Resources
 from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.memory import RESERVE, bounds
 from mstore.merge.running.slices import Slice
@@ -115,7 +115,7 @@ _WANTED: dict[PlanId, ManifestId] = {}
 def wanted(store: Store, plan: Plan) -> ManifestId:
     """What one thread in one slice makes."""
     if plan.id() not in _WANTED:
-        outcome = Engine(store._catalog, plan, None, means=Means(1)).run()
+        outcome = Engine(store._catalog, plan, None, resources=Resources(1)).run()
         _WANTED[plan.id()] = outcome.manifest.id()
     return _WANTED[plan.id()]
 
@@ -336,10 +336,10 @@ def test_no_byte_outside_the_plan_is_read(store: Store, monkeypatch: pytest.Monk
         read.append((pack, offset, length))
         return plain(self, pack, offset, length)
 
-    Engine(catalog, plan, None, means=Means(1)).run()  # records are in the cache
+    Engine(catalog, plan, None, resources=Resources(1)).run()  # records are in the cache
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
     monkeypatch.setattr(PackFiles, "read", spy_plain)
-    outcome = Engine(catalog, plan, None, means=Means(2)).run()
+    outcome = Engine(catalog, plan, None, resources=Resources(2)).run()
     read = [one for one in read if one[:2] not in papers]
     assert [one for one in read if allowed.get(one[:2]) != one[2]] == []
     assert sum(length for *_, length in read) == (
@@ -360,7 +360,7 @@ def test_neighbours_are_read_in_one_go(store: Store, monkeypatch: pytest.MonkeyP
         scattered(self, pack, offset, targets)
 
     monkeypatch.setattr(PackFiles, "read_scattered", spy)
-    Engine(store._catalog, plan, None, means=Means(2)).run()
+    Engine(store._catalog, plan, None, resources=Resources(2)).run()
     assert blocks > 60
     assert calls < blocks / 4
 

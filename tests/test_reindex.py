@@ -204,14 +204,14 @@ def test_an_open_store_is_not_reindexed(path: Path) -> None:
 
 
 def test_a_damaged_pack_is_left_out_and_told(path: Path) -> None:
-    """What cannot be read of a pack is named; the rest is indexed, and fsck names who is hurt."""
+    """What cannot be read of a pack is named; the rest is indexed; fsck names what it affects."""
     lost = packs(path)[0]
     lost.chmod(0o600)
     lost.write_bytes(lost.read_bytes()[:-1])
     report = Store.reindex(path)
     assert any(lost.stem in note for note in report.notes)
     with Store.open(path) as store:
-        assert {hurt.path for hurt in store.fsck().hurt} >= {"model.safetensors"}
+        assert {affected.path for affected in store.fsck().affected} >= {"model.safetensors"}
 
 
 def test_of_two_copies_the_one_that_reads_right_is_taken(path: Path) -> None:

@@ -153,8 +153,10 @@ def test_every_added_block_is_healed_from_checkpoints(root: Path) -> None:
         # What merges made is in no checkpoint; their files are named. A virtual one has a card
         # and a recipe.
         assert report.dropped
-        assert {hurt.refs for hurt in report.after.hurt} == {("merged",), ("virtual",)}
-        assert {hurt.path for hurt in report.after.hurt if hurt.refs == ("virtual",)} == {
+        assert {affected.refs for affected in report.after.affected} == {("merged",), ("virtual",)}
+        assert {
+            affected.path for affected in report.after.affected if affected.refs == ("virtual",)
+        } == {
             "README.md",
             "mergekit_config.yml",
         }
@@ -183,11 +185,15 @@ def test_what_has_no_copy_is_dropped_and_comes_back_with_good_files(root: Path) 
         report = store.repair(read_data=True)
         assert report.healed == ()
         assert report.dropped
-        hurt = {(ref, hurt.path, hurt.tensor) for hurt in report.after.hurt for ref in hurt.refs}
+        affected = {
+            (ref, affected.path, affected.tensor)
+            for affected in report.after.affected
+            for ref in affected.refs
+        }
         for ref in ("base", "expert", "v1"):
-            assert (ref, "model.safetensors", "a") in hurt
-            assert (ref, "config.json", None) in hurt
-        assert ("merged", "model.safetensors", "b") in hurt
+            assert (ref, "model.safetensors", "a") in affected
+            assert (ref, "config.json", None) in affected
+        assert ("merged", "model.safetensors", "b") in affected
         with pytest.raises(Exception, match="does not have"):
             store["base"].read("model.safetensors")
         for name in ADDED:

@@ -253,7 +253,7 @@ def rows_of(store: Store, revision: str, tensor: str) -> list[bytes]:
 
 def test_a_memo_row_that_says_otherwise(store: Store) -> None:
     """A block that does not come out as it is remembered is Corrupt, named by plan, tensor and
-    block; the other blocks are not hurt."""
+    block; the other blocks are not affected."""
     both(store, "m", **METHODS["ties"])
     keys = rows_of(store, "m/virtual", "model.embed.weight")
     row = store._memo.outputs([keys[2]])[0]

@@ -63,7 +63,7 @@ OBJECTS: dict[str, type] = {
     "signature": reports.SignatureReport,
     "verification": reports.VerifyReport,
     "problem": reports.Problem,
-    "hurt tensor": reports.Hurt,
+    "affected tensor": reports.Affected,
     "check": reports.CheckReport,
     "mount": MountInfo,
 }

@@ -34,7 +34,7 @@ from mstore.blocks.index import Index
 from mstore.blocks.location_rows import pack_number
 from mstore.blocks.pack_numbers import Condemned, NamedPack
 from mstore.blocks.packs import SealedPack, pack_path
-from mstore.check.affected import Hurt, Wounds
+from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.errors import Conflict, StorageFailed, Unavailable
 from mstore.ids import PackId
@@ -81,7 +81,7 @@ class BackupReport:
     """packs that no index knows, now in the backup's lost+found/"""
     problems: tuple[Problem, ...]
     """what is damaged in the store; empty: nothing that was copied is damaged"""
-    hurt: tuple[Hurt, ...]
+    affected: tuple[Affected, ...]
     """files and tensors that the damage makes unreadable"""
     hint: Phrase | None
     """the next command if something is damaged; None: nothing is"""
@@ -163,7 +163,7 @@ class _Backup:
             waiting_bytes=waiting,
             put_aside=tuple(path.stem for path in aside),
             problems=self._findings.problems,
-            hurt=self._hurt(names),
+            affected=self._affected(names),
             hint=self._hint(),
             seconds=time.monotonic() - self._began,
         )
@@ -322,14 +322,14 @@ class _Backup:
         left = sum(pack.size for pack in waiting) - sum(pack.size for pack in removed)
         return removed, aside, left
 
-    def _hurt(self, names: dict[str, refs.Ref]) -> tuple[Hurt, ...]:
+    def _affected(self, names: dict[str, refs.Ref]) -> tuple[Affected, ...]:
         """Whom damage hurts, as the backup is now."""
         if not self._findings.problems:
             return ()
         with closing(Catalog(self._layout)) as catalog:
             with catalog.index.env.read() as transaction:
                 pruned = pruned_rows.ids(catalog.index, transaction)
-            return Wounds(catalog, self._findings).all(names, pruned)
+            return AffectedTensors(catalog, self._findings).all(names, pruned)
 
     def _hint(self) -> Phrase | None:
         if not self._findings.problems:

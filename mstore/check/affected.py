@@ -1,4 +1,4 @@
-"""Hurt: the snapshots, files and tensors that cannot be read because something is lost."""
+"""Affected: the snapshots, files and tensors that cannot be read because something is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mstore.store.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
-class Hurt:
+class Affected:
     """What of a snapshot cannot be read as it is: a tensor, a file, or all of it."""
 
     snapshot: SnapshotId
@@ -33,8 +33,8 @@ class Hurt:
     """how many of its blocks are lost; 0: its record is lost"""
 
 
-class Wounds:
-    """Finds the hurt tensors, checking each once; re-reads blocks in damaged packs."""
+class AffectedTensors:
+    """Finds the affected tensors, checking each once; re-reads blocks in damaged packs."""
 
     def __init__(self, catalog: Catalog, findings: Findings) -> None:
         self._catalog = catalog
@@ -52,8 +52,10 @@ class Wounds:
                 if (number := index.pack_number(transaction, pack)) is not None
             }
 
-    def all(self, names: dict[str, refs.Ref], pruned: AbstractSet[SnapshotId]) -> tuple[Hurt, ...]:
-        """Return everything that is hurt, by snapshot; empty if nothing is."""
+    def all(
+        self, names: dict[str, refs.Ref], pruned: AbstractSet[SnapshotId]
+    ) -> tuple[Affected, ...]:
+        """Return everything that is affected, by snapshot; empty if nothing is."""
         if not self._findings.broken and not self._findings.packs:
             return ()
         called = defaultdict(list)
@@ -65,17 +67,17 @@ class Wounds:
                 found += self._snapshot(id, tuple(called.get(id, ())))
         return tuple(found)
 
-    def _snapshot(self, id: SnapshotId, names: tuple[str, ...]) -> list[Hurt]:
+    def _snapshot(self, id: SnapshotId, names: tuple[str, ...]) -> list[Affected]:
         try:
             manifest = self._catalog.manifest(self._catalog.snapshot(id).manifest_id())
         except MstoreError:
-            return [Hurt(id, names, None, None, 0)]
+            return [Affected(id, names, None, None, 0)]
         found = []
         for file in manifest.files:
             for part in file.parts:
                 lost = self._tensor(part.tensor_id())
                 if lost is not None:
-                    found.append(Hurt(id, names, file.path, part.name, lost))
+                    found.append(Affected(id, names, file.path, part.name, lost))
         return found
 
     def _tensor(self, id: TensorId) -> int | None:

@@ -18,7 +18,7 @@ from mstore.blocks.index import Index, subject
 from mstore.blocks.location_rows import pack_number
 from mstore.blocks.packs import pack_path
 from mstore.check import index_file
-from mstore.check.affected import Hurt, Wounds
+from mstore.check.affected import Affected, AffectedTensors
 from mstore.check.findings import Findings, Problem
 from mstore.check.footers import Footers, Totals
 from mstore.check.graph import Graph
@@ -62,7 +62,7 @@ class CheckReport:
     """what interrupted work left behind; harmless"""
     problems: tuple[Problem, ...]
     """what is wrong; empty in a sound store"""
-    hurt: tuple[Hurt, ...]
+    affected: tuple[Affected, ...]
     """every tensor and file that cannot be read as it is"""
     hint: Phrase | None
     """the next command; None in a sound store"""
@@ -164,7 +164,9 @@ class Checker:
         findings = self.findings
         names = {} if graph is None else graph.names
         lost = set() if graph is None else set(graph.lost)
-        hurt = () if graph is None else Wounds(catalog, findings).all(names, graph.pruned)
+        affected = (
+            () if graph is None else AffectedTensors(catalog, findings).all(names, graph.pruned)
+        )
         return CheckReport(
             read_data=self._scope.share == 1,
             index_only=findings.is_index_wrong,
@@ -179,7 +181,7 @@ class Checker:
             bytes_total=totals.stored_bytes,
             garbage=tuple(findings.garbage),
             problems=findings.problems,
-            hurt=hurt,
+            affected=affected,
             hint=self._hint(catalog, names.keys(), lost),
             seconds=time.monotonic() - began,
         )

@@ -49,7 +49,7 @@ WIDTHS = (1, 2, 4, 8)
 class RepairReport:
     """The result of `repair`.
 
-    `after.hurt` lists what the dropped objects make unreadable.
+    `after.affected` lists what the dropped objects make unreadable.
     """
 
     before: CheckReport

@@ -83,7 +83,7 @@ def _show(screen: Screen, report: BackupReport, session: Session) -> None:
             ("time", format_seconds(report.seconds)),
         ]
     )
-    show_damage(screen, report.problems, report.hurt, report.hint, session.typed)
+    show_damage(screen, report.problems, report.affected, report.hint, session.typed)
 
 
 def _waiting(size: int) -> str | None:

@@ -20,14 +20,14 @@ from mstore_cli.sizes import counted, format_seconds, format_share, format_size
 
 if TYPE_CHECKING:
     from mstore.phrases import Phrase, Text
-    from mstore.reports import CheckReport, Hurt, Problem, RepairReport
+    from mstore.reports import Affected, CheckReport, Problem, RepairReport
 
     Typed = Callable[[Text], str]
     """Formats a text of the library, with its commands as this user types them."""
 
 PROBLEMS = (Column("PROBLEM", style="red"), Column("WHERE"), Column("WHAT", sentence=True))
-HURT = (
-    Column("HURT", style="red", sentence=True),
+AFFECTED = (
+    Column("AFFECTED", style="red", sentence=True),
     Column("FILE"),
     Column("TENSOR"),
     Column("BLOCKS LOST"),
@@ -191,13 +191,13 @@ def _headline(screen: Screen, count: int, word: str) -> None:
 
 
 def _damage(screen: Screen, report: CheckReport, typed: Typed) -> None:
-    show_damage(screen, report.problems, report.hurt, report.hint, typed)
+    show_damage(screen, report.problems, report.affected, report.hint, typed)
 
 
 def show_damage(
     screen: Screen,
     problems: Sequence[Problem],
-    hurt: Sequence[Hurt],
+    affected: Sequence[Affected],
     hint: Phrase | None,
     typed: Typed,
 ) -> None:
@@ -205,17 +205,17 @@ def show_damage(
     if problems:
         screen.line()
     screen.table(PROBLEMS, ((one.kind, one.where, one.what) for one in problems))
-    if hurt:
+    if affected:
         screen.line()
-    # If only whole snapshots are hurt, their names suffice.
-    columns = len(HURT) if any(one.path is not None for one in hurt) else 1
-    screen.table(HURT[:columns], (_hurt(one)[:columns] for one in hurt))
+    # If only whole snapshots are affected, their names suffice.
+    columns = len(AFFECTED) if any(one.path is not None for one in affected) else 1
+    screen.table(AFFECTED[:columns], (_affected(one)[:columns] for one in affected))
     if hint:
         screen.line()
         screen.line(f"next: {typed(hint)}")
 
 
-def _hurt(one: Hurt) -> tuple[str, str, str, str]:
+def _affected(one: Affected) -> tuple[str, str, str, str]:
     lost = "" if one.path is None else str(one.blocks or "its record")
     names = ", ".join(one.refs) or short(one.snapshot)
     return names, one.path or "", one.tensor or "", lost

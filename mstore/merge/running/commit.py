@@ -12,7 +12,7 @@ from msgspec import structs
 from mstore.blocks.codecs import Policy
 from mstore.errors import StorageFailed
 from mstore.ids import ManifestId, SnapshotId
-from mstore.merge.running.engine import Engine, Means, Outcome
+from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.memory import MEMORY
 from mstore.merge.running.overflow import counted
 from mstore.merge.running.papers import Form
@@ -64,7 +64,7 @@ def run_merge(
     """Run a stored plan and publish the result under a ref.
 
     memo: the memo table to use and extend, None for none. memory, executor, slice_bytes: as in
-    engine.Means. policy: how to encode the output, None for the store's own. materialized: the
+    engine.Resources. policy: how to encode the output, None for the store's own. materialized: the
     current value of a ref that holds the virtual merge of this plan, to be made real; if it has
     moved, nothing is published. papers: as in engine.Engine.
 
@@ -72,7 +72,7 @@ def run_merge(
     memory), NotFound (an input was pruned), BudgetExceeded, Corrupt, StorageFailed; then nothing is
     published.
     """
-    means = Means(threads, MEMORY if memory is None else memory, executor, slice_bytes)
+    resources = Resources(threads, MEMORY if memory is None else memory, executor, slice_bytes)
     inputs = (sources.base, *sources.experts)
     with (
         contents.held(catalog, (source.snapshot_id() for source in inputs)),
@@ -85,7 +85,7 @@ def run_merge(
             catalog,
             plan,
             transaction,
-            means=means,
+            resources=resources,
             policy=policy,
             memo=memo,
             papers=papers,

@@ -47,7 +47,7 @@ from mstore.store.memo import Memo
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class Resources:
     """The resources of a run.
 
     threads: most threads that compute. memory: most anonymous bytes. slice_bytes: plain bytes of
@@ -99,7 +99,7 @@ class Engine:
         plan: Plan,
         sink: Sink | None,
         *,
-        means: Means,
+        resources: Resources,
         policy: Policy | None = None,
         memo: Memo | None = None,
         papers: Form = Form.CURRENT,
@@ -113,7 +113,7 @@ class Engine:
         self._expert_meter = Meter("expert", self._costs.planned)
         tasks = Tasks(catalog, plan, self._expert_meter)
         layout = Layout(catalog, tasks)
-        limits = bounds(tasks, memory=means.memory, threads=means.threads)
+        limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
         self._base_meter = Meter("base")
         written: set[BlockId] = set()
         self._known = KnownChunks(catalog, tasks, sink, memo, written)
@@ -127,10 +127,10 @@ class Engine:
             bounds=limits,
             runs=(),
         )
-        cutter = Cutter(first, means.slice_bytes)
+        cutter = Cutter(first, resources.slice_bytes)
         self._work = WorkList(catalog, tasks, layout, self._known, cutter, progress)
         self._runner: LocalRunner | RemoteRunner
-        if means.executor is None:
+        if resources.executor is None:
             computer = Computer(
                 catalog.packs,
                 self._expert_meter,
@@ -140,7 +140,9 @@ class Engine:
             )
             self._runner = LocalRunner(computer, limits, sink, written)
         else:
-            self._runner = RemoteRunner(means.executor, sink, self._expert_meter, self._base_meter)
+            self._runner = RemoteRunner(
+                resources.executor, sink, self._expert_meter, self._base_meter
+            )
         self._records = Records(
             catalog,
             layout,

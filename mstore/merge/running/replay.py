@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.running.commit import inputs_held
-from mstore.merge.running.engine import Engine, Means, Outcome
+from mstore.merge.running.engine import Engine, Outcome, Resources
 from mstore.merge.running.papers import form_of
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
@@ -58,7 +58,7 @@ def replay(
             catalog,
             plan,
             None,
-            means=Means(threads),
+            resources=Resources(threads),
             papers=form_of(catalog, record, plan),
             progress=progress,
         ).run()
