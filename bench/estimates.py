@@ -81,6 +81,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dare_ties", {"density": 0.3, "rescale": "l1"}),
     *(("della", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
     *(("della_linear", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
+    *(("nearswap", {"t": t}) for t in (1e-4, 0.003, 0.03)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]

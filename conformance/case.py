@@ -21,9 +21,10 @@ _PARAMETERS = {
     "multislerp": ("around_base", "normalize_weights"),
     "nuslerp": ("around_base",),
     "passthrough": ("scale",),
+    "nearswap": ("t",),
     "slerp": ("t",),
 }
-_UNWEIGHTED = {"karcher", "model_stock", "passthrough", "slerp"}
+_UNWEIGHTED = {"karcher", "model_stock", "nearswap", "passthrough", "slerp"}
 
 
 @dataclass(frozen=True)

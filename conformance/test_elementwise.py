@@ -1,4 +1,4 @@
-"""linear and task_arithmetic equal mergekit's bit for bit."""
+"""linear, task_arithmetic and nearswap equal mergekit's bit for bit."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ TASK = [
     Case("task_arithmetic", (1.0, -1.0, 0.5, -0.5), normalize=True),
     Case("task_arithmetic", (0.9, 0.0, 0.33), normalize=True),
 ]
+NEAR = [Case("nearswap", (1.0,), t=t, members=("e1",)) for t in (1e-4, 0.003, 0.1, 1e3)]
 
 
 def untouched(family: Family, case: Case) -> dict[str, Tensor]:
@@ -89,6 +90,15 @@ def test_task_arithmetic(workplace: Workplace, case: Case) -> None:
     for out_dtype in outputs(workplace.family):
         ours, theirs = workplace.ours(case, out_dtype), workplace.theirs(case, out_dtype)
         assert_same(ours, theirs, minus_zeros(workplace.family, ours, theirs))
+
+
+@pytest.mark.parametrize("case", NEAR, ids=str)
+def test_nearswap(workplace: Workplace, case: Case) -> None:
+    """nearswap is mergekit's, bit for bit, where the expert moves anything."""
+    family = workplace.family
+    for out_dtype in outputs(family):
+        ours, theirs = workplace.ours(case, out_dtype), workplace.theirs(case, out_dtype)
+        assert_same(ours, theirs, untouched(family, case))
 
 
 def test_more_than_four_experts(workplaces: Callable[[str], Workplace]) -> None:

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "breadcrumbs": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
     "breadcrumbs_ties": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
     "passthrough": {"scale": 1.0},
+    "nearswap": {},
 }
 
 
@@ -80,6 +81,10 @@ def merge(
             side = _where_bits(absent[0], single(base), single(experts[0]))
             mixed = side * np.float32(parameters["scale"])
             keep = (_bits(side) == _bits(single(base))) & (parameters["scale"] == 1)
+        elif method == "nearswap":
+            side = _where_bits(absent[0], single(base), single(experts[0]))
+            mixed = swapped(single(base), side, parameters["t"])
+            keep = _bits(side) == _bits(single(base))
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
@@ -112,6 +117,17 @@ def mixture(
             total = fused(x, np.float32(factor), total)
         out = _result(base.ravel(), total, untouched, out_dtype or name_of(base))
     return out.reshape(base.shape)
+
+
+def swapped(base: Single, expert: Single, t: float) -> Single:
+    """The expert where it is nearer than t, else the base moved by t towards it."""
+    one = np.float32(1)
+    distance = np.abs(expert - base)
+    distance = np.where(distance < np.float32(1e-6), np.float32(1e-6), distance)
+    share = one / distance * np.float32(t)
+    share = np.where(share > one, one, share)
+    moved: Single = share * expert + (one - share) * base
+    return moved
 
 
 def by_rank(d: Single, row: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:

@@ -46,6 +46,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "agrees": ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.1, "lambda": 0.7}, {"budget": 0.6}),
     "passes": ("passthrough", {}, {"budget": 0.5}),
     "scales": ("passthrough", {"scale": -1.25}, {"dtype": "F32"}),
+    "near": ("nearswap", {"t": 0.02}, {}),
+    "swaps": ("nearswap", {"t": 0.3}, {"budget": 0.5, "dtype": "F32"}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
@@ -57,7 +59,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
-    if WAYS[way][0] in ("slerp", "passthrough"):
+    if WAYS[way][0] in ("slerp", "passthrough", "nearswap"):
         return {"e1": 1.0}
     if WAYS[way][0] in ("model_stock", "karcher"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
@@ -87,6 +89,11 @@ def contributions(
     b = reference.single(base).astype(np.float64)
     if method == "passthrough":
         w = [np.float32(given.get("scale", 1.0))]
+    if method == "nearswap":
+        side = reference.single(experts[0])
+        moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
+        still = absent[0] | (reference.delta(base, experts[0]) == 0)
+        return np.zeros(b.size), [np.where(still, 0.0, moved - b)]
     if method in ("slerp", "karcher", "passthrough") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [

@@ -41,6 +41,7 @@ ADDITIVE = {
     "nuslerp": ({"around_base": False}, (1.0, 0.5)),
     "karcher": ({}, (1.0, 1.0, 1.0)),
     "passthrough": ({"scale": 1.25}, (1.0,)),
+    "nearswap": ({"t": 0.02}, (1.0,)),
 }
 CONSENSUS = {
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),

@@ -49,6 +49,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("slerp", {"t": 0.3}),
     ("slerp", {"t": 0.999}),
     ("passthrough", {"scale": -1.25}),
+    ("nearswap", {"t": 1e-3}),
+    ("nearswap", {"t": 3.0}),
+    ("nearswap", {"t": 1e38}),
     ("model_stock", {}),
     ("nuslerp", {}),
     ("nuslerp", {"around_base": False}),
@@ -56,7 +59,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("multislerp", {"around_base": False, "normalize_weights": False}),
     ("karcher", {}),
 ]
-ALONE = ("slerp", "passthrough")
+ALONE = ("slerp", "passthrough", "nearswap")
 UNWEIGHTED = ("model_stock", "karcher")
 TINY = float(np.float32(2.0**-149))
 

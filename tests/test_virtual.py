@@ -42,6 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "breadcrumbs_ties": {"method": "breadcrumbs_ties", "parameters": {"density": 0.3}},
     "passthrough": {"method": "passthrough", "parameters": {"scale": 0.75}, "experts": ["e1"]},
+    "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
     "multislerp on a budget": {"method": "multislerp", "budget": 0.5},
     "karcher": {"method": "karcher", "experts": ["e0", "e1", "e2"], "dtype": "float32"},

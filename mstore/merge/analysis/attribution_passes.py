@@ -15,7 +15,7 @@ from numba import carray  # type: ignore[attr-defined]
 from mstore.merge.arithmetic import arguments, philox, stages, tiles
 from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
-from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, trim, trim_band
+from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, swap, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ALL,
     ALONE,
@@ -25,6 +25,7 @@ from mstore.merge.arithmetic.tiles import (
     DRAWS,
     EXPERT,
     LANES,
+    NEAR,
     TILE,
     TILES,
 )
@@ -138,7 +139,8 @@ def attribute(
     """As `attribution.attribute`, into `sums` and `counts`; the last four are scratch."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts, normalizes = given[a.EXPERTS], given[a.NORMALIZES]
-    kind = DIRECT if given[a.KIND] == ALONE else given[a.KIND]
+    near = given[a.KIND] == NEAR
+    kind = DIRECT if near or given[a.KIND] == ALONE else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
     masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)
@@ -170,7 +172,7 @@ def attribute(
     finite = carray(finite_at, (TILE,), np.uint8)
     left = carray(pointer(given[a.WORKING_AT]), (slots,), np.int64)
     normalize = normalizes != 0
-    divisor, lam = factors[0], factors[1]
+    divisor, lam = factors[0], _ONE if near else factors[1]
     for k in range(slots):
         left[k] = quotas[k]
     surplus = -1.0
@@ -187,6 +189,8 @@ def attribute(
             if p < 0:
                 continue
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
+            if near:
+                swap(count, factors[1], EXPERT, scratch)
             if kind == DIRECT:
                 _difference(count, weights[k], bases, tile, parts[k])
                 continue

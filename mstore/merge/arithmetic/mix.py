@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, DIRECT
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, DIRECT, NEAR
 from mstore.merge.methods.method import Operation
 
 
@@ -17,8 +17,9 @@ class Mix:
     """One operation in the form that the kernel takes.
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
-    (`has_base`); `factors` is float32[2]: fixed divisor, lambda; `flags` is int64[4]: kind,
-    normalize (for DIRECT: keeps the base), cuts per expert, random (2: by rank). One per weight:
+    (`has_base`); `factors` is float32[2]: fixed divisor, lambda (NEAR: its reach); `flags` is
+    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, random (2: by rank).
+    One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
     `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`).
     """
@@ -40,6 +41,9 @@ class Mix:
             kind = ALONE if operation.is_alone else DIRECT
         elif operation.is_elected:
             kind = CONSENSUS
+        if operation.is_near:
+            kind = NEAR
+        scale = operation.reach if operation.is_near else operation.scale
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band
         flags = (kind, keeps, cuts, operation.is_drawn + operation.is_ranked)
@@ -48,7 +52,7 @@ class Mix:
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
         return cls(
             weights=np.array(weights, dtype=np.float32),
-            factors=np.array((operation.divisor, operation.scale), dtype=np.float32),
+            factors=np.array((operation.divisor, scale), dtype=np.float32),
             flags=np.array(flags, dtype=np.int64),
             rescales=np.array((1.0,) * has_base + operation.rescales, dtype=np.float32),
             mask_limits=(2**32,) * has_base + operation.mask_limits,

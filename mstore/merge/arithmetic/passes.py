@@ -17,7 +17,7 @@ from mstore.merge.arithmetic import arguments as a
 from mstore.merge.arithmetic.philox import fill_draws
 from mstore.merge.arithmetic.stages import MAGNITUDE as _MAGNITUDE
 from mstore.merge.arithmetic.stages import NOTHING as _NOTHING
-from mstore.merge.arithmetic.stages import drawn_by, subtract, trim, trim_band
+from mstore.merge.arithmetic.stages import drawn_by, subtract, swap, trim, trim_band
 from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
@@ -31,6 +31,7 @@ from mstore.merge.arithmetic.tiles import (
     EXPERT,
     FOURTH,
     GROUP,
+    NEAR,
     NEGATIVE,
     NEGATIVE_WEIGHT,
     POSITIVE,
@@ -344,7 +345,8 @@ def mix(arguments_at: Any) -> None:
     """Do `kernels.mix_chunk`; write its result into the ties of the arguments."""
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts_count, normalize = given[a.EXPERTS], given[a.NORMALIZES]
-    alone = given[a.KIND] == ALONE
+    near = given[a.KIND] == NEAR
+    alone = near or given[a.KIND] == ALONE
     kind = DIRECT if alone else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
@@ -370,7 +372,7 @@ def mix(arguments_at: Any) -> None:
     working = carray(pointer(given[a.WORKING_AT]), (slots + experts_count,), np.int64)
     left, experts = working[:slots], working[slots:]
     ties = carray(pointer(given[a.TIES_AT]), (slots,), np.int64)
-    divisor, lam = factors[0], factors[1]
+    divisor, lam = factors[0], _ONE if near else factors[1]
     for k in range(slots):
         left[k] = quotas[k]
         ties[k] = 0
@@ -397,6 +399,8 @@ def mix(arguments_at: Any) -> None:
                     _copy(count, BASE, at, scratch)
                     continue
                 load_bits(row_codes[p], rows[p], start, count, scratch, at)
+                if near:
+                    swap(count, factors[1], at, scratch)
                 if kind == DIRECT:
                     continue
                 if cuts == 2:

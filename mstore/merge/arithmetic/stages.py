@@ -13,10 +13,12 @@ import numpy as np
 
 from mstore.merge.arithmetic.tiles import BASE
 from mstore.numeric.compiling import compiled
-from mstore.numeric.floats import bits_float, float_bits
+from mstore.numeric.floats import bits_float, float_bits, quieten
 
 NOTHING: Final = np.uint32(0)
 MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_ONE: Final = np.float32(1.0)
+_NEAREST: Final = np.float32(1e-6)
 
 
 @compiled
@@ -27,6 +29,26 @@ def subtract(count: int, at: int, scratch: Any) -> None:
         expert, base = tile[i], bases[i]
         delta = float_bits(bits_float(expert) - bits_float(base))
         tile[i] = NOTHING if expert == base else delta
+
+
+@compiled
+def swap(count: int, reach: Any, at: int, scratch: Any) -> None:
+    """Move the base's elements to the expert's, by about `reach` at most; write them to its tile.
+
+    The order of operations is mergekit's: the reciprocal of the distance, times `reach`.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    for i in range(count):
+        expert, base = bits_float(tile[i]), bits_float(bases[i])
+        distance = bits_float(float_bits(expert - base) & MAGNITUDE)
+        # A NaN stays one.
+        distance = _NEAREST if distance < _NEAREST else distance
+        share = np.float32(np.float32(_ONE / distance) * reach)
+        share = _ONE if share > _ONE else share
+        rest = np.float32(np.float32(_ONE - share) * base)
+        # A NaN with a payload might equal the base's, on some machines.
+        moved = quieten(float_bits(np.float32(share * expert) + rest))
+        tile[i] = bases[i] if tile[i] == bases[i] else moved
 
 
 @compiled

@@ -43,6 +43,8 @@ CONSENSUS: Final = 1
 DIRECT: Final = 2
 ALONE: Final = 3
 """DIRECT with one term: the sum starts at -0, so that it is that term, whatever its sign."""
+NEAR: Final = 4
+"""ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 
 ALL: Final = 2**32
 """A mask limit that is above every draw."""

@@ -67,6 +67,11 @@ class Rounding:
       `keeps_base`, D is the float32 sum of the weights, so that sum w_k b / D is not b but off by
       |sum w_k / D - 1| |b|, which is computed exactly; a chunk that keeps the base has no error.
       The base may be one of the e_k, with d_k = 0 (`base_weight`).
+    - near: y = v e + (1 - v) b with a float32 v from 0 to 1, so Y = b + v (e - b) and v |d| is at
+      most the |d_k| above. Both terms take at most m = 3 steps: 1 - v, product, sum. They lose h
+      each, and |v e| + |(1 - v) b| <= |b| + v |e - b|. In `planning.model` v |d| is at most q =
+      t (1 + 2^-20) + 2^-149 |d|: the reciprocal r of x = max(|d|, 1e-6) and v = r t are off by u
+      or h, so v <= t / x (1 + u)^2 + h t (1 + u) + h, and x < 2^128.
 
     The merge under a budget and the full one are each that far from their own Y, and the two Y
     differ by sum |c_k| |d_k| over what is left out.
@@ -96,7 +101,8 @@ def rounding(operation: Operation) -> Rounding:
     rescale = Fraction(max(operation.rescales))
     exact = [Fraction(weight) for weight in weights]
     if operation.is_whole:
-        grown = _grown(count + 1)
+        # A share of the expert and the rest of the base take a step more, and a product each.
+        grown = _grown(count + 1 + operation.is_near)
         base = grown * sum(map(abs, exact)) / divisor
         if operation.keeps_base:
             base += abs(sum(exact) / Fraction(operation.divisor) - 1)

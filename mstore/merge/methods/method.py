@@ -9,6 +9,7 @@ For a base element b, expert elements e_k and d_k = e_k - b, in float32, a metho
 expert, combines what it selected, and finishes:
 
     select    WHOLE     e_k itself
+              NEAR      v e_k + (1 - v) b, v = t / max(|d_k|, 1e-6), at most 1
               DELTA     d_k
               TRIMMED   d_k if it is among the max(1, int(density * n)) largest |d_k| of a tensor
               BAND      d_k if int(gamma * n) of the |d_k| of a tensor are larger, and it is among
@@ -23,7 +24,7 @@ expert, combines what it selected, and finishes:
               ALONE     m_0, of the only expert
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
-    finish    WHOLE: the sum itself.  Others: b + lambda * sum
+    finish    WHOLE, NEAR: the sum itself.  Others: b + lambda * sum
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
 (`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
@@ -62,6 +63,7 @@ class Select(Enum):
     """What to select from an expert; see the top of this module."""
 
     WHOLE = "whole"
+    NEAR = "near"
     DELTA = "delta"
     TRIMMED = "trimmed"
     BAND = "band"
@@ -235,7 +237,17 @@ class Operation:
     @property
     def is_whole(self) -> bool:
         """Whether whole experts are mixed, not their deltas."""
-        return self.select is Select.WHOLE
+        return self.select in (Select.WHOLE, Select.NEAR)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether an element moves towards the expert's by `reach` at most."""
+        return self.select is Select.NEAR
+
+    @property
+    def reach(self) -> float:
+        """The parameter t of a method that moves elements so, as a float32."""
+        return single(float(self._one("t", 0.0)))
 
     @property
     def is_alone(self) -> bool:
@@ -389,7 +401,7 @@ class Operation:
     @property
     def weightless(self) -> tuple[bool, ...]:
         """For each expert, whether its deltas are multiplied by 0; such an expert is not read."""
-        nothing = self.parameters.get("lambda") == 0
+        nothing = self.parameters.get("lambda") == 0 or (self.is_near and self.reach == 0)
         return tuple(nothing or weight == 0 for weight in self.weights)
 
     @cached_property

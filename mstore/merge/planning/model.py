@@ -26,6 +26,7 @@ from mstore.objects.plan import BELOW, DROPPED, EQUAL, READ, SHARED
 from mstore.stats.histogram import exp_of_minus, tail_squares
 
 States = np.ndarray[Any, np.dtype[np.uint8]]
+_REACHED = 1.0 + 2.0**-20
 
 
 class Model:
@@ -40,7 +41,7 @@ class Model:
         self._grid = grid
         self._tensors = tensors
         self._trims = operation.is_trimmed
-        self.squares = self._tails() if self._trims else self._whole()
+        self.squares = self._tails() if self._trims else self._moved()
         self._normalizes = operation.is_elected and operation.normalizes
         heavy = {abs(weight) for weight in operation.weights if weight}
         self._is_uneven = self._normalizes and len(heavy) > 1
@@ -130,6 +131,22 @@ class Model:
         squares = self._grid.column("sum_squares")
         # A NaN would make every comparison false; such a chunk is read first.
         return np.where(self._grid.known & ~np.isnan(squares), squares, np.inf)
+
+    def _moved(self) -> Floats:
+        """Return `_whole`, or a bound on what of it is within reach, if that limits the operation.
+
+        With q = `_REACHED` reaches, the sum of min(|d|, q)^2 is at most q sum |d| and q^2 times the
+        number of elements that move; see `methods.bounds`.
+        """
+        whole = self._whole()
+        if not self.operation.is_near:
+            return whole
+        grid = self._grid
+        with np.errstate(over="ignore", invalid="ignore"):
+            reach = self.operation.reach * _REACHED + grid.column("max_abs") * 2.0**-149
+            near = np.fmin(grid.column("sum_abs") * reach, grid.column("nonzeros") * reach * reach)
+        # Where the row is not finite, nothing is known.
+        return np.where(np.isfinite(whole), np.fmin(whole, near), whole)
 
     def _tails(self) -> Floats:
         """Return roughly the part of it above the trim threshold."""

@@ -15,7 +15,7 @@ from mstore.adapters.targets import is_adapter
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
-from mstore.merge.methods.method import Combine, Method, Select
+from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
 from mstore.merge.planning.tied import config_of, first_names, ties_embeddings
@@ -119,7 +119,7 @@ def known_method(method: Method) -> KnownMethod:
         # A mean on the sphere is an average, too; slerp goes from the base to its one expert.
         takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
-        is_alone=method.combine is Combine.ALONE,
+        is_alone=method.weight is not None,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 

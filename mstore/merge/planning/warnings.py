@@ -59,7 +59,8 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     used = Operations(plan).used(plan)
     # Where whole models are mixed as vectors, the base is a model like the others.
     if own.manifest == plan.base and all(
-        one.is_whole and (one.method.mix is not None or one.is_alone) for one in used
+        one.is_whole and not one.is_near and (one.method.mix is not None or one.is_alone)
+        for one in used
     ):
         return
     if own.manifest == plan.base:
