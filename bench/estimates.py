@@ -82,6 +82,8 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("della", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
     *(("della_linear", {"density": density, "epsilon": 0.1}) for density in (0.3, 0.6)),
     *(("nearswap", {"t": t}) for t in (1e-4, 0.003, 0.03)),
+    *(("ram", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
+    *(("ramplus_tl", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]

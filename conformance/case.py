@@ -22,9 +22,15 @@ _PARAMETERS = {
     "nuslerp": ("around_base",),
     "passthrough": ("scale",),
     "nearswap": ("t",),
+    "ram": ("least",),
+    "ramplus_tl": ("r", "alpha", "least"),
     "slerp": ("t",),
 }
-_UNWEIGHTED = {"karcher", "model_stock", "nearswap", "passthrough", "slerp"}
+_UNWEIGHTED = {
+    *("karcher", "model_stock", "nearswap", "passthrough", "ram", "ramplus_tl", "slerp"),
+}
+_RENAMED = {"least": "epsilon"}
+"""Parameters that have the name of another one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class Case:
     gamma: float | tuple[float, ...] = 0.01
     epsilon: float | tuple[float, ...] = 0.15
     t: float = 0.5
+    least: float = 1e-5
+    r: float = 0.1
+    alpha: float = 0.2
     max_iter: int = 10
     tol: float = 1e-5
     around_base: bool = True
@@ -56,6 +65,8 @@ class Case:
         parts += [f"g={_told(self.gamma)}"] if "gamma" in own else []
         parts += [f"e={_told(self.epsilon)}"] if "epsilon" in own else []
         parts += [f"t={self.t:g}"] if "t" in own else []
+        parts += [f"e={self.least:g}"] if "least" in own else []
+        parts += [f"r={self.r:g} a={self.alpha:g}"] if "r" in own else []
         parts += [f"l={self.scale:g}"] if self.scale != 1 else []
         parts += [f"i={self.max_iter}", f"tol={self.tol:g}"] if "tol" in own else []
         parts += ["n"] if self.normalize else []
@@ -92,6 +103,9 @@ class Case:
             "gamma": self.gamma,
             "epsilon": self.epsilon,
             "t": self.t,
+            "least": self.least,
+            "r": self.r,
+            "alpha": self.alpha,
             "max_iter": self.max_iter,
             "tol": self.tol,
             "around_base": self.around_base,
@@ -101,7 +115,7 @@ class Case:
             "scale": self.scale,
             "rescale": self.rescale,
         }
-        return {name: values[name] for name in _PARAMETERS[self.method]}
+        return {_RENAMED.get(name, name): values[name] for name in _PARAMETERS[self.method]}
 
 
 def _told(value: float | tuple[float, ...]) -> str:

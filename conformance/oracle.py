@@ -66,7 +66,7 @@ def merge(
     recipe: dict[str, Any] = {
         "merge_method": case.method,
         "out_dtype": out_dtype,
-        "parameters": {n: v for n, v in given.items() if n not in _NOT_SHARED},
+        "parameters": _shared(case),
         "models": models,
     }
     if dtype is not None:
@@ -82,6 +82,12 @@ def merge(
     for path in sorted(out.glob("*.safetensors")):
         merged |= load_file(path)
     return merged
+
+
+def _shared(case: Case) -> dict[str, Any]:
+    """The parameters that a recipe has for all models."""
+    own = _NOT_SHARED if case.is_weighted else ("around_base",)
+    return {name: value for name, value in case.parameters().items() if name not in own}
 
 
 @contextmanager
@@ -115,7 +121,7 @@ def merged(case: Case, base: Tensor, experts: list[Tensor]) -> Tensor:
 
     Raises ValueError for vectors that mergekit refuses.
     """
-    given: dict[str, Any] = {n: v for n, v in case.parameters().items() if n not in _NOT_SHARED}
+    given = _shared(case)
     if case.is_weighted:
         given["weight"] = list(case.weights)
     tensors = [base, *experts] if case.has_base else experts

@@ -1,4 +1,4 @@
-"""linear, task_arithmetic and nearswap equal mergekit's bit for bit."""
+"""linear, task_arithmetic, nearswap, ram and ramplus_tl equal mergekit's bit for bit."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ TASK = [
     Case("task_arithmetic", (0.9, 0.0, 0.33), normalize=True),
 ]
 NEAR = [Case("nearswap", (1.0,), t=t, members=("e1",)) for t in (1e-4, 0.003, 0.1, 1e3)]
+FOUR = (1.0, 1.0, 1.0, 1.0)
+RAM = [
+    *(Case("ram", FOUR[:count], least=least) for count, least in ((4, 1e-5), (3, 0.01), (1, 1e-3))),
+    Case("ramplus_tl", FOUR),
+    Case("ramplus_tl", FOUR[:2], least=0.003, r=0.5, alpha=3.0),
+    Case("ramplus_tl", FOUR[:3], least=0.05, r=2.0, alpha=50.0),
+]
 
 
 def untouched(family: Family, case: Case) -> dict[str, Tensor]:
@@ -99,6 +106,14 @@ def test_nearswap(workplace: Workplace, case: Case) -> None:
     for out_dtype in outputs(family):
         ours, theirs = workplace.ours(case, out_dtype), workplace.theirs(case, out_dtype)
         assert_same(ours, theirs, untouched(family, case))
+
+
+@pytest.mark.parametrize("case", RAM, ids=str)
+def test_ram(workplace: Workplace, case: Case) -> None:
+    """ram and ramplus_tl are mergekit's, bit for bit, but for -0 as for task_arithmetic."""
+    for out_dtype in outputs(workplace.family):
+        ours, theirs = workplace.ours(case, out_dtype), workplace.theirs(case, out_dtype)
+        assert_same(ours, theirs, minus_zeros(workplace.family, ours, theirs))
 
 
 def test_more_than_four_experts(workplaces: Callable[[str], Workplace]) -> None:

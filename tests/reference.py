@@ -48,6 +48,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "breadcrumbs_ties": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
     "passthrough": {"scale": 1.0},
     "nearswap": {},
+    "ram": {"epsilon": 1e-5},
+    "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
 }
 
 
@@ -85,6 +87,9 @@ def merge(
             side = _where_bits(absent[0], single(base), single(experts[0]))
             mixed = swapped(single(base), side, parameters["t"])
             keep = _bits(side) == _bits(single(base))
+        elif method in ("ram", "ramplus_tl"):
+            mixed = averaged(parameters, base, experts, absent)
+            mixed, keep = single(base) + mixed, mixed == 0
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
@@ -128,6 +133,47 @@ def swapped(base: Single, expert: Single, t: float) -> Single:
     share = np.where(share > one, one, share)
     moved: Single = share * expert + (one - share) * base
     return moved
+
+
+def lone_factors(
+    parameters: dict[str, Any], base: Array, experts: Sequence[Array]
+) -> list[np.float32]:
+    """What elements that one expert alone has are multiplied by: 1 without r and alpha."""
+    one = np.float32(1)
+    if "r" not in parameters:
+        return [one] * len(experts)
+    kept = [np.abs(delta(base, expert)) > np.float32(parameters["epsilon"]) for expert in experts]
+    many = np.sum(kept, axis=0)
+    factors = []
+    for own in kept:
+        shared = np.float32(np.count_nonzero(own & (many > 1)))
+        alone = np.float32(np.count_nonzero(own & (many == 1)))
+        with np.errstate(all="ignore"):
+            ratio = shared / max(alone, np.float32(parameters["epsilon"]))
+        share = min(ratio, np.float32(parameters["alpha"]))
+        factors.append(one + np.float32(parameters["r"]) * share)
+    return factors
+
+
+def averaged(
+    parameters: dict[str, Any],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> Single:
+    """The mean of the deltas above epsilon, those of one expert alone times its factor."""
+    deltas = [delta(base, expert) for expert in experts]
+    kept = [
+        (np.abs(d) > np.float32(parameters["epsilon"])) & ~missing
+        for d, missing in zip(deltas, absent, strict=True)
+    ]
+    many = np.sum(kept, axis=0)
+    total = np.zeros(base.size, dtype=np.float32)
+    factors = lone_factors(parameters, base, experts)
+    for d, own, factor in zip(deltas, kept, factors, strict=True):
+        part = np.where(many == 1, d * factor, d / many.astype(np.float32))
+        total = total + np.where(own, part, np.float32(0))
+    return total
 
 
 def by_rank(d: Single, row: int, density: float, epsilon: float) -> npt.NDArray[np.float64]:

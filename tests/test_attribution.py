@@ -48,6 +48,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scales": ("passthrough", {"scale": -1.25}, {"dtype": "F32"}),
     "near": ("nearswap", {"t": 0.02}, {}),
     "swaps": ("nearswap", {"t": 0.3}, {"budget": 0.5, "dtype": "F32"}),
+    "mean": ("ram", {"epsilon": 0.05}, {"budget": 0.6}),
+    "lone": ("ramplus_tl", {"epsilon": 0.1, "r": 0.5, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
@@ -61,7 +63,7 @@ def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
     if WAYS[way][0] in ("slerp", "passthrough", "nearswap"):
         return {"e1": 1.0}
-    if WAYS[way][0] in ("model_stock", "karcher"):
+    if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
     return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
 
@@ -94,6 +96,17 @@ def contributions(
         moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
         still = absent[0] | (reference.delta(base, experts[0]) == 0)
         return np.zeros(b.size), [np.where(still, 0.0, moved - b)]
+    if method in ("ram", "ramplus_tl"):
+        deltas = [reference.delta(base, expert) for expert in experts]
+        kept = [
+            (np.abs(d) > np.float32(given["epsilon"])) & ~gone
+            for d, gone in zip(deltas, absent, strict=True)
+        ]
+        many = np.maximum(np.sum(kept, axis=0), 1)
+        return np.zeros(b.size), [
+            np.where(own, d.astype(np.float64) * np.where(many == 1, float(weight), 1 / many), 0.0)
+            for d, own, weight in zip(deltas, kept, w, strict=True)
+        ]
     if method in ("slerp", "karcher", "passthrough") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [

@@ -44,6 +44,8 @@ ADDITIVE = {
     "nearswap": ({"t": 0.02}, (1.0,)),
 }
 CONSENSUS = {
+    "ram": ({"epsilon": 0.01}, (1.0, 1.0, 1.0)),
+    "ramplus_tl": ({"epsilon": 0.01, "r": 0.5, "alpha": 1.0}, (1.0, 1.0, 1.0)),
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),
     "dare_ties": ({"density": 0.4, "seed": 3}, (1.0, 0.5, 0.75)),
     "breadcrumbs_ties": ({"density": 0.5, "gamma": 0.02}, (1.0, 0.5, 0.75)),

@@ -21,6 +21,7 @@ from mstore import MergeRequest
 from mstore.api import Store
 from mstore.errors import Corrupt
 from mstore.ids import BlockId
+from mstore.merge.methods import registry
 from mstore.merge.running.memo_hits import memo_expert_bytes
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
 from mstore.merge.running.task import Tasks
@@ -35,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dare_ties": {"density": 0.5},
     "breadcrumbs": {"density": 0.3, "gamma": 0.05},
     "breadcrumbs_ties": {"density": 0.4, "gamma": 0.05},
+    "ram": {"epsilon": 0.2},
 }
 
 
@@ -149,7 +151,7 @@ def test_one_more_expert_costs_what_it_touches(tmp_path: Path) -> None:
     new["w"][5 * size : 6 * size] += families.cast(np.ones(size), "BF16")
     place = make(tmp_path, Family(base, (*moved, new)))
     with place.store:
-        for method in ("task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs"):
+        for method in ("task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs", "ram"):
             place.merge(place.plan(method, ["e0", "e1"]), "two")
             three = place.plan(method, ["e0", "e1", "e2"])
             report = place.merge(three, "three")
@@ -206,7 +208,8 @@ def test_the_table_changes_no_result(
         for number in range(4):
             method = data.draw(st.sampled_from(sorted(METHODS)))
             names = data.draw(st.permutations(["e0", "e1", "e2"]))[: data.draw(st.integers(1, 3))]
-            weights = [data.draw(st.sampled_from([0.5, 1.0])) for _ in names]
+            sizes = [0.5, 1.0] if registry.METHODS[method].weighted else [1.0]
+            weights = [data.draw(st.sampled_from(sizes)) for _ in names]
             budget = data.draw(st.sampled_from([None, 0.3, 0.7]))
             # Of so small a model, a budget may leave nothing to read.
             asked = {"budget": budget, "allow_noop": True}

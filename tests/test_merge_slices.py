@@ -47,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "breadcrumbs": {"density": 0.3, "gamma": 0.2},
     "breadcrumbs_ties": {"density": 0.4, "gamma": 0.1},
     "model_stock": {},
+    "ramplus_tl": {"epsilon": 0.2},
     "karcher": {},
 }
 SMALL = 3 * BLOCK

@@ -43,6 +43,8 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("multislerp", {"around_base": True, "normalize_weights": True, "eps": 1e-8}),
         ("nuslerp", {"around_base": True}),
         ("passthrough", {"scale": 1.0}),
+        ("ram", {"epsilon": 1e-5}),
+        ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),
     ],
 )
 def test_defaults_are_filled_in(method: str, defaults: dict[str, Value]) -> None:
@@ -212,9 +214,9 @@ def test_coefficients_bound_what_omission_changes() -> None:
     assert change == pytest.approx(c[1] * np.linalg.norm(second - base), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties"])
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "ramplus_tl"])
 def test_consensus_has_no_coefficients(method: str) -> None:
-    """A method that elects signs has no certified bound."""
+    """A method that elects signs, or divides by who moves an element, has no certified bound."""
     with pytest.raises(BadRequest, match="no bound"):
         coefficients(operation(method, {}, [1.0]))
 

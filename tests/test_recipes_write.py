@@ -99,6 +99,12 @@ BY_OPTIONS = {
         parameters={"density": (0.5, 0.25), "epsilon": 0.1},
     ),
     "slerp": MergeRequest(base="base", experts=["math"], method="slerp", parameters={"t": 0.25}),
+    "nearswap": MergeRequest(
+        base="base", experts=["code"], method="nearswap", parameters={"t": 0.001}
+    ),
+    "ramplus_tl": MergeRequest(
+        base="base", experts=["math", "code"], method="ramplus_tl", parameters={"epsilon": 1e-3}
+    ),
     "breadcrumbs": MergeRequest(
         base="base", experts=["code"], method="breadcrumbs", parameters={"gamma": 0.02}, budget=0.5
     ),

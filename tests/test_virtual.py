@@ -42,6 +42,13 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "breadcrumbs_ties": {"method": "breadcrumbs_ties", "parameters": {"density": 0.3}},
     "passthrough": {"method": "passthrough", "parameters": {"scale": 0.75}, "experts": ["e1"]},
+    "ram on a budget": {
+        "method": "ram",
+        "parameters": {"epsilon": 0.01},
+        "experts": ["e0", "e1", "e2"],
+        "budget": 0.6,
+    },
+    "ramplus_tl": {"method": "ramplus_tl", "experts": ["e0", "e1", "e2"]},
     "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
     "multislerp on a budget": {"method": "multislerp", "budget": 0.5},

@@ -53,7 +53,8 @@ class KnownParameter:
     """A parameter of a method, as recipes have it.
 
     default: mergekit's, as the method takes it; None if a recipe must set it. stated: whether the
-    method's own default is another, so that requests state the value. check: returns a recipe's
+    method's own default is another, so that requests state the value. each: whether models may have
+    values of their own. check: returns a recipe's
     value as the method takes it, or raises. write: the reverse.
     """
 
@@ -61,6 +62,7 @@ class KnownParameter:
     default: object | None
     check: Callable[[object], object]
     stated: bool = False
+    each: bool = False
     write: Callable[[object], object] = lambda value: value
 
 
@@ -383,7 +385,7 @@ class _Resolver:
 
     def _is_own(self, name: str) -> bool:
         """Return whether a model may have its own value of a parameter."""
-        return name in PER_MODEL or self._method.is_alone
+        return self._method.parameters[name].each or self._method.is_alone
 
     def _refuse_missing_parameter(self, name: str, settings: Settings) -> None:
         """Refuse a parameter that the method here does not have, unless its value is the usual."""
@@ -432,7 +434,7 @@ class _Resolver:
         if self._method.is_baseless:
             values.append((str(self._method.baseless), False))
         for name in self._used:
-            if name not in PER_MODEL:
+            if not self._method.parameters[name].each:
                 scope = scopes[0] if self._method.is_alone else shared
                 values.append((name, self._checked(name, tensor, scope, None)))
                 continue

@@ -5,8 +5,8 @@
     tables       batch u32                                   -> tables (`mstore.stats.table`), one
                                                                 after the other
     squares      TensorId                                    -> sum of squares f64, check
-                 base TensorId + expert TensorId             -> L1 norm of the difference over that
-                 + hash of a mask, 16 bytes                     of what the mask leaves, f64, check
+                 base TensorId + expert TensorId             -> another fact about the difference
+                 + hash of what it is, 16 bytes                 (`merge.planning.facts`), f64, check
     thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
     ties         base TensorId + expert TensorId + k u64     -> elements with |d| = value in each
                  + elements a chunk u64                         chunk, u32, up to the one in which
@@ -195,17 +195,14 @@ class StatsStore:
         """Add a sum of squares."""
         self._put("squares", bytes(tensor), _SQUARES.pack(value))
 
-    def ratio(self, base: TensorId, expert: TensorId, mask: bytes) -> float | None:
-        """Return the L1 norm of a difference over that of what a mask leaves of it, or None.
-
-        mask: 16 bytes that stand for the mask.
-        """
-        value = self._get("squares", base + expert + mask)
+    def fact(self, base: TensorId, expert: TensorId, what: bytes) -> float | None:
+        """Return a fact about a difference, or None.  what: 16 bytes that stand for it."""
+        value = self._get("squares", base + expert + what)
         return None if value is None else float(_SQUARES.unpack(value)[0])
 
-    def put_ratio(self, base: TensorId, expert: TensorId, mask: bytes, value: float) -> None:
-        """Add such a ratio."""
-        self._put("squares", base + expert + mask, _SQUARES.pack(value))
+    def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:
+        """Add such a fact."""
+        self._put("squares", base + expert + what, _SQUARES.pack(value))
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
         """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""

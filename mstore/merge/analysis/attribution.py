@@ -7,6 +7,7 @@ before rounding to the output) into contributions: m = m_0 + sum of m_k, with
                                                   the election of the sign
     m_k = w_k (e_k - b) / sum of w                for methods that mix whole experts
     m_k = v (e_k - b)                             for `nearswap`, v e_k + (1 - v) b in float32
+    m_k = s_k / n, w_k s_k if n = 1               for means of the n experts that move an element
     m_0 = (sum of w - 1) b                        for whole experts without normalize, else 0
 
 Sparsification, draws and elections are those of `merge.arithmetic`, in the same float32 and the
@@ -100,7 +101,7 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
     # Keep these alive until the pass is done: it gets their addresses.
     room = (
         np.empty((experts + 3, TILE), dtype=np.float32),
-        np.empty((experts + 3, TILE)),
+        np.empty((experts + 4, TILE)),
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
     )

@@ -19,6 +19,7 @@ from mstore.merge.arithmetic.stages import draw, drawn_by, subtract, swap, trim,
 from mstore.merge.arithmetic.tiles import (
     ALL,
     ALONE,
+    AVERAGED,
     BASE,
     CONSENSUS,
     DIRECT,
@@ -77,6 +78,20 @@ def _side_factors(count: int, lam: Any, normalize: Any, votes: Any, factor: Any)
         divisor = votes[2, i] if votes[0, i] < _ZERO else votes[1, i]
         divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
         factor[i] = np.float64(lam) / np.float64(divisor)
+
+
+@compiled
+def _count_moved(count: int, part: Any, numbers: Any) -> None:
+    for i in range(count):
+        numbers[i] += 1.0 if part[i] != 0.0 else 0.0
+
+
+@compiled
+def _average(count: int, weight: Any, numbers: Any, part: Any) -> None:
+    """Divide by how many experts move an element; weigh it where there is only one."""
+    for i in range(count):
+        alone = numbers[i] == 1.0
+        part[i] = part[i] * np.float64(weight) if alone else part[i] / max(numbers[i], 1.0)
 
 
 @compiled
@@ -165,8 +180,9 @@ def attribute(
     voting = carray(votes_at, (experts + 3, TILE), np.float32)
     votes, mixed = voting[:3], voting[3:]
     # After the experts' contributions come the base's own, and the sum of all.
-    parts = carray(parts_at, (experts + 3, TILE), np.float64)
+    parts = carray(parts_at, (experts + 4, TILE), np.float64)
     own, total, factor = parts[experts], parts[experts + 1], parts[experts + 2]
+    numbers = parts[experts + 3]
     lanes = carray(lanes_at, (2, experts + 2, LANES), np.float64)
     products, squares = lanes[0], lanes[1]
     finite = carray(finite_at, (TILE,), np.uint8)
@@ -184,6 +200,7 @@ def attribute(
         count = min(TILE, n - start)
         load_bits(base_code, base, start, count, bases, 0)
         votes[:] = _ZERO
+        numbers[:] = 0.0
         for k in range(experts):
             p = row_of[k]
             if p < 0:
@@ -215,6 +232,10 @@ def attribute(
                 fill_draws(keys[k, 0], keys[k, 1], first // 4, blocks, draws)
                 own_draws = draws[skipped : skipped + count]
                 draw(count, own_draws, np.uint32(limit), rescales[k], EXPERT, scratch)
+            if kind == AVERAGED:
+                _product(count, _ONE, tile, parts[k])
+                _count_moved(count, parts[k], numbers)
+                continue
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
                 _vote(count, weights[k], tile, mixed[k], votes)
@@ -227,6 +248,8 @@ def attribute(
             if row_of[k] >= 0:
                 if kind == CONSENSUS:
                     _agreeing(count, mixed[k], votes, parts[k])
+                elif kind == AVERAGED:
+                    _average(count, weights[k], numbers, parts[k])
                 _scale_and_add(count, factor, parts[k], total)
         counts[experts + 2] += _find_finite(count, total, finite)
         for k in range(experts + 2):

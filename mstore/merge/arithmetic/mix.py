@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, CONSENSUS, DIRECT, NEAR
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, AVERAGED, CONSENSUS, DIRECT, NEAR
 from mstore.merge.methods.method import Operation
 
 
@@ -41,11 +41,13 @@ class Mix:
             kind = ALONE if operation.is_alone else DIRECT
         elif operation.is_elected:
             kind = CONSENSUS
+        elif operation.is_averaged:
+            kind = AVERAGED
         if operation.is_near:
             kind = NEAR
         scale = operation.reach if operation.is_near else operation.scale
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
-        cuts = operation.is_trimmed + operation.is_band
+        cuts = operation.is_trimmed + operation.is_band + operation.is_above
         flags = (kind, keeps, cuts, operation.is_drawn + operation.is_ranked)
         has_base = operation.is_whole and operation.mixture is not None
         both = zip(operation.densities, operation.epsilons, strict=True)

@@ -22,6 +22,7 @@ from mstore.merge.arithmetic.tiles import (
     ADDITIVE,
     ALL,
     ALONE,
+    AVERAGED,
     BASE,
     CONSENSUS,
     COUNTED,
@@ -58,6 +59,7 @@ from mstore.numeric.floats import (
 _SIGN: Final = np.uint32(0x80000000)
 _INFINITY: Final = np.uint32(0x7F800000)
 _ALWAYS: Final = np.uint32(1)
+_LONE: Final = np.uint32(1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
 
@@ -151,6 +153,33 @@ def _weigh_drawn(
         delta = np.float32(bits_float(expert) - bits_float(base))
         mixed = float_bits(np.float32(delta * factor) * weight)
         tile[i] = mixed if (own[i] < limit) & (expert != base) else _NOTHING
+
+
+@compiled
+def _count_kept(count: int, least: Any, at: int, scratch: Any) -> None:
+    """Count at each element the experts whose delta has this magnitude or more."""
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    numbers = scratch[DIFFERS : DIFFERS + count]
+    for i in range(count):
+        delta = bits_float(tile[i]) - bits_float(bases[i])
+        kept = bits_float(float_bits(delta) & _MAGNITUDE) >= least
+        numbers[i] = np.uint32(numbers[i] + np.uint32(kept))
+
+
+@compiled
+def _weigh_average(count: int, weight: Any, least: Any, at: int, scratch: Any) -> None:
+    """Turn an expert's tile into its part of the mean: 0 where the magnitude is below `least`.
+
+    Where it is the only one, it is the delta times the weight.
+    """
+    tile, bases = scratch[at : at + count], scratch[BASE : BASE + count]
+    numbers = scratch[DIFFERS : DIFFERS + count]
+    for i in range(count):
+        delta = np.float32(bits_float(tile[i]) - bits_float(bases[i]))
+        kept = bits_float(float_bits(delta) & _MAGNITUDE) >= least
+        lone, part = np.float32(delta * weight), np.float32(delta / np.float32(numbers[i]))
+        mixed = lone if numbers[i] == _LONE else part
+        tile[i] = float_bits(mixed) if kept else _NOTHING
 
 
 @compiled
@@ -387,6 +416,14 @@ def mix(arguments_at: Any) -> None:
             _fill(scratch, DIFFERS, count, _NOTHING)
         elif kind == CONSENSUS and present > GROUP:
             _fill(scratch, POSITIVE, 4 * STRIDE, _NOTHING)
+        elif kind == AVERAGED:
+            # All must be counted before the first is divided.
+            _fill(scratch, DIFFERS, count, _NOTHING)
+            for i in range(present):
+                k = experts[i]
+                p = row_of[k]
+                load_bits(row_codes[p], rows[p], start, count, scratch, EXPERT)
+                _count_kept(count, thresholds[k], EXPERT, scratch)
         for group in range(0, present, GROUP):
             members = min(GROUP, present - group)
             for j in range(members):
@@ -402,6 +439,9 @@ def mix(arguments_at: Any) -> None:
                 if near:
                     swap(count, factors[1], at, scratch)
                 if kind == DIRECT:
+                    continue
+                if kind == AVERAGED:
+                    _weigh_average(count, weights[k], thresholds[k], at, scratch)
                     continue
                 if cuts == 2:
                     high = experts_count + k
@@ -459,7 +499,7 @@ def mix(arguments_at: Any) -> None:
             for j in range(members, GROUP):
                 # Zeros change no sum and have no sign that a side could agree with.
                 _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
-            if kind == ADDITIVE:
+            if kind in (ADDITIVE, AVERAGED):
                 _add_group(count, scratch)
             elif present > GROUP:
                 _add_group_by_sign(count, grouped, scratch)

@@ -24,8 +24,9 @@ def coefficients(operation: Operation) -> list[float]:
     rounding to the output type come on top. Raises BadRequest for a method that has no such bound.
     """
     if not operation.is_additive:
+        does = "elects signs" if operation.is_elected else "divides by how many move an element"
         raise BadRequest(
-            f"{operation.method.name} elects signs, so its error has no bound",
+            f"{operation.method.name} {does}, so its error has no bound",
             hint=phrase("{sweep} measures it", sweep=call("sweep", measure=True)),
         )
     factor = abs(Fraction(operation.scale)) / abs(Fraction(operation.divisor))

@@ -17,19 +17,23 @@ expert, combines what it selected, and finishes:
               DRAWN     d_k with probability density, times 1 / density if `rescale`; else 0.
                         If `rescale` is "l1", times the ratio of the L1 norms of d_k and of what
                         is left of it, over the whole tensor
+              ABOVE     d_k if |d_k| > epsilon
               RANKED    d_k with a probability that rises with the rank of |d_k| in its row from
                         density - epsilon to density + epsilon (`arithmetic.masks`), times that
                         ratio if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
               ALONE     m_0, of the only expert
+              AVERAGED  sum of the selected d_k, each over how many there are; w_k d_k if there is
+                        only one
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
     finish    WHOLE, NEAR: the sum itself.  Others: b + lambda * sum
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
 (`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
-deltas, and so are the factors.  A ratio of L1 norms is a fact, too.  Such an operation is not
-settled until it has them, tensor by tensor (`Operation.settle`, `Operation.settled`).
+deltas, and so are the factors.  Ratios of L1 norms and counts of elements (`Method.lone`) are
+facts, too.  Such an operation is not settled until it has them, tensor by tensor
+(`Operation.settle`, `Operation.counted`, `Operation.settled`).
 
 Order of operations as in mergekit 0.1.5.
 """
@@ -50,6 +54,7 @@ from mstore.merge.methods.parameters import (
     Scalar,
     Value,
     finite_single,
+    next_single,
     single,
 )
 from mstore.objects.plan import Mixture
@@ -69,6 +74,7 @@ class Select(Enum):
     BAND = "band"
     DRAWN = "drawn"
     RANKED = "ranked"
+    ABOVE = "above"
 
 
 class Combine(Enum):
@@ -77,6 +83,7 @@ class Combine(Enum):
     SUM = "sum"
     ALONE = "alone"
     ELECTED = "elected"
+    AVERAGED = "averaged"
 
 
 Gram = Sequence[Sequence[float]]
@@ -93,7 +100,9 @@ class Method:
     summary: a line for lists. formula: the result of an element, as the docs write it. source:
     where it was published. mix: computes the factors of whole tensors from their inner products;
     only with Select.WHOLE or DELTA, and Combine.SUM. pairs: whether it needs the inner products of
-    experts with each other, not only with the base. experts: how many it takes, None for any number
+    experts with each other, not only with the base. lone: computes the factor of an element that
+    one expert alone has, from how many of the expert's elements others have, too, and how many none
+    has; only with Combine.AVERAGED. experts: how many it takes, None for any number
     from `least` on. weighted: whether experts have weights. weight: the parameter that is the
     weight of each, if they have none. refuses: parameters of mergekit's method that this one has
     not, the value that changes nothing, and why.
@@ -108,6 +117,7 @@ class Method:
     combine: Combine
     mix: Callable[[Gram, Mapping[str, Scalar], Sequence[float]], Mixture] | None = None
     pairs: bool = False
+    lone: Callable[[int, int, Mapping[str, Scalar]], float] | None = None
     experts: int | None = None
     weighted: bool = True
     weight: str | None = None
@@ -255,6 +265,21 @@ class Operation:
         return self.method.combine is Combine.ALONE
 
     @property
+    def is_above(self) -> bool:
+        """Whether it selects the deltas of a magnitude of `least` or more."""
+        return self.select is Select.ABOVE
+
+    @property
+    def least(self) -> float:
+        """The least float32 above the parameter epsilon."""
+        return next_single(single(float(self._one("epsilon", 0.0))))
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether an element is divided by how many experts have it."""
+        return self.method.combine is Combine.AVERAGED
+
+    @property
     def is_drawn(self) -> bool:
         """Whether a random mask selects the elements of a delta."""
         return self.select in (Select.DRAWN, Select.RANKED)
@@ -272,6 +297,11 @@ class Operation:
         return by_norm and self.mixture is None and min(self.densities) < 1
 
     @property
+    def needs_counts(self) -> bool:
+        """Whether its factors follow from counts of the whole tensor that are not known yet."""
+        return self.method.lone is not None and self.mixture is None
+
+    @property
     def is_trimmed(self) -> bool:
         """Whether each expert and tensor needs magnitude thresholds first."""
         return self.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
@@ -284,7 +314,8 @@ class Operation:
     @property
     def needs_facts(self) -> bool:
         """Whether its factors depend on the whole tensor and are not known yet."""
-        return (self.method.mix is not None and self.mixture is None) or self.needs_norms
+        needs_gram = self.method.mix is not None and self.mixture is None
+        return needs_gram or self.needs_norms or self.needs_counts
 
     def settle(self, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared.
@@ -292,8 +323,21 @@ class Operation:
         Raises BadRequest for vectors that the method cannot mix.
         """
         assert self.method.mix is not None
-        scalars = {k: v for k, v in self.parameters.items() if not isinstance(v, tuple | str)}
-        return self.settled(self.method.mix(gram, scalars, self.weights))
+        return self.settled(self.method.mix(gram, self._scalars, self.weights))
+
+    def counted(self, counts: Sequence[tuple[int, int]]) -> Operation:
+        """Return the operation of a tensor with these counts of each expert's selected elements.
+
+        Of those that other experts have, too, and of those that none has.  Raises BadRequest for a
+        factor that is not a finite float32.
+        """
+        assert self.method.lone is not None
+        factors = tuple(self.method.lone(*own, self._scalars) for own in counts)
+        return self.settled(Mixture(1.0, factors, keeps_base=True))
+
+    @property
+    def _scalars(self) -> dict[str, Scalar]:
+        return {k: v for k, v in self.parameters.items() if not isinstance(v, tuple | str)}
 
     def settled(self, mixture: Mixture) -> Operation:
         """Return the operation with this mixture, rounded to float32.

@@ -88,6 +88,7 @@ TRIM_DENSITY: Final = Parameter("density", "float", 1.0, Range(0.0, 1.0, above_l
 MASK_DENSITY: Final = Parameter("density", "float", 1.0, Range(2.0**-32, 1.0), each=True)
 GAMMA: Final = Parameter("gamma", "float", 0.01, Range(0.0, 1.0), each=True)
 EPSILON: Final = Parameter("epsilon", "float", 0.15, Range(0.0, 1.0), each=True)
+LEAST_MOVE: Final = Parameter("epsilon", "float", 1e-5, Range(0.0, MAX_SINGLE))
 NORM: Final = "l1"
 """The value of `rescale` that restores the L1 norm of each delta."""
 DENSITY: Final = "density"
@@ -116,6 +117,13 @@ def single(value: float) -> float:
     """Round `value` to float32, nearest even. Raises OverflowError beyond the finite ones."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
+
+
+def next_single(value: float) -> float:
+    """Return the next larger float32 of one that is not negative; infinity after the last."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    larger: float = struct.unpack("<f", struct.pack("<I", bits + 1))[0]
+    return larger
 
 
 def finite_single(name: str, value: float) -> float:

@@ -92,6 +92,8 @@ def _facts(method: Method) -> tuple[str, ...]:
             return ("inner products of the experts' deltas",)
         others = "of all inputs with each other" if method.pairs else "of each expert with the base"
         return (f"inner products {others}",)
+    if method.lone is not None:
+        return ("counts of elements that experts move alone, and with others",)
     if method.select is Select.TRIMMED:
         return ("the magnitude at which density ends",)
     if method.select is Select.BAND:

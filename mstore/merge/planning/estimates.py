@@ -1,7 +1,8 @@
-"""Estimates: the likely error of a merge that elects signs where blocks are left out.
+"""Estimates: the likely error of merges that are no sums, where blocks are left out.
 
 Owns the model of an election between experts of which only norms and shares of moved elements are
-known.  Does not own the certified bound, nor how units are ranked (`scores`).
+known, and of a mean of those that move an element (`averaged`).  Does not own the certified bound,
+nor how units are ranked (`scores`).
 
 **The model.** Which elements experts move, and in which direction, are independent: two experts
 that both move an element agree half of the time.  Magnitudes are exponentially distributed, as in
@@ -30,6 +31,9 @@ is left out meets the group S that is kept.  The full merge minus the one withou
 
 `torn` covers members of S that nearly cancel: even a small O can flip their election, and the merge
 then goes from one's size to another's.
+
+A mean is that without elections: unlike signs dilute each other, too, and the sum of r_A and r_B
+squared is the sum of their squares.  What one expert alone moves has a factor of its own.
 
 Pure functions on float64[C], one value per chunk.  They use only operations that IEEE 754 rounds
 correctly, in a fixed order: an estimate is part of a plan, and every machine must make the same
@@ -87,6 +91,46 @@ def elected(
         joined = _joined(_chosen(left_out[k], out, rest), one, normalize=normalize)
         out, rest = _chosen(left_out[k], joined, out), _chosen(left_out[k], rest, joined)
     return _apart(out, rest, normalize=normalize)
+
+
+def averaged(squares: Floats, kept: Floats, factors: Sequence[float], left_out: Bools) -> Floats:
+    """Return the expected square of the full mean minus the one without `left_out`: float64[C].
+
+    Arrays as for `elected`. factors: of each expert's elements that no other one moves.
+    """
+    nothing = np.zeros(squares.shape[1])
+    out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
+    for own, moved, left in zip(squares, kept, left_out, strict=True):
+        joined = _mean(_chosen(left, out, rest), _Group(moved, moved, own, own, nothing))
+        out, rest = _chosen(left, joined, out), _chosen(left, rest, joined)
+    ours, theirs, _ = _where_both_move(out, rest)
+    share, _ = _shares(out.weight * rest.moved, rest.weight * out.moved)
+    found = out.squares * (1.0 - rest.moved) + share * share * (ours + theirs)
+    for k, (own, factor) in enumerate(zip(squares, factors, strict=True)):
+        # One of O that is alone; one of S that is alone only because O is left out.
+        grown = factor - 1.0 + share
+        lone = own * (factor * factor - 1.0) * (1.0 - rest.moved)
+        turned = own * (grown * grown - share * share) * out.moved
+        for other in range(len(squares)):
+            if other != k:
+                missing = 1.0 - kept[other]
+                lone = lone * np.where(left_out[other], missing, 1.0)
+                turned = turned * np.where(left_out[other], 1.0, missing)
+        found = found + np.where(left_out[k], lone, turned)
+    return found
+
+
+def _mean(a: _Group, b: _Group) -> _Group:
+    ours, theirs, _ = _where_both_move(a, b)
+    alone = a.squares * (1.0 - b.moved) + b.squares * (1.0 - a.moved)
+    share, other = _shares(a.weight * b.moved, b.weight * a.moved)
+    return _Group(
+        a.moved + b.moved - a.moved * b.moved,
+        a.weight + b.weight,
+        alone + share * share * ours + other * other * theirs,
+        a.sums + b.sums,
+        a.torn,
+    )
 
 
 def _joined(a: _Group, b: _Group, *, normalize: bool) -> _Group:

@@ -1,6 +1,7 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
-The L1 norms of deltas before and after a random mask, and inner products of the base and of
+The L1 norms of deltas before and after a random mask, numbers of elements that experts move alone
+and with others, and inner products of the base and of
 experts, or of deltas.  These follow from sums of squares of tensors and of their differences,
 <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was measured once
 is not read again.  Deltas are small next to the base: their products follow from differences alone,
@@ -22,7 +23,7 @@ from blake3 import blake3
 
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
-from mstore.ids import TensorId
+from mstore.ids import BlockId, TensorId
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.methods.method import Gram, Operation
@@ -30,7 +31,7 @@ from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.stats.analysis import measure_pair, measure_squares
-from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
+from mstore.stats.chunks import ReadChunk, chunk_blocks, chunk_reader, row_length, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -108,12 +109,12 @@ class Facts:
                 continue
             chances = (operation.densities[k], operation.epsilons[k] if operation.is_ranked else -1)
             mask = blake3(struct.pack("<2d", *chances) + keys[k].tobytes()).digest(length=16)
-            found = self._statistics.ratio(base[0], expert[0], mask)
+            found = self._statistics.fact(base[0], expert[0], mask)
             if found is None:
                 if not self._analyze:
                     raise _unknown(name)
                 found = self._ratio(operation, k, keys[k], base[1], expert[1], pool)
-                self._statistics.put_ratio(base[0], expert[0], mask, found)
+                self._statistics.put_fact(base[0], expert[0], mask, found)
             factors.append(_finite(name, found))
         return operation.settled(Mixture(0.0, tuple(factors), keeps_base=True))
 
@@ -148,6 +149,77 @@ class Facts:
         found = list(pool.map(norms, range(-(-elements // chunk))))
         before, after = (math.fsum(column) for column in zip(*found, strict=True))
         return 1.0 if min(before, after) < _SMALLEST_NORM else before / after
+
+    def counted(
+        self, name: str, operation: Operation, sides: Sequence[Side], pool: ThreadPoolExecutor
+    ) -> Operation:
+        """Return the operation with the factors of what each expert alone moves.
+
+        sides: the base and each expert.  Raises as `gram`.
+        """
+        (base_id, _), *experts = sides
+        ids = [id for id, _ in experts]
+        # What an expert shares follows from who the others are, in any order.
+        known = [
+            _shared_key(operation.least, [id for j, id in enumerate(ids) if j != k])
+            for k in range(len(ids))
+        ]
+        found = [
+            [self._statistics.fact(base_id, id, key) for key in keys]
+            for id, keys in zip(ids, known, strict=True)
+        ]
+        counts = [(int(a), int(b)) for a, b in found if a is not None and b is not None]
+        if len(counts) < len(ids):
+            if not self._analyze:
+                raise _unknown(name)
+            counts = self._counts(operation.least, [record for _, record in sides], pool)
+            for id, keys, own in zip(ids, known, counts, strict=True):
+                for key, count in zip(keys, own, strict=True):
+                    self._statistics.put_fact(base_id, id, key, float(count))
+        return operation.counted(counts)
+
+    def _counts(
+        self, least: float, records: Sequence[Tensor], pool: ThreadPoolExecutor
+    ) -> list[tuple[int, int]]:
+        """Count each expert's deltas of `least` and more where others have one, and where not."""
+        base, *experts = records
+        elements = math.prod(base.shape)
+        chunk = tensor_chunk(self._catalog.block_size, base, experts)
+        readers = [chunk_reader(self._catalog, base, chunk, None)]
+        readers += [chunk_reader(self._catalog, one, chunk, self._meter) for one in experts]
+
+        def count(number: int) -> npt.NDArray[np.int64]:
+            kept = [
+                sizes >= np.float32(least)
+                for sizes in self._magnitudes(records, readers, chunk, number)
+            ]
+            numbers = np.sum(kept, axis=0)
+            many, lone = numbers > 1, numbers == 1
+            return np.array([[(own & many).sum(), (own & lone).sum()] for own in kept])
+
+        total = np.zeros((len(experts), 2), dtype=np.int64)
+        for own in pool.map(count, range(-(-elements // chunk))):
+            total += own
+        return [(shared, alone) for shared, alone in total.tolist()]
+
+    def _magnitudes(
+        self, records: Sequence[Tensor], readers: Sequence[ReadChunk], chunk: int, number: int
+    ) -> list[npt.NDArray[np.float32]]:
+        """Read a chunk of base and experts, equal blocks once; return each expert's |delta|."""
+        catalog, (base, *experts) = self._catalog, records
+        n = min(chunk, math.prod(base.shape) - number * chunk)
+        data = readers[0](number)
+
+        def blocks(record: Tensor) -> tuple[str, tuple[BlockId, ...]]:
+            own = chunk_blocks(record, chunk, number, catalog.block_size)
+            return record.dtype, tuple(own)
+
+        seen = {blocks(base): np.zeros(n, dtype=np.float32)}
+        for expert, read in zip(experts, readers[1:], strict=True):
+            if blocks(expert) not in seen:
+                side = read(number)
+                seen[blocks(expert)] = masks.magnitudes(data, base.dtype, side, expert.dtype, n)
+        return [seen[blocks(expert)] for expert in experts]
 
     def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
         """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""
@@ -186,9 +258,16 @@ class Facts:
         return _finite(name, math.fsum(table.rows["sum_squares"].tolist()))
 
 
+def _shared_key(least: float, others: Sequence[TensorId]) -> tuple[bytes, bytes]:
+    """Return what the two counts of an expert are kept under."""
+    what = struct.pack("<f", least) + b"".join(sorted(others))
+    shared, alone = (blake3(kind + what).digest(length=16) for kind in (b"shared", b"alone"))
+    return shared, alone
+
+
 def _unknown(name: str) -> BadRequest:
     return BadRequest(
-        "the method needs norms and distances of this tensor in all inputs, and not all are known",
+        "the method needs facts about this tensor in all inputs, and not all are known",
         where=name,
         hint=NEEDS_ANALYSIS,
     )

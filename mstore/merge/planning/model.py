@@ -17,7 +17,7 @@ import numpy as np
 from mstore.merge.methods.bounds import Rounding, coefficients, rounding
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.parameters import MAX_SINGLE
-from mstore.merge.planning.estimates import elected
+from mstore.merge.planning.estimates import averaged, elected
 from mstore.merge.planning.grid import Bools, Floats, Grid, added
 from mstore.merge.planning.scores import Score, agreement, dilution
 from mstore.merge.planning.surveyed import SurveyedTensor
@@ -40,7 +40,10 @@ class Model:
         self.operation = operation
         self._grid = grid
         self._tensors = tensors
-        self._trims = operation.is_trimmed
+        self._trims = operation.is_trimmed or operation.is_above
+        self._threshold = grid.threshold
+        if operation.is_above:
+            self._threshold = np.full(grid.shape, operation.least)
         self.squares = self._tails() if self._trims else self._moved()
         self._normalizes = operation.is_elected and operation.normalizes
         heavy = {abs(weight) for weight in operation.weights if weight}
@@ -62,7 +65,7 @@ class Model:
         nothing = grid.known & (grid.column("nonzeros") == 0)
         if self._trims:
             # `<` and not `not >=`: a NaN is larger than everything and must be read.
-            states[nothing | (grid.known & (grid.column("max_abs") < grid.threshold))] = BELOW
+            states[nothing | (grid.known & (grid.column("max_abs") < self._threshold))] = BELOW
         elif not self.operation.is_whole:
             states[nothing] = BELOW
         states[list(self.operation.weightless)] = BELOW
@@ -153,7 +156,7 @@ class Model:
         grid = self._grid
         found = [
             tail_squares(rows, np.where(np.isnan(cuts), 0.0, cuts))
-            for rows, cuts in zip(grid.rows, grid.threshold, strict=True)
+            for rows, cuts in zip(grid.rows, self._threshold, strict=True)
         ]
         if self.operation.is_band:
             # Without what is above the ceiling; a NaN (infinity minus infinity) stays unknown.
@@ -187,10 +190,10 @@ class Model:
         kept = grid.column("nonzeros") / grid.elements
         if self._trims:
             magnitudes = grid.column("sum_abs")
-            usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(grid.threshold)
+            usable = (magnitudes > 0) & np.isfinite(magnitudes) & np.isfinite(self._threshold)
             mean = np.where(usable, magnitudes, 1.0) / np.maximum(grid.column("nonzeros"), 1.0)
             # Assumes exponentially distributed magnitudes, as in `tail_squares`.
-            cut = np.minimum(np.where(usable, grid.threshold, 0.0) / mean, 2048.0)
+            cut = np.minimum(np.where(usable, self._threshold, 0.0) / mean, 2048.0)
             kept_above = exp_of_minus(cut)
             if self.operation.is_band:
                 ceiling = np.where(np.isfinite(grid.ceiling), grid.ceiling, np.inf)
@@ -210,7 +213,7 @@ class Model:
         if self.is_additive:
             return self.roots
         roots = self.roots
-        if self._trims and score == "norm":
+        if self.operation.is_trimmed and score == "norm":
             roots = _scaled(self._scale, self._whole())
         if score == "conflict":
             # A delta without a norm has no direction; infinity stays infinity.
@@ -251,12 +254,13 @@ class Model:
             squares, factor = squares * factor, np.ones_like(factor)
         # Chunks read without statistics, or not finite, count as absent.
         counts = (left_out | taken)[:, some] & np.isfinite(squares)
+        squares = np.where(counts, squares, 0.0)
+        kept = np.where(counts, self._kept[:, some], 0.0)
+        if operation.is_averaged:
+            found[some] = averaged(squares, kept, operation.weights, left_out[:, some])
+            return found * self._grid.copies
         found[some] = elected(
-            np.where(counts, squares, 0.0),
-            np.where(counts, self._kept[:, some], 0.0),
-            operation.weights,
-            left_out[:, some],
-            normalize=self._normalizes,
+            squares, kept, operation.weights, left_out[:, some], normalize=self._normalizes
         )
         scale = abs(operation.scale_given)
         total: Floats = found * self._grid.copies * (float(factor[0, 0]) * scale * scale)

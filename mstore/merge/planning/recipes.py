@@ -111,7 +111,7 @@ def known_method(method: Method) -> KnownMethod:
         parameters={
             one.name: _rescaling(one)
             if NORM in dict(one.words)
-            else KnownParameter(one.kind, one.default, one.parse)
+            else KnownParameter(one.kind, one.default, one.parse, each=one.each)
             for one in method.parameters
         },
         weighted=method.weighted,

@@ -125,8 +125,8 @@ def plan_report(
             "the plan was made where its blocks lie otherwise: here they take "
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
-    elects = any(operation.is_elected for operation in Operations(plan).used(plan))
-    if elects and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
+    estimated = any(not operation.is_additive for operation in Operations(plan).used(plan))
+    if estimated and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
         # Figures of bench/estimates.py.
         notes.append(
             phrase(

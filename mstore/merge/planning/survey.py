@@ -272,6 +272,8 @@ class Surveyor:
         if operation.needs_norms:
             members = [(base_id, base), *pairs]
             operation = self._facts.restored(name, operation, members, pool)
+        elif operation.needs_counts:
+            operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
         elif operation.needs_facts:
             gram = self._facts.gram(name, (base_id, base), pairs, operation=operation, pool=pool)
             try:

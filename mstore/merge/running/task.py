@@ -284,6 +284,8 @@ class Tasks:
             thresholds = np.array([cut.value for cut in cuts], dtype=np.float32)
             quotas = np.array([cut.quota for cut in cuts], dtype=np.int64)
             limited = bool((quotas != UNLIMITED).any())
+        if operation.is_above:
+            thresholds = np.full(len(self._experts), operation.least, dtype=np.float32)
         if operation.is_drawn:
             keys = mask_keys(operation.seed, len(self._experts), name)
         return TensorTask(
