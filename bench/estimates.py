@@ -84,6 +84,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("nearswap", {"t": t}) for t in (1e-4, 0.003, 0.03)),
     *(("ram", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
     *(("ramplus_tl", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
+    *(("sce", {"select_topk": share}) for share in (1.0, 0.5, 0.1)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]

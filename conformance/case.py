@@ -23,11 +23,13 @@ _PARAMETERS = {
     "passthrough": ("scale",),
     "nearswap": ("t",),
     "ram": ("least",),
+    "sce": ("select_topk",),
     "ramplus_tl": ("r", "alpha", "least"),
     "slerp": ("t",),
 }
 _UNWEIGHTED = {
-    *("karcher", "model_stock", "nearswap", "passthrough", "ram", "ramplus_tl", "slerp"),
+    *("karcher", "model_stock", "nearswap", "passthrough", "ram", "ramplus_tl", "sce"),
+    "slerp",
 }
 _RENAMED = {"least": "epsilon"}
 """Parameters that have the name of another one."""
@@ -50,6 +52,7 @@ class Case:
     least: float = 1e-5
     r: float = 0.1
     alpha: float = 0.2
+    select_topk: float = 1.0
     max_iter: int = 10
     tol: float = 1e-5
     around_base: bool = True
@@ -67,6 +70,7 @@ class Case:
         parts += [f"t={self.t:g}"] if "t" in own else []
         parts += [f"e={self.least:g}"] if "least" in own else []
         parts += [f"r={self.r:g} a={self.alpha:g}"] if "r" in own else []
+        parts += [f"k={self.select_topk:g}"] if "select_topk" in own else []
         parts += [f"l={self.scale:g}"] if self.scale != 1 else []
         parts += [f"i={self.max_iter}", f"tol={self.tol:g}"] if "tol" in own else []
         parts += ["n"] if self.normalize else []
@@ -106,6 +110,7 @@ class Case:
             "least": self.least,
             "r": self.r,
             "alpha": self.alpha,
+            "select_topk": self.select_topk,
             "max_iter": self.max_iter,
             "tol": self.tol,
             "around_base": self.around_base,

@@ -20,7 +20,7 @@ from generated import Family, Tensors
 from mergekit import sparsify
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
-from mergekit.merge_methods import generalized_task_arithmetic, slerp
+from mergekit.merge_methods import generalized_task_arithmetic, sce, slerp
 from mergekit.merge_methods.api import merge_tensors
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
@@ -128,6 +128,28 @@ def merged(case: Case, base: Tensor, experts: list[Tensor]) -> Tensor:
     return merge_tensors(
         tensors, case.method, parameters=given, base_index=0 if case.has_base else None
     )
+
+
+@contextmanager
+def ties_by_index() -> Iterator[None]:
+    """While open, sce selects those of elements of equal variance that come first, as mstore does.
+
+    mergekit's own selection has as many, and differs from this one in nothing else.
+    """
+    own_mask = sce.sce_mask
+
+    def selecting(deltas: Tensor, density: float, dtype: Any = None) -> Tensor:
+        own: Tensor = own_mask(deltas, density, dtype)
+        spread = torch.var(deltas, dim=0, unbiased=False)
+        order = spread.reshape(-1).argsort(descending=True, stable=True)
+        mask = torch.zeros_like(own)
+        mask.reshape(-1)[order[: int(own.sum(dtype=torch.float64))]] = 1
+        assert int(mask.sum(dtype=torch.float64)) == int(own.sum(dtype=torch.float64))
+        assert len(spread[own != mask].unique()) <= 1
+        return mask
+
+    with mock.patch.object(sce, "sce_mask", selecting):
+        yield
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "passthrough": {"scale": 1.0},
     "nearswap": {},
     "ram": {"epsilon": 1e-5},
+    "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
 }
 
@@ -87,6 +88,9 @@ def merge(
             side = _where_bits(absent[0], single(base), single(experts[0]))
             mixed = swapped(single(base), side, parameters["t"])
             keep = _bits(side) == _bits(single(base))
+        elif method == "sce":
+            mixed = fused_by_energy(parameters["select_topk"], base, experts, absent)
+            mixed, keep = single(base) + mixed, mixed == 0
         elif method in ("ram", "ramplus_tl"):
             mixed = averaged(parameters, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
@@ -153,6 +157,63 @@ def lone_factors(
         share = min(ratio, np.float32(parameters["alpha"]))
         factors.append(one + np.float32(parameters["r"]) * share)
     return factors
+
+
+def spread(deltas: Sequence[Single]) -> Single:
+    """The population variance of each element over experts, rounded to float32."""
+    found: Single = np.var(np.array(deltas, dtype=np.float64), axis=0).astype(np.float32)
+    return found
+
+
+def spread_cut(share: float, deltas: Sequence[Single]) -> tuple[np.float32, int]:
+    """The least spread that is selected, and the index of the last element of it that is."""
+    spreads = spread(deltas)
+    count = int(np.float32(np.count_nonzero(spreads)) * np.float32(share))
+    if not count:
+        return np.float32(np.inf), -1
+    chosen = first(spreads, count)
+    value = spreads[chosen].min()
+    return value, int(np.flatnonzero(chosen & (spreads == value))[-1])
+
+
+def energies(share: float, base: Array, experts: Sequence[Array]) -> list[np.float32]:
+    """The weight of each expert: its share of the squares of all selected deltas."""
+    deltas = [delta(base, expert) for expert in experts]
+    if share < 1:
+        value, last = spread_cut(share, deltas)
+        spreads = spread(deltas)
+        keep = (spreads > value) | ((spreads == value) & (np.arange(base.size) <= last))
+        deltas = [np.where(keep, d, np.float32(0)) for d in deltas]
+    means = [float(np.square(d.astype(np.float64)).mean()) for d in deltas]
+    if sum(means) < 1e-6:
+        return [np.float32(1 / len(means))] * len(means)
+    return [np.float32(mean / sum(means)) for mean in means]
+
+
+def fused_by_energy(
+    share: float, base: Array, experts: Sequence[Array], absent: Sequence[Mask]
+) -> Single:
+    """The selected deltas that agree with the sign of their sum, weighed by their energy.
+
+    The selection of what is read is that by the whole experts' threshold.
+    """
+    whole = [delta(base, expert) for expert in experts]
+    deltas = [np.where(gone, np.float32(0), d) for d, gone in zip(whole, absent, strict=True)]
+    if share < 1:
+        value, last = spread_cut(share, whole)
+        spreads = spread(deltas)
+        keep = (spreads > value) | ((spreads == value) & (np.arange(base.size) <= last))
+        deltas = [np.where(keep, d, np.float32(0)) for d in deltas]
+    total = deltas[0]
+    for d in deltas[1:]:
+        total = total + d
+    mixed, divisor = np.zeros_like(total), np.zeros_like(total)
+    for d, weight in zip(deltas, energies(share, base, experts), strict=True):
+        agrees = np.where(total < 0, d < 0, d > 0)
+        np.add(mixed, d * weight, out=mixed, where=agrees)
+        np.add(divisor, weight, out=divisor, where=agrees)
+    found: Single = mixed / np.maximum(divisor, np.float32(1e-6))
+    return found
 
 
 def averaged(

@@ -50,6 +50,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "swaps": ("nearswap", {"t": 0.3}, {"budget": 0.5, "dtype": "F32"}),
     "mean": ("ram", {"epsilon": 0.05}, {"budget": 0.6}),
     "lone": ("ramplus_tl", {"epsilon": 0.1, "r": 0.5, "alpha": 0.3}, {}),
+    "fused": ("sce", {}, {"budget": 0.6}),
+    "selects": ("sce", {"select_topk": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
@@ -63,7 +65,7 @@ def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
     if WAYS[way][0] in ("slerp", "passthrough", "nearswap"):
         return {"e1": 1.0}
-    if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl"):
+    if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
     return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
 
@@ -96,6 +98,27 @@ def contributions(
         moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
         still = absent[0] | (reference.delta(base, experts[0]) == 0)
         return np.zeros(b.size), [np.where(still, 0.0, moved - b)]
+    if method == "sce":
+        deltas = [
+            np.where(gone, np.float32(0), reference.delta(base, expert))
+            for expert, gone in zip(experts, absent, strict=True)
+        ]
+        for value, before in thresholds[:1]:
+            spread = reference.spread(deltas)
+            ties = (spread == value) & ((np.arange(b.size) < before) | (before < 0))
+            deltas = [np.where((spread > value) | ties, d, np.float32(0)) for d in deltas]
+        total = np.zeros(b.size, dtype=np.float32)
+        for d in deltas:
+            total = total + d
+        agrees = [np.where(total < 0, d < 0, d > 0) for d in deltas]
+        divisors = np.zeros(b.size, dtype=np.float32)
+        for yes, weight in zip(agrees, w, strict=True):
+            divisors = divisors + np.where(yes, weight, np.float32(0))
+        floor = np.maximum(divisors, np.float32(1e-6)).astype(np.float64)
+        return np.zeros(b.size), [
+            np.where(yes, d.astype(np.float64) * float(weight), 0.0) / floor
+            for yes, d, weight in zip(agrees, deltas, w, strict=True)
+        ]
     if method in ("ram", "ramplus_tl"):
         deltas = [reference.delta(base, expert) for expert in experts]
         kept = [

@@ -44,6 +44,7 @@ ADDITIVE = {
     "nearswap": ({"t": 0.02}, (1.0,)),
 }
 CONSENSUS = {
+    "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),
     "ram": ({"epsilon": 0.01}, (1.0, 1.0, 1.0)),
     "ramplus_tl": ({"epsilon": 0.01, "r": 0.5, "alpha": 1.0}, (1.0, 1.0, 1.0)),
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),

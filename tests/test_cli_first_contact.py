@@ -71,7 +71,6 @@ PAIR = ["--base", "v1", "--expert", "v1"]
         (["--seed", "1"], "--param seed=7"),
         (["--max-error", "5%"], "write a number such as 0.05"),
         (["--method", "TIES"], "did you mean ties?"),
-        (["--method", "sce"], "mergekit has sce, mstore does not"),
         (["--method", "Arcee_Fusion"], "mergekit has arcee_fusion, mstore does not"),
         (["--method", "model_stock", "--param", "filter_wise=true"], "leave out filter_wise"),
         (

@@ -37,6 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "breadcrumbs": {"density": 0.3, "gamma": 0.05},
     "breadcrumbs_ties": {"density": 0.4, "gamma": 0.05},
     "ram": {"epsilon": 0.2},
+    "sce": {"select_topk": 0.4},
 }
 
 

@@ -48,6 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "breadcrumbs_ties": {"density": 0.4, "gamma": 0.1},
     "model_stock": {},
     "ramplus_tl": {"epsilon": 0.2},
+    "sce": {"select_topk": 0.3},
     "karcher": {},
 }
 SMALL = 3 * BLOCK

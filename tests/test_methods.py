@@ -44,6 +44,7 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("nuslerp", {"around_base": True}),
         ("passthrough", {"scale": 1.0}),
         ("ram", {"epsilon": 1e-5}),
+        ("sce", {"select_topk": 1.0}),
         ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),
     ],
 )
@@ -214,7 +215,7 @@ def test_coefficients_bound_what_omission_changes() -> None:
     assert change == pytest.approx(c[1] * np.linalg.norm(second - base), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "ramplus_tl"])
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce"])
 def test_consensus_has_no_coefficients(method: str) -> None:
     """A method that elects signs, or divides by who moves an element, has no certified bound."""
     with pytest.raises(BadRequest, match="no bound"):

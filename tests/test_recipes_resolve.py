@@ -374,7 +374,7 @@ parameters: {{{parameters}}}
         ({"more": "  base_model: math\n- sources:\n  - {model: base, layer_range: [0, 4]}\n  "
                   "- {model: math, layer_range: [0, 4]}"}, 4, "different base models"),
         ({"method": "arcee_fusion"}, 1, "unknown method 'arcee_fusion'"),
-        ({"method": "sce"}, 1, "unknown method"),
+        ({"method": "fisher"}, 1, "unknown method"),
         ({"parameters": "s: 1"}, 8, "no parameter 's'"),
         ({"parameters": ""}, 1, "needs the t"),
         ({"parameters": "t: x"}, 8, "takes a number"),

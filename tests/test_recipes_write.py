@@ -99,6 +99,9 @@ BY_OPTIONS = {
         parameters={"density": (0.5, 0.25), "epsilon": 0.1},
     ),
     "slerp": MergeRequest(base="base", experts=["math"], method="slerp", parameters={"t": 0.25}),
+    "sce": MergeRequest(
+        base="base", experts=["math", "code"], method="sce", parameters={"select_topk": 0.25}
+    ),
     "nearswap": MergeRequest(
         base="base", experts=["code"], method="nearswap", parameters={"t": 0.001}
     ),

@@ -43,7 +43,7 @@ def test_scores_that_a_method_has(method: str, score: str) -> None:
     """trimmed is for methods that trim, conflict for those that elect signs, others for all."""
     own = METHODS[method]
     trims = own.select in (Select.TRIMMED, Select.BAND)
-    elects = own.combine is Combine.ELECTED
+    elects = own.combine in (Combine.ELECTED, Combine.FUSED)
     needed = {one.name: 0.5 for one in own.parameters if one.default is None}
     weights = [1.0] * (own.experts or own.least)
     missing = {"trimmed": not trims, "conflict": not elects, "taste": True}

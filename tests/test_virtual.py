@@ -42,6 +42,12 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "breadcrumbs_ties": {"method": "breadcrumbs_ties", "parameters": {"density": 0.3}},
     "passthrough": {"method": "passthrough", "parameters": {"scale": 0.75}, "experts": ["e1"]},
+    "sce on a budget": {
+        "method": "sce",
+        "parameters": {"select_topk": 0.3},
+        "experts": ["e0", "e1", "e2"],
+        "budget": 0.6,
+    },
     "ram on a budget": {
         "method": "ram",
         "parameters": {"epsilon": 0.01},

@@ -96,7 +96,9 @@ class PlanTensor(
     """One tensor of the output that is merged.
 
     states: a byte per chunk, per expert. thresholds: one per expert, then, for methods that drop
-    the largest elements too, where those begin; empty if nothing is trimmed. omitted: per expert
+    the largest elements too, where those begin; empty if nothing is trimmed.  For a method that
+    selects elements of all experts by their variance: that variance, and as quota the flat index
+    from which equal ones are not selected, the same for each expert. omitted: per expert
     the L2 norm of the part of the (sparsified) delta that is left out, -1 if unknown. operation: 0
     for the plan's own, else the position in `Plan.operations`, from 1. sources: the names of the
     tensors that it is made of, in the base and in each expert; empty if all are `name`. dtype: of

@@ -25,6 +25,7 @@ from mstore.merge.arithmetic.tiles import (
     DIRECT,
     DRAWS,
     EXPERT,
+    FUSED,
     LANES,
     NEAR,
     TILE,
@@ -36,6 +37,7 @@ from mstore.numeric.floats import bits_float, load_bits
 
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
+_SMALLEST: Final = np.float32(1e-6)
 
 
 @compiled
@@ -52,10 +54,13 @@ def _difference(count: int, weight: Any, base: Any, tile: Any, part: Any) -> Non
 
 
 @compiled
-def _vote(count: int, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
-    """Weigh in float32; update `votes`: the sum, and the weights of positive and negative votes."""
+def _vote(count: int, early: Any, weight: Any, tile: Any, mixed: Any, votes: Any) -> None:
+    """Weigh in float32; update `votes`: the sum, and the weights of positive and negative votes.
+
+    early: what the vote is multiplied by, the weight unless that counts after the election.
+    """
     for i in range(count):
-        vote = np.float32(bits_float(tile[i]) * weight)
+        vote = np.float32(bits_float(tile[i]) * early)
         # A NaN has no sign, and does not vote.
         vote = vote if vote == vote else _ZERO
         mixed[i] = vote
@@ -73,9 +78,10 @@ def _agreeing(count: int, mixed: Any, votes: Any, part: Any) -> None:
 
 
 @compiled
-def _side_factors(count: int, lam: Any, normalize: Any, votes: Any, factor: Any) -> None:
+def _side_factors(count: int, lam: Any, normalize: Any, late: Any, votes: Any, factor: Any) -> None:
     for i in range(count):
         divisor = votes[2, i] if votes[0, i] < _ZERO else votes[1, i]
+        divisor = _SMALLEST if late and divisor < _SMALLEST else divisor
         divisor = _ONE if (divisor == _ZERO) | (not normalize) else divisor
         factor[i] = np.float64(lam) / np.float64(divisor)
 
@@ -155,7 +161,9 @@ def attribute(
     given = carray(arguments_at, (a.FIELDS,), np.int64)
     experts, normalizes = given[a.EXPERTS], given[a.NORMALIZES]
     near = given[a.KIND] == NEAR
+    late = given[a.KIND] == FUSED
     kind = DIRECT if near or given[a.KIND] == ALONE else given[a.KIND]
+    kind = CONSENSUS if late else kind
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
     masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)
@@ -238,9 +246,10 @@ def attribute(
                 continue
             _product(count, weights[k], tile, parts[k])
             if kind == CONSENSUS:
-                _vote(count, weights[k], tile, mixed[k], votes)
+                early = _ONE if late else weights[k]
+                _vote(count, early, weights[k], tile, mixed[k], votes)
         if kind == CONSENSUS:
-            _side_factors(count, lam, normalize, votes, factor)
+            _side_factors(count, lam, normalize, late, votes, factor)
         else:
             factor[:count] = np.float64(lam) / np.float64(divisor)
         _begin(count, surplus, bases, own, total)

@@ -44,9 +44,20 @@ def magnitudes(
     n: int,
 ) -> Singles:
     """Return |expert - base| of n elements, float32[n], as the merge's pass has it."""
+    return np.abs(deltas(base, base_dtype, row, row_dtype, n))
+
+
+def deltas(
+    base: npt.NDArray[np.uint8],
+    base_dtype: str,
+    row: npt.NDArray[np.uint8],
+    row_dtype: str,
+    n: int,
+) -> Singles:
+    """Return expert - base of n elements, float32[n], as the merge's pass has it."""
     one, other = _singles(base, base_dtype, n), _singles(row, row_dtype, n)
     with np.errstate(invalid="ignore", over="ignore"):
-        found: Singles = np.abs(other - one)
+        found: Singles = other - one
     found[one.view(np.uint32) == other.view(np.uint32)] = 0.0
     return found
 

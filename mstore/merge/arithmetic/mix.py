@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, AVERAGED, CONSENSUS, DIRECT, NEAR
+from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, AVERAGED, CONSENSUS, DIRECT, FUSED, NEAR
 from mstore.merge.methods.method import Operation
 
 
@@ -18,7 +18,8 @@ class Mix:
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
     (`has_base`); `factors` is float32[2]: fixed divisor, lambda (NEAR: its reach); `flags` is
-    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, random (2: by rank).
+    int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
+    or by variance, 2: by rank).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
     `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`).
@@ -40,7 +41,7 @@ class Mix:
         if operation.is_whole:
             kind = ALONE if operation.is_alone else DIRECT
         elif operation.is_elected:
-            kind = CONSENSUS
+            kind = FUSED if operation.is_fused else CONSENSUS
         elif operation.is_averaged:
             kind = AVERAGED
         if operation.is_near:
@@ -48,7 +49,8 @@ class Mix:
         scale = operation.reach if operation.is_near else operation.scale
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band + operation.is_above
-        flags = (kind, keeps, cuts, operation.is_drawn + operation.is_ranked)
+        random = operation.is_drawn + operation.is_ranked + operation.is_varied
+        flags = (kind, keeps, cuts, random)
         has_base = operation.is_whole and operation.mixture is not None
         both = zip(operation.densities, operation.epsilons, strict=True)
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights

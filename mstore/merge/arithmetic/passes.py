@@ -31,6 +31,7 @@ from mstore.merge.arithmetic.tiles import (
     DRAWS,
     EXPERT,
     FOURTH,
+    FUSED,
     GROUP,
     NEAR,
     NEGATIVE,
@@ -62,6 +63,7 @@ _ALWAYS: Final = np.uint32(1)
 _LONE: Final = np.uint32(1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
+_SMALLEST: Final = np.float32(1e-6)
 
 
 @compiled
@@ -230,6 +232,64 @@ def _elect_group(count: int, weights: Any, normalize: Any, scratch: Any) -> None
         scratch[SUM + i] = float_bits(total / divisor) ^ flip
 
 
+@inlined
+def _floored(divisor: Any) -> Any:
+    return _SMALLEST if divisor < _SMALLEST else divisor
+
+
+@compiled
+def _fuse_group(count: int, weights: Any, scratch: Any) -> None:
+    """Do `_elect_group` for deltas that are weighed after the election, with a smallest divisor."""
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    for i in range(count):
+        m0, m1 = scratch[EXPERT + i], scratch[SECOND + i]
+        m2, m3 = scratch[THIRD + i], scratch[FOURTH + i]
+        total = np.float32(np.float32(bits_float(m0) + bits_float(m1)) + bits_float(m2))
+        total = np.float32(total + bits_float(m3))
+        flip = _SIGN if total < _ZERO else _NOTHING
+        m0, m1 = np.uint32(m0 ^ flip), np.uint32(m1 ^ flip)
+        m2, m3 = np.uint32(m2 ^ flip), np.uint32(m3 ^ flip)
+        first = np.float32(bits_float(_positive(m0)) * w0)
+        total = np.float32(first + np.float32(bits_float(_positive(m1)) * w1))
+        total = np.float32(total + np.float32(bits_float(_positive(m2)) * w2))
+        total = np.float32(total + np.float32(bits_float(_positive(m3)) * w3))
+        divisor = np.float32(_share(m0, w0) + _share(m1, w1))
+        divisor = np.float32(divisor + _share(m2, w2))
+        divisor = np.float32(divisor + _share(m3, w3))
+        scratch[SUM + i] = float_bits(total / _floored(divisor)) ^ flip
+
+
+@compiled
+def _fuse_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
+    """Do `_add_group_by_sign` for deltas that are weighed after the election."""
+    _add_group(count, scratch)
+    for flip, sums, sum_weights in (
+        (_NOTHING, POSITIVE, POSITIVE_WEIGHT),
+        (_SIGN, NEGATIVE, NEGATIVE_WEIGHT),
+    ):
+        own, own_weights = scratch[sums : sums + count], scratch[sum_weights : sum_weights + count]
+        for j in range(GROUP):
+            at, weight = EXPERT + j * STRIDE, weights[j]
+            for i in range(count):
+                moved = np.uint32(scratch[at + i] ^ flip)
+                part = np.float32(bits_float(_positive(moved)) * weight)
+                own[i] = float_bits(bits_float(own[i]) + part)
+                share = _share(moved, weight)
+                own_weights[i] = float_bits(bits_float(own_weights[i]) + share)
+
+
+@compiled
+def _fuse(count: int, scratch: Any) -> None:
+    """Do `_elect` after `_fuse_group_by_sign`."""
+    for i in range(count):
+        up, down = scratch[POSITIVE + i], np.uint32(scratch[NEGATIVE + i] ^ _SIGN)
+        up_weight, down_weight = scratch[POSITIVE_WEIGHT + i], scratch[NEGATIVE_WEIGHT + i]
+        negative = bits_float(scratch[SUM + i]) < _ZERO
+        total = bits_float(down if negative else up)
+        divisor = bits_float(down_weight if negative else up_weight)
+        scratch[SUM + i] = float_bits(total / _floored(divisor))
+
+
 @compiled
 def _add_group_by_sign(count: int, weights: Any, scratch: Any) -> None:
     """Add four tiles to the total, and to separate sums and weights by sign.
@@ -376,7 +436,8 @@ def mix(arguments_at: Any) -> None:
     experts_count, normalize = given[a.EXPERTS], given[a.NORMALIZES]
     near = given[a.KIND] == NEAR
     alone = near or given[a.KIND] == ALONE
-    kind = DIRECT if alone else given[a.KIND]
+    late = given[a.KIND] == FUSED
+    kind = DIRECT if alone else CONSENSUS if late else given[a.KIND]
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
     masked = given[a.MASKED]
@@ -431,6 +492,7 @@ def mix(arguments_at: Any) -> None:
                 p = row_of[k]
                 at = EXPERT + j * STRIDE
                 grouped[j] = weights[k]
+                weight = _ONE if late else weights[k]
                 if p < 0:
                     # Only methods that mix whole experts give a weight to an absent expert.
                     _copy(count, BASE, at, scratch)
@@ -471,7 +533,7 @@ def mix(arguments_at: Any) -> None:
                 limit = limits[k]
                 if not masked and limit == ALL and rescales[k] == _ONE:
                     if kind == CONSENSUS:
-                        _weigh_kept(count, weights[k], _ZERO, at, scratch)
+                        _weigh_kept(count, weight, _ZERO, at, scratch)
                     else:
                         _weigh(count, weights[k], at, scratch)
                     continue
@@ -486,7 +548,7 @@ def mix(arguments_at: Any) -> None:
                 else:
                     draws[:count] = 0
                 own = draws[skipped : skipped + count]
-                _weigh_drawn(count, rescales[k], weights[k], own, below, at, scratch)
+                _weigh_drawn(count, rescales[k], weight, own, below, at, scratch)
                 if kind == CONSENSUS:
                     _drop_nan(count, at, scratch)
             if kind == DIRECT:
@@ -501,12 +563,18 @@ def mix(arguments_at: Any) -> None:
                 _fill(scratch, EXPERT + j * STRIDE, count, _NOTHING)
             if kind in (ADDITIVE, AVERAGED):
                 _add_group(count, scratch)
+            elif late and present > GROUP:
+                _fuse_group_by_sign(count, grouped, scratch)
+            elif late:
+                _fuse_group(count, grouped, scratch)
             elif present > GROUP:
                 _add_group_by_sign(count, grouped, scratch)
             else:
                 _elect_group(count, grouped, normalize, scratch)
         if kind == CONSENSUS:
-            if present > GROUP:
+            if late and present > GROUP:
+                _fuse(count, scratch)
+            elif present > GROUP:
                 _elect(count, normalize, scratch)
         elif normalize and divisor != _ONE:
             _divide(count, divisor, scratch)

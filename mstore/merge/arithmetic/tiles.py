@@ -44,6 +44,8 @@ DIRECT: Final = 2
 ALONE: Final = 3
 """DIRECT with one term: the sum starts at -0, so that it is that term, whatever its sign."""
 AVERAGED: Final = 5
+FUSED: Final = 6
+"""CONSENSUS of what is not weighed: weights count after the election."""
 NEAR: Final = 4
 """ALONE, of an expert that is moved back towards the base (`stages.swap`)."""
 

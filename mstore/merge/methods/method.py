@@ -18,6 +18,8 @@ expert, combines what it selected, and finishes:
                         If `rescale` is "l1", times the ratio of the L1 norms of d_k and of what
                         is left of it, over the whole tensor
               ABOVE     d_k if |d_k| > epsilon
+              VARIED    d_k if the variance of all d_k of the element, at least one of which is not
+                        0, is among the int(select_topk * n) largest of n (`arithmetic.spread`)
               RANKED    d_k with a probability that rises with the rank of |d_k| in its row from
                         density - epsilon to density + epsilon (`arithmetic.masks`), times that
                         ratio if `rescale`; else 0
@@ -27,13 +29,15 @@ expert, combines what it selected, and finishes:
                         only one
               ELECTED   sum of the m_k that have the sign of the sum of all, over the sum of their
                         w_k if `normalize`
+              FUSED     sum of the w_k selected_k of those that have the sign of the sum of all
+                        selected_k, over the sum of their w_k, which is at least 1e-6
     finish    WHOLE, NEAR: the sum itself.  Others: b + lambda * sum
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
 (`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
-deltas, and so are the factors.  Ratios of L1 norms and counts of elements (`Method.lone`) are
-facts, too.  Such an operation is not settled until it has them, tensor by tensor
-(`Operation.settle`, `Operation.counted`, `Operation.settled`).
+deltas, and so are the factors.  Ratios of L1 norms, counts of elements (`Method.lone`) and squares
+of what is selected (`Method.weigh`) are facts, too.  Such an operation is not settled until it has
+them, tensor by tensor (`Operation.settle`, `counted`, `weighed`, `settled`).
 
 Order of operations as in mergekit 0.1.5.
 """
@@ -75,6 +79,7 @@ class Select(Enum):
     DRAWN = "drawn"
     RANKED = "ranked"
     ABOVE = "above"
+    VARIED = "varied"
 
 
 class Combine(Enum):
@@ -84,6 +89,7 @@ class Combine(Enum):
     ALONE = "alone"
     ELECTED = "elected"
     AVERAGED = "averaged"
+    FUSED = "fused"
 
 
 Gram = Sequence[Sequence[float]]
@@ -102,10 +108,11 @@ class Method:
     only with Select.WHOLE or DELTA, and Combine.SUM. pairs: whether it needs the inner products of
     experts with each other, not only with the base. lone: computes the factor of an element that
     one expert alone has, from how many of the expert's elements others have, too, and how many none
-    has; only with Combine.AVERAGED. experts: how many it takes, None for any number
-    from `least` on. weighted: whether experts have weights. weight: the parameter that is the
-    weight of each, if they have none. refuses: parameters of mergekit's method that this one has
-    not, the value that changes nothing, and why.
+    has; only with Combine.AVERAGED. weigh: computes the weights of experts from the sums of squares
+    of what is selected, and the number of elements; only with Combine.FUSED. experts: how many it
+    takes, None for any number from `least` on. weighted: whether experts have weights. weight: the
+    parameter that is the weight of each, if they have none. refuses: parameters of mergekit's
+    method that this one has not, the value that changes nothing, and why.
     """
 
     name: str
@@ -118,6 +125,7 @@ class Method:
     mix: Callable[[Gram, Mapping[str, Scalar], Sequence[float]], Mixture] | None = None
     pairs: bool = False
     lone: Callable[[int, int, Mapping[str, Scalar]], float] | None = None
+    weigh: Callable[[Sequence[float], int], tuple[float, ...]] | None = None
     experts: int | None = None
     weighted: bool = True
     weight: str | None = None
@@ -275,6 +283,21 @@ class Operation:
         return next_single(single(float(self._one("epsilon", 0.0))))
 
     @property
+    def is_varied(self) -> bool:
+        """Whether an element is selected, or not, of all experts, by the variance of its deltas."""
+        return self.select is Select.VARIED and self.select_share < 1
+
+    @property
+    def select_share(self) -> float:
+        """The parameter select_topk: the share of the elements to select so."""
+        return float(self._one("select_topk", 1.0))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether what elects is not weighed; weights count after the election."""
+        return self.method.combine is Combine.FUSED
+
+    @property
     def is_averaged(self) -> bool:
         """Whether an element is divided by how many experts have it."""
         return self.method.combine is Combine.AVERAGED
@@ -302,6 +325,11 @@ class Operation:
         return self.method.lone is not None and self.mixture is None
 
     @property
+    def needs_squares(self) -> bool:
+        """Whether its weights follow from sums of squares that are not known yet."""
+        return self.method.weigh is not None and self.mixture is None
+
+    @property
     def is_trimmed(self) -> bool:
         """Whether each expert and tensor needs magnitude thresholds first."""
         return self.select in (Select.TRIMMED, Select.BAND) and min(self.densities) < 1
@@ -315,7 +343,7 @@ class Operation:
     def needs_facts(self) -> bool:
         """Whether its factors depend on the whole tensor and are not known yet."""
         needs_gram = self.method.mix is not None and self.mixture is None
-        return needs_gram or self.needs_norms or self.needs_counts
+        return needs_gram or self.needs_norms or self.needs_counts or self.needs_squares
 
     def settle(self, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared.
@@ -334,6 +362,14 @@ class Operation:
         assert self.method.lone is not None
         factors = tuple(self.method.lone(*own, self._scalars) for own in counts)
         return self.settled(Mixture(1.0, factors, keeps_base=True))
+
+    def weighed(self, squares: Sequence[float], elements: int) -> Operation:
+        """Return the operation of a tensor of so many elements, with these sums of squares.
+
+        Of what is selected of each expert.
+        """
+        assert self.method.weigh is not None
+        return self.settled(Mixture(1.0, self.method.weigh(squares, elements), keeps_base=True))
 
     @property
     def _scalars(self) -> dict[str, Scalar]:
@@ -358,7 +394,7 @@ class Operation:
     @property
     def is_elected(self) -> bool:
         """Whether only deltas with the sign of the sum count."""
-        return self.method.combine is Combine.ELECTED
+        return self.method.combine in (Combine.ELECTED, Combine.FUSED)
 
     @property
     def is_additive(self) -> bool:
@@ -368,7 +404,7 @@ class Operation:
     @property
     def normalizes(self) -> bool:
         """Whether the sum is divided by weights."""
-        return bool(self.parameters.get("normalize", False))
+        return self.is_fused or bool(self.parameters.get("normalize", False))
 
     def _each(self, name: str, default: float) -> tuple[float, ...]:
         """Return a parameter's value for each expert."""
@@ -446,7 +482,8 @@ class Operation:
     def weightless(self) -> tuple[bool, ...]:
         """For each expert, whether its deltas are multiplied by 0; such an expert is not read."""
         nothing = self.parameters.get("lambda") == 0 or (self.is_near and self.reach == 0)
-        return tuple(nothing or weight == 0 for weight in self.weights)
+        # Whoever counts in a variance is read, whatever its weight.
+        return tuple(nothing or (weight == 0 and not self.is_varied) for weight in self.weights)
 
     @cached_property
     def divisor(self) -> float:

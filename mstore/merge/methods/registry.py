@@ -32,14 +32,11 @@ def _here() -> dict[str, Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 """The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
 
-ELSEWHERE: Final = frozenset(("arcee_fusion", "sce"))
+ELSEWHERE: Final = frozenset(("arcee_fusion",))
 """Methods of mergekit that are not here."""
 
 PARAMETERS_ELSEWHERE: Final = frozenset(
-    (
-        *("select_topk", "filter_wise", "nuslerp_row_wise", "nuslerp_flatten", "filter"),
-        "int8_mask",
-    )
+    (*("filter_wise", "nuslerp_row_wise", "nuslerp_flatten", "filter", "int8_mask"),)
 )
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
 

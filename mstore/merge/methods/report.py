@@ -94,6 +94,8 @@ def _facts(method: Method) -> tuple[str, ...]:
         return (f"inner products {others}",)
     if method.lone is not None:
         return ("counts of elements that experts move alone, and with others",)
+    if method.weigh is not None:
+        return ("squares of the deltas that are selected, and where the selection ends",)
     if method.select is Select.TRIMMED:
         return ("the magnitude at which density ends",)
     if method.select is Select.BAND:

@@ -72,22 +72,26 @@ def elected(
     left_out: Bools,
     *,
     normalize: bool,
+    votes: Sequence[float] | None = None,
 ) -> Floats:
     """Return the expected square of the full merge minus the one without `left_out`: float64[C].
 
     squares, kept: float64[K, C], the squared norm of each sparsified delta, finite, and the share
     of elements that it keeps; 0 for an expert that takes no part. weights: only their magnitudes
-    count. left_out: bool[K, C].  Excludes `lambda`.
+    count. left_out: bool[K, C]. votes: what deltas are multiplied by to elect, if not the weights.
+    Excludes `lambda`.
     """
     nothing = np.zeros(squares.shape[1])
     out = rest = _Group(nothing, nothing, nothing, nothing, nothing)
     sizes = [abs(weight) for weight in weights]
+    loud = sizes if votes is None else [abs(vote) for vote in votes]
     for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
         if not sizes[k]:
             continue
         weighted = squares[k] * sizes[k] * sizes[k]
         own = squares[k] if normalize else weighted
-        one = _Group(kept[k], kept[k] * sizes[k], own, weighted, nothing)
+        sums = squares[k] * loud[k] * loud[k]
+        one = _Group(kept[k], kept[k] * sizes[k], own, sums, nothing)
         joined = _joined(_chosen(left_out[k], out, rest), one, normalize=normalize)
         out, rest = _chosen(left_out[k], joined, out), _chosen(left_out[k], rest, joined)
     return _apart(out, rest, normalize=normalize)

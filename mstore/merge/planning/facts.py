@@ -1,8 +1,8 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
 The L1 norms of deltas before and after a random mask, numbers of elements that experts move alone
-and with others, and inner products of the base and of
-experts, or of deltas.  These follow from sums of squares of tensors and of their differences,
+and with others, squares of what a variance selects, and inner products of the base and of experts,
+or of deltas.  These follow from sums of squares of tensors and of their differences,
 <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was measured once
 is not read again.  Deltas are small next to the base: their products follow from differences alone,
 never from products of whole tensors.  Trim thresholds are facts, too (`thresholds`).
@@ -23,15 +23,17 @@ from blake3 import blake3
 
 from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
-from mstore.ids import BlockId, TensorId
+from mstore.ids import TensorId
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
+from mstore.merge.planning.spreads import Chunks, select
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.stats.analysis import measure_pair, measure_squares
-from mstore.stats.chunks import ReadChunk, chunk_blocks, chunk_reader, row_length, tensor_chunk
+from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -182,44 +184,59 @@ class Facts:
         self, least: float, records: Sequence[Tensor], pool: ThreadPoolExecutor
     ) -> list[tuple[int, int]]:
         """Count each expert's deltas of `least` and more where others have one, and where not."""
-        base, *experts = records
-        elements = math.prod(base.shape)
-        chunk = tensor_chunk(self._catalog.block_size, base, experts)
-        readers = [chunk_reader(self._catalog, base, chunk, None)]
-        readers += [chunk_reader(self._catalog, one, chunk, self._meter) for one in experts]
+        chunks = Chunks(self._catalog, records, self._meter)
 
         def count(number: int) -> npt.NDArray[np.int64]:
-            kept = [
-                sizes >= np.float32(least)
-                for sizes in self._magnitudes(records, readers, chunk, number)
-            ]
+            kept = [np.abs(one) >= np.float32(least) for one in chunks.deltas(number)]
             numbers = np.sum(kept, axis=0)
             many, lone = numbers > 1, numbers == 1
             return np.array([[(own & many).sum(), (own & lone).sum()] for own in kept])
 
-        total = np.zeros((len(experts), 2), dtype=np.int64)
-        for own in pool.map(count, range(-(-elements // chunk))):
+        total = np.zeros((chunks.experts, 2), dtype=np.int64)
+        for own in pool.map(count, chunks.numbers):
             total += own
         return [(shared, alone) for shared, alone in total.tolist()]
 
-    def _magnitudes(
-        self, records: Sequence[Tensor], readers: Sequence[ReadChunk], chunk: int, number: int
-    ) -> list[npt.NDArray[np.float32]]:
-        """Read a chunk of base and experts, equal blocks once; return each expert's |delta|."""
-        catalog, (base, *experts) = self._catalog, records
-        n = min(chunk, math.prod(base.shape) - number * chunk)
-        data = readers[0](number)
+    def weighed(
+        self, name: str, operation: Operation, sides: Sequence[Side], pool: ThreadPoolExecutor
+    ) -> tuple[Operation, Cut | None]:
+        """Return the operation with its weights, and where its selection ends, if it has one.
 
-        def blocks(record: Tensor) -> tuple[str, tuple[BlockId, ...]]:
-            own = chunk_blocks(record, chunk, number, catalog.block_size)
-            return record.dtype, tuple(own)
+        sides: the base and each expert.  Raises as `gram`.
+        """
+        base, *experts = sides
+        cut = None
+        if not operation.is_varied:
+            squares = [self._apart(name, base, expert, pool) for expert in experts]
+        else:
+            cut, squares = self._selection(name, operation.select_share, sides, pool)
+            squares = [_finite(name, one) for one in squares]
+        return operation.weighed(squares, math.prod(base[1].shape)), cut
 
-        seen = {blocks(base): np.zeros(n, dtype=np.float32)}
-        for expert, read in zip(experts, readers[1:], strict=True):
-            if blocks(expert) not in seen:
-                side = read(number)
-                seen[blocks(expert)] = masks.magnitudes(data, base.dtype, side, expert.dtype, n)
-        return [seen[blocks(expert)] for expert in experts]
+    def _selection(
+        self, name: str, share: float, sides: Sequence[Side], pool: ThreadPoolExecutor
+    ) -> tuple[Cut, list[float]]:
+        """Return where a selection ends, and the squares that it leaves of each expert."""
+        (base, _), *experts = sides
+        ids = [id for id, _ in experts]
+        # Sums in another order may round otherwise.
+        what = struct.pack("<d", share) + b"".join(ids)
+        keys = [
+            (ids[max(0, place)], blake3(b"spread%d" % place + what).digest(length=16))
+            for place in range(-2, len(ids))
+        ]
+        found = [self._statistics.fact(base, id, key) for id, key in keys]
+        known = [one for one in found if one is not None]
+        if len(known) == len(keys):
+            value, before, *squares = known
+            return Cut(value, int(before)), squares
+        if not self._analyze:
+            raise _unknown(name)
+        chunks = Chunks(self._catalog, [record for _, record in sides], self._meter)
+        cut, squares = select(chunks, share, pool)
+        for (id, key), number in zip(keys, (*cut, *squares), strict=True):
+            self._statistics.put_fact(base, id, key, float(number))
+        return cut, squares
 
     def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
         """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""

@@ -142,6 +142,9 @@ class Model:
         number of elements that move; see `methods.bounds`.
         """
         whole = self._whole()
+        if self.operation.is_varied:
+            # A guess: what varies most is also what moves most.
+            return whole * min(1.0, 2.0 * math.sqrt(self.operation.select_share))
         if not self.operation.is_near:
             return whole
         grid = self._grid
@@ -199,7 +202,7 @@ class Model:
                 ceiling = np.where(np.isfinite(grid.ceiling), grid.ceiling, np.inf)
                 kept_above = kept_above - exp_of_minus(np.minimum(ceiling / mean, 2048.0))
             return np.where(usable, kept * np.maximum(kept_above, 0.0), 0.0)
-        return kept * self._drawn
+        return kept * (self.operation.select_share if self.operation.is_varied else self._drawn)
 
     # -- ranking -----------------------------------------------------------------------------
 
@@ -260,7 +263,12 @@ class Model:
             found[some] = averaged(squares, kept, operation.weights, left_out[:, some])
             return found * self._grid.copies
         found[some] = elected(
-            squares, kept, operation.weights, left_out[:, some], normalize=self._normalizes
+            squares,
+            kept,
+            operation.weights,
+            left_out[:, some],
+            normalize=self._normalizes,
+            votes=(1.0,) * len(operation.weights) if operation.is_fused else None,
         )
         scale = abs(operation.scale_given)
         total: Floats = found * self._grid.copies * (float(factor[0, 0]) * scale * scale)

@@ -163,7 +163,10 @@ class Planning:
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
         notes = list(selection.notes)
-        thresholds: list[tuple[Threshold, ...]] = [() for _ in self._survey.tensors]
+        thresholds: list[tuple[Threshold, ...]] = [
+            () if one.cut is None else (Threshold(*one.cut),) * len(one.experts)
+            for one in self._survey.tensors
+        ]
         if any(tensor.operation.is_trimmed for tensor in self._survey.tensors):
             with ThreadPoolExecutor(self._threads, "second look") as pool:
                 cut = Thresholds(
@@ -175,8 +178,10 @@ class Planning:
                     known=self._thresholds,
                 )
                 thresholds = [
-                    cut.of_tensor(tensor, states)
-                    for tensor, states in zip(self._survey.tensors, selection.states, strict=True)
+                    own or cut.of_tensor(tensor, states)
+                    for own, tensor, states in zip(
+                        thresholds, self._survey.tensors, selection.states, strict=True
+                    )
                 ]
             if cut.at_edges:
                 notes.append(AT_EDGES)

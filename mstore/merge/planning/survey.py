@@ -269,9 +269,13 @@ class Surveyor:
         output = dtype or self._request.dtype or base.dtype
         if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
+        cut = None
         if operation.needs_norms:
             members = [(base_id, base), *pairs]
             operation = self._facts.restored(name, operation, members, pool)
+        elif operation.needs_squares:
+            members = [(base_id, base), *pairs]
+            operation, cut = self._facts.weighed(name, operation, members, pool)
         elif operation.needs_counts:
             operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
         elif operation.needs_facts:
@@ -337,7 +341,7 @@ class Surveyor:
                 )
             )
         return SurveyedTensor(
-            name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype
+            name, base, elements, chunk, tuple(experts), copies, operation, sources, dtype, cut
         )
 
     def _costs(

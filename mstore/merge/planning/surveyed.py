@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mstore.ids import ManifestId, TensorId
+from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
@@ -68,7 +69,7 @@ class SurveyedTensor:
     """One tensor to merge; `copies` counts its names (see `tied`).
 
     operation: settled. sources: its names in the base and in each expert, empty if all are its own.
-    dtype: of the output, None for the request's.
+    dtype: of the output, None for the request's. cut: where a selection by spread ends.
     """
 
     name: str
@@ -80,6 +81,7 @@ class SurveyedTensor:
     operation: Operation
     sources: tuple[str, ...] = ()
     dtype: str | None = None
+    cut: Cut | None = None
 
     @property
     def chunks(self) -> int:

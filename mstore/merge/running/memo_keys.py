@@ -7,7 +7,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            threshold, element type, blocks, and for a quota that ends within the tensor what
            the chunk's share of it follows from; for methods that draw the key words and
            the place in the tensor, and the mask limit where experts have different ones; for
-           methods that mix the experts themselves all weights
+           methods that mix the experts themselves all weights; for a selection by variance the
+           threshold, the number of experts, and how far into the chunk equal ones count
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -27,6 +28,7 @@ from blake3 import blake3
 
 from mstore.ids import ID_BYTES, BlockId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
+from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
 from mstore.merge.running.task import ChunkTask, Members, Tasks, TensorTask
 from mstore.objects.plan import DROPPED, OMITTED
@@ -116,6 +118,8 @@ class MemoKeys:
         keys = []
         for number in numbers:
             pieces = [head, tensor.chunk_length(number).to_bytes(8, "little")]
+            if tensor.cut is not None:
+                pieces.append(_selection(tensor, tensor.cut, number, len(members.experts)))
             if operation.is_drawn:
                 pieces.append((number * tensor.chunk_elements).to_bytes(8, "little"))
             pieces.append(base[number * span : (number + 1) * span])
@@ -176,6 +180,13 @@ class MemoKeys:
             chains = [_Chain(tensor, members, slot) for slot in limited]
             sides.append((fixed, expert.blocks, width, chains))
         return sides
+
+
+def _selection(tensor: TensorTask, cut: Cut, number: int, experts: int) -> bytes:
+    """Return what selects elements of a chunk: a threshold, experts, ties here that count."""
+    length = tensor.chunk_length(number)
+    before = cut.before - number * tensor.chunk_elements if cut.before >= 0 else length
+    return struct.pack("<fIQ", cut.value, experts, min(length, max(0, before)))
 
 
 def _span(tensor: TensorTask, dtype: str, block_size: int) -> int:

@@ -102,8 +102,10 @@ def _shapes(tasks: Tasks) -> _Shapes:
         there = int(members.present.sum(axis=0).max(initial=0))
         elements = min(tensor.elements, tensor.chunk_elements * batch_chunks(tensor))
         total += tensor.elements
-        # A mask has a byte for each element that an expert has.
+        # A mask has a byte for each element that an expert has, or of all that one of them has.
         masks = -(-there // wide) if tensor.mix.ranked else 0
+        if tensor.cut is not None:
+            masks = -(-len(members.experts) // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)
     return _Shapes(first, total)

@@ -28,6 +28,7 @@ from mstore.errors import Conflict, Corrupt
 from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.random import mask_keys
+from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tied import names_of_plan
@@ -78,6 +79,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
                 whole tensor (kernels.UNLIMITED: all of them)
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
+    cut         where a selection by spread ends; None for other methods
     file        the output file of the tensor, and `offset`, its position there; they only say
                 which blocks are adjacent
     """
@@ -95,6 +97,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
     keys: npt.NDArray[np.uint32]
     file: str
     offset: int
+    cut: Cut | None = None
 
     @property
     def chunks(self) -> int:
@@ -286,6 +289,9 @@ class Tasks:
             limited = bool((quotas != UNLIMITED).any())
         if operation.is_above:
             thresholds = np.full(len(self._experts), operation.least, dtype=np.float32)
+        cut = None
+        if operation.is_varied:
+            cut = Cut(planned.thresholds[0].value, planned.thresholds[0].quota)
         if operation.is_drawn:
             keys = mask_keys(operation.seed, len(self._experts), name)
         return TensorTask(
@@ -302,6 +308,7 @@ class Tasks:
             keys=keys,
             file=file,
             offset=offset,
+            cut=cut,
         )
 
     def reused(self, tensor: TensorTask) -> npt.NDArray[np.bool_]:
