@@ -141,6 +141,9 @@ MERGES: list[tuple[str, dict[str, float], dict[str, Any]]] = [
     ("breadcrumbs", {"large": 1.0, "tuned": 1.0}, {"density": 0.6, "gamma": 0.05}),
     ("della_linear", {"small": 1.0, "large": 1.0}, {"density": 0.5, "rescale": False}),
     ("passthrough", {"large": 1.0}, {}),
+    ("nearswap", {"large": 1.0}, {"t": 0.01}),
+    ("ramplus_tl", {"small": 1.0, "large": 1.0, "tuned": 1.0}, {"epsilon": 0.01}),
+    ("sce", {"small": 1.0, "large": 1.0, "tuned": 1.0}, {"select_topk": 0.3}),
 ]
 
 

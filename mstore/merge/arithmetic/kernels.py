@@ -83,8 +83,8 @@ def mix_chunk(
                 largest, too: what the second K would keep is dropped
     keys        uint32[K, 2] of random.mask_keys, read only if the operator is random
     out         uint8[>= n * itemsize]; bytes after the last element are left alone
-    masks       uint8[K, n], only for methods that draw: 1 keeps an element, 0 drops it, in place
-                of the draws of `keys`
+    masks       uint8[K, n], only for methods that draw or select by variance: 1 keeps an element, 0
+                drops it, in place of the draws of `keys`
     rescales    float32[K], only for methods that draw: what expert k's kept deltas are multiplied
                 by, in place of the one rescale factor of `mix`
 
