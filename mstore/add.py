@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mstore import fs
-from mstore.adapters.targets import is_adapter, targets_of
+from mstore.adapters.config import CONFIG, MAX_CONFIG
+from mstore.adapters.fit import check_adapter, is_any_adapter
+from mstore.adapters.targets import is_adapter
 from mstore.ahead import in_order
 from mstore.blocks.codecs import Elements, Encoded, Policy, elements_of, encode
 from mstore.blocks.location import Location
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.partition import partition
-from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
+from mstore.checkpoint.reading import changed, open_regular, open_stamped, read_range, require_stamp
 from mstore.errors import Corrupt, NotFound, StorageFailed
 from mstore.ids import BlockId, ManifestId, SnapshotId, TensorId
 from mstore.lineage import ParentReport
@@ -480,6 +482,14 @@ def _readable_tensor(catalog: Catalog, id: TensorId) -> Tensor | None:
         return None
 
 
+def _small(file: SourceFile) -> bytes | None:
+    """Read a file of a usual config's size, None for a larger one."""
+    if file.size > MAX_CONFIG:
+        return None
+    with open_regular(file.absolute, file.stamp) as (descriptor, _):
+        return read_range(descriptor, 0, file.size)
+
+
 def _require_fine_tune(
     base: Manifest, files: tuple[SourceFile, ...], catalog: Catalog, name: str, asked: Base
 ) -> None:
@@ -488,10 +498,13 @@ def _require_fine_tune(
     }
     of_base = {}
     tensors = base.tensors()
-    if is_adapter(shapes) and not is_adapter(tensors):
-        targets_of(shapes, tensors, name)
-        return
     records = _readable_tensors(catalog, set(tensors.values()))
+    config = next((file for file in files if file.path == CONFIG), None)
+    if not is_adapter(tensors) and is_any_adapter(shapes, tensors, config is not None):
+        slots = {slot.name: slot for file in files if file.header for slot in file.header.tensors}
+        ours = {own: record for own, id in tensors.items() if (record := records[id]) is not None}
+        check_adapter(None if config is None else _small(config), slots, ours, name)
+        return
     for tensor, id in tensors.items():
         record = records[id]
         of_base[tensor] = shapes.get(tensor, ()) if record is None else record.shape

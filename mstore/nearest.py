@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
+from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import Declared, declared_bases
 from mstore.checkpoint.directory import Checkpoint, SourceFile
 from mstore.checkpoint.dtypes import DTYPES
@@ -198,6 +199,9 @@ class _Search:
         self._sample: list[_Sampled] | None = None
 
     def run(self) -> Nearest:
+        if is_adapter(self._slots):
+            # Another adapter may have the same tensors, and is not what it was trained on.
+            return Nearest(None, "it is an adapter, and nothing says of which model")
         if not self._candidates:
             return Nearest(None, "the store holds no other model")
         named = self._named()

@@ -463,6 +463,80 @@ def test_an_adapter_remembers_its_base(store: Store, tmp_path: Path) -> None:
     assert "other" not in {ref.name for ref in store.refs()}
 
 
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "IA3"),
+    ({"r": 5}, "has rank 4"),
+    ({"init_lora_weights": "olora"}, "olora"),
+]
+
+
+@pytest.mark.parametrize(("settings", "word"), BROKEN, ids=lambda one: str(one)[:30])
+def test_adding_with_a_base_checks_all_of_an_adapter(
+    store: Store, tmp_path: Path, settings: dict[str, Any], word: str
+) -> None:
+    """What a merge would refuse is refused when an adapter is added as one of a base."""
+    one = _adapter(1, 4, [Q0])
+    one.settings |= settings
+    with pytest.raises(Incompatible, match=word):
+        store.add(one.write(tmp_path / "lora"), name="lora", base="base")
+    wide = Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((4, 699), "f4"))})
+    with pytest.raises(Incompatible, match=r"\[300, 699\]"):
+        store.add(wide.write(tmp_path / "wide"), name="wide", base="base")
+    (tmp_path / "wide" / "adapter_config.json").unlink()
+    with pytest.raises(Incompatible, match="without its adapter_config"):
+        store.add(tmp_path / "wide", name="wide", base="base")
+
+
+def test_an_adapter_of_another_kind_is_named(store: Store, tmp_path: Path) -> None:
+    """An adapter whose tensors are called otherwise is known by its config."""
+    tensors = {f"base_model.model.{Q0}.ia3_l": np.ones((300, 1), dtype=np.float32)}
+    config = {"adapter_config.json": {"peft_type": "IA3"}}
+    adapters.write(tmp_path / "ia3", tensors, config, "adapter_model")
+    store.add(tmp_path / "ia3", name="ia3")
+    with pytest.raises(Incompatible, match="IA3"):
+        store.plan(ask("linear", "ia3"))
+
+
+def test_an_adapter_on_another_base_warns(store: Store, tmp_path: Path) -> None:
+    """A merge says if an adapter was added as one of another model than the base."""
+    adapters.write(tmp_path / "other", {n: -v for n, v in _base("F32").items()}, {}, "model")
+    store.add(tmp_path / "other", name="other")
+    store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora", base="base")
+    asked = ask("task_arithmetic", "lora")
+    kinds = [
+        [one.kind for one in store.plan(dataclasses.replace(asked, base=base)).warnings]
+        for base in ("base", "other")
+    ]
+    assert kinds == [[], ["adapter of another base"]]
+
+
+def test_the_only_weight_of_an_average(store: Store, tmp_path: Path) -> None:
+    """A plan says if a weight is divided by itself."""
+    store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora")
+    half = {"base": "base", "experts": [("lora", 0.5)]}
+    told = [
+        any("has no effect" in note for note in store.plan(MergeRequest(**half, method=m)).notes)
+        for m in ("linear", "task_arithmetic")
+    ]
+    assert told == [True, False]
+
+
+def test_base_and_adapter_swapped(store: Store, tmp_path: Path) -> None:
+    """A model as the expert of an adapter is most likely the base."""
+    store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora")
+    with pytest.raises(Incompatible, match="the base is an adapter") as caught:
+        store.plan(MergeRequest(base="lora", experts=["base"], method="linear"))
+    assert "expert" in str(caught.value.hint)
+
+
+def test_an_adapter_has_no_nearest_model(store: Store, tmp_path: Path) -> None:
+    """Another adapter with the same tensors is not taken for the base."""
+    store.add(_adapter(1, 4, [Q0]).write(tmp_path / "one"), name="one")
+    report = store.add(_adapter(1, 4, [Q0]).write(tmp_path / "two"), name="two", detect_base=True)
+    assert report.base is None
+    assert "adapter" in str(report.base_reason)
+
+
 def test_statistics_of_an_adapter(store: Store, tmp_path: Path) -> None:
     """`analyze` measures what an adapter changes, once."""
     store.add(_adapter(1, 4, [Q0, UP]).write(tmp_path / "lora"), name="lora")

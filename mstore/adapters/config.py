@@ -19,7 +19,7 @@ from mstore.errors import Incompatible
 _Value = TypeVar("_Value")
 
 CONFIG: Final = "adapter_config.json"
-_MAX_BYTES: Final = 1 << 20
+MAX_CONFIG: Final = 1 << 20
 _MAX_PATTERNS: Final = 4096
 
 # Initial values that are taken out of the base's weights: the adapter fits only that changed base.
@@ -85,8 +85,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
 def parse_config(raw: bytes, where: str) -> LoraConfig:
     """Parse an adapter_config.json.  Raises Incompatible for what mstore cannot apply."""
-    if len(raw) > _MAX_BYTES:
-        raise Incompatible(f"{CONFIG} has more than {_MAX_BYTES} bytes", where=where)
+    if len(raw) > MAX_CONFIG:
+        raise Incompatible(f"{CONFIG} has more than {MAX_CONFIG} bytes", where=where)
     try:
         found = msgspec.json.decode(raw, type=_File)
         every: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
@@ -94,7 +94,9 @@ def parse_config(raw: bytes, where: str) -> LoraConfig:
         raise Incompatible(f"{CONFIG} is not one of PEFT: {error}", where=where) from error
     if found.peft_type != "LORA":
         kind = found.peft_type[:40] or "unknown"
-        raise Incompatible(f"an adapter of the kind {kind}; mstore applies LORA", where=where)
+        raise Incompatible(
+            f"an adapter of the kind {kind} (peft_type); mstore applies LORA", where=where
+        )
     for key, what in _UNSUPPORTED.items():
         if every.get(key):
             raise Incompatible(f"cannot apply {what} ({key} in {CONFIG})", where=where)

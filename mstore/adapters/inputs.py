@@ -8,20 +8,17 @@ records and configs, no weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
-from mstore.adapters.config import CONFIG, LoraConfig, parse_config
-from mstore.adapters.targets import Product, is_adapter, targets_of
+from mstore.adapters.config import CONFIG, MAX_CONFIG, LoraConfig
+from mstore.adapters.fit import is_any_adapter, is_transposed, plan_adapter, require_product
+from mstore.adapters.targets import Product, is_adapter
 from mstore.errors import Incompatible
 from mstore.ids import ManifestId, TensorId
-from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor, applied
 from mstore.objects.manifest import OPAQUE, Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-
-_MAX_CONFIG: Final = 1 << 20
 
 Names = Mapping[str, TensorId]
 
@@ -51,9 +48,16 @@ class Inputs:
         for number, id in enumerate(experts):
             manifest = catalog.manifest(id)
             tensors: Names = manifest.tensors()
-            if takes_adapters and is_adapter(tensors):
-                where = names[number] if names else f"expert {number + 1}"
+            where = names[number] if names else f"expert {number + 1}"
+            has_config = manifest.file(CONFIG) is not None
+            if takes_adapters and is_any_adapter(tensors, self.base, has_config):
                 tensors = self._applied_to_base(manifest, where)
+            elif not takes_adapters and not is_adapter(tensors):
+                raise Incompatible(
+                    "the base is an adapter, and this is not",
+                    where=where,
+                    hint="the model is the base, and the adapter an expert",
+                )
             found.append(tensors)
         self.experts: tuple[Names, ...] = tuple(found)
 
@@ -78,8 +82,8 @@ class Inputs:
 
     def _applied_to_base(self, adapter: Manifest, where: str) -> Names:
         own = adapter.tensors()
-        config = parse_config(_config_of(self._catalog, adapter, where), where)
-        targets = targets_of(own, self.base, where)
+        raw = _config_of(self._catalog, adapter)
+        config, targets = plan_adapter(raw, own, self.base, where)
         for tensor, name in targets.kept:
             if own[name] != self.base[tensor]:
                 raise Incompatible(
@@ -99,84 +103,32 @@ class Inputs:
     def _product(
         self, product: Product, own: Names, config: LoraConfig, where: str
     ) -> AppliedTensor:
-        named = [product.up, product.down]
-        if config.dora:
-            if product.magnitude is None or product.embedding:
-                raise Incompatible(
-                    f"cannot apply DoRA to {product.tensor}: "
-                    + ("it is an embedding" if product.embedding else "it has no magnitudes"),
-                    where=where,
-                )
-            named.append(product.magnitude)
-        base, up, down, *magnitudes = self._catalog.tensors(
+        magnitude = product.magnitude if config.dora else None
+        named = [product.up, product.down, *([] if magnitude is None else [magnitude])]
+        base, *factors = self._catalog.tensors(
             [self.base[product.tensor], *(own[name] for name in named)]
         )
-        transposed = product.embedding or config.transposed
-        # An embedding's product is that of its transposed factors, in the other order.
+        found = dict(zip(named, factors, strict=True))
+        require_product(product, config, {product.tensor: base}, found, where)
+        up, down = found[product.up], found[product.down]
+        transposed = is_transposed(product, config)
+        # The transposed product is that of the transposed factors, in the other order.
         left, right = (down, up) if transposed else (up, down)
-        rank = config.rank_of(product.module)
-        _require_fit(product.tensor, base, left, right, rank, transposed=transposed, where=where)
-        magnitude = magnitudes[0] if magnitudes else None
-        if magnitude is not None and (
-            magnitude.nbytes == 0
-            or magnitude.shape not in ((base.shape[0],), (base.shape[0], 1))
-            or magnitude.dtype not in CODES
-        ):
-            raise Incompatible(
-                f"the magnitudes of {product.tensor} have shape {list(magnitude.shape)}",
-                where=where,
-            )
         return applied(
             base,
             left,
             right,
             transposed=transposed,
             scale=config.scale_of(product.module),
-            magnitude=magnitude,
+            magnitude=None if magnitude is None else found[magnitude],
             block_size=self._catalog.block_size,
         )
 
 
-def _require_fit(
-    name: str,
-    base: Tensor,
-    left: Tensor,
-    right: Tensor,
-    rank: int,
-    *,
-    transposed: bool,
-    where: str,
-) -> None:
-    """Raise Incompatible unless left @ right has the base's shape."""
-    dtypes = {base.dtype, left.dtype, right.dtype}
-    if not dtypes <= CODES.keys():
-        odd = ", ".join(sorted(dtypes - CODES.keys()))
-        raise Incompatible(f"cannot apply an adapter to elements of {odd}", where=where)
-    rows, columns = (left.shape, right.shape)
-    if transposed:
-        rows, columns = rows[::-1], columns[::-1]
-    if len(base.shape) != 2 or len(rows) != 2 or len(columns) != 2 or rows[1] != columns[0]:
-        raise Incompatible(
-            f"the adapter has {list(left.shape)} and {list(right.shape)} for {name}, "
-            f"{list(base.shape)} in the base: mstore applies products of matrices to matrices",
-            where=where,
-        )
-    if (rows[0], columns[1]) != base.shape:
-        raise Incompatible(
-            f"the adapter's product for {name} has shape {[rows[0], columns[1]]}, the base "
-            f"{list(base.shape)}",
-            where=where,
-        )
-    if rows[1] != rank:
-        raise Incompatible(
-            f"the adapter's product for {name} has rank {rows[1]}, its {CONFIG} says {rank}",
-            where=where,
-        )
-
-
-def _config_of(catalog: Catalog, adapter: Manifest, where: str) -> bytes:
+def _config_of(catalog: Catalog, adapter: Manifest) -> bytes | None:
+    """Return the bytes of an adapter's config, None if it has none of a usual size."""
     file = adapter.file(CONFIG)
-    if file is None or file.form != OPAQUE or file.size > _MAX_CONFIG:
-        raise Incompatible(f"an adapter without its {CONFIG}", where=where)
+    if file is None or file.form != OPAQUE or file.size > MAX_CONFIG:
+        return None
     blocks = (block for p in file.parts for block in catalog.tensor(p.tensor_id()).block_ids())
     return b"".join(catalog.read_block(block) for block in blocks)

@@ -89,7 +89,7 @@ class Merging(OpenStore):
             made.costs,
             analyzed=made.analyzed,
             memo=self._memo_expert_bytes(made.plan, made.costs),
-            warnings=self._licence_warnings(made.plan, made.sources),
+            warnings=self._parents_warnings(made.plan, made.sources),
             kept=made.is_stored,
             seconds=time.monotonic() - began,
         )
@@ -200,13 +200,17 @@ class Merging(OpenStore):
             experts=[self._input(revision) for revision, _ in experts],
         )
 
-    def _licence_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+        from mstore.merge.planning.warnings import adapters_of_other_bases
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
         key = (plan.base, *(expert.manifest for expert in plan.experts), *names)
         if key not in self._licences:
-            self._licences[key] = licence_warnings(self._catalog, plan, sources)
+            self._licences[key] = (
+                *adapters_of_other_bases(self._catalog, plan, sources),
+                *licence_warnings(self._catalog, plan, sources),
+            )
         return self._licences[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
@@ -292,7 +296,7 @@ class Merging(OpenStore):
         if not allow_noop and planned is None:
             require_effect(self._catalog, record)
         sources = sources_of(self._catalog, id, record)
-        licences = self._licence_warnings(record, sources)
+        licences = self._parents_warnings(record, sources)
         analyzed = 0 if planned is None else planned.analyze_bytes_read
         if virtual:
             from mstore.merge.virtual.deferred import commit_virtual

@@ -333,6 +333,9 @@ class _Resolver:
 
     def _require_adapters_of_base(self, experts: Sequence[Text]) -> None:
         """Raise BadRequest for an adapter of another model: it is applied to the merge's base."""
+        if self._layout is None:
+            # Which names are one model is known only once the models are.
+            return
         for one in experts:
             is_ours = self._models[one.model().text] == self._models[self._base.text]
             if one.adapter() is not None and not is_ours:

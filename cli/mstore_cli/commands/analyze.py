@@ -32,8 +32,8 @@ def analyze(
 ) -> None:
     """Measure how an expert differs from a base, so that merges can be planned.
 
-    `add --base` already does this; use `analyze` for other pairs. It measures only what is missing,
-    and resumes after an interruption.
+    `add --base` of a model already does this; use `analyze` for other pairs and for adapters. It
+    measures only what is missing, and resumes after an interruption.
     """
     with session.open() as store, session.progress() as tick:
         report = store.analyze(

@@ -135,6 +135,11 @@ def plan_report(
                 sweep=call("sweep", measure=True),
             )
         )
+    if _divides_by_only_weight(plan):
+        notes.append(
+            f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
+            "normalize divides by the sum of all"
+        )
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
     return PlanReport(
@@ -177,6 +182,13 @@ def plan_report(
         kept=kept,
         seconds=seconds,
     )
+
+
+def _divides_by_only_weight(plan: Plan) -> bool:
+    """Return whether a merge of one expert states a weight that its own sum takes away."""
+    (first, *others) = Operations(plan).used(plan)
+    alone = len(plan.experts) == 1 and plan.experts[0].weight not in (0.0, 1.0)
+    return alone and not others and first.normalizes
 
 
 def share_of(error: float | None, change: float | None) -> float | None:

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mstore.adapters.targets import is_adapter
 from mstore.merge.methods.registry import Operations
 from mstore.numeric.codes import LARGEST
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.objects.snapshot import BASE
+from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Sources
 
 IS_BASE = "expert is the base"
@@ -22,6 +25,7 @@ EQUALS_BASE = "expert equals the base"
 OVER_BUDGET = "expert over budget"
 LEFT_OUT = "expert left out"
 TRIMMED = "expert trimmed away"
+OTHER_BASE = "adapter of another base"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
 _NAMED = 3
@@ -33,7 +37,8 @@ class MergeWarning:
 
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
-    over budget, expert left out, expert trimmed away, overflow, or licences"""
+    over budget, expert left out, expert trimmed away, adapter of another base, overflow, or
+    licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -47,6 +52,27 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         for k in range(len(plan.experts))
         for kind, text in _of(plan, sources, k)
     )
+
+
+def adapters_of_other_bases(
+    catalog: Catalog, plan: Plan, sources: Sources
+) -> tuple[MergeWarning, ...]:
+    """Return a warning for each adapter that was added as one of another model than the base."""
+    if is_adapter(catalog.manifest(plan.base_id()).tensors()):
+        return ()
+    found = []
+    for expert, source in zip(plan.experts, sources.experts, strict=True):
+        if not is_adapter(catalog.manifest(expert.manifest_id()).tensors()):
+            continue
+        parents = catalog.snapshot(source.snapshot_id()).parents
+        bases = [one.snapshot_id() for one in parents if one.role == BASE]
+        contents = [catalog.snapshot(id).manifest_id() for id in bases]
+        if contents and plan.base_id() not in contents:
+            names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}
+            told = names.get(bases[0], bases[0].short)
+            text = f"{source.name} was added as an adapter of {told}, not of {sources.base.name}"
+            found.append(MergeWarning(OTHER_BASE, source.name, text))
+    return tuple(found)
 
 
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
@@ -78,7 +104,7 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
             f"{name} contributes nothing: the error limit allows all of it to be left out",
         )
     elif counts[OMITTED]:
-        yield OVER_BUDGET, f"{name} contributes nothing: all of it is over the budget"
+        yield OVER_BUDGET, f"{name} contributes nothing: the budget leaves all of it out"
     elif counts[DROPPED]:
         yield OVER_BUDGET, f"{name} contributes nothing: all of it is outside the top-p share"
     elif counts[BELOW]:
