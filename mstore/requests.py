@@ -65,6 +65,8 @@ class MergeRequest:
     rules: what holds for some tensors instead; the first rule that names a tensor counts.
     outputs: tensors of the output that the base does not have, by name: the name of the tensor that
     each is made of, in the base and in all experts, or one name for the base and one per expert.
+    layers: stack these layers in place of the base's, and merge nothing: (model, first layer, last
+    layer + 1) of the base or of an expert, in the order of the output.
     """
 
     base: Revision
@@ -82,6 +84,7 @@ class MergeRequest:
     top_p: float | None = None
     rules: Sequence[TensorRule] = ()
     outputs: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    layers: Sequence[tuple[Revision, int, int]] = ()
 
     def __post_init__(self) -> None:
         # A frozen value may set its own fields only this way.

@@ -279,6 +279,9 @@ class Plan:
     copied: dict[str, str]
     notes: list[str]
     operations: list[Operation] = field(default_factory=list)
+    layers: list[tuple[int, int]] = field(default_factory=list)
+    taken: list[tuple[str, int, str]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -417,15 +420,35 @@ def _read_snapshot(data: bytes) -> Snapshot:
 
 def _read_plan(data: bytes) -> Plan:
     tag = _items(decode(data), "plan")[0]
-    fields = _fields(data, tag, 16) if tag == "plan/2" else _fields(data, "plan/3", 17)
-    plain, operations = fields[:15], fields[15:]
+    fields = _fields(data, tag, {"plan/2": 16, "plan/3": 17, "plan/4": 20}[tag])
+    plain, operations, stack = fields[:15], fields[15:16], fields[16:]
     plan = _read_plain_plan(plain, 5 if tag == "plan/2" else 9)
     if not operations:
         return plan
     own = [_read_operation(_items(row, "operation", 3)) for row in _items(*operations, "all")]
     numbers = {tensor.operation for tensor in plan.tensors}
     require(numbers - {0} == set(range(1, 1 + len(own))), "operations that are not used, or lack")
-    return replace(plan, operations=own)
+    plan = replace(plan, operations=own)
+    return _read_stack(plan, *stack) if stack else plan
+
+
+def _read_stack(plan: Plan, layers: Any, taken: Any, dropped: Any) -> Plan:
+    """What a plan/4 has besides."""
+    require(bool(layers) and not plan.tensors, "a stack of no layers, or that merges")
+    pairs = [_items(pair, "layer", 2) for pair in _items(layers, "layers")]
+    rows = [_items(row, "taken", 3) for row in _items(taken, "all taken")]
+    names = [_text(name, "name") for name in _items(dropped, "dropped")]
+    for listed in (names, [_text(name, "name") for name, _, _ in rows]):
+        require(all(a < b for a, b in pairwise(listed)), "names out of order")
+    members = [_count(member, "member") for member, _ in pairs]
+    members += [_count(member, "member") for _, member, _ in rows]
+    require(max(members) <= len(plan.experts), "an input that is none")
+    return replace(
+        plan,
+        layers=[(member, _count(layer, "layer")) for member, layer in pairs],
+        taken=[(name, member, _text(source, "source")) for name, member, source in rows],
+        dropped=names,
+    )
 
 
 def _read_operation(row: list[Any]) -> Operation:

@@ -316,6 +316,7 @@ class Wanted:
             parameters=found.parameters,
             dtype=limits.dtype or found.dtype,
             rules=found.rules,
+            layers=found.layers,
         )
 
 
@@ -412,26 +413,40 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("method", f"{report.method} {parameters}".rstrip()),
             ("base", report.base),
             ("experts", experts),
-            ("ranked by", report.score),
-            ("budget", budget),
+            ("layers", _layers(report)),
+            ("ranked by", None if report.layers else report.score),
+            ("budget", None if report.layers else budget),
             *_criteria(report),
             ("experts to read", f"{format_size(report.planned_expert_bytes)} ({share} of {full})"),
             ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
-            # Pairs of an expert and a chunk, not blocks of the output.
-            ("expert chunks", report.chunks_total),
-            ("  equal to base", report.chunks_equal_base),
-            ("  shared", report.chunks_shared),
-            ("  below threshold", report.chunks_below_threshold),
-            ("  selected", report.chunks_selected),
-            ("  left out", report.chunks_omitted),
-            ("  outside top-p", report.chunks_outside_top_p or None),
+            *_chunks(report),
             *error_fields(report),
             # A plan that is only displayed took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]
     )
     draw_notes(screen, report.notes, report.warnings)
+
+
+def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
+    """Yield what becomes of pairs of an expert and a chunk, not blocks of the output."""
+    if report.layers:
+        return
+    yield "expert chunks", report.chunks_total
+    yield "  equal to base", report.chunks_equal_base
+    yield "  shared", report.chunks_shared
+    yield "  below threshold", report.chunks_below_threshold
+    yield "  selected", report.chunks_selected
+    yield "  left out", report.chunks_omitted
+    yield "  outside top-p", report.chunks_outside_top_p or None
+
+
+def _layers(report: PlanReport) -> str | None:
+    """Format the runs of a stack's layers; None if there are none."""
+    total = sum(last - first + 1 for _, first, last in report.layers)
+    runs = ", ".join(f"{name} {first}-{last}" for name, first, last in report.layers)
+    return f"{total}: {runs}" if report.layers else None
 
 
 def _criteria(report: PlanReport) -> Iterable[tuple[str, str | None]]:

@@ -155,6 +155,11 @@ KINDS: Final[Mapping[str, Kind]] = {
         _mapping(_is(str), lambda one: isinstance(one, str) or _list(_is(str))(one)),
         "the names of sources by the names of tensors",
     ),
+    "Sequence[tuple[Revision, int, int]]": Kind(
+        _list(lambda one: isinstance(one, tuple | list)),
+        "a list of (model, first layer, last layer + 1)",
+        '("llama", 0, 16)',
+    ),
     "Experts": _CHECKED_BY_THE_CALL,
     "Budget | str | float | None": _CHECKED_BY_THE_CALL,
 }

@@ -158,6 +158,8 @@ class Merging(OpenStore):
         resolved = self._resolved(request)
         if request.budget is not None or request.max_error is not None:
             raise BadRequest("a sweep goes over budgets itself: leave out budget and max_error")
+        if request.layers:
+            raise BadRequest("layers are stacked as they are: there are no budgets to go over")
         number = thread_count(threads)
         with damage.placed(self._catalog, _inputs(resolved)):
             return sweep(

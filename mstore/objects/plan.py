@@ -10,8 +10,10 @@ a block.
 
 A plan has an operation of its own: method, parameters, and one weight per expert.  A parameter may
 have one value per expert.  A tensor may have another operation, be made of tensors of other names,
-or have coefficients that depend on the whole tensor.  Such a plan is encoded as plan/3; any other
-plan as plan/2, so that equal plans have equal ids in all versions (docs/design/016-plan-3.md).
+or have coefficients that depend on the whole tensor.  Such a plan is encoded as plan/3.  A plan may
+stack layers: then it takes tensors of its inputs as they are, and merges none.  Such a plan is
+plan/4, and any other plan/2, so that equal plans have equal ids in all versions
+(docs/design/016-plan-3.md, 020-stacks.md).
 """
 
 from __future__ import annotations
@@ -185,7 +187,18 @@ class Criteria(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     top_p: float | None = None
 
 
-class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
+class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tensor of the output that is a tensor of an input as it is.
+
+    member: 0 for the base, k for the k-th expert. source: its name there.
+    """
+
+    name: str
+    member: Count
+    source: str
+
+
+class Plan(Record, frozen=True, array_like=True, tag="plan/4"):
     """Inputs, parameters, selection, expected cost and error bound.
 
     parameters: complete, sorted by name. dtype: of the output, None for that of the base. budget:
@@ -194,6 +207,9 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     with the reason.
     error_bound, error_estimate: relative to the norm of the base's floating-point tensors.
     operations: those of tensors that do not have the plan's own, each used by one at least.
+    layers: of a stack: where each layer of the output is from, as (member, layer). taken: its
+    tensors that are not the base's of their name, sorted by name. dropped: tensors of the base that
+    it does not have, sorted.
     """
 
     kind: ClassVar[Kind] = Kind.PLAN
@@ -215,6 +231,9 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     operations: tuple[PlanOperation, ...] = ()
+    layers: tuple[tuple[Count, Count], ...] = ()
+    taken: tuple[Taken, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
@@ -231,13 +250,16 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
 
     def encode(self) -> bytes:
         """Return the canonical bytes: the oldest form that can express the plan."""
-        return encode_struct(_Plan2.of(self)) if self.is_plain else super().encode()
+        if self.layers:
+            return super().encode()
+        return encode_struct(_Plan2.of(self) if self.is_plain else _Plan3.of(self))
 
     @property
     def is_plain(self) -> bool:
         """Whether plan/2 can express it."""
         return (
-            not self.operations
+            not self.layers
+            and not self.operations
             and not any(isinstance(value, tuple | str) for _, value in self.parameters)
             and all(tensor.is_plain for tensor in self.tensors)
         )
@@ -245,7 +267,7 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
     @classmethod
     def decoder(cls) -> Callable[[Buffer], Plan]:
         """Return a function that decodes every form; raises as msgspec does."""
-        parse = msgspec.msgpack.Decoder(Plan | _Plan2).decode
+        parse = msgspec.msgpack.Decoder(Plan | _Plan3 | _Plan2).decode
 
         def decoded(data: Buffer) -> Plan:
             found = parse(data)
@@ -281,6 +303,30 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/3"):
             yield "an operation that no tensor has"
         for tensor in self.tensors:
             yield tensor.problem(experts, len(self.operations), limits)
+        yield from self._problems_of_stack(limits)
+
+    def _problems_of_stack(self, limits: RecordLimits) -> Iterator[str | None]:
+        members = 1 + len(self.experts)
+        yield too_many("layers", len(self.layers), limits.tensors)
+        yield too_many("tensors", len(self.taken) + len(self.dropped), limits.tensors)
+        if (self.taken or self.dropped) and not self.layers:
+            yield "tensors that are taken, and no layers"
+        if self.layers and (self.tensors or self.operations):
+            yield "layers, and tensors that are merged"
+        names = [one.name for one in self.taken]
+        for listed in (names, list(self.dropped)):
+            if listed != sorted(set(listed)):
+                yield "names that are not sorted"
+            for name in listed:
+                yield too_long("a tensor name", name, limits.name_bytes)
+        if not set(names).isdisjoint(self.dropped):
+            yield "a tensor that is taken and dropped"
+        for one in self.taken:
+            yield too_long("a tensor name", one.source, limits.name_bytes)
+        if any(member >= members for member, _ in self.layers) or any(
+            one.member >= members for one in self.taken
+        ):
+            yield "a tensor of an unknown input"
 
     def base_id(self) -> ManifestId:
         """The content merged into."""
@@ -338,3 +384,33 @@ class _Plan2(
             ]
         )
         return Plan(**fields)
+
+
+class _Plan3(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="plan/3"
+):
+    """A plan as plan/3 encodes it: no layers are stacked."""
+
+    method: str
+    parameters: tuple[tuple[str, Value], ...]
+    base: IdBytes
+    experts: tuple[PlanExpert, ...]
+    dtype: str | None
+    block_size: Count
+    budget: Count | None
+    criteria: Criteria
+    full_expert_bytes: Count
+    planned_expert_bytes: Count
+    error_bound: float | None
+    error_estimate: float | None
+    tensors: tuple[PlanTensor, ...]
+    copied: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    operations: tuple[PlanOperation, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Plan3:
+        return cls(**{name: getattr(plan, name) for name in cls.__struct_fields__})
+
+    def plan(self) -> Plan:
+        return Plan(**{name: getattr(self, name) for name in self.__struct_fields__})

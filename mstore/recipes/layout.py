@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"(?P<stack>[^.]+(?:\.[^.]+)*?)\.(?P<layer>[0-9]{1,6})\."
 _WORDS: Final = frozenset(("layers", "layer", "h", "blocks", "block"))
 """How architectures call their layers.  If a model has such a name, other numbers are no layers."""
 
-_COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 # After the last layer, in the architectures whose names we know.
 _LAST = re.compile(
@@ -71,7 +71,7 @@ def layers_of(config: Mapping[str, object]) -> int | None:
     for part in parts:
         if not isinstance(part, Mapping):
             continue
-        for key in _COUNTS:
+        for key in COUNTS:
             count = part.get(key)
             if isinstance(count, int) and not isinstance(count, bool) and count > 0:
                 return count

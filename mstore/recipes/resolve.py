@@ -180,6 +180,7 @@ class _Resolver:
         self._known = known_parameters | {WEIGHT, _WITHOUT_EFFECT}
         self._layout = layout
         self._notes: dict[str, None] = {}
+        self._stacked = False
         self._base = base_of(recipe, needs_base=not method.takes_base)
         self._slices = self._sliced()
         self._experts = self._inputs()
@@ -189,6 +190,8 @@ class _Resolver:
         """Raise what `resolve` raises whatever the tensors are; return the merge's own values."""
         self._dtype()
         self._check_tokenizer()
+        if self._stacked:
+            return {}, (1.0,)
         try:
             parameters, weights = self._values(_Tensor("", 0, 0.0))
         except _Missing:
@@ -197,6 +200,8 @@ class _Resolver:
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
         self.check()
+        if self._stacked:
+            return self._stack()
         found = {name: self._values(self._place(name)) for name in tensors}
         groups: dict[tuple[Values, tuple[float, ...]], list[str]] = {}
         for name, values in found.items():
@@ -230,6 +235,23 @@ class _Resolver:
         )
         return RecipeRequest(request, tuple(self._notes))
 
+    def _stack(self) -> RecipeRequest:
+        """Return the request of slices whose layers are taken as they are."""
+        experts = [one for one in self._experts if str(one) != str(self._base)] or [self._base]
+        layers = []
+        for part in self._slices:
+            (source,) = part.sources
+            assert source.layers is not None
+            layers.append((self._models[source.model.text], *source.layers))
+        request = MergeRequest(
+            base=self._models[self._base.text],
+            experts=tuple((self._models[one.text], 1.0) for one in experts),
+            method=self._method.name,
+            dtype=self._dtype(),
+            layers=tuple(layers),
+        )
+        return RecipeRequest(request, tuple(self._notes))
+
     def _main(
         self, groups: Mapping[tuple[Values, tuple[float, ...]], Sequence[str]]
     ) -> tuple[Values, tuple[float, ...]]:
@@ -257,6 +279,9 @@ class _Resolver:
             self._require_different(sources)
             return (Slice(sources, {}, None, recipe.line),)
         first, *others = recipe.slices
+        self._stacked = self._is_stack(recipe.slices)
+        if self._stacked:
+            return recipe.slices
         self._require_different(first.sources)
         for part in others:
             if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
@@ -272,6 +297,37 @@ class _Resolver:
             )
         self._require_all_layers(recipe.slices)
         return recipe.slices
+
+    def _is_stack(self, slices: Sequence[Slice]) -> bool:
+        """Return whether the slices take layers of models as they are, in an order of their own.
+
+        Raises BadRequest for what no stack can do.
+        """
+        if not self._method.is_alone or any(len(part.sources) != 1 for part in slices):
+            return False
+        runs = [(str(part.sources[0].model), part.sources[0].layers) for part in slices]
+        place = 0
+        for model, layers in runs:
+            if model != runs[0][0] or layers is None or layers[0] != place:
+                break
+            place = layers[1]
+        else:
+            count = None if self._layout is None else sum(self._layout.stacks.values())
+            if count in (None, place):
+                return False
+        scopes = [self._recipe.settings]
+        scopes += [scope for part in slices for scope in (part.settings, part.sources[0].settings)]
+        for settings in scopes:
+            for name, setting in settings.items():
+                for condition in setting.conditions:
+                    values = condition.value
+                    values = values if isinstance(values, tuple) else (values,)
+                    if name in self._method.parameters and any(value != 1 for value in values):
+                        self._refuse(f"layers are stacked without {name}", condition.line)
+        for part in slices:
+            if part.sources[0].model.adapter() is not None:
+                self._refuse("a slice is of a model, not of an adapter", part.line)
+        return True
 
     def _require_different(self, sources: Sequence[Source]) -> None:
         known: set[str] = set()
@@ -314,6 +370,9 @@ class _Resolver:
 
     def _inputs(self) -> tuple[Text, ...]:
         """Return the experts, in the recipe's order."""
+        if self._stacked:
+            models = {str(s.model): s.model for part in self._slices for s in part.sources}
+            return tuple(models.values())
         sources = self._slices[0].sources
         if self._method.takes_base:
             every = tuple(source.model for source in sources)
@@ -506,7 +565,8 @@ class _Resolver:
                     f"{one} is not supported; types: {', '.join(DTYPES.values())}",
                     one.line,
                 )
-        if recipe.dtype is not None and recipe.dtype.text.removeprefix(_PREFIX) != _ARITHMETIC:
+        own = None if recipe.dtype is None else recipe.dtype.text.removeprefix(_PREFIX)
+        if recipe.dtype is not None and own != _ARITHMETIC and not self._stacked:
             self._note(
                 f"the merge is computed in {_ARITHMETIC}, and its result rounded once"
                 + ("" if recipe.out_dtype else f" to {recipe.dtype}"),

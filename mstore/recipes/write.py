@@ -53,6 +53,8 @@ def _why_not(plan: Plan, method: KnownMethod) -> str | None:
     if any(operation.method != plan.method for operation in plan.operations):
         return "some of its tensors have a method of their own"
     experts = [expert.manifest for expert in plan.experts]
+    if plan.layers:
+        return None
     if len(set(experts)) != len(experts):
         return "two experts are one model"
     if plan.base in experts and not method.takes_base:
@@ -89,6 +91,9 @@ class _Writer:
             if patterns:
                 yield f"# {what}: {' '.join(map(json.dumps, patterns))}"
         yield f"merge_method: {plan.method}"
+        if plan.layers:
+            yield from self._slices()
+            return
         base = plan.base_id().hex()
         is_listed = plan.base in [expert.manifest for expert in plan.experts]
         if not self._method.takes_base or (is_listed and not self._method.is_baseless):
@@ -106,6 +111,22 @@ class _Writer:
         if plan.dtype is not None:
             yield f"dtype: {_ARITHMETIC}"
             yield f"out_dtype: {DTYPES[plan.dtype]}"
+
+    def _slices(self) -> Iterator[str]:
+        """Yield the runs of layers, and the model that the other files are from."""
+        plan = self._plan
+        members = [plan.base_id(), *(expert.manifest_id() for expert in plan.experts)]
+        yield f"tokenizer_source: {json.dumps(plan.base_id().hex())}"
+        yield "slices:"
+        start = 0
+        for end in range(1, len(plan.layers) + 1):
+            member, first = plan.layers[start]
+            if end < len(plan.layers) and plan.layers[end] == (member, first + end - start):
+                continue
+            yield "- sources:"
+            yield f"  - model: {json.dumps(members[member].hex())}"
+            yield f"    layer_range: [{first}, {first + end - start}]"
+            start = end
 
     def _of_model(self, number: int) -> Iterator[tuple[str, Given, _Differing]]:
         if self._method.weighted:

@@ -19,6 +19,7 @@ import numpy as np
 
 from mstore.ahead import in_order
 from mstore.blocks.meter import Meter
+from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
@@ -31,6 +32,7 @@ from mstore.merge.running.loading import Scratch, load
 from mstore.merge.running.task import ChunkTask, Tasks, TensorTask, item_size
 from mstore.merge.running.ties import TieLedger
 from mstore.objects.plan import Plan
+from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.plans import plan_of, sources_of_merge
@@ -153,6 +155,12 @@ def blame(
     if tensor is not None:
         require_tensor(tensor, names, snapshot)
     plan = catalog.record(Plan, plan_id)
+    if plan.layers:
+        raise BadRequest(
+            "its layers are those of its inputs as they are: nothing was merged",
+            where=snapshot.short,
+            hint=call("explain", snapshot.short),
+        )
     with inputs_held(catalog, snapshot, record):
         check_fits(catalog, plan)
         run = _Run(catalog, plan, threads, progress)

@@ -24,6 +24,7 @@ from mstore.objects.plan import (
     PlanExpert,
     PlanOperation,
     PlanTensor,
+    Taken,
     Threshold,
     Value,
 )
@@ -35,6 +36,8 @@ from mstore.store.plans import find, sources_of, store_plan
 PLAIN = "mstore plan 2"
 FORMAT = "mstore plan 3"
 """The format of a plan that PLAIN cannot express; see `mstore.objects.plan`."""
+STACKED = "mstore plan 4"
+"""The format of a plan that stacks layers."""
 MAX_TEXT = 256 << 20
 
 
@@ -101,6 +104,9 @@ class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     operations: tuple[_Operation, ...] = ()
+    layers: tuple[tuple[int, int], ...] = ()
+    taken: tuple[tuple[str, int, str], ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 def export_plan(catalog: Catalog, text: str) -> str:
@@ -152,11 +158,16 @@ def plan_text(plan: Plan, id: PlanId, sources: Sources) -> str:
         operations=tuple(
             _Operation(one.method, dict(one.parameters), one.weights) for one in plan.operations
         ),
+        layers=plan.layers,
+        taken=tuple((one.name, one.member, one.source) for one in plan.taken),
+        dropped=plan.dropped,
     )
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
 
 
 def _format(plan: Plan) -> str:
+    if plan.layers:
+        return STACKED
     return PLAIN if plan.is_plain else FORMAT
 
 
@@ -236,4 +247,7 @@ def _plan(value: _Text) -> Plan:
             PlanOperation(one.method, tuple(sorted(one.parameters.items())), one.weights)
             for one in value.operations
         ),
+        layers=value.layers,
+        taken=tuple(Taken(*one) for one in value.taken),
+        dropped=value.dropped,
     )

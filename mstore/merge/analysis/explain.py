@@ -21,7 +21,17 @@ from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.stored_texts import phrased
 from mstore.merge.planning.tied import names_of_plan
 from mstore.objects.coverage import Coverage, TensorCoverage, bit
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanTensor
+from mstore.objects.plan import (
+    BELOW,
+    DROPPED,
+    EQUAL,
+    OMITTED,
+    READ,
+    SHARED,
+    Plan,
+    PlanTensor,
+    Taken,
+)
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.phrases import call, phrase
 from mstore.stats.chunks import blocks_per_chunk
@@ -196,6 +206,7 @@ class _Explainer:
         self._plan = plan
         self._parts = catalog.manifest(record.manifest_id()).tensors()
         self._base = catalog.manifest(plan.base_id()).tensors()
+        self._sources = (sources.base.name, *(source.name for source in sources.experts))
         self._experts = [
             (source.name, expert.weight)
             for source, expert in zip(sources.experts, plan.experts, strict=True)
@@ -207,6 +218,7 @@ class _Explainer:
             found = catalog.record(Coverage, coverage).tensors
             self._coverage = {item.name: item for item in found}
         self._planned = {item.name: item for item in plan.tensors}
+        self._taken = {item.name: item for item in plan.taken}
         self._operations = Operations(plan)
         self._copied = dict(plan.copied)
         self._first = names_of_plan(
@@ -223,8 +235,11 @@ class _Explainer:
         planned = self.planned(name)
         content = self._catalog.content(self._parts[name])
         blocks = -(-content.nbytes // self._catalog.block_size)
-        first = self._first[name]
-        if planned is None:
+        first = self._first.get(name, name)
+        taken = self._taken.get(name)
+        if taken is not None:
+            treatment, reused = self._from(taken), blocks
+        elif planned is None:
             why = self._copied.get(first)
             treatment, reused = _copied(why) if why else "unchanged", blocks
         else:
@@ -257,7 +272,11 @@ class _Explainer:
 
     def planned(self, name: str) -> PlanTensor | None:
         """Return the plan's entry for a tensor, or for the one that it is tied to."""
-        return self._planned.get(self._first[name])
+        return self._planned.get(self._first.get(name, name))
+
+    def _from(self, taken: Taken) -> str:
+        """Return what a tensor of a stack is."""
+        return f"{taken.source} of {self._sources[taken.member]}"
 
     def names(self) -> list[str]:
         """All tensors, in file and data order."""

@@ -12,6 +12,8 @@ from importlib import import_module, metadata
 from types import MappingProxyType
 from typing import Final
 
+from msgspec import structs
+
 from mstore.errors import BadRequest, Unavailable, did_you_mean
 from mstore.merge import methods
 from mstore.merge.methods.method import Method, Operation
@@ -75,7 +77,7 @@ class Operations:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._all = [_made(one) for one in (plan.operation, *plan.operations)]
+        self._all = [_made(one) for one in _operations(plan)]
         self.main = self._all[0]
 
     def of(self, tensor: PlanTensor) -> Operation:
@@ -87,7 +89,7 @@ class Operations:
         """Return whether the plan's records are as these operations would be written."""
         return all(
             tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
-            for made, one in zip(self._all, (plan.operation, *plan.operations), strict=True)
+            for made, one in zip(self._all, _operations(plan), strict=True)
         ) and all(
             self._all[tensor.operation].needs_facts == (tensor.mixture is not None)
             and (tensor.mixture is None or self.of(tensor).mixture == tensor.mixture)
@@ -98,6 +100,14 @@ class Operations:
         """Return those that a tensor of the plan has; `main` if it has no tensors."""
         numbers = sorted({tensor.operation for tensor in plan.tensors})
         return [self._all[number] for number in numbers or [0]]
+
+
+def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
+    own = plan.operation
+    if plan.layers:
+        # A stack has no arithmetic, so its method does not count experts.
+        own = structs.replace(own, weights=own.weights[:1])
+    return (own, *plan.operations)
 
 
 def _made(one: PlanOperation) -> Operation:

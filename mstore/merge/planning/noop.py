@@ -34,6 +34,8 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
             hint=phrase("change a weight; {allow}", allow=_ALLOW),
         )
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
+    if plan.taken or plan.dropped:
+        return
     if _reads(plan):
         if leaves_out and plan.budget is not None and plan.budget <= _PERCENT:
             raise _too_small("budget", plan.budget, reads=True)
@@ -61,7 +63,7 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
 
 def is_base(catalog: Catalog, plan: Plan) -> bool:
     """Return whether the plan alone shows that every tensor of the result is the base's own."""
-    return not _reads(plan) and _is_base(catalog, plan)
+    return not (_reads(plan) or plan.taken or plan.dropped) and _is_base(catalog, plan)
 
 
 def is_retyped(catalog: Catalog, plan: Plan) -> bool:
@@ -127,6 +129,8 @@ def _too_small(name: str, budget: int, *, reads: bool = False) -> BadRequest:
 
 
 def _why_base(plan: Plan) -> str:
+    if plan.layers:
+        return "these layers are all of the base's, in order"
     if dict(plan.parameters).get("lambda") == 0:
         return "lambda is 0"
     operations = Operations(plan)

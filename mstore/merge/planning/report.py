@@ -34,6 +34,8 @@ class PlanReport:
     """pairs of ref and weight"""
     parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
+    layers: tuple[tuple[str, int, int], ...]
+    """of a stack: runs of layers, as ref, first layer, last layer; empty: nothing is stacked"""
     score: str
     """how blocks were ranked"""
     budget_bytes: int | None
@@ -151,6 +153,7 @@ def plan_report(
             for source, expert in zip(sources.experts, plan.experts, strict=True)
         ),
         parameters=dict(plan.parameters),
+        layers=_layers(plan, sources),
         score=plan.criteria.score,
         budget_bytes=plan.budget,
         max_error=plan.criteria.max_error,
@@ -189,6 +192,18 @@ def _divides_by_only_weight(plan: Plan) -> bool:
     (first, *others) = Operations(plan).used(plan)
     alone = len(plan.experts) == 1 and plan.experts[0].weight not in (0.0, 1.0)
     return alone and not others and first.normalizes
+
+
+def _layers(plan: Plan, sources: Sources) -> tuple[tuple[str, int, int], ...]:
+    """Return the runs of a stack's layers: model, first, last."""
+    names = (sources.base.name, *(expert.name for expert in sources.experts))
+    runs: list[tuple[int, int, int]] = []
+    for member, layer in plan.layers:
+        if runs and runs[-1][0] == member and runs[-1][2] + 1 == layer:
+            runs[-1] = (member, runs[-1][1], layer)
+        else:
+            runs.append((member, layer, layer))
+    return tuple((names[member], first, last) for member, first, last in runs)
 
 
 def share_of(error: float | None, change: float | None) -> float | None:

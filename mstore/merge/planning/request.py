@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -122,7 +122,8 @@ class Request:
     now. score: what units are ranked by. only, skip: patterns of tensor names (fnmatch,
     case-sensitive), sorted. expert_budget: as budget, for any one expert. top_p: share of the
     output's blocks that may differ from the base's, in (0, 1], or None. rules: as asked, in order.
-    outputs: the sources of tensors that the base does not have, by name.
+    outputs: the sources of tensors that the base does not have, by name. layers: runs of layers to
+    stack, as (member, first, last + 1), members counted from the base, 0.
     """
 
     base: Input
@@ -139,6 +140,7 @@ class Request:
     top_p: float | None = None
     rules: Rules = field(default_factory=Rules)
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    layers: tuple[tuple[int, int, int], ...] = ()
 
     def rule_of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor of the output."""
@@ -156,7 +158,9 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
     base, experts: the snapshots of the revisions in `asked`, in its order.  Raises BadRequest.
     """
     weights = [weight for _, weight in asked.weighted()]
-    operation = registry.operation(asked.method, asked.parameters, weights)
+    # A stack has no arithmetic, so its method does not count experts.
+    counted = weights[:1] if asked.layers else weights
+    operation = registry.operation(asked.method, asked.parameters, counted)
     rules = Rules([_rule(asked, rule, weights) for rule in asked.rules])
     error, share = asked.max_error, asked.top_p
     if share is not None:
@@ -179,7 +183,55 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         top_p=None if share is None else float(share),
         rules=rules,
         outputs=tuple(_output(name, asked.outputs[name], len(weights)) for name in asked.outputs),
+        layers=_layers(asked, operation),
     )
+
+
+def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, int], ...]:
+    """Return the runs of layers by member.  Raises BadRequest."""
+    if not asked.layers:
+        return ()
+    if not operation.is_alone:
+        raise BadRequest(
+            f"layers are stacked as they are, and {operation.method.name} merges",
+            where=Option("layers"),
+            hint=Option("method", "passthrough"),
+        )
+    others: dict[str, object] = {
+        **{name: getattr(asked, name) for name in ("budget", "expert_budget", "max_error")},
+        **{name: getattr(asked, name) for name in ("dtype", "top_p", "score")},
+        **{name: getattr(asked, name) or None for name in ("only", "skip", "rules", "outputs")},
+    }
+    for name, value in others.items():
+        if value is not None:
+            raise BadRequest(
+                phrase("layers are stacked as they are, without {name}", name=Option(name)),
+                where=Option("layers"),
+            )
+    if any(weight != 1 for weight in operation.weights + operation.given):
+        raise BadRequest("layers are stacked as they are, without scale", where=Option("layers"))
+    members: dict[object, int] = {}
+    for number, revision in enumerate((asked.base, *(one for one, _ in asked.weighted()))):
+        members.setdefault(revision, number)
+    return tuple(_run(one, members) for one in asked.layers)
+
+
+def _run(given: object, members: Mapping[object, int]) -> tuple[int, int, int]:
+    if not isinstance(given, tuple | list) or len(given) != 3:
+        raise BadRequest(
+            "a run of layers is (model, first layer, last layer + 1)", where=Option("layers")
+        )
+    model, first, end = given
+    if model not in members:
+        raise BadRequest(
+            f"{model} is neither the base nor one of the experts", where=Option("layers")
+        )
+    if not all(type(one) is int for one in (first, end)) or not 0 <= first < end:
+        raise BadRequest(
+            f"layers {first!r} to {end!r} of {model}: the first is 0, the end above it",
+            where=Option("layers"),
+        )
+    return members[model], first, end
 
 
 def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Rule:

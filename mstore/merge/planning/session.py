@@ -61,7 +61,7 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
         *(request.score, request.only, request.skip, request.expert_budget, request.top_p),
     )
     more: tuple[object, ...] = ()
-    if request.rules or request.outputs:
+    if request.rules or request.outputs or request.layers:
         rules = [
             (
                 *(rule.patterns, rule.operation.method.name, rule.operation.weights, rule.dtype),
@@ -69,7 +69,7 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
             )
             for rule in request.rules
         ]
-        more = rules, request.outputs
+        more = (rules, request.outputs, *([request.layers] if request.layers else []))
     text = msgspec.msgpack.encode((*said, *more))
     return blake3(text, derive_key_context="mstore 1 request").digest()
 

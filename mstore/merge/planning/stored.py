@@ -15,6 +15,7 @@ from mstore.merge.planning.noop import require_effect
 from mstore.merge.planning.report import PlanReport, plan_report
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.session import Planning, request_key
+from mstore.merge.planning.stack import stacked
 from mstore.objects.plan import Plan
 from mstore.progress import ProgressCallback
 from mstore.stats.store import StatsStore
@@ -60,7 +61,7 @@ def plan_of_request(
     may_write = catalog.index.env.may_write()
     key = request_key(catalog, request)
     # Without analysis a plan depends on which statistics happen to exist.
-    known = memo.plan(key) if request.analyze else None
+    known = memo.plan(key) if request.analyze and not request.layers else None
     if known is not None:
         with suppress(NotFound):
             plan = catalog.record(Plan, known)
@@ -71,6 +72,15 @@ def plan_of_request(
             if may_write:
                 store_plan(catalog, plan, sources)
             return StoredPlan(plan, sources, costs_of(catalog, plan), 0, is_stored=True)
+    if request.layers:
+        plan = stacked(catalog, request)
+        if not allow_noop:
+            require_effect(catalog, plan)
+        sources = Sources(base, experts, None, None)
+        if may_write:
+            store_plan(catalog, plan, sources)
+        is_stored = may_write or _is_stored(catalog, plan)
+        return StoredPlan(plan, sources, Costs(0, 0), 0, is_stored)
     planning = Planning(catalog, statistics, request, threads=threads, progress=progress)
     planned = planning.plan()
     plan = planned.plan

@@ -53,6 +53,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     seen: set[str] = set()
     members = inputs.members
+    _check_stack(plan, inputs)
     for start in range(0, len(plan.tensors), _TOGETHER):
         tensors = plan.tensors[start : start + _TOGETHER]
         for tensor in tensors:
@@ -68,6 +69,31 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
             _check_tensor(plan, tensor, own, operations.of(tensor))
+
+
+def _check_stack(plan: Plan, inputs: Inputs) -> None:
+    """Raise BadRequest unless a stack takes stored tensors that exist, and leaves one at least."""
+    ids = []
+    for one in plan.taken:
+        if one.source not in inputs.members[one.member]:
+            raise _unsound_stack(one.name)
+        ids.append(inputs.members[one.member][one.source])
+    for one, record in zip(plan.taken, inputs.records(ids), strict=True):
+        if isinstance(record, AppliedTensor):
+            raise _unsound_stack(one.name)
+    for name in plan.dropped:
+        if name not in inputs.base:
+            raise _unsound_stack(name)
+    if plan.layers and plan.dtype is not None:
+        raise _unsound_stack(plan.dtype)
+
+
+def _unsound_stack(where: str) -> BadRequest:
+    return BadRequest(
+        "not a sound plan: its layers are not those of its inputs",
+        where=where,
+        hint=phrase("{plan} makes one for this store", plan=call("plan")),
+    )
 
 
 def _check_criteria(plan: Plan) -> None:

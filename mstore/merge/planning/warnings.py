@@ -47,6 +47,13 @@ class MergeWarning:
 
 def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     """Return a warning for each reason why an expert adds nothing to this plan, in plan order."""
+    if plan.layers:
+        used = {member for member, _ in plan.layers}
+        return tuple(
+            MergeWarning(LEFT_OUT, source.name, f"no layer is from {source.name}")
+            for number, source in enumerate(sources.experts, start=1)
+            if number not in used and plan.experts[number - 1].manifest != plan.base
+        )
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
         for k in range(len(plan.experts))

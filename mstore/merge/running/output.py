@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.header import parse_header
 from mstore.merge.planning.tied import left_to_base
+from mstore.merge.running.small_files import header_bytes, json_bytes, json_object
+from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CODES
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
@@ -24,10 +27,7 @@ from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
-CONFIG = "config.json"
-INDEX_SUFFIX = ".safetensors.index.json"
 _CONFIG_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class Layout:
         self._dtype = tasks.plan.dtype
         self._own_dtypes = {one.name: one.dtype for one in tasks.plan.tensors if one.dtype}
         self.base: Manifest = catalog.manifest(tasks.plan.base_id())
+        self._stack = (
+            Stack(catalog, tasks.plan, tasks.inputs, self.base) if tasks.plan.layers else None
+        )
         self._left_out = left_to_base(self.base.tensors(), tasks.plan.criteria)
         self._added = self._placed(tasks.new_tensors())
         self._retypes = any(
@@ -81,6 +84,10 @@ class Layout:
                     )
         return placed
 
+    def file(self, file: File) -> File:
+        """Return a file of the base with the output's tensors, before they are merged."""
+        return file if self._stack is None else self._stack.file(file)
+
     def added(self, file: File) -> Sequence[NewTensor]:
         """Return the tensors that follow those of the base in a file, in order."""
         return self._added.get(file.path, ())
@@ -88,6 +95,8 @@ class Layout:
     def planned_name(self, part: Part) -> str | None:
         """Return the name under which a part's tensor is merged; None if it is the base's own."""
         assert part.name is not None
+        if self._stack is not None:
+            return None
         if not self._tasks.is_planned(part.name, part.tensor_id()):
             return None
         return self._tasks.first[part.name]
@@ -116,6 +125,8 @@ class Layout:
 
     def new_bytes(self, file: File) -> bytes | None:
         """Return a new header of a safetensors file, or new contents of another file; else None."""
+        if self._stack is not None:
+            return self._stack.new_bytes(file)
         if not (self._retypes or self._added):
             return None
         first = file.parts[0]
@@ -176,9 +187,7 @@ def rewritten_header(
         ends = [offset, offset + one.nbytes]
         fields[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": ends}
         offset += one.nbytes
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(fields)
 
 
 def _data_bytes(raw: bytes) -> int:
@@ -194,9 +203,9 @@ def retyped_config(raw: bytes, dtype: str) -> bytes | None:
 
     Also in parts of the model ("text_config").
     """
-    fields = _object(raw)
+    fields = json_object(raw)
     changed = _retyped_config(fields, _CONFIG_NAMES[dtype])
-    return None if changed == fields else _dump(changed)
+    return None if changed == fields else json_bytes(changed)
 
 
 def rewritten_index(
@@ -211,7 +220,7 @@ def rewritten_index(
     (a consolidated copy) do not count. "total_parameters" grows by the new tensors. added: new
     tensors by the path of their file.
     """
-    fields = _object(raw)
+    fields = json_object(raw)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict):
         return None
@@ -230,7 +239,7 @@ def rewritten_index(
         return None
     if isinstance(told.get("total_parameters"), int):
         told["total_parameters"] += sum(math.prod(one.shape) for one, _ in new)
-    return _dump(changed | {"metadata": told} if told else changed)
+    return json_bytes(changed | {"metadata": told} if told else changed)
 
 
 def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:
@@ -247,18 +256,6 @@ def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) 
         else:
             changed[key] = value
     return changed
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def _dump(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def tensor_bytes(file: File) -> int:

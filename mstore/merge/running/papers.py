@@ -82,6 +82,11 @@ The recipe is a file beside this card. It names models by the content ids above,
 has them takes them; put directories or names in place of the ids elsewhere. Some tensors have
 parameters or weights of their own, as it says.
 """
+_OF_THE_STACK = """\
+The recipe is a file beside this card. It names models by the content ids above, as a store that
+has them takes them; put directories or names in place of the ids elsewhere. Every tensor is one of
+a parent, as it is.
+"""
 _OF_THE_WHOLE = "The same merge with nothing left out:"
 _OF_IDS = """\
 In the store where it was made, `mstore log REF` tells this merge's snapshot and parents, and
@@ -234,7 +239,7 @@ class Papers:
 
     def _body(self) -> Iterator[str]:
         plan = self._plan
-        yield f"# A merge of {len(plan.experts)} models by {plan.method}"
+        yield self._title()
         yield ""
         yield "Made by mstore. This card stands in place of the base's own."
         yield from ("", "## Parents", "")
@@ -256,13 +261,22 @@ class Papers:
         yield from self._how()
         yield _OF_IDS
 
+    def _title(self) -> str:
+        plan = self._plan
+        if plan.layers:
+            models = len({member for member, _ in plan.layers})
+            of = "one model" if models == 1 else f"{models} models"
+            return f"# A stack of {len(plan.layers)} layers of {of}"
+        return f"# A merge of {len(plan.experts)} models by {plan.method}"
+
     def _how(self) -> Iterator[str]:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
         left, all_of_it = self._left_out()
         plan = self._plan
-        if plan.operations and not left and self._has_whole_recipe():
+        if (plan.operations or plan.layers) and not left and self._has_whole_recipe():
             command = f"mstore merge --recipe {MERGEKIT} --name NEW"
-            yield from ("```sh", command, "```", "", _OF_THE_RECIPE)
+            told = _OF_THE_STACK if plan.layers else _OF_THE_RECIPE
+            yield from ("```sh", command, "```", "", told)
             return
         if plan.operations or any(tensor.sources or tensor.dtype for tensor in plan.tensors):
             yield from ("```sh", "mstore merge --plan REF --name NEW", "```", "", _OF_THIS_PLAN)

@@ -52,7 +52,7 @@ class Records:
         files, new = self._layout.base.files, dict[str, bytes]()
         if self._papers is not None:
             files, new = self._papers.files()
-        found = [self._file(file, tensors, headers) for file in files]
+        found = [self._file(self._layout.file(file), tensors, headers) for file in files]
         for path, data in new.items():
             part = self._put_bytes(data, path)
             found.append(File(path, OPAQUE, part.nbytes, (part,)))

@@ -210,8 +210,8 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
-        self._inputs = Inputs.of(catalog, plan)
-        self._base, self._experts = self._inputs.base, self._inputs.experts
+        self.inputs = Inputs.of(catalog, plan)
+        self._base, self._experts = self.inputs.base, self.inputs.experts
         self._factors = FactorCache(catalog, expert_meter)
         count = len(plan.experts)
         # Shared by tensors without trimming or random draws.
@@ -263,9 +263,9 @@ class Tasks:
     def _load(self, first: int) -> None:
         """Load the members of a planned tensor together with those of the next ones."""
         tensors = self.plan.tensors[first : first + _TOGETHER]
-        sides = self._inputs.members
+        sides = self.inputs.members
         ids = [side[tensor.source(k)] for tensor in tensors for k, side in enumerate(sides)]
-        records = self._inputs.records(ids)
+        records = self.inputs.records(ids)
         for number, tensor in enumerate(tensors):
             at = slice(number * len(sides), (number + 1) * len(sides))
             base_id, *expert_ids = ids[at]

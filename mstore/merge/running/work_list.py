@@ -39,7 +39,7 @@ class WorkList:
         progress: ProgressCallback | None = None,
     ) -> None:
         self._tasks = tasks
-        self._files = [file for file in layout.base.files if is_safetensors(file)]
+        self._files = [layout.file(file) for file in layout.base.files if is_safetensors(file)]
         self._layout = layout
         self._known = known
         self._cutter = cutter

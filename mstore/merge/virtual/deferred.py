@@ -152,7 +152,7 @@ class _Output:
     def manifest(self) -> Manifest:
         """Return the manifest: the base's tensors and files, virtual tensors for merged ones."""
         files, new = Papers(self._catalog, self._plan).files()
-        found = [self._file(file) for file in files]
+        found = [self._file(self._layout.file(file)) for file in files]
         for path, data in new.items():
             part = self._bytes(data, path)
             self.blocks_total += -(-part.nbytes // self._catalog.block_size)

@@ -1,0 +1,157 @@
+"""The files of a stack: the base's, with the tensors that its plan takes from inputs.
+
+A tensor of a name that the base has stands where the base's stood; a new one follows the tensors of
+the file that has its source's name in the base, else of the last file.  Makes new headers, the
+shard index and the config's number of layers.  Reads headers and these two files, no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mstore.adapters.inputs import Inputs
+from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.directory import INDEX_SUFFIX
+from mstore.ids import TensorId
+from mstore.merge.running.small_files import header_bytes, json_bytes, json_object
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.plan import Plan
+from mstore.objects.tensor import Tensor
+from mstore.recipes.layout import COUNTS
+from mstore.store.catalog import Catalog
+
+_PER_LAYER = ("layer_types",)
+"""Lists in configs that have an entry for each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    id: TensorId
+    record: Tensor
+
+
+class Stack:
+    """The files of one plan with layers."""
+
+    def __init__(self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest) -> None:
+        self._catalog = catalog
+        self._plan = plan
+        ids = [inputs.members[one.member][one.source] for one in plan.taken]
+        records = inputs.records(ids)
+        taken = {
+            one.name: _Content(id, record)
+            for one, id, record in zip(plan.taken, ids, records, strict=True)
+        }
+        self._files: dict[str, File] = {}
+        files = [file for file in base.files if file.form == SAFETENSORS]
+        places = {part.name: file.path for file in reversed(files) for part in file.tensors()}
+        added: dict[str, list[str]] = {}
+        for one in plan.taken:
+            if one.name not in inputs.base:
+                path = places.get(one.source, files[-1].path)
+                added.setdefault(path, []).append(one.name)
+        for file in files:
+            parts = [file.parts[0]]
+            for part in file.tensors():
+                assert part.name is not None
+                own = taken.get(part.name)
+                if own is not None:
+                    parts.append(Part(part.name, own.id, own.record.nbytes))
+                elif part.name not in plan.dropped:
+                    parts.append(part)
+            new = added.get(file.path, [])
+            parts += [Part(name, taken[name].id, taken[name].record.nbytes) for name in new]
+            self._files[file.path] = File(
+                file.path, file.form, sum(part.nbytes for part in parts), tuple(parts)
+            )
+
+    def file(self, file: File) -> File:
+        """Return a file of the base as the stack has it; `new_bytes` is its header."""
+        return self._files.get(file.path, file)
+
+    def new_bytes(self, file: File) -> bytes | None:
+        """Return the header of a safetensors file, or new contents of another; None if it stays."""
+        if file.form == SAFETENSORS:
+            return self._header(self._files[file.path])
+        if file.form != OPAQUE:
+            return None
+        if file.path == CONFIG:
+            return self._config(json_object(self._plain(file.parts)))
+        if file.path.endswith(INDEX_SUFFIX):
+            return self._index(file.path, json_object(self._plain(file.parts)))
+        return None
+
+    def _header(self, file: File) -> bytes:
+        raw = self._plain(file.parts[:1])
+        before: dict[str, Any] = json.loads(raw[8:])
+        fields: dict[str, Any] = {}
+        if "__metadata__" in before:
+            fields["__metadata__"] = before["__metadata__"]
+        records = self._catalog.tensors([part.tensor_id() for part in file.tensors()])
+        offset = 0
+        for part, record in zip(file.tensors(), records, strict=True):
+            assert part.name is not None
+            ends = [offset, offset + record.nbytes]
+            fields[part.name] = {
+                "dtype": record.dtype,
+                "shape": list(record.shape),
+                "data_offsets": ends,
+            }
+            offset += record.nbytes
+        return header_bytes(fields)
+
+    def _config(self, fields: dict[str, Any]) -> bytes | None:
+        """Return the config with the number of layers, also in parts of the model."""
+        changed = self._counted(fields)
+        for key in ("text_config", "llm_config"):
+            if isinstance(fields.get(key), dict):
+                changed[key] = self._counted(fields[key])
+        return None if changed == fields else json_bytes(changed)
+
+    def _counted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        layers = self._plan.layers
+        changed = dict(fields)
+        for key in COUNTS:
+            count = fields.get(key)
+            if type(count) is int and count > 0:
+                changed[key] = len(layers)
+                for name in _PER_LAYER:
+                    own = fields.get(name)
+                    if isinstance(own, list) and len(own) == count:
+                        changed[name] = [own[min(layer, count - 1)] for _, layer in layers]
+        return changed
+
+    def _index(self, path: str, fields: dict[str, Any]) -> bytes | None:
+        weight_map = fields.get("weight_map")
+        if not isinstance(weight_map, dict):
+            return None
+        directory = posixpath.dirname(path)
+        shards = {str(shard) for shard in weight_map.values()}
+        found = {
+            str(part.name): posixpath.basename(file.path)
+            for file in self._files.values()
+            if posixpath.dirname(file.path) == directory and posixpath.basename(file.path) in shards
+            for part in file.tensors()
+        }
+        changed = fields | {"weight_map": dict(sorted(found.items()))}
+        metadata = fields.get("metadata")
+        told = dict(metadata) if isinstance(metadata, dict) else {}
+        kept = [file for file in self._files.values() if posixpath.basename(file.path) in shards]
+        if "total_size" in told:
+            told["total_size"] = sum(part.nbytes for file in kept for part in file.tensors())
+        if isinstance(told.get("total_parameters"), int):
+            told["total_parameters"] = self._elements(kept)
+        return json_bytes(changed | {"metadata": told} if told else changed)
+
+    def _elements(self, files: Sequence[File]) -> int:
+        ids = [part.tensor_id() for file in files for part in file.tensors()]
+        return sum(math.prod(record.shape) for record in self._catalog.tensors(ids))
+
+    def _plain(self, parts: Sequence[Part]) -> bytes:
+        blocks = (b for part in parts for b in self._catalog.tensor(part.tensor_id()).block_ids())
+        return b"".join(self._catalog.read_block(block) for block in blocks)

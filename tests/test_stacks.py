@@ -1,0 +1,264 @@
+"""Stacks: models with layers of several models, which take tensors as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import independent_reader
+import numpy as np
+import pytest
+from checkpoints import write_safetensors
+from small_layers import LAYERS, NAMES, member
+
+from mstore import MergeRequest, Store
+from mstore.errors import BadRequest, Incompatible
+from mstore.objects.canonical import decode
+from mstore.objects.plan import Plan
+
+BLOCK = 1 << 16
+Arrays = dict[str, Any]
+
+
+def write(path: Path, tensors: Arrays, *, layers: int = LAYERS) -> Path:
+    """A model of two shards, with an index and a config."""
+    path.mkdir()
+    names = list(tensors)
+    shards = {
+        f"model-{number:05}-of-00002.safetensors": names[at]
+        for number, at in enumerate((slice(None, 8), slice(8, None)), start=1)
+    }
+    for shard, own in shards.items():
+        listed = [(n, "BF16", tensors[n].shape, tensors[n].tobytes()) for n in own]
+        write_safetensors(path / shard, listed, metadata={"format": "pt"})
+    size = sum(value.nbytes for value in tensors.values())
+    index = {
+        "metadata": {"total_size": size, "total_parameters": size // 2},
+        "weight_map": {name: shard for shard, own in shards.items() for name in own},
+    }
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"num_hidden_layers": layers, "layer_types": [f"t{n}" for n in range(layers)]}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    root = tmp_path_factory.mktemp("stacks")
+    with Store.init(root / "store", block_size=BLOCK) as store:
+        for number in range(3):
+            store.add(write(root / f"m{number}", member(number)), name=f"m{number}")
+        yield store
+
+
+def ask(*layers: tuple[str, int, int], experts: tuple[str, ...] = ("m1", "m2")) -> MergeRequest:
+    return MergeRequest(base="m0", experts=experts, method="passthrough", layers=layers)
+
+
+def expected(*layers: tuple[int, int, int]) -> Arrays:
+    """The tensors of a stack, from its definition."""
+    found: Arrays = {"model.embed_tokens.weight": member(layers[0][0])[NAMES[0]]}
+    place = 0
+    for number, first, end in layers:
+        own = member(number)
+        for layer in range(first, end):
+            for name, value in own.items():
+                if f".layers.{layer}." in name:
+                    found[name.replace(f".{layer}.", f".{place}.")] = value
+            place += 1
+    last = member(layers[-1][0])
+    return found | {name: last[name] for name in ("model.norm.weight", "lm_head.weight")}
+
+
+CASES: list[tuple[tuple[int, int, int], ...]] = [
+    ((0, 0, 4), (0, 2, 4)),
+    ((0, 0, 3), (1, 1, 4)),
+    ((1, 0, 2), (2, 0, 4), (0, 3, 4)),
+    ((0, 0, 2),),
+    ((2, 0, 4),),
+    ((0, 0, 4), (1, 0, 4), (2, 0, 4)),
+]
+
+
+@pytest.mark.parametrize("layers", CASES)
+def test_a_stack_is_its_layers(
+    store: Store, tmp_path: Path, layers: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Tensors, config and index are those of the stack, nothing is read, and it replays."""
+    asked = ask(*((f"m{number}", first, end) for number, first, end in layers))
+    plan = store.plan(asked)
+    merged = store.merge(plan, name="stack")
+    assert (plan.planned_expert_bytes, merged.expert_bytes_read) == (0, 0)
+    wanted = expected(*layers)
+    own = store["stack"]
+    assert {one.name for one in store.tensors("stack")} == wanted.keys()
+    for name, value in wanted.items():
+        assert own.tensor(name).tobytes() == value.tobytes(), name
+    store.checkout("stack", tmp_path / "out")
+    total = sum(end - first for _, first, end in layers)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    types = [f"t{layer}" for _, first, end in layers for layer in range(first, end)]
+    assert config == {"num_hidden_layers": total, "layer_types": types}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    size = sum(value.nbytes for value in wanted.values())
+    assert index["metadata"] == {"total_size": size, "total_parameters": size // 2}
+    for name, shard in index["weight_map"].items():
+        raw = (tmp_path / "out" / shard).read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        assert header["__metadata__"] == {"format": "pt"}
+        start, end = header[name]["data_offsets"]
+        data = raw[8 + int.from_bytes(raw[:8], "little") :]
+        assert data[start:end] == wanted[name].tobytes()
+    assert store.replay("stack").same
+
+
+def test_a_stack_stores_headers_and_little_else(store: Store) -> None:
+    """No block of weights is written: files are headers, config, index and card."""
+    plan = store.plan(ask(("m0", 0, 4), ("m1", 0, 4), ("m2", 0, 4)))
+    merged = store.merge(plan, name="tall")
+    weights = sum(value.nbytes for value in expected((0, 0, 4), (1, 0, 4), (2, 0, 4)).values())
+    assert merged.blocks_total - merged.blocks_reused < 12
+    assert merged.bytes_written < 24_000 < weights
+
+
+def test_a_virtual_stack_is_the_real_one(store: Store) -> None:
+    """Nothing is left to compute: a virtual stack has the same content."""
+    plan = store.plan(ask(("m1", 0, 2), ("m0", 1, 4)))
+    store.merge(plan, name="real")
+    store.merge(plan, name="virtual", virtual=True)
+    assert store["virtual"].manifest == store["real"].manifest
+    store.materialize("virtual")
+    assert store["virtual"].manifest == store["real"].manifest
+
+
+def test_a_stack_is_explained(store: Store) -> None:
+    """Each tensor says which tensor of which model it is; blame has nothing to share out."""
+    store.merge(store.plan(ask(("m0", 0, 2), ("m1", 1, 4))), name="told")
+    told = {one.name: one.treatment for one in store.explain("told").tensors}
+    assert told["model.layers.2.mlp.up_proj.weight"] == "model.layers.1.mlp.up_proj.weight of m1"
+    assert told["lm_head.weight"] == "lm_head.weight of m1"
+    assert told["model.layers.0.mlp.up_proj.weight"] == "unchanged"
+    (one,) = store.explain("told", "model.layers.4.mlp.up_proj.weight").tensors
+    assert one.treatment == "model.layers.3.mlp.up_proj.weight of m1"
+    assert store.plan(ask(("m0", 0, 2), ("m1", 1, 4))).layers == (("m0", 0, 1), ("m1", 1, 3))
+    with pytest.raises(BadRequest, match="nothing was merged"):
+        store.blame("told")
+
+
+RECIPE = """\
+merge_method: passthrough
+slices:
+- sources:
+  - model: m0
+    layer_range: [0, 3]
+- sources:
+  - model: m1
+    layer_range: [1, 4]
+- sources:
+  - {model: m0, layer_range: [3, 4], parameters: {scale: 1.0}}
+dtype: bfloat16
+"""
+
+
+def test_a_recipe_of_slices_is_a_stack(store: Store) -> None:
+    """passthrough of slices, as people write frankenmerges; a printed recipe says it again."""
+    request = store.read_recipe(RECIPE).request
+    assert tuple(request.layers) == (("m0", 0, 3), ("m1", 1, 4), ("m0", 3, 4))
+    plan = store.plan(request)
+    store.merge(plan, name="recipe")
+    wanted = expected((0, 0, 3), (1, 1, 4), (0, 3, 4))
+    for name, value in wanted.items():
+        assert store["recipe"].tensor(name).tobytes() == value.tobytes(), name
+    again = store.plan(store.read_recipe(store.recipe("recipe")).request)
+    assert again.plan == plan.plan
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "word"),
+    [
+        (("scale: 1.0", "scale: 0.5"), 10, "without scale"),
+        (("model: m1", "model: m0+m1"), 6, "not of an adapter"),
+    ],
+)
+def test_slices_that_cannot_be_stacked(
+    store: Store, change: tuple[str, str], line: int, word: str
+) -> None:
+    """What a stack cannot do is refused by the line of the recipe."""
+    with pytest.raises(BadRequest, match=word) as caught:
+        store.read_recipe(RECIPE.replace(*change))
+    assert f"line {line}" in str(caught.value)
+
+
+def test_all_layers_in_order_are_no_stack(store: Store) -> None:
+    """Slices that keep all layers of one model are that model, as before."""
+    text = "merge_method: passthrough\nslices:\n" + "".join(
+        f"- sources: [{{model: m1, layer_range: [{first}, {first + 2}]}}]\n" for first in (0, 2)
+    )
+    assert not store.read_recipe(text).request.layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "word"),
+    [
+        ([("m0", 0, 5)], "has 4 layers, not 5"),
+        ([("m3", 0, 1)], "neither the base"),
+        ([("m0", 2, 2)], "the first is 0"),
+        ([("m0", 0)], "a run of layers"),
+        ([("m0", 0, 4)], "all of the base's"),
+    ],
+)
+def test_layers_that_are_none(store: Store, layers: list[Any], word: str) -> None:
+    """A run names a model of the merge and layers that it has."""
+    with pytest.raises(BadRequest, match=word):
+        store.plan(ask(*layers))
+
+
+def test_a_stack_has_no_arithmetic(store: Store) -> None:
+    """Other methods, scale, budgets and types are refused by name."""
+    asked = {"base": "m0", "experts": ["m1"], "layers": [("m0", 0, 2), ("m1", 0, 2)]}
+    for more, word in (
+        ({"method": "ties"}, "ties merges"),
+        ({"method": "passthrough", "parameters": {"scale": 2.0}}, "without scale"),
+        ({"method": "passthrough", "budget": "30%"}, "budget"),
+        ({"method": "passthrough", "dtype": "float32"}, "dtype"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            store.plan(MergeRequest(**asked, **more))
+        assert word in str(caught.value)
+    with pytest.raises(BadRequest, match="no budgets"):
+        store.sweep(MergeRequest(method="passthrough", **asked))
+
+
+def test_models_that_do_not_fit(store: Store, tmp_path: Path) -> None:
+    """Layers of another shape, type or name, and a model without layers, are refused."""
+    wide = {name: np.repeat(value, 2, axis=1) for name, value in member(1).items()}
+    other = {name.replace("model.", "gpt."): value for name, value in member(1).items()}
+    flat = {name: value for name, value in member(1).items() if "layers" not in name}
+    for name, tensors, word in (
+        ("wide", wide, r"is BF16 \[24, 64\]"),
+        ("other", other, "are called gpt.layers"),
+        ("flat", flat, "one stack of layers"),
+    ):
+        store.add(write(tmp_path / name, tensors), name=name)
+        with pytest.raises(Incompatible, match=word):
+            store.plan(ask(("m0", 0, 2), (name, 0, 2), experts=(name,)))
+
+
+def test_an_exported_stack_is_the_same_plan(store: Store) -> None:
+    """A stack travels as text, and an independent reader reads its record."""
+    plan = store.plan(ask(("m0", 0, 2), ("m1", 1, 4)))
+    text = store.export_plan(str(plan.plan))
+    assert json.loads(text)["format"] == "mstore plan 4"
+    assert store.import_plan(text).plan == plan.plan
+    changed = json.loads(text)
+    changed["taken"][1][2] = changed["taken"][2][2]
+    with pytest.raises(BadRequest, match="changed by hand"):
+        store.import_plan(json.dumps(changed))
+    record = store._catalog.record(Plan, plan.plan)
+    assert decode(Plan, record.encode(), "plan") == record
+    found = independent_reader._read_plan(record.encode())
+    assert found.layers == [(0, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
+    assert found.dropped == []
