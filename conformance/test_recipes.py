@@ -8,6 +8,7 @@ recipes too, tensor by tensor, with those that mergekit's planner passes to its 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -277,7 +278,7 @@ class Place:
         self.store.add(self.family.path("base"), name="base")
         for name in MEMBERS[1:]:
             self.store.add(self.family.path(name), name=name, base="base")
-        self._runs = 0
+        self.runs = 0
 
     def text(self, recipe: str) -> str:
         return recipe.format(**{name: self.family.path(name) for name in MEMBERS})
@@ -288,21 +289,21 @@ class Place:
         return {str(self.family.path(name)): name for name in MEMBERS}
 
     def ours(self, text: str) -> Tensors:
-        self._runs += 1
+        self.runs += 1
         request = self.store.read_recipe(text, models=self.models).request
         self.store.merge(self.store.plan(request), name="merged")
-        out = self.root / f"ours{self._runs}"
+        out = self.root / f"ours{self.runs}"
         self.store.checkout("merged", out)
         return load_file(out / "model.safetensors")
 
     def theirs(self, text: str) -> Tensors:
-        self._runs += 1
+        self.runs += 1
         recipe: dict[str, Any] = yaml.safe_load(text)
         recipe["out_dtype"] = recipe.get("out_dtype") or recipe.get("dtype")
         recipe["dtype"] = "float32"
         # Whose tokenizer there would be changes nothing here: there is none.
         recipe.pop("tokenizer_source", None)
-        out = self.root / f"theirs{self._runs}"
+        out = self.root / f"theirs{self.runs}"
         options = MergeOptions(copy_tokenizer=False, write_model_card=False, quiet=True)
         run_merge(MergeConfiguration.model_validate(recipe), str(out), options)
         return {
@@ -358,6 +359,46 @@ def test_methods_by_norms(recipe: str, place: Place) -> None:
     assert different <= sum(tensor.numel() for tensor in ours.values()) / 100
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=2**-7, atol=1e-6)
+
+
+def _slices(*runs: tuple[str, int, int]) -> str:
+    return (
+        "merge_method: passthrough\nslices:\n"
+        + "".join(
+            f"- sources:\n  - model: {{{model}}}\n    layer_range: [{first}, {end}]\n"
+            for model, first, end in runs
+        )
+        + "dtype: float32\n"
+    )
+
+
+STACKS = {
+    "of one": _slices(("base", 0, 4), ("base", 2, 4)),
+    "of two": _slices(("math", 0, 3), ("code", 1, 4)),
+    "of three": _slices(("code", 1, 2), ("base", 0, 4), ("math", 3, 4)),
+    "shorter": _slices(("math", 0, 1), ("math", 3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_layers(name: str, place: Place) -> None:
+    """Both stack the same tensors, and as many layers, also by the recipe that mstore prints."""
+    text = place.text(STACKS[name])
+    theirs = place.theirs(text)
+    config = _config(place.root / f"theirs{place.runs}")
+    assert_same(place.ours(text), theirs)
+    assert _config(place.root / f"ours{place.runs}") == config
+    printed = place.store.recipe("merged")
+    for member in MEMBERS:
+        printed = printed.replace(
+            place.store.show(member).manifest.hex(), str(place.family.path(member))
+        )
+    assert_same(place.theirs(printed), theirs)
+
+
+def _config(path: Path) -> int:
+    count: int = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    return count
 
 
 @pytest.mark.parametrize("name", [*EXACT, "slerp"])

@@ -4,6 +4,7 @@ from the original directory."""
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,27 @@ def test_an_applied_adapter_generates_from_a_mount(
     assert torch.equal(mounted, logits(tmp_path / "real"))
     assert not torch.equal(mounted, logits(sources["base"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(point)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(point)
+    told = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8)
+    assert len(told[0]) > len(tokenizer(PROMPT)["input_ids"])
+
+
+def test_a_stack_generates_from_a_mount(stored: tuple[Path, dict[str, Path]], point: Path) -> None:
+    """Layers of two trained models make one that loads and generates, and store no weights."""
+    store, sources = stored
+    config = json.loads((sources["base"] / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    runs = [("base", 0, layers), ("code", 0, layers), ("prose", layers - 1, layers)]
+    with Store.open(store) as opened:
+        plan = opened.plan(
+            MergeRequest(base="base", experts=["code", "prose"], method="passthrough", layers=runs)
+        )
+        written = opened.merge(plan, name="tall").bytes_written
+        plain = opened.show("tall").plain_bytes
+    assert written <= 0.02 * plain
+    mount(store, "tall", point)
+    model = transformers.AutoModelForCausalLM.from_pretrained(point)
+    assert model.config.num_hidden_layers == 2 * layers + 1
     tokenizer = transformers.AutoTokenizer.from_pretrained(point)
     told = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8)
     assert len(told[0]) > len(tokenizer(PROMPT)["input_ids"])

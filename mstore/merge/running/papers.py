@@ -238,7 +238,6 @@ class Papers:
                 yield f"{key}: {json.dumps(found[0])}"
 
     def _body(self) -> Iterator[str]:
-        plan = self._plan
         yield self._title()
         yield ""
         yield "Made by mstore. This card stands in place of the base's own."
