@@ -525,13 +525,16 @@ def test_an_unsound_record_is_corrupt(what: str) -> None:
 
 
 def test_a_plan_has_one_form() -> None:
-    """A plan that plan/2 can express is refused as plan/3, so that it has one id."""
+    """A plan that plan/2 can express is refused as plan/3 and plan/4, so that it has one id."""
     plan = _plan()
     assert plan.encode()[3:10] == b"\xa6plan/2"
-    newer = msgspec.msgpack.encode(plan)
-    assert newer[3:10] == b"\xa6plan/3"
-    with pytest.raises(Corrupt, match="canonical"):
-        decode(Plan, newer, "here")
+    newest = msgspec.msgpack.encode(plan)
+    assert newest[3:10] == b"\xa6plan/4"
+    # Three fields fewer, each an empty list.
+    newer = newest[:2] + bytes([newest[2] - 3]) + newest[3:9] + b"3" + newest[10:-3]
+    for data in (newer, newest):
+        with pytest.raises(Corrupt, match="canonical"):
+            decode(Plan, data, "here")
 
 
 def test_numbers_are_counts() -> None:
