@@ -9,6 +9,7 @@ Every call may run in any thread and releases the GIL for its pass.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -23,6 +24,7 @@ from mstore.checkpoint.partition import partition
 from mstore.ids import TensorId
 from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.singles import singles
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
@@ -167,9 +169,4 @@ def _singles(catalog: Catalog, record: Tensor, meter: Meter | None) -> Singles:
     spans = partition(record.nbytes, catalog.block_size)
     for block, place, (start, length) in zip(blocks, catalog.locate(blocks), spans, strict=True):
         catalog.read_block_into(block, place, data.data[start : start + length], meter)
-    if record.dtype == "F32":
-        return data.view(np.float32).reshape(record.shape)
-    words = data.view(np.uint16)
-    if record.dtype == "F16":
-        return words.view(np.float16).astype(np.float32).reshape(record.shape)
-    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(record.shape)
+    return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)

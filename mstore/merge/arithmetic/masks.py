@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from mstore.merge.arithmetic.tiles import address
 from mstore.numeric.code_cache import Pass
+from mstore.numeric.singles import singles
 
 _HERE: Final = Path(__file__)
 _words: Final = Pass(
@@ -55,7 +56,7 @@ def deltas(
     n: int,
 ) -> Singles:
     """Return expert - base of n elements, float32[n], as the merge's pass has it."""
-    one, other = _singles(base, base_dtype, n), _singles(row, row_dtype, n)
+    one, other = singles(base, base_dtype, n), singles(row, row_dtype, n)
     with np.errstate(invalid="ignore", over="ignore"):
         found: Singles = other - one
     found[one.view(np.uint32) == other.view(np.uint32)] = 0.0
@@ -121,13 +122,3 @@ def norms(sizes: Singles, kept: Bools) -> Iterator[float]:
 def warm_up() -> None:
     """Load the compiled pass, or compile it, so that no later call does."""
     _words.load()
-
-
-def _singles(data: npt.NDArray[np.uint8], dtype: str, n: int) -> Singles:
-    """Return the first n elements as float32."""
-    if dtype == "F32":
-        return data[: 4 * n].view(np.float32)
-    words = data[: 2 * n].view(np.uint16)
-    if dtype == "F16":
-        return words.view(np.float16).astype(np.float32)
-    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
