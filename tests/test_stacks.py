@@ -144,6 +144,7 @@ def test_a_stack_is_explained(store: Store) -> None:
     (one,) = store.explain("told", "model.layers.4.mlp.up_proj.weight").tensors
     assert one.treatment == "model.layers.3.mlp.up_proj.weight of m1"
     assert store.plan(ask(("m0", 0, 2), ("m1", 1, 4))).layers == (("m0", 0, 1), ("m1", 1, 3))
+    assert one.blocks_reused == 0
     with pytest.raises(BadRequest, match="nothing was merged"):
         store.blame("told")
 
@@ -223,10 +224,11 @@ def test_a_stack_has_no_arithmetic(store: Store) -> None:
         ({"method": "ties"}, "ties merges"),
         ({"method": "passthrough", "parameters": {"scale": 2.0}}, "without scale"),
         ({"method": "passthrough", "budget": "30%"}, "budget"),
+        ({"method": "passthrough", "experts": ["m1", ("m2", 0.5)]}, "without scale"),
         ({"method": "passthrough", "dtype": "float32"}, "dtype"),
     ):
         with pytest.raises(BadRequest) as caught:
-            store.plan(MergeRequest(**asked, **more))
+            store.plan(MergeRequest(**{**asked, **more}))
         assert word in str(caught.value)
     with pytest.raises(BadRequest, match="no budgets"):
         store.sweep(MergeRequest(method="passthrough", **asked))

@@ -421,7 +421,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("  to read now", _to_read_now(report)),
             ("analysis read", format_size(report.analyze_bytes_read)),
             *_chunks(report),
-            *error_fields(report),
+            *([] if report.layers else error_fields(report)),
             # A plan that is only displayed took no time.
             ("time", format_seconds(report.seconds) if report.seconds else None),
         ]

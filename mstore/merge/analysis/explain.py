@@ -238,7 +238,7 @@ class _Explainer:
         first = self._first.get(name, name)
         taken = self._taken.get(name)
         if taken is not None:
-            treatment, reused = self._from(taken), blocks
+            treatment, reused = self._from(taken), 0 if taken.member else blocks
         elif planned is None:
             why = self._copied.get(first)
             treatment, reused = _copied(why) if why else "unchanged", blocks

@@ -194,7 +194,7 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
     if not operation.is_alone:
         raise BadRequest(
             f"layers are stacked as they are, and {operation.method.name} merges",
-            where=Option("layers"),
+            where="layers",
             hint=Option("method", "passthrough"),
         )
     others: dict[str, object] = {
@@ -206,10 +206,10 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
         if value is not None:
             raise BadRequest(
                 phrase("layers are stacked as they are, without {name}", name=Option(name)),
-                where=Option("layers"),
+                where="layers",
             )
-    if any(weight != 1 for weight in operation.weights + operation.given):
-        raise BadRequest("layers are stacked as they are, without scale", where=Option("layers"))
+    if any(weight != 1 for weight in (*operation.weights, *(w for _, w in asked.weighted()))):
+        raise BadRequest("layers are stacked as they are, without scale", where="layers")
     members: dict[object, int] = {}
     for number, revision in enumerate((asked.base, *(one for one, _ in asked.weighted()))):
         members.setdefault(revision, number)
@@ -218,18 +218,14 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
 
 def _run(given: object, members: Mapping[object, int]) -> tuple[int, int, int]:
     if not isinstance(given, tuple | list) or len(given) != 3:
-        raise BadRequest(
-            "a run of layers is (model, first layer, last layer + 1)", where=Option("layers")
-        )
+        raise BadRequest("a run of layers is (model, first layer, last layer + 1)", where="layers")
     model, first, end = given
     if model not in members:
-        raise BadRequest(
-            f"{model} is neither the base nor one of the experts", where=Option("layers")
-        )
+        raise BadRequest(f"{model} is neither the base nor one of the experts", where="layers")
     if not all(type(one) is int for one in (first, end)) or not 0 <= first < end:
         raise BadRequest(
             f"layers {first!r} to {end!r} of {model}: the first is 0, the end above it",
-            where=Option("layers"),
+            where="layers",
         )
     return members[model], first, end
 
