@@ -6,7 +6,7 @@ import pytest
 
 from mstore import Budget
 from mstore.errors import BadRequest
-from mstore_cli.merging import Wanted, make_request, parse_expert, parse_parameters
+from mstore_cli.merging import Wanted, make_request, parse_expert, parse_experts, parse_parameters
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,17 @@ def test_bad_expert(text: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse_expert(text)
     assert caught.value.where == "--expert"
+
+
+def test_the_last_snapshots_of_a_branch() -> None:
+    """REF@{N..M} is an expert for each, with one weight; more than 1000 are refused."""
+    assert parse_experts("run@{0..2}") == [(f"run@{{{n}}}", 1.0) for n in range(3)]
+    assert parse_experts("a/run@{3..3}=0.5") == [("a/run@{3}", 0.5)]
+    assert parse_experts("run@{1}=2") == [("run@{1}", 2.0)]
+    for text in ("run@{2..1}", "run@{0..1000}", "run@{0..2}=x"):
+        with pytest.raises(BadRequest) as caught:
+            parse_experts(text)
+        assert caught.value.where == "--expert"
 
 
 def test_parameters() -> None:

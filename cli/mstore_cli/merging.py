@@ -75,7 +75,7 @@ _EXPERT = typer.Option(
     metavar="REF[=WEIGHT]",
     autocompletion=completion.refs,
     help="A model, or a LoRA adapter of the base, whose difference from the base is merged "
-    "[default weight: 1]. Repeatable.",
+    "[default weight: 1]. Repeatable; 'REF@{0..9}' are the last ten snapshots of a branch.",
 )
 _METHOD = typer.Option(
     "--method",
@@ -205,6 +205,28 @@ def _ref_for(directory: Path) -> str:
     except BadName:
         return "REF"
     return name
+
+
+_SEVERAL = re.compile(r"(?P<ref>.+)@\{(?P<first>\d{1,6})\.\.(?P<last>\d{1,6})\}(?P<weight>=.*)?")
+_MOST = 1000
+
+
+def parse_experts(text: str) -> list[tuple[str, float]]:
+    """Parse `REF`, `REF=WEIGHT`, or `REF@{N..M}` with or without a weight: one expert for each.
+
+    Raises BadRequest.
+    """
+    several = _SEVERAL.fullmatch(text)
+    if several is None:
+        return [parse_expert(text)]
+    first, last = int(several["first"]), int(several["last"])
+    if not 0 <= last - first < _MOST:
+        what = f"{text!r}: from {first} to {last} is not one to {_MOST} snapshots"
+        _refuse(what, "--expert", "--expert 'REF@{0..9}'")
+    weight = several["weight"] or ""
+    return [
+        parse_expert(f"{several['ref']}@{{{number}}}{weight}") for number in range(first, last + 1)
+    ]
 
 
 def parse_expert(text: str) -> tuple[str, float]:
@@ -341,7 +363,7 @@ def make_request(
 
     return MergeRequest(
         base=wanted.base or "",
-        experts=tuple(parse_expert(text) for text in wanted.experts or ()),
+        experts=tuple(one for text in wanted.experts or () for one in parse_experts(text)),
         method=wanted.method or "",
         parameters=parse_parameters(wanted.parameters or []),
         budget=None if budget is None else Budget(parse_budget(budget)),
