@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import page_adapters
 import page_density
 import page_estimates
 import page_growth
@@ -53,6 +54,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,
+    "adapters": page_adapters.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
     "quality": page_quality.section,
