@@ -22,7 +22,7 @@ from mstore.errors import BadRequest, Incompatible
 
 BLOCK = 1 << 16
 LAYER = "model.layers.{}.{}"
-WIDE = (300, 700)
+WIDE = (90, 700)
 """Rows of it lie across blocks."""
 
 
@@ -31,7 +31,7 @@ def _base(dtype: str) -> dict[str, Array]:
     shapes = {
         "model.embed_tokens.weight": (64, 30),
         LAYER.format(0, "q_proj.weight"): WIDE,
-        LAYER.format(0, "up_proj.weight"): (700, 300),
+        LAYER.format(0, "up_proj.weight"): (200, 300),
         LAYER.format(1, "q_proj.weight"): WIDE,
         "model.norm.weight": (300,),
         "lm_head.weight": (64, 30),
@@ -48,7 +48,7 @@ def _adapter(seed: int, rank: int, modules: list[str], dtype: str = "F32") -> Ad
     def drawn(shape: tuple[int, int]) -> Array:
         return rng.normal(0, 0.05, shape).astype(reference.DTYPES[dtype])
 
-    shapes = {m: (700, 300) if m.endswith("up_proj") else WIDE for m in modules}
+    shapes = {m: (200, 300) if m.endswith("up_proj") else WIDE for m in modules}
     return Adapter({m: (drawn((s[0], rank)), drawn((rank, s[1]))) for m, s in shapes.items()})
 
 
@@ -400,10 +400,10 @@ MISFITS: list[tuple[Adapter, str]] = [
     (_without(f"{Q0}.weight"), "a product and new weights"),
     (_without("model.norm.weight"), r"\[3\]"),
     (
-        Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((4, 699), "f4"))}),
-        r"\[300, 699\]",
+        Adapter({Q0: (np.zeros((90, 4), "f4"), np.zeros((4, 699), "f4"))}),
+        r"\[90, 699\]",
     ),
-    (Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((3, 700), "f4"))}), "matrices"),
+    (Adapter({Q0: (np.zeros((90, 4), "f4"), np.zeros((3, 700), "f4"))}), "matrices"),
     (
         Adapter({"model.norm": (np.zeros((300, 4), "f4"), np.zeros((4, 1), "f4"))}),
         "matrices",
@@ -479,8 +479,8 @@ def test_adding_with_a_base_checks_all_of_an_adapter(
     one.settings |= settings
     with pytest.raises(Incompatible, match=word):
         store.add(one.write(tmp_path / "lora"), name="lora", base="base")
-    wide = Adapter({Q0: (np.zeros((300, 4), "f4"), np.zeros((4, 699), "f4"))})
-    with pytest.raises(Incompatible, match=r"\[300, 699\]"):
+    wide = Adapter({Q0: (np.zeros((90, 4), "f4"), np.zeros((4, 699), "f4"))})
+    with pytest.raises(Incompatible, match=r"\[90, 699\]"):
         store.add(wide.write(tmp_path / "wide"), name="wide", base="base")
     (tmp_path / "wide" / "adapter_config.json").unlink()
     with pytest.raises(Incompatible, match="without its adapter_config"):
