@@ -153,3 +153,37 @@ def test_files_that_are_no_recipes(filled: Program, tmp_path: Path) -> None:
     assert "at most 1048576 bytes" in filled("plan", "--recipe", recipe).err
     done = filled("merge", "--plan", "abcd", "--recipe", recipe, "--name", "m")
     assert "--plan already says what to merge" in done.err
+
+
+STACK = """\
+merge_method: passthrough
+slices:
+- sources: [{{model: {base}, layer_range: [0, 4]}}]
+- sources: [{{model: {math}, layer_range: [1, 2]}}]
+dtype: {dtype}
+"""
+
+
+def test_a_stack_of_directories(mstore: Program, checkpoints: Path, tmp_path: Path) -> None:
+    """Models of fewer layers than the first are added, too; explain says whose layers they are."""
+    short = tmp_path / "short"
+    names = [name for name in small_layers.NAMES if ".layers.3." not in name]
+    own = {name: small_layers.member(1)[name] for name in names}
+    small_layers.write_checkpoint(short, own)
+    models = {"base": str(checkpoints / "base"), "math": str(short), "code": ""}
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(STACK.format(dtype="bfloat16", **models))
+    done = mstore.succeed("merge", "--recipe", recipe, "--name", "tall")
+    assert "layers" not in done.err
+    told = mstore.succeed("explain", "tall").out
+    assert "model.layers.4      model.layers.1 of short" in told
+    assert "model.layers.3      model.layers.3 of base" in told
+    assert "lm_head of short" in told
+    assert "NORM" not in told
+    one = mstore.succeed("explain", "tall", "model.norm.weight").lines
+    assert one[-1].split() == ["model.norm.weight", "model.norm.weight", "of", "short"]
+    plan = mstore.succeed("plan", "--recipe", recipe).lines
+    assert "layers           5: base [0, 4], short [1, 2]" in plan
+    recipe.write_text(STACK.format(dtype="float16", **models))
+    refused = mstore("plan", "--recipe", recipe)
+    assert f"{recipe}, line 5: a stack keeps the type of its layers" in refused.err

@@ -466,8 +466,8 @@ def _chunks(report: PlanReport) -> Iterable[tuple[str, int | None]]:
 
 def _layers(report: PlanReport) -> str | None:
     """Format the runs of a stack's layers; None if there are none."""
-    total = sum(last - first + 1 for _, first, last in report.layers)
-    runs = ", ".join(f"{name} {first}-{last}" for name, first, last in report.layers)
+    total = sum(end - first for _, first, end in report.layers)
+    runs = ", ".join(f"{name} [{first}, {end}]" for name, first, end in report.layers)
     return f"{total}: {runs}" if report.layers else None
 
 

@@ -19,7 +19,7 @@ from mstore_cli.session import Session
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.recipes.recipe import Recipe, Text
+    from mstore.recipes.recipe import Recipe, Source, Text
 
 STDIN = "-"
 _PATHS = ("/", "./", "../", "~")
@@ -106,9 +106,12 @@ class _Models:
         if missing:
             raise self._not_found(missing)
         base: str | None = None
+        # Models whose layers are stacked may have fewer layers than the first.
+        is_stack = any(one.model != recipe.slices[0].sources[0].model for one in _sources(recipe))
         for model in recipe.named():
             if model.text in directories:
-                revisions[model.text] = self._added(directories[model.text], base)
+                own = None if is_stack else base
+                revisions[model.text] = self._added(directories[model.text], own)
             # The first that is named is the base; the others are stored as differences to it.
             base = base or revisions[model.text]
         return revisions
@@ -124,7 +127,10 @@ class _Models:
             number += 1
             name = f"{_name_of(directory)}-{number}"
         with self._session.progress() as tick:
-            self._store.add(directory, name=name, base=base, progress=tick)
+            # Without a base given, the nearest is found.
+            self._store.add(
+                directory, name=name, base=base, detect_base=base is None, progress=tick
+            )
         notes([f"added {directory} as {name}"])
         return name
 
@@ -148,6 +154,12 @@ class _Models:
             where=at(self._recipe.where, first.line),
             hint="\n".join(lines) or "paths are relative to the recipe's folder",
         )
+
+
+def _sources(recipe: Recipe) -> list[Source]:
+    """Return the only source of each slice, if each has one."""
+    parts = [part.sources for part in recipe.slices]
+    return [one for (one,) in parts] if all(len(part) == 1 for part in parts) else []
 
 
 def _name_of(directory: Path) -> str:

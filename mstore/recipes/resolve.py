@@ -118,6 +118,13 @@ def resolve(
     layout = Layout.of(tensors, layers)
     found = _Resolver(recipe, method, models, known_parameters, layout).resolve(tensors, tied)
     if [DTYPES.get(one) for one in dtypes] != [found.request.dtype]:
+        asked = recipe.out_dtype or recipe.dtype
+        if found.request.layers and asked is not None:
+            own = " and ".join(DTYPES.get(one, one) for one in sorted(dtypes))
+            raise BadRequest(
+                f"a stack keeps the type of its layers, {own}: leave out {asked}",
+                where=at(recipe.where, asked.line),
+            )
         return found
     return replace(found, request=replace(found.request, dtype=None))
 
@@ -285,7 +292,11 @@ class _Resolver:
         self._require_different(first.sources)
         for part in others:
             if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
-                self._refuse("slices of different models are not supported", part.line)
+                self._refuse(
+                    "slices of different models are only stacked as they are: by passthrough, with "
+                    "one source each",
+                    part.line,
+                )
         bases = {str(part.base or recipe.base or self._base) for part in recipe.slices}
         if bases != {str(self._base)}:
             self._refuse("slices with different base models are not supported", first.line)

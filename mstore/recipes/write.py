@@ -116,7 +116,7 @@ class _Writer:
         """Yield the runs of layers, and the model that the other files are from."""
         plan = self._plan
         members = [plan.base_id(), *(expert.manifest_id() for expert in plan.experts)]
-        yield f"tokenizer_source: {json.dumps(plan.base_id().hex())}"
+        yield f"base_model: {json.dumps(plan.base_id().hex())}"
         yield "slices:"
         start = 0
         for end in range(1, len(plan.layers) + 1):

@@ -15,7 +15,7 @@ from mstore_cli.command import command
 from mstore_cli.groups import WIDTH, By, Group, draw_groups
 from mstore_cli.merging import draw_plan
 from mstore_cli.options import Revision
-from mstore_cli.output import Screen, distinct, printable, short
+from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     if not detailed:
         draw_plan(screen, report.plan)
     screen.line()
+    if report.plan.layers:
+        _draw_stack(screen, report, by_layer=not detailed and by is not By.TENSOR)
+        return
     used = [
         title
         for title, field in CHUNKS.items()
@@ -140,6 +143,34 @@ def _draw(screen: Screen, report: Explanation, by: By, *, detailed: bool) -> Non
     if detailed:
         for one in report.tensors:
             _draw_chunks(screen, one)
+
+
+def _draw_stack(screen: Screen, report: Explanation, *, by_layer: bool) -> None:
+    """Print whose tensors, or layers, they are: nothing was merged."""
+    rows: dict[str, str] = {}
+    for one in report.tensors:
+        source, _, model = one.treatment.rpartition(" of ")
+        if not source:
+            source, model = one.name, report.plan.base
+        if by_layer:
+            source = source[: len(source) - _tail(one)]
+        rows.setdefault(one.layer if by_layer else one.name, f"{source} of {model}")
+    title = "LAYER" if by_layer else "TENSOR"
+    screen.table((Column(title), Column("FROM")), _in_order(list(rows.items())))
+
+
+def _in_order(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return rows with those of layers by number: files may have them in another order."""
+    numbered = [row for row in rows if row[0].rpartition(".")[2].isdigit()]
+    loose = [row for row in rows if row not in numbered]
+    first = rows.index(numbered[0]) if numbered else len(rows)
+    numbered.sort(key=lambda row: int(row[0].rpartition(".")[2]))
+    return [*loose[:first], *numbered, *loose[first:]]
+
+
+def _tail(one: TensorExplanation) -> int:
+    """Return the length of what follows a tensor's layer in its name."""
+    return len(one.name) - len(one.layer) if one.name.startswith(one.layer) else 0
 
 
 def _rows(shares: Sequence[ExpertShare], used: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -33,6 +33,14 @@ def require_effect(catalog: Catalog, plan: Plan) -> None:
             "base itself",
             hint=phrase("change a weight; {allow}", allow=_ALLOW),
         )
+    if _selects_nothing(plan):
+        raise BadRequest(
+            "what varies among the experts is selected, and there is one: this merge would be the "
+            "base itself",
+            hint=phrase(
+                "{all}; {allow}", all=Option("parameters", {"select_topk": 1}), allow=_ALLOW
+            ),
+        )
     leaves_out = any(OMITTED in states for tensor in plan.tensors for states in tensor.states)
     if plan.taken or plan.dropped:
         return
@@ -89,6 +97,12 @@ def _cancels(plan: Plan) -> bool:
         return False
     one, other = weighted
     return one.manifest == other.manifest and one.weight == -other.weight
+
+
+def _selects_nothing(plan: Plan) -> bool:
+    """Return whether elements are selected by how experts differ, of only one."""
+    used = Operations(plan).used(plan)
+    return len(plan.experts) == 1 and all(operation.is_varied for operation in used)
 
 
 def _reads(plan: Plan) -> bool:

@@ -35,7 +35,7 @@ class PlanReport:
     parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
     layers: tuple[tuple[str, int, int], ...]
-    """of a stack: runs of layers, as ref, first layer, last layer; empty: nothing is stacked"""
+    """of a stack: runs of layers, as ref, first layer, last layer + 1; empty: nothing is stacked"""
     score: str
     """how blocks were ranked"""
     budget_bytes: int | None
@@ -195,15 +195,15 @@ def _divides_by_only_weight(plan: Plan) -> bool:
 
 
 def _layers(plan: Plan, sources: Sources) -> tuple[tuple[str, int, int], ...]:
-    """Return the runs of a stack's layers: model, first, last."""
+    """Return the runs of a stack's layers, as a request takes them: model, first, last + 1."""
     names = (sources.base.name, *(expert.name for expert in sources.experts))
     runs: list[tuple[int, int, int]] = []
     for member, layer in plan.layers:
-        if runs and runs[-1][0] == member and runs[-1][2] + 1 == layer:
-            runs[-1] = (member, runs[-1][1], layer)
+        if runs and runs[-1][0] == member and runs[-1][2] == layer:
+            runs[-1] = (member, runs[-1][1], layer + 1)
         else:
-            runs.append((member, layer, layer))
-    return tuple((names[member], first, last) for member, first, last in runs)
+            runs.append((member, layer, layer + 1))
+    return tuple((names[member], first, end) for member, first, end in runs)
 
 
 def share_of(error: float | None, change: float | None) -> float | None:
