@@ -293,8 +293,8 @@ class _Resolver:
         for part in others:
             if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
                 self._refuse(
-                    "slices of different models are only stacked as they are: by passthrough, with "
-                    "one source each",
+                    "slices of different models are only stacked as they are: by a method of one "
+                    "expert, with one source each",
                     part.line,
                 )
         bases = {str(part.base or recipe.base or self._base) for part in recipe.slices}

@@ -195,7 +195,7 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
         raise BadRequest(
             f"layers are stacked as they are, and {operation.method.name} merges",
             where="layers",
-            hint=Option("method", "passthrough"),
+            hint="a method that takes one expert, as it is",
         )
     others: dict[str, object] = {
         **{name: getattr(asked, name) for name in ("budget", "expert_budget", "max_error")},
