@@ -15,7 +15,7 @@ from mstore.adapters.targets import Product, is_adapter
 from mstore.errors import Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.objects.applied import AppliedTensor, applied
-from mstore.objects.manifest import OPAQUE, Manifest
+from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
@@ -82,7 +82,7 @@ class Inputs:
 
     def _applied_to_base(self, adapter: Manifest, where: str) -> Names:
         own = adapter.tensors()
-        raw = _config_of(self._catalog, adapter)
+        raw = self._catalog.read_small(adapter.file(CONFIG), MAX_CONFIG)
         config, targets = plan_adapter(raw, own, self.base, where)
         for tensor, name in targets.kept:
             if own[name] != self.base[tensor]:
@@ -123,12 +123,3 @@ class Inputs:
             magnitude=None if magnitude is None else found[magnitude],
             block_size=self._catalog.block_size,
         )
-
-
-def _config_of(catalog: Catalog, adapter: Manifest) -> bytes | None:
-    """Return the bytes of an adapter's config, None if it has none of a usual size."""
-    file = adapter.file(CONFIG)
-    if file is None or file.form != OPAQUE or file.size > MAX_CONFIG:
-        return None
-    blocks = (block for p in file.parts for block in catalog.tensor(p.tensor_id()).block_ids())
-    return b"".join(catalog.read_block(block) for block in blocks)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.meter import Meter
-from mstore.checkpoint.partition import partition
 from mstore.ids import TensorId
 from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
@@ -156,17 +155,7 @@ def stored_bytes(catalog: Catalog, record: AppliedTensor) -> int:
     return int(catalog.stored_lengths(blocks).sum())
 
 
-def warm_up() -> None:
-    """Load the compiled passes, or compile them, so that no later call does."""
-    _apply.load()
-    _scale_rows.load()
-
-
 def _singles(catalog: Catalog, record: Tensor, meter: Meter | None) -> Singles:
     """Return a stored tensor as float32, of its shape."""
-    data = np.empty(record.nbytes, dtype=np.uint8)
-    blocks = list(record.block_ids())
-    spans = partition(record.nbytes, catalog.block_size)
-    for block, place, (start, length) in zip(blocks, catalog.locate(blocks), spans, strict=True):
-        catalog.read_block_into(block, place, data.data[start : start + length], meter)
+    data = catalog.read_blocks(list(record.block_ids()), meter)
     return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)

@@ -13,6 +13,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from mstore.adapters.low_rank import TILE
 from mstore.numeric import floats
+from mstore.numeric.codes import F32
 from mstore.numeric.compiling import compiled, entry
 from mstore.numeric.floats import load_bits, quieten
 
@@ -61,7 +62,7 @@ def apply(
     base: the stored bytes of these elements. left: float32 from the row of the first of them on,
     [rows, rank]. right: float32[rank, columns]. scale: float32[1]. sums: float32[TILE], scratch.
     """
-    itemsize = 4 if code == 2 else 2
+    itemsize = 4 if code == F32 else 2
     stored = carray(base_address, (n * itemsize,), np.uint8)
     start = first // columns
     rows = (first + n - 1) // columns + 1 - start

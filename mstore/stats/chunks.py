@@ -96,12 +96,4 @@ def _read_chunk(
     catalog: Catalog, record: Tensor, chunk: int, meter: Meter | None, number: int
 ) -> Bytes:
     """Read the plain bytes of a chunk, checked."""
-    blocks = chunk_blocks(record, chunk, number, catalog.block_size)
-    locations = catalog.locate(blocks)
-    data = np.empty(sum(location.raw_length for location in locations), dtype=np.uint8)
-    target = data.data
-    done = 0
-    for block, location in zip(blocks, locations, strict=True):
-        catalog.read_block_into(block, location, target[done : done + location.raw_length], meter)
-        done += location.raw_length
-    return data
+    return catalog.read_blocks(chunk_blocks(record, chunk, number, catalog.block_size), meter)

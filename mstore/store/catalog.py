@@ -41,7 +41,7 @@ from mstore.ids import (
 )
 from mstore.objects.canonical import Record, decode
 from mstore.objects.limits import MAX_COUNT
-from mstore.objects.manifest import Manifest
+from mstore.objects.manifest import OPAQUE, File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
@@ -319,6 +319,33 @@ class Catalog:
         if meter is not None:
             meter.charge(location.stored_length)
         self._relocating(block, location, lambda place: self._fill(block, place, target))
+
+    def read_blocks(
+        self, blocks: Sequence[BlockId], meter: Meter | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Read the plain bytes of blocks, one after the other, each checked; raises as `locate`."""
+        # Most commands open a store and never need it.
+        import numpy as np
+
+        locations = self.locate(blocks)
+        data = np.empty(sum(location.raw_length for location in locations), dtype=np.uint8)
+        target = data.data
+        done = 0
+        for block, location in zip(blocks, locations, strict=True):
+            self.read_block_into(block, location, target[done : done + location.raw_length], meter)
+            done += location.raw_length
+        return data
+
+    def read_parts(self, parts: Iterable[Part]) -> bytes:
+        """Read the plain bytes of parts of files; raises as `tensor` and `locate`."""
+        records = (self.tensor(part.tensor_id()) for part in parts)
+        return self.read_blocks([id for one in records for id in one.block_ids()]).tobytes()
+
+    def read_small(self, file: File | None, limit: int) -> bytes | None:
+        """Read a file that has no tensors; None if there is none, or it has more than `limit`."""
+        if file is None or file.form != OPAQUE or file.size > limit:
+            return None
+        return self.read_parts(file.parts)
 
     def _fill(self, block: BlockId, location: Location, target: memoryview) -> None:
         self._reader.block_into(block, location, target, self._base(block, location))

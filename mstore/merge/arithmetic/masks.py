@@ -117,8 +117,3 @@ def norms(sizes: Singles, kept: Bools) -> Iterator[float]:
     """Yield the sum of the magnitudes, and that of those which are kept, in float64."""
     yield float(sizes.sum(dtype=np.float64))
     yield float(sizes.sum(dtype=np.float64, where=kept))
-
-
-def warm_up() -> None:
-    """Load the compiled pass, or compile it, so that no later call does."""
-    _words.load()

@@ -18,7 +18,7 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.strict_json import parse_object
 from mstore.errors import BadCheckpoint, Corrupt, StorageFailed
 from mstore.ids import TensorId
-from mstore.objects.manifest import OPAQUE, Manifest
+from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Criteria, Plan
 from mstore.objects.shapes import matching
 from mstore.store.catalog import Catalog
@@ -51,11 +51,9 @@ def config_of(catalog: Catalog, model: Manifest) -> dict[str, object]:
 
     Raises Corrupt, StorageFailed.
     """
-    file = model.file(CONFIG)
-    if file is None or file.form != OPAQUE or file.size > _MAX_CONFIG:
+    raw = catalog.read_small(model.file(CONFIG), _MAX_CONFIG)
+    if raw is None:
         return {}
-    blocks = (block for p in file.parts for block in catalog.tensor(p.tensor_id()).block_ids())
-    raw = b"".join(catalog.read_block(block) for block in blocks)
     try:
         return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
     except BadCheckpoint:

@@ -131,7 +131,7 @@ class Layout:
             return None
         first = file.parts[0]
         if not is_safetensors(file):
-            return self._new_text(file, lambda: self._plain(first))
+            return self._new_text(file, lambda: self._catalog.read_parts([first]))
         retyped = {
             part.name: self.out_dtype(part)
             for part in file.tensors()
@@ -140,7 +140,7 @@ class Layout:
         added = self.added(file)
         if not (retyped or added):
             return None
-        return rewritten_header(self._plain(first), retyped, added, file.path)
+        return rewritten_header(self._catalog.read_parts([first]), retyped, added, file.path)
 
     def _new_text(self, file: File, read: Callable[[], bytes]) -> bytes | None:
         if file.path == CONFIG and self._dtype is not None and self._retypes:
@@ -165,10 +165,6 @@ class Layout:
             else part.nbytes
             for part in file.tensors()
         ) + sum(one.nbytes for one in self.added(file))
-
-    def _plain(self, part: Part) -> bytes:
-        tensor = self._catalog.tensor(part.tensor_id())
-        return b"".join(self._catalog.read_block(block) for block in tensor.block_ids())
 
 
 def rewritten_header(

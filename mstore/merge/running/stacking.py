@@ -11,28 +11,19 @@ import json
 import math
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.directory import INDEX_SUFFIX
-from mstore.ids import TensorId
 from mstore.merge.running.small_files import header_bytes, json_bytes, json_object
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
-from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import COUNTS
 from mstore.store.catalog import Catalog
 
 _PER_LAYER = ("layer_types",)
 """Lists in configs that have an entry for each layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    id: TensorId
-    record: Tensor
 
 
 class Stack:
@@ -44,9 +35,10 @@ class Stack:
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
         taken = {
-            one.name: _Content(id, record)
+            one.name: Part(one.name, id, record.nbytes)
             for one, id, record in zip(plan.taken, ids, records, strict=True)
         }
+        dropped = set(plan.dropped)
         self._files: dict[str, File] = {}
         files = [file for file in base.files if file.form == SAFETENSORS]
         places = {part.name: file.path for file in reversed(files) for part in file.tensors()}
@@ -59,13 +51,9 @@ class Stack:
             parts = [file.parts[0]]
             for part in file.tensors():
                 assert part.name is not None
-                own = taken.get(part.name)
-                if own is not None:
-                    parts.append(Part(part.name, own.id, own.record.nbytes))
-                elif part.name not in plan.dropped:
-                    parts.append(part)
-            new = added.get(file.path, [])
-            parts += [Part(name, taken[name].id, taken[name].record.nbytes) for name in new]
+                if part.name not in dropped:
+                    parts.append(taken.get(part.name, part))
+            parts += [taken[name] for name in added.get(file.path, [])]
             self._files[file.path] = File(
                 file.path, file.form, sum(part.nbytes for part in parts), tuple(parts)
             )
@@ -81,13 +69,13 @@ class Stack:
         if file.form != OPAQUE:
             return None
         if file.path == CONFIG:
-            return self._config(json_object(self._plain(file.parts)))
+            return self._config(json_object(self._catalog.read_parts(file.parts)))
         if file.path.endswith(INDEX_SUFFIX):
-            return self._index(file.path, json_object(self._plain(file.parts)))
+            return self._index(file.path, json_object(self._catalog.read_parts(file.parts)))
         return None
 
     def _header(self, file: File) -> bytes:
-        raw = self._plain(file.parts[:1])
+        raw = self._catalog.read_parts(file.parts[:1])
         before: dict[str, Any] = json.loads(raw[8:])
         fields: dict[str, Any] = {}
         if "__metadata__" in before:
@@ -151,7 +139,3 @@ class Stack:
     def _elements(self, files: Sequence[File]) -> int:
         ids = [part.tensor_id() for file in files for part in file.tensors()]
         return sum(math.prod(record.shape) for record in self._catalog.tensors(ids))
-
-    def _plain(self, parts: Sequence[Part]) -> bytes:
-        blocks = (b for part in parts for b in self._catalog.tensor(part.tensor_id()).block_ids())
-        return b"".join(self._catalog.read_block(block) for block in blocks)
