@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from generate import BASE, places, write_family
-from measure import Run, keep, machine, median, options, run, warm_memory
+from measure import Run, keep, machine, median, options, ready, run
 from safetensors.numpy import save_file
 from store import Store
 
@@ -92,8 +92,10 @@ class Bench:
         """A program of its users: load, apply, save."""
         out = self.work / "merged"
         shutil.rmtree(out, ignore_errors=True)
-        self._ready(
-            *(self.family / "base").iterdir(), *(p for d in self.paths for p in d.iterdir())
+        ready(
+            WARM_GIGABYTES,
+            *(self.family / "base").iterdir(),
+            *(p for d in self.paths for p in d.iterdir()),
         )
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -107,21 +109,11 @@ class Bench:
         """The command line, into a copy of the store."""
         words = [f"--expert={path.name}" for path in self.paths[:count]]
         with self.store.copy(self.work / "round") as store:
-            self._ready(*sorted(store.path.rglob("*.pack")))
+            ready(WARM_GIGABYTES, *sorted(store.path.rglob("*.pack")))
             return store.mstore(
                 *("--json", "merge", "--base", "base", *words, "--method", "task_arithmetic"),
                 *("--name", "merged", *more),
             )
-
-    def _ready(self, *files: Path) -> None:
-        """Nothing dirty, memory at hand, inputs in the page cache."""
-        os.sync()
-        warm_memory(WARM_GIGABYTES)
-        for file in files:
-            with file.open("rb", buffering=0) as opened:
-                block = bytearray(1 << 20)
-                while opened.readinto(block):
-                    pass
 
 
 def _size(directory: Path) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, dense, write_family
-from measure import Run, keep, machine, median, options, run, warm_memory
+from measure import Run, keep, machine, median, options, ready, run
 from store import Store
 
 EXPERTS = 4
@@ -73,7 +73,7 @@ class Bench:
         file, out = self.work / "recipe.yml", self.work / "merged"
         file.write_text(json.dumps(recipe))  # JSON is YAML
         shutil.rmtree(out, ignore_errors=True)
-        self._ready(*sorted(self.family.glob("*/*.safetensors")))
+        ready(WARM_GIGABYTES, *sorted(self.family.glob("*/*.safetensors")))
         # Its environment is its own: what makes mstore importable here is not for it.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -88,20 +88,10 @@ class Bench:
         words = [f"--expert=expert{k}" for k in range(EXPERTS)]
         words += [f"--param={key}={value}" for key, value in METHODS[method].items()]
         with self.store.copy(self.work / "round") as store:
-            self._ready(*sorted(store.path.rglob("*.pack")))
+            ready(WARM_GIGABYTES, *sorted(store.path.rglob("*.pack")))
             return store.mstore(
                 "--json", "merge", "--base", "base", *words, "--method", method, "--name", "merged"
             )
-
-    def _ready(self, *files: Path) -> None:
-        """Nothing dirty, memory at hand, inputs in the page cache."""
-        os.sync()
-        warm_memory(WARM_GIGABYTES)
-        for file in files:
-            with file.open("rb", buffering=0) as opened:
-                block = bytearray(1 << 20)
-                while opened.readinto(block):
-                    pass
 
 
 def compare(bench: Bench, method: str, rounds: int, peer_rounds: int) -> dict[str, Any]:
