@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,12 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         ),
     ],
 )
-def test_every_budget_is_kept(method: str, kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "percents", [(10, 40, 70, 100), pytest.param(range(10, 101, 10), marks=pytest.mark.slow)]
+)
+def test_every_budget_is_kept(
+    method: str, kind: str, percents: Sequence[int], request: pytest.FixtureRequest
+) -> None:
     """From 10 to 100 %: bytes read are those planned, within the budget; error within the bound.
 
     A larger budget never has a larger bound.  Methods that elect signs have none.  The whole
@@ -145,7 +150,7 @@ def test_every_budget_is_kept(method: str, kind: str, request: pytest.FixtureReq
     whole, full = place.merge(place.plan(method, dtype="F32"))
     assert whole.expert_bytes_read == whole.full_expert_bytes > 0
     previous = math.inf
-    for percent in range(10, 101, 10):
+    for percent in percents:
         plan = place.plan(method, dtype="F32", budget=percent / 100)
         report, merged = place.merge(plan)
         assert report.budget_bytes == int(percent / 100 * whole.full_expert_bytes)

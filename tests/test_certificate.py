@@ -222,8 +222,11 @@ def cases(draw: Any) -> tuple[list[float], Single, list[Single]]:
 ONES = np.ones(4, dtype=np.float32)
 
 
+SHORT = settings(max_examples=50, deadline=None)
+
+
 @pytest.mark.parametrize(("method", "parameters"), METHODS)
-@settings(max_examples=150, deadline=None)
+@SHORT
 @example(([1.0, -1.0000001], ONES, [ONES * np.float32(3.3), ONES * np.float32(3.3000002)]))
 @example(([3e4, 3e4, -5.99999e4], ONES * np.float32(1 / 3), [ONES, ONES * 2, ONES / 3]))
 @example(([TINY * 3, TINY], ONES * np.float32(1e-30), [ONES * np.float32(0.7), ONES / 3]))
@@ -235,6 +238,17 @@ def test_a_certificate_is_never_wrong(
     """Whatever is left out of whatever numbers, ||merged - full|| <= error_bound * ||base||, both
     before the output is rounded; where a merge overflows there is no bound.
     """
+    check(method, parameters, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "parameters"), METHODS)
+@settings(SHORT, max_examples=1500)
+@given(cases())
+def test_a_certificate_is_never_wrong_for_long(
+    method: str, parameters: dict[str, Any], case: tuple[list[float], Single, list[Single]]
+) -> None:
+    """The same, with many more numbers."""
     check(method, parameters, *case)
 
 
