@@ -1,7 +1,7 @@
 """mstore: git for model checkpoints, with budgeted merging built in.
 
-The public face: `Store`, `Snapshot`, `MergeRequest`, `TensorRule`, `RecipeRequest`, the errors,
-and the reports that calls return.
+The public face: `Store`, `Snapshot`, `MergeRequest`, `TensorRule`, `RecipeRequest`, `Vocabulary`,
+`TokenRow`, the errors, and the reports that calls return.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from mstore.api import Snapshot, Store
 from mstore.errors import MstoreError
 from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId, TensorId
-from mstore.requests import MergeRequest, RecipeRequest, TensorRule
+from mstore.requests import MergeRequest, RecipeRequest, TensorRule, TokenRow, Vocabulary
 from mstore.sizes import Budget
 from mstore.version import __version__
 
@@ -26,5 +26,7 @@ __all__ = [
     "Store",
     "TensorId",
     "TensorRule",
+    "TokenRow",
+    "Vocabulary",
     "__version__",
 ]

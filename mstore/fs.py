@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import pwd
 import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -562,6 +564,21 @@ def in_memory(head: bytes, descriptor: int, size: int) -> int:
             os.close(made)
             raise
     return made
+
+
+def unnamed(directory: Path, pieces: Iterable[Buffer]) -> memoryview:
+    """Return these pieces, one after the other, as a mapped file that has no name.
+
+    Its space on the disk is free again when the memory is.
+    """
+    with translated(directory):
+        _announce("create", directory / "unnamed")
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.writelines(pieces)
+            file.flush()
+            if not file.tell():
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def overwrite(path: Path, data: Buffer) -> None:

@@ -60,6 +60,7 @@ from mstore.stats.analysis import AnalyzeReport
 from mstore.store.migrations import MigrateReport
 from mstore.store.plans import TensorOverflow
 from mstore.store_size import StoreReport
+from mstore.vocabulary.align import AlignedModel, AlignReport
 
 __all__ = [
     "BAD_SIGNATURE",
@@ -68,6 +69,8 @@ __all__ = [
     "UNKNOWN_KEY",
     "AddReport",
     "Affected",
+    "AlignReport",
+    "AlignedModel",
     "AnalyzeReport",
     "BackupReport",
     "BlameReport",

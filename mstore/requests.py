@@ -20,6 +20,12 @@ Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
 """Revisions, with or without a weight."""
 
 
+BASE = "base"
+"""As the source of a vocabulary: the tokens of the merge's base."""
+UNION = "union"
+"""As the source of a vocabulary: the tokens of all models."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
     """How some tensors of a merge differ from the rest of it.
@@ -110,16 +116,53 @@ class MergeRequest:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """The embedding of one token, for models that lack it.
+
+    model: the revision that it is taken from; None: zeros.
+    token: the token of that model whose embedding it is, or its id; None: the same token.
+    force: also for models that have the token.
+    """
+
+    model: Revision | None = None
+    token: str | int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokens that base and experts of a merge are to have.
+
+    source: "base", "union" (the base's tokens, then those that only experts have), or the revision
+    of the base or of an expert whose tokens they are.
+    tokens: where embeddings of single tokens come from, by token.
+    pad_to: the number of rows is rounded up to a multiple of this; the new rows are the mean of the
+    others.
+    keep_padding: keep rows of the base after those of its tokens; False: as many rows as tokens.
+    base_first: a token that several models have, and another lacks, is the base's, if the base has
+    it; False: their mean.
+    """
+
+    source: Revision = UNION
+    tokens: Mapping[str, TokenRow] = field(default_factory=dict)
+    pad_to: int | None = None
+    keep_padding: bool = True
+    base_first: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class RecipeRequest:
     """The merge that a recipe asks for.
 
     request: to plan as it is, or changed (a budget). notes: what of the recipe has no effect, each
-    with its line.
+    with its line. vocabulary: what to align the models with before the merge is planned
+    (`Store.align`); None if the recipe does not say.
     """
 
     request: MergeRequest
     notes: tuple[str, ...]
+    vocabulary: Vocabulary | None = None
 
 
 def _dtype_name(given: Any) -> Any:

@@ -75,11 +75,24 @@ def test_several_documents() -> None:
         ("models:\n- model: a\n", 1, "merge_method"),
         ("merge_method: ties\nmodules:\n  a: {}\n", 3, "modules"),
         ("merge_method: ties\nmodels: [{model: a}]\nchat_template: auto\n", 3, "chat_template"),
-        (("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {source: base, "
-         "pad_to_multiple_of: 8}\n"), 3, "pad_to_multiple_of"),
-        (("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {source: base, "
-         "tokens: {x: {force: true}}}\n"), 3, "tokens"),
-        ("merge_method: ties\nmodels: [{model: a}]\ntokenizer: {}\n", 3, "union"),
+        *(
+            (f"merge_method: ties\nmodels: [{{model: a}}]\ntokenizer:\n  {more}\n", 4, what)
+            for more, what in (
+                ("pad_to_multiple_of: 0", "whole number of 1 or more"),
+                ("pad_to_multiple_of: true", "whole number of 1 or more"),
+                ("tokens: [x]", "a mapping of tokens"),
+                ("tokens: {x: {force: true}}", "needs a source"),
+                ("tokens: {x: {source: a, force: 1}}", "true or false"),
+                ("tokens: {x: {source: a, weight: 1}}", "no key 'weight'"),
+                ("tokens: {x: {source: {kind: mean}}}", "kind of source"),
+                ("tokens: {x: {source: {kind: zero, model: a}}}", "no key 'model'"),
+                ("tokens: {x: {source: {kind: model_token, model: a}}}", "a token or a token_id"),
+                ("tokens: {x: {source: {kind: model_token, token: b}}}", "a token or a token_id"),
+                ("tokens: {x: {source: {kind: model_token, model: a, token: b, token_id: 1}}}",
+                 "a token or a token_id"),
+                ("more: 1", "no key 'more'"),
+            )
+        ),
         ("merge_method: s\nslices:\n- sources:\n  - model: a\n", 4, "layer_range"),
         ("merge_method: s\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 1]\n",
          5, "two whole numbers"),
@@ -170,3 +183,35 @@ def test_a_model_written_as_mappings() -> None:
     """Models as mergekit itself writes some of them: mappings with a path."""
     text = "merge_method: linear\nmodels:\n- model: {model: {path: a/b}}\n- model: {model: c}\n"
     assert [str(one) for one in parse(text, "r")[0].named()] == ["a/b", "c"]
+
+
+def test_tokenizers() -> None:
+    """A tokenizer has a source, sources of single tokens, and a multiple for its rows."""
+    (recipe,) = parse(
+        """
+merge_method: ties
+models: [{model: a}]
+tokenizer:
+  tokens:
+    <x>: {source: a}
+    y: {source: {kind: zero}, force: true}
+    z: {source: {kind: model_token, model: a, token: <x>}}
+    '7': {source: {kind: model_token, model: a, token_id: 3}}
+  pad_to_multiple_of: 8
+""",
+        "r.yml",
+    )
+    asked = recipe.tokenizer
+    assert asked is not None
+    assert (asked.source.text, asked.model, asked.pad_to) == ("union", None, 8)
+    assert [
+        (one.token.text, one.model and one.model.text, one.other, one.force) for one in asked.tokens
+    ] == [
+        ("<x>", "a", None, False),
+        ("y", None, None, True),
+        ("z", "a", "<x>", False),
+        ("7", "a", 3, False),
+    ]
+    (plain,) = parse("merge_method: t\nmodels: [{model: a}]\ntokenizer_source: a\n", "r.yml")
+    assert plain.tokenizer is not None
+    assert plain.tokenizer.model == plain.tokenizer.source

@@ -66,6 +66,9 @@ def _sections() -> Iterator[str]:
     yield f"## mstore.RecipeRequest\n\n{_text(recipe)}\n{_fields(recipe)}"
     yield f"## mstore.TensorRule\n\n{_text(mstore.TensorRule)}\n{_fields(mstore.TensorRule)}"
     yield from _members(mstore.TensorRule, "TensorRule", "rule")
+    words, row = mstore.Vocabulary, mstore.TokenRow
+    yield f"## mstore.Vocabulary\n\n{_text(words)}\n{_fields(words)}"
+    yield f"## mstore.TokenRow\n\n{_text(row)}\n{_fields(row)}"
     yield f"## mstore.Budget\n\n{_text(mstore.Budget)}"
     yield from _members(mstore.Budget, "Budget", "budget")
     yield f"## Ids\n\n{_text(ids.Id)}"

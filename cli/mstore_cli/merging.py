@@ -24,6 +24,7 @@ from mstore_cli.output import Column, Screen
 from mstore_cli.recipes import RecipeText, request_of_recipe
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
+from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -299,6 +300,7 @@ class Wanted:
     method: str | None
     parameters: list[str] | None
     recipe: str | None
+    vocab: str | None = None
 
     def is_complete(self) -> bool:
         """Return whether they describe a merge.
@@ -308,7 +310,7 @@ class Wanted:
         given = {"--base": self.base, "--expert": self.experts, "--method": self.method}
         if self.recipe is not None:
             told = [option for option, value in given.items() if value]
-            told += ["--param"] * bool(self.parameters)
+            told += ["--param"] * bool(self.parameters) + ["--vocab"] * (self.vocab is not None)
             if told:
                 raise UsageError(
                     f"the recipe already says what to merge; leave out {', '.join(told)}",
@@ -323,12 +325,18 @@ class Wanted:
         raise UsageError(f"missing: {', '.join(missing)}", hint="mstore plan --help")
 
     def request(self, session: Session, store: Store, limits: MergeRequest) -> MergeRequest:
-        """Return the request: `limits` with what to merge.  Adds directories of a recipe.
+        """Return the request: `limits` with what to merge.
 
-        Raises BadRequest, NotFound.
+        Adds directories of a recipe, and aligns vocabularies.  Raises BadRequest, NotFound,
+        Incompatible.
         """
         if self.recipe is None:
-            return limits
+            if self.vocab is None:
+                return limits
+            from mstore import Vocabulary
+
+            with directories_told(limits):
+                return aligned(session, store, limits, Vocabulary(source=self.vocab))
         found = request_of_recipe(session, store, RecipeText.read(self.recipe))
         return dataclasses.replace(
             limits,

@@ -16,6 +16,7 @@ import typer
 
 from mstore_cli.errors import notes
 from mstore_cli.session import Session
+from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -66,7 +67,8 @@ class RecipeText:
 
 
 def request_of_recipe(session: Session, store: Store, recipe: RecipeText) -> MergeRequest:
-    """Return the request of a recipe; adds the directories that it names as models.
+    """Return the request of a recipe; adds the directories that it names as models, and aligns
+    their vocabularies if it says so.
 
     Raises BadRequest, NotFound and whatever adding raises.
     """
@@ -76,7 +78,9 @@ def request_of_recipe(session: Session, store: Store, recipe: RecipeText) -> Mer
     models = _Models(session, store, recipe).found(checked(recipe.text, where=recipe.where))
     found = store.read_recipe(recipe.text, where=recipe.where, models=models)
     notes(found.notes)
-    return found.request
+    if found.vocabulary is None:
+        return found.request
+    return aligned(session, store, found.request, found.vocabulary)
 
 
 class _Models:

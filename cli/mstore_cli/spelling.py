@@ -29,6 +29,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "output": "-o",
     "parameters": "--param",
     "sources": "--from",
+    "vocabulary": "--vocab",
 }
 """Options whose flag is not their name with two dashes."""
 _IN_MIB: Final = frozenset({"memory"})

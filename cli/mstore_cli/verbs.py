@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
 VERBS = (
-    *("init", "config", "add", "analyze", "methods", "plan", "plans", "merge", "materialize"),
+    *("init", "config", "add", "analyze"),
+    *("align", "methods", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),

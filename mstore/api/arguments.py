@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
-from mstore.requests import MergeRequest, TensorRule
+from mstore.requests import MergeRequest, TensorRule, TokenRow, Vocabulary
 
 _Class = TypeVar("_Class", bound=type)
 _ITEM: Final = ("__getitem__", "__contains__")
@@ -159,6 +159,15 @@ KINDS: Final[Mapping[str, Kind]] = {
         _list(lambda one: isinstance(one, tuple | list)),
         "a list of (model, first layer, last layer + 1)",
         '("llama", 0, 16)',
+    ),
+    "Revision | None": _REVISION.optional(),
+    "str | int | None": Kind(
+        lambda one: one is None or _TEXT.fits(one) or _COUNT.fits(one),
+        "text, a whole number, or None",
+    ),
+    "Vocabulary": Kind(_is(Vocabulary), "a Vocabulary", 'Vocabulary(source="union")'),
+    "Mapping[str, TokenRow]": Kind(
+        _mapping(_is(str), _is(TokenRow)), "TokenRow by the names of tokens"
     ),
     "Experts": _CHECKED_BY_THE_CALL,
     "Budget | str | float | None": _CHECKED_BY_THE_CALL,

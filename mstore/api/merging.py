@@ -16,7 +16,7 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadRequest
 from mstore.ids import PlanId, SnapshotId
-from mstore.requests import MergeRequest, RecipeRequest
+from mstore.requests import BASE, UNION, MergeRequest, RecipeRequest, Vocabulary
 from mstore.store import damage
 from mstore.store import layout as layouts
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mstore.objects.plan import Plan
     from mstore.progress import ProgressCallback
     from mstore.store.plan_rows import Sources
+    from mstore.vocabulary.align import AlignReport
 
 
 @checked("Store")
@@ -114,6 +115,49 @@ class Merging(OpenStore):
         from mstore.merge.planning.recipes import request_of
 
         return request_of(self._catalog, text, where=where, models=models or {})
+
+    def align(
+        self,
+        request: MergeRequest,
+        vocabulary: Vocabulary,
+        *,
+        progress: ProgressCallback | None = None,
+    ) -> AlignReport:
+        """Store base and experts of a merge again with the same token in the same row of each.
+
+        request: names the models; nothing else of it counts.
+
+        Reads the models' tokenizer.json.  A model with another vocabulary is stored on a branch
+        below `aligned/`: its embeddings are rewritten, its other tensors are shared, and tokenizer
+        and config become those of the vocabulary.  Where a model lacks a token, the row is that of
+        the only other model that has it, else the base's, else the mean of those that have it, else
+        zeros.  Models that fit stay as they are.  `AlignReport.applied` returns the request with
+        the aligned models.
+
+        Raises BadRequest, NotFound, Incompatible (a model without embeddings or tokenizer),
+        Conflict, Corrupt, StorageFailed; then nothing is published.
+        """
+        from mstore.store import contents
+        from mstore.vocabulary.align import align
+
+        check_fields("MergeRequest", request)
+        check_fields("Vocabulary", vocabulary)
+        named = [request.base, *(revision for revision, _ in request.weighted())]
+        models = [(revision, self._real(revision)) for revision in named]
+        wishes = {}
+        for token, row in vocabulary.tokens.items():
+            check_fields("TokenRow", row)
+            model = None if row.model is None else self._real(row.model)
+            wishes[token] = (model, row.token, row.force)
+        source: SnapshotId | None = models[0][1]
+        if vocabulary.source == UNION:
+            source = None
+        elif vocabulary.source != BASE:
+            source = self._real(vocabulary.source)
+        with contents.held(self._catalog, [id for _, id in models]):
+            return align(
+                self._catalog, vocabulary, models, wishes, source=source, progress=progress
+            )
 
     def recipe(self, revision: str | SnapshotId) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.

@@ -17,6 +17,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 _LISTED = 8
 _SPECIAL = re.compile(r"[*?\[]")
 _QUOTED = re.compile(r"\[([*?\[])\]")
+EMBEDDINGS = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|shared|wte|"
+    r"lm_head|output|decoder|output_projection)(\.weight)?$"
+)
+"""Finds the names that models use for their input and output word embeddings."""
 # Name parts of all common adapter formats (PEFT, diffusers, kohya).
 _ADAPTER = (".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", ".lora_embedding_A")
 
@@ -75,6 +80,16 @@ def told_difference(base: str, other: str) -> Phrase:
         "{diff}; {skip} leaves tensors out",
         diff=call("diff", base, other),
         skip=Option("skip", ("PATTERN",)),
+    )
+
+
+def differ_in_vocabulary(base: Shapes, other: Shapes) -> bool:
+    """Return whether only the numbers of rows of embeddings differ."""
+    if base.keys() != other.keys():
+        return False
+    differing = [name for name, shape in base.items() if other[name] != shape]
+    return bool(differing) and all(
+        EMBEDDINGS.search(name) and base[name][1:] == other[name][1:] for name in differing
     )
 
 

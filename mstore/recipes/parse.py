@@ -16,8 +16,17 @@ from mstore.recipes.nodes import (
     at,
     read_documents,
 )
-from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
+from mstore.recipes.recipe import (
+    Recipe,
+    Settings,
+    Slice,
+    Source,
+    Text,
+    TokenizerSource,
+    TokenSource,
+)
 from mstore.recipes.setting import Condition, Given, Setting
+from mstore.requests import UNION
 
 _Parsed = TypeVar("_Parsed")
 
@@ -27,6 +36,8 @@ _KEYS: Final = (
 )
 _SEED: Final = "the seed is a parameter of the method: parameters, then seed"
 _SHOWN = 60
+_ZERO: Final = "zero"
+_ANOTHER: Final = "model_token"
 
 
 def parse(text: str, where: str, *, limits: YamlLimits = DEFAULT_LIMITS) -> tuple[Recipe, ...]:
@@ -182,23 +193,71 @@ class _Document:
 
     # -- tokenizer -----------------------------------------------------------------------------
 
-    def _tokenizer(self, fields: Mapping[str, Node]) -> Text | None:
+    def _tokenizer(self, fields: Mapping[str, Node]) -> TokenizerSource | None:
         source = self._maybe(fields, "tokenizer_source", self._model_name)
         node = fields.get("tokenizer")
         if node is None or _is_null(node):
-            return source
+            return None if source is None else TokenizerSource(source)
         if source is not None:
             raise self._refused("a recipe has tokenizer or tokenizer_source, not both", node)
         own = self._fields(node, "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
-        tokens = own.get("tokens")
-        if tokens is not None and not _is_null(tokens) and tokens.size > 1:
-            raise self._refused("tokenizer.tokens is not supported", tokens)
-        self._refuse_given(own, "pad_to_multiple_of")
-        if "source" not in own:
-            raise self._refused(
-                "tokenizer without a source is a union, which is not supported", node
-            )
-        return self._model_name(own["source"])
+        tokens = own.get("tokens", Entries((), node.line, 0))
+        if not isinstance(tokens, Entries) and not _is_null(tokens):
+            raise self._refused("tokenizer.tokens is a mapping of tokens to their sources", tokens)
+        return TokenizerSource(
+            self._maybe(own, "source", self._model_name) or Text(UNION, node.line),
+            tuple(self._token(*one) for one in tokens.entries)
+            if isinstance(tokens, Entries)
+            else (),
+            self._padding(own.get("pad_to_multiple_of")),
+        )
+
+    def _padding(self, node: Node | None) -> int | None:
+        if node is None or _is_null(node):
+            return None
+        if isinstance(node, Scalar) and _is_whole(node.value) and node.value > 0:
+            return node.value
+        raise self._refused("pad_to_multiple_of is a whole number of 1 or more", node)
+
+    def _token(self, key: Scalar, node: Node) -> TokenSource:
+        token = Text(str(key.value), key.line)
+        own = self._fields(node, f"the token {token.text[:_SHOWN]!r}", ("source", "force"))
+        force = self._flag(own.get("force"), "force")
+        source = own.get("source")
+        if source is None or _is_null(source):
+            raise self._refused(f"the token {token.text[:_SHOWN]!r} needs a source", node)
+        kind = self._kind(source)
+        if kind is None:
+            return TokenSource(token, self._model_name(source), None, force)
+        known = ("kind",) if kind == _ZERO else ("kind", "model", "token", "token_id")
+        fields = self._fields(source, f"a source of kind {kind}", known)
+        if kind == _ZERO:
+            return TokenSource(token, None, None, force)
+        other = [fields[name] for name in ("token", "token_id") if name in fields]
+        given = [one.value for one in other if isinstance(one, Scalar) and one.value is not None]
+        if "model" not in fields or len(given) != 1 or not isinstance(given[0], str | int):
+            raise self._refused("a model_token has a model, and a token or a token_id", source)
+        value = given[0] if _is_whole(given[0]) else str(given[0])
+        return TokenSource(token, self._model_name(fields["model"]), value, force)
+
+    def _kind(self, node: Node) -> str | None:
+        """Return the kind of a token's source, None if it is a model."""
+        found = (
+            {key.value: value for key, value in node.entries} if isinstance(node, Entries) else {}
+        )
+        kind = found.get("kind")
+        if not isinstance(kind, Scalar):
+            return None
+        if kind.value not in (_ZERO, _ANOTHER):
+            raise self._refused(f"a kind of source is {_ZERO} or {_ANOTHER}", kind)
+        return str(kind.value)
+
+    def _flag(self, node: Node | None, name: str) -> bool:
+        if node is None or _is_null(node):
+            return False
+        if isinstance(node, Scalar) and isinstance(node.value, bool):
+            return node.value
+        raise self._refused(f"{name} is true or false", node)
 
     # -- nodes ---------------------------------------------------------------------------------
 

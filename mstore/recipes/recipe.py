@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mstore.recipes.setting import Setting
-
-BASE: Final = "base"
-"""The word for the base model, as the source of a tokenizer."""
-UNION: Final = "union"
-"""The word for all tokenizers together."""
+from mstore.requests import BASE, UNION
 
 _PLUS: Final = "+"
 """Joins a model and an adapter."""
@@ -64,11 +60,43 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Where the embedding of one token is from, in models that lack it.
+
+    model: None for zeros. other: the token there, or its id, if it is not the same token. force:
+    also in models that have the token.
+    """
+
+    token: Text
+    model: Text | None
+    other: str | int | None
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """The tokenizer of the result.
+
+    source: the model whose it is, BASE or UNION. pad_to: rows of embeddings are rounded up to a
+    multiple of this.
+    """
+
+    source: Text
+    tokens: tuple[TokenSource, ...] = ()
+    pad_to: int | None = None
+
+    @property
+    def model(self) -> Text | None:
+        """Return the model whose tokenizer it is, None for a word."""
+        return None if self.source.text in (BASE, UNION) else self.source
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """One document.
 
-    where: the name of its file. Either `models` or `slices` is not empty. tokenizer: the model
-    whose tokenizer the result has, or BASE; None if the recipe does not say.
+    where: the name of its file. Either `models` or `slices` is not empty. tokenizer: None if the
+    recipe does not say.
     """
 
     where: str
@@ -80,7 +108,7 @@ class Recipe:
     settings: Settings
     dtype: Text | None
     out_dtype: Text | None
-    tokenizer: Text | None
+    tokenizer: TokenizerSource | None
     name: Text | None
 
     def named(self) -> tuple[Text, ...]:
@@ -98,7 +126,7 @@ class Recipe:
         for part in self.slices:
             if part.base is not None:
                 yield part.base
-        if self.tokenizer is not None and self.tokenizer.text not in (BASE, UNION):
-            yield self.tokenizer
+        if self.tokenizer is not None and self.tokenizer.model is not None:
+            yield self.tokenizer.model
         for source in (*self.models, *(one for part in self.slices for one in part.sources)):
             yield source.model

@@ -23,9 +23,16 @@ from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
 from mstore.recipes.layout import Layout, is_last
 from mstore.recipes.nodes import at
-from mstore.recipes.recipe import BASE, UNION, Recipe, Settings, Slice, Source, Text
+from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
 from mstore.recipes.setting import Given, Kind, NotThatKind
-from mstore.requests import MergeRequest, RecipeRequest, TensorRule
+from mstore.requests import (
+    BASE,
+    MergeRequest,
+    RecipeRequest,
+    TensorRule,
+    TokenRow,
+    Vocabulary,
+)
 
 WEIGHT: Final = "weight"
 PER_MODEL: Final = frozenset((WEIGHT, "density", "gamma", "epsilon"))
@@ -149,8 +156,8 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
     own = next((part.base for part in recipe.slices if part.base is not None), recipe.base)
     if own is not None:
         return own
-    if not needs_base and recipe.tokenizer and recipe.tokenizer.text not in (BASE, UNION):
-        return recipe.tokenizer
+    if not needs_base and recipe.tokenizer is not None and recipe.tokenizer.model is not None:
+        return recipe.tokenizer.model
     if needs_base:
         raise BadRequest(
             f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
@@ -196,7 +203,7 @@ class _Resolver:
     def check(self) -> tuple[Mapping[str, object], tuple[float, ...]] | None:
         """Raise what `resolve` raises whatever the tensors are; return the merge's own values."""
         self._dtype()
-        self._check_tokenizer()
+        self._vocabulary()
         if self._stacked:
             return {}, (1.0,)
         try:
@@ -240,7 +247,7 @@ class _Resolver:
             dtype=self._dtype(),
             rules=tuple(rules),
         )
-        return RecipeRequest(request, tuple(self._notes))
+        return RecipeRequest(request, tuple(self._notes), self._vocabulary())
 
     def _stack(self) -> RecipeRequest:
         """Return the request of slices whose layers are taken as they are."""
@@ -257,7 +264,7 @@ class _Resolver:
             dtype=self._dtype(),
             layers=tuple(layers),
         )
-        return RecipeRequest(request, tuple(self._notes))
+        return RecipeRequest(request, tuple(self._notes), self._vocabulary())
 
     def _main(
         self, groups: Mapping[tuple[Values, tuple[float, ...]], Sequence[str]]
@@ -586,15 +593,34 @@ class _Resolver:
         chosen = recipe.out_dtype or recipe.dtype
         return None if chosen is None else chosen.text.removeprefix(_PREFIX)
 
-    def _check_tokenizer(self) -> None:
-        source = self._recipe.tokenizer
-        if source is None or source.text == BASE:
-            return
-        if source.text != self._base.text:
-            self._refuse(
-                f"a tokenizer from {source} is not supported: the result has that of {self._base}",
-                source.line,
-            )
+    def _vocabulary(self) -> Vocabulary | None:
+        """Return what the recipe says of tokens."""
+        asked = self._recipe.tokenizer
+        if asked is None:
+            return None
+        taking = {self._base.text: BASE}
+        taking |= {one.text: self._models[one.text] for one in self._experts if not one.adapter()}
+        taking[self._base.text] = BASE
+        source = asked.source.text
+        for one in (asked.model, *(token.model for token in asked.tokens)):
+            if one is not None and one.text not in taking:
+                self._refuse(f"{one} is not one of the models that are merged", one.line)
+        source = taking.get(source, source) if asked.model is not None else source
+        return Vocabulary(
+            source=source,
+            tokens={
+                one.token.text: TokenRow(
+                    model=None if one.model is None else self._models[one.model.text],
+                    token=one.other,
+                    force=one.force,
+                )
+                for one in asked.tokens
+            },
+            pad_to=asked.pad_to,
+            # Rows after the tokens of a base whose tokens stay do no harm.
+            keep_padding=source == BASE and asked.pad_to is None,
+            base_first=any((self._recipe.base, *(part.base for part in self._recipe.slices))),
+        )
 
     def _note(self, what: str, line: int) -> None:
         self._notes.setdefault(f"{at(self._recipe.where, line)}: {what}")

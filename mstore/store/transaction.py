@@ -21,18 +21,19 @@ from types import TracebackType
 from typing import Self
 
 from mstore import fs
-from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, encode
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
+from mstore.checkpoint.partition import partition
 from mstore.errors import BadRequest, Conflict, Interrupted
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
-from mstore.objects.manifest import Manifest
+from mstore.objects.manifest import Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
-from mstore.objects.tensor import Tensor
+from mstore.objects.tensor import BYTES, Tensor
 from mstore.phrases import Option, phrase
 from mstore.store import condemned, contents, leases, refs, snapshot_rows
 from mstore.store.catalog import Catalog, now_ns
@@ -144,6 +145,17 @@ class Transaction:
             own.add(block)
             self.blocks_new += 1
         return self.blocks_new - before
+
+    def put_bytes(self, data: bytes, file: str) -> Part:
+        """Store a header, or a whole file, and return it as a part of `file`."""
+        ids = []
+        for start, length in partition(len(data), self._catalog.block_size):
+            piece = data[start : start + length]
+            ids.append(BlockId.of(piece))
+            encoded = encode(piece, PLAIN_BYTES, self._catalog.config.codec)
+            self.put_block(ids[-1], encoded, file, start)
+        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
+        return Part(None, self.put_record(tensor), len(data))
 
     def rely_on_block(self, block: BlockId) -> None:
         """Require at commit that a block is still stored; it was found stored, or was put here."""

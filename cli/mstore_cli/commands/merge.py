@@ -40,6 +40,7 @@ from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
+from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
@@ -87,6 +88,7 @@ def merge(
     skip: Skip = None,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
+    vocab: Vocab = None,
     allow_noop: AllowNoop = False,
     virtual: Annotated[
         bool,
@@ -121,7 +123,7 @@ def merge(
     directories, which are added first.
     """
     request: MergeRequest | None = None
-    wanted = Wanted(base, expert, method, param, recipe)
+    wanted = Wanted(base, expert, method, param, recipe, vocab)
     if plan is None:
         if not wanted.is_complete():
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
@@ -142,7 +144,7 @@ def merge(
         option is not None and option is not False and option != []
         for option in (
             *(base, expert, method, param, recipe, budget, max_error, dtype, no_analyze),
-            *(score, only, skip, per_expert_budget, top_p),
+            *(score, only, skip, per_expert_budget, top_p, vocab),
         )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)

@@ -39,6 +39,7 @@ from mstore_cli.options import Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile
 from mstore_cli.session import Session
+from mstore_cli.vocabularies import Vocab
 
 if TYPE_CHECKING:
     from mstore import MergeRequest
@@ -70,6 +71,7 @@ def plan(
     skip: Skip = None,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
+    vocab: Vocab = None,
     allow_noop: AllowNoop = False,
     threads: Threads = None,
     output: Annotated[
@@ -110,7 +112,7 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    wanted = Wanted(base, expert, method, param, recipe)
+    wanted = Wanted(base, expert, method, param, recipe, vocab)
     if not wanted.is_complete():
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(

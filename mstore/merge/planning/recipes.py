@@ -18,7 +18,7 @@ from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
-from mstore.merge.planning.tied import config_of, first_names, ties_embeddings
+from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
 from mstore.recipes.layout import layers_of
@@ -35,6 +35,7 @@ from mstore.recipes.resolve import (
 from mstore.recipes.write import recipe_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 
 
 def request_of(

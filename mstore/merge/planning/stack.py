@@ -15,12 +15,12 @@ from mstore.adapters.inputs import Inputs
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.tied import config_of
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
 from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import Layout, is_last, layers_of
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Mixture
 from mstore.objects.shapes import (
     chosen,
+    differ_in_vocabulary,
     matching,
     require_matches,
     require_same_shapes,
@@ -98,12 +99,17 @@ class Surveyor:
         experts = []
         for expert, ids in zip(request.experts, inputs.experts, strict=True):
             found = _tensors(inputs, ids)
+            ours = chosen(_shapes(records), request.only, request.skip)
+            theirs = chosen(_shapes(found), request.only, request.skip)
+            hint = told_difference(request.base.name, expert.name)
+            if differ_in_vocabulary(ours, theirs):
+                hint = phrase("{align} gives them one vocabulary", align=call("align", "..."))
             require_same_shapes(
-                chosen(_shapes(records), request.only, request.skip),
-                chosen(_shapes(found), request.only, request.skip),
+                ours,
+                theirs,
                 what=f"cannot be merged into {request.base.name}",
                 where=expert.name,
-                hint=told_difference(request.base.name, expert.name),
+                hint=hint,
             )
             experts.append(found)
         tensors: list[SurveyedTensor] = []

@@ -11,27 +11,17 @@ are all ones), and in safetensors no two names share storage.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from mstore.checkpoint.declared import CONFIG
-from mstore.checkpoint.strict_json import parse_object
-from mstore.errors import BadCheckpoint, Corrupt, StorageFailed
+from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import TensorId
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Criteria, Plan
-from mstore.objects.shapes import matching
+from mstore.objects.shapes import EMBEDDINGS, matching
 from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
 
 _KEY = "tie_word_embeddings"
-_MAX_CONFIG = 1 << 20
-_MAX_CONTAINERS = 65_536
-# Name components that models use for their input and output word embeddings.
-_EMBEDDINGS = re.compile(
-    r"(^|\.)(embed_tokens|embed_in|embed_out|embeddings?|tok_embeddings|word_embeddings|shared|wte|"
-    r"lm_head|output|decoder|output_projection)(\.weight)?$"
-)
-
 Names = Mapping[str, TensorId]
 
 
@@ -46,26 +36,12 @@ def ties_embeddings(catalog: Catalog, base: Manifest) -> bool:
     return any(one.get(_KEY) is True for one in (config, *parts))
 
 
-def config_of(catalog: Catalog, model: Manifest) -> dict[str, object]:
-    """Return the config of a model, empty if it has none of a usual size that can be parsed.
-
-    Raises Corrupt, StorageFailed.
-    """
-    raw = catalog.read_small(model.file(CONFIG), _MAX_CONFIG)
-    if raw is None:
-        return {}
-    try:
-        return parse_object(raw, what=CONFIG, where=CONFIG, max_containers=_MAX_CONTAINERS)
-    except BadCheckpoint:
-        return {}
-
-
 def first_names(base: Names, experts: Sequence[Names], *, tied: bool) -> dict[str, str]:
     """Map each tensor of the base to the first one that it is tied to in all members.
 
     tied: the result of `ties_embeddings`.  A tensor that an expert lacks is tied to nothing.
     """
-    embeddings = {name for name in base if tied and _EMBEDDINGS.search(name)}
+    embeddings = {name for name in base if tied and EMBEDDINGS.search(name)}
     return _firsts(base, experts, embeddings)
 
 

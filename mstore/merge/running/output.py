@@ -17,8 +17,8 @@ from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.dtypes import nbytes
 from mstore.checkpoint.header import parse_header
+from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.planning.tied import left_to_base
-from mstore.merge.running.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
 from mstore.numeric.codes import CODES

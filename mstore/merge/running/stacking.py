@@ -7,20 +7,19 @@ shard index and the config's number of layers.  Reads headers and these two file
 
 from __future__ import annotations
 
-import json
-import math
-import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.directory import INDEX_SUFFIX
-from mstore.merge.running.small_files import header_bytes, json_bytes, json_object
+from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
+from mstore.objects.tensor import Tensor
 from mstore.recipes.layout import COUNTS
 from mstore.store.catalog import Catalog
+from mstore.store.rebuilt import header_of, index_of, shards_of
 
 _PER_LAYER = ("layer_types",)
 """Lists in configs that have an entry for each layer."""
@@ -75,23 +74,9 @@ class Stack:
         return None
 
     def _header(self, file: File) -> bytes:
-        raw = self._catalog.read_parts(file.parts[:1])
-        before: dict[str, Any] = json.loads(raw[8:])
-        fields: dict[str, Any] = {}
-        if "__metadata__" in before:
-            fields["__metadata__"] = before["__metadata__"]
-        records = self._catalog.tensors([part.tensor_id() for part in file.tensors()])
-        offset = 0
-        for part, record in zip(file.tensors(), records, strict=True):
-            assert part.name is not None
-            ends = [offset, offset + record.nbytes]
-            fields[part.name] = {
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-                "data_offsets": ends,
-            }
-            offset += record.nbytes
-        return header_bytes(fields)
+        before = self._catalog.read_parts(file.parts[:1])
+        names = [str(part.name) for part in file.tensors()]
+        return header_of(before, names, self._records([file]))
 
     def _config(self, fields: dict[str, Any]) -> bytes | None:
         """Return the config with the number of layers, also in parts of the model."""
@@ -115,27 +100,10 @@ class Stack:
         return changed
 
     def _index(self, path: str, fields: dict[str, Any]) -> bytes | None:
-        weight_map = fields.get("weight_map")
-        if not isinstance(weight_map, dict):
-            return None
-        directory = posixpath.dirname(path)
-        shards = {str(shard) for shard in weight_map.values()}
-        found = {
-            str(part.name): posixpath.basename(file.path)
-            for file in self._files.values()
-            if posixpath.dirname(file.path) == directory and posixpath.basename(file.path) in shards
-            for part in file.tensors()
-        }
-        changed = fields | {"weight_map": dict(sorted(found.items()))}
-        metadata = fields.get("metadata")
-        told = dict(metadata) if isinstance(metadata, dict) else {}
-        kept = [file for file in self._files.values() if posixpath.basename(file.path) in shards]
-        if "total_size" in told:
-            told["total_size"] = sum(part.nbytes for file in kept for part in file.tensors())
-        if isinstance(told.get("total_parameters"), int):
-            told["total_parameters"] = self._elements(kept)
-        return json_bytes(changed | {"metadata": told} if told else changed)
+        shards = shards_of(path, fields, self._files.values())
+        return index_of(fields, shards, self._records(shards)) if shards else None
 
-    def _elements(self, files: Sequence[File]) -> int:
-        ids = [part.tensor_id() for file in files for part in file.tensors()]
-        return sum(math.prod(record.shape) for record in self._catalog.tensors(ids))
+    def _records(self, files: Sequence[File]) -> list[Tensor]:
+        return self._catalog.tensors(
+            [part.tensor_id() for file in files for part in file.tensors()]
+        )

@@ -11,11 +11,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mstore.blocks import codecs
 from mstore.checkpoint.dtypes import nbytes
-from mstore.checkpoint.partition import partition
 from mstore.errors import BadRequest, Conflict
-from mstore.ids import BlockId, ManifestId, PlanId, SnapshotId
+from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import Merged, is_merge_of, made_from, parents_of, run_merge
 from mstore.merge.running.output import Layout
@@ -24,7 +22,6 @@ from mstore.merge.running.task import Tasks
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import BASE, EXPERT, SnapshotRecord
-from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import Phrase, call, phrase
 from mstore.progress import ProgressCallback
@@ -154,7 +151,7 @@ class _Output:
         files, new = Papers(self._catalog, self._plan).files()
         found = [self._file(self._layout.file(file)) for file in files]
         for path, data in new.items():
-            part = self._bytes(data, path)
+            part = self._transaction.put_bytes(data, path)
             self.blocks_total += -(-part.nbytes // self._catalog.block_size)
             found.append(File(path, OPAQUE, part.nbytes, (part,)))
         return Manifest(tuple(sorted(found, key=lambda file: file.path)))
@@ -163,7 +160,7 @@ class _Output:
         parts = list(file.parts)
         new = self._layout.new_bytes(file)
         if new is not None:
-            parts[0] = self._bytes(new, file.path)
+            parts[0] = self._transaction.put_bytes(new, file.path)
         parts = [part if part.name is None else self._tensor(part) for part in parts]
         before: list[Part | None] = [*file.parts]
         for one in self._layout.added(file) if file.form == SAFETENSORS else ():
@@ -187,16 +184,6 @@ class _Output:
         dtype = self._layout.out_dtype(part)
         record = VirtualTensor(dtype, shape, nbytes(dtype, shape), self._id, name)
         return Part(part.name, self._transaction.put_record(record), record.nbytes)
-
-    def _bytes(self, data: bytes, path: str) -> Part:
-        ids = []
-        for start, length in partition(len(data), self._catalog.block_size):
-            piece = data[start : start + length]
-            ids.append(BlockId.of(piece))
-            encoded = codecs.encode(piece, codecs.PLAIN_BYTES, self._catalog.config.codec)
-            self._transaction.put_block(ids[-1], encoded, path, start)
-        tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
-        return Part(None, self._transaction.put_record(tensor), len(data))
 
 
 def materialize(

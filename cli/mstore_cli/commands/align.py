@@ -1,0 +1,100 @@
+"""`mstore align`: give models one vocabulary."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.merging import MaybeExperts, parse_experts
+from mstore_cli.output import Column, Screen
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_size
+from mstore_cli.vocabularies import told_change
+
+COLUMNS = (
+    Column("MODEL", style="yellow"),
+    Column("ALIGNED", style="yellow"),
+    Column("ROWS BEFORE", right=True),
+    Column("CHANGE", sentence=True),
+)
+
+
+@command(
+    example="mstore align --base llama/base --expert llama/chat --expert llama/code",
+    failure="an error; nothing was published",
+)
+def align(
+    session: Session,
+    base: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            metavar="REF",
+            help="The base of the merge to come.",
+            autocompletion=completion.refs,
+        ),
+    ],
+    expert: MaybeExperts = None,
+    vocab: Annotated[
+        str,
+        typer.Option(
+            "--vocab",
+            metavar="union|base|REF",
+            help="Whose tokens all models get: union adds those that only experts have to the "
+            "base's; REF is the base or an expert.",
+            autocompletion=completion.refs,
+        ),
+    ] = "union",
+    pad_to: Annotated[
+        int | None,
+        typer.Option(
+            "--pad-to",
+            metavar="N",
+            help="Round the number of rows up to a multiple of N; the new rows are the mean of the "
+            "others.",
+        ),
+    ] = None,
+    drop_padding: Annotated[
+        bool,
+        typer.Option("--drop-padding", help="Keep no rows after those of tokens."),
+    ] = False,
+) -> None:
+    """Store models again with the same token in the same row of each, so that they merge.
+
+    A model with another vocabulary is stored on a branch below aligned/: its embeddings are
+    rewritten, its other tensors are shared. A row for a token that a model lacks is that of the
+    only model that has it, else the base's, else the mean of all that have it. Models that fit stay
+    as they are. Reads tokenizer.json; `mstore merge --vocab union` does all this at once.
+    """
+    from mstore import MergeRequest, Vocabulary
+
+    experts = tuple(one for text in expert or () for one in parse_experts(text))
+    request = MergeRequest(base=base, experts=experts, method="linear")
+    vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
+    with session.open() as store, session.progress() as tick:
+        report = store.align(request, vocabulary, progress=tick)
+    models = (report.base, *report.experts)
+
+    def human(screen: Screen) -> None:
+        screen.table(
+            COLUMNS,
+            (
+                (one.name, one.ref or "-", str(one.rows_before or "-"), told_change(one, report))
+                for one in models
+            ),
+        )
+        screen.line()
+        screen.line(
+            f"{report.tokens} tokens, {report.rows} rows; written "
+            f"{format_size(report.bytes_written)}"
+        )
+        for note in report.notes:
+            screen.line(f"note: {note}")
+        named = [one.ref or one.name for one in models]
+        options = " ".join(f"--expert {name}" for name in named[1:])
+        screen.command("next", f"mstore plan --base {named[0]} {options} --method NAME")
+
+    session.output.emit(report, ids=[one.snapshot for one in models], human=human)

@@ -1,0 +1,69 @@
+"""Files of a model whose tensors are others than before: headers and the shard index.
+
+Owns these two forms.  Does not own which tensors a file has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mstore.checkpoint.small_files import header_bytes, json_bytes
+from mstore.objects.manifest import File
+from mstore.objects.tensor import Tensor
+
+
+def header_of(before: bytes, names: Sequence[str], records: Sequence[Tensor]) -> bytes:
+    """Return the header of a safetensors file with these tensors in data order.
+
+    before: the header that it had; its metadata stay.
+    """
+    known: dict[str, Any] = json.loads(before[8:])
+    fields: dict[str, Any] = {}
+    if "__metadata__" in known:
+        fields["__metadata__"] = known["__metadata__"]
+    offset = 0
+    for name, record in zip(names, records, strict=True):
+        ends = [offset, offset + record.nbytes]
+        fields[name] = {
+            "dtype": record.dtype,
+            "shape": list(record.shape),
+            "data_offsets": ends,
+        }
+        offset += record.nbytes
+    return header_bytes(fields)
+
+
+def shards_of(path: str, fields: Mapping[str, Any], files: Collection[File]) -> tuple[File, ...]:
+    """Return the files, of `files`, that the shard index at `path` names."""
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict):
+        return ()
+    directory = posixpath.dirname(path)
+    shards = {str(shard) for shard in weight_map.values()}
+    return tuple(
+        file
+        for file in files
+        if posixpath.dirname(file.path) == directory and posixpath.basename(file.path) in shards
+    )
+
+
+def index_of(fields: Mapping[str, Any], shards: Sequence[File], records: Sequence[Tensor]) -> bytes:
+    """Return a shard index of these shards.
+
+    fields: the index before; sizes that it stated are stated again. records: of all tensors.
+    """
+    places = {
+        str(part.name): posixpath.basename(file.path) for file in shards for part in file.tensors()
+    }
+    changed = {**fields, "weight_map": dict(sorted(places.items()))}
+    metadata = fields.get("metadata")
+    told = dict(metadata) if isinstance(metadata, dict) else {}
+    if "total_size" in told:
+        told["total_size"] = sum(record.nbytes for record in records)
+    if isinstance(told.get("total_parameters"), int):
+        told["total_parameters"] = sum(math.prod(record.shape) for record in records)
+    return json_bytes(changed | {"metadata": told} if told else changed)

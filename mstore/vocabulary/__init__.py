@@ -1,0 +1,1 @@
+"""Vocabularies: one order of tokens for models whose tokenizers differ."""

@@ -1,0 +1,339 @@
+"""Align: store models again with the rows of their embeddings in the order of one vocabulary.
+
+Models that were tuned from one base may have tokens of their own.  A merge adds row to row, so it
+needs the same token in the same row of every model.  Each model that has another vocabulary is
+stored as a new snapshot, on a branch below `aligned/`: embeddings are rewritten, all other tensors
+are the model's own blocks.  Models that fit stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.directory import INDEX_SUFFIX
+from mstore.checkpoint.small_files import json_object
+from mstore.errors import BadName, BadRequest, Incompatible
+from mstore.ids import SnapshotId, TensorId
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.snapshot import ADD, BASE, Parent, SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
+from mstore.progress import ProgressCallback
+from mstore.requests import MergeRequest, Revision, Vocabulary
+from mstore.store import refs
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.rebuilt import header_of, index_of, shards_of
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
+from mstore.version import TOOL
+from mstore.vocabulary.embeddings import Embeddings
+from mstore.vocabulary.members import Member, member
+from mstore.vocabulary.papers import (
+    CONFIGS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    WITHOUT_NEW_TOKENS,
+    renumbered,
+    with_added,
+)
+from mstore.vocabulary.target import Target, Wishes, wishes_of
+from mstore.vocabulary.tokenizer import TOKENIZER
+
+BRANCHES: Final = "aligned"
+"""Aligned models are branches below this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedModel:
+    """A model of an alignment."""
+
+    name: str
+    """the model, as it was asked for"""
+    ref: str | None
+    """the branch of the aligned model; None: the model fits as it is"""
+    snapshot: SnapshotId
+    """the aligned model, or the model itself"""
+    new_snapshot: bool
+    """false if the branch already was this, or the model fits"""
+    tokens_before: int
+    """tokens that the model has"""
+    tokens_missing: int
+    """tokens of the vocabulary that the model lacks"""
+    rows_before: int
+    """rows of its embeddings before"""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignReport:
+    """What an alignment stored."""
+
+    base: AlignedModel
+    """the base"""
+    experts: tuple[AlignedModel, ...]
+    """the experts, in their order"""
+    tokens: int
+    """tokens of the vocabulary"""
+    rows: int
+    """rows of embeddings"""
+    bytes_written: int
+    """bytes added to the store"""
+    notes: tuple[str, ...]
+    """what was taken for granted, as text"""
+    seconds: float
+    """how long it took"""
+
+    def applied(self, request: MergeRequest) -> MergeRequest:
+        """Return the request with the aligned models in place of those that were aligned."""
+
+        def revision(one: AlignedModel, given: Revision) -> Revision:
+            return given if one.ref is None else one.ref
+
+        weighted = request.weighted()
+        pairs = list(zip(self.experts, weighted, strict=True))
+        known: dict[Revision, Revision] = {
+            given: revision(one, given) for one, (given, _) in pairs
+        } | {request.base: revision(self.base, request.base)}
+        return replace(
+            request,
+            base=known[request.base],
+            experts=tuple((known[given], weight) for given, weight in weighted),
+            layers=tuple((known[name], first, end) for name, first, end in request.layers),
+        )
+
+
+def align(
+    catalog: Catalog,
+    asked: Vocabulary,
+    models: Sequence[tuple[Revision, SnapshotId]],
+    wishes: Wishes,
+    *,
+    source: SnapshotId | None,
+    progress: ProgressCallback | None = None,
+) -> AlignReport:
+    """Store the aligned models.
+
+    models: the base, then the experts. wishes: of `asked.tokens`, with snapshots. source: the model
+    whose tokens are wanted, None for the union.
+
+    Raises Incompatible for models that cannot be aligned, BadRequest, Corrupt, StorageFailed; then
+    nothing is published.
+    """
+    began = time.monotonic()
+    found: dict[SnapshotId, Member] = {}
+    adapters: dict[SnapshotId, str] = {}
+    for name, id in models:
+        if is_adapter(catalog.manifest(catalog.snapshot(id).manifest_id()).tensors()):
+            adapters[id] = str(name)
+        elif id not in found:
+            found[id] = member(catalog, str(name), id)
+    if models[0][1] in adapters:
+        raise Incompatible("is an adapter: it has no vocabulary", where=str(models[0][0]))
+    if source is not None and source not in found:
+        raise BadRequest(
+            f"{asked.source} is neither the base nor an expert that is a model",
+            where=Option("vocabulary"),
+        )
+    members = list(found.values())
+    target = Target.of(asked, members, None if source is None else found[source])
+    embeddings = Embeddings(
+        catalog, asked, members, target, wishes_of(wishes, members, target), progress
+    )
+    made = {one.snapshot: _unchanged(one, target) for one in members}
+    written = 0
+    if embeddings.changed or any(one.tokenizer != target.tokenizer for one in members):
+        if adapters and embeddings.changes(0):
+            raise Incompatible(
+                f"is an adapter of {models[0][0]}, whose vocabulary changes",
+                where=next(iter(adapters.values())),
+                hint="merge the adapter into its base first, and align the result",
+            )
+        with Transaction(catalog, "align") as transaction:
+            made |= _Models(catalog, transaction, members, target).publish(embeddings)
+        written = transaction.bytes_written
+    for id, name in adapters.items():
+        made[id] = AlignedModel(name, None, id, False, 0, 0, 0)
+    base, *experts = (replace(made[id], name=str(name)) for name, id in models)
+    return AlignReport(
+        base=base,
+        experts=tuple(experts),
+        tokens=len(target.ids),
+        rows=target.rows,
+        bytes_written=written,
+        notes=target.notes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _unchanged(one: Member, target: Target) -> AlignedModel:
+    tokens = one.tokens(target.ids)
+    missing = len(target.ids.keys() - tokens.keys())
+    return AlignedModel(one.name, None, one.snapshot, False, len(tokens), missing, one.rows)
+
+
+class _Models:
+    """The aligned models as manifests and snapshots, put into a transaction."""
+
+    def __init__(
+        self, catalog: Catalog, transaction: Transaction, members: Sequence[Member], target: Target
+    ) -> None:
+        self._catalog = catalog
+        self._transaction = transaction
+        self._members = members
+        self._target = target
+
+    def publish(self, embeddings: Embeddings) -> dict[SnapshotId, AlignedModel]:
+        """Put all that changes into the transaction and commit it."""
+        written = embeddings.written(self._transaction)
+        published: dict[SnapshotId, AlignedModel] = {}
+        snapshots, moves = [], []
+        for one, tokens, tensors, branch in zip(
+            self._members, embeddings.tokens, written, self._branches(), strict=True
+        ):
+            model, record, move = self._model(one, tokens, tensors, branch)
+            published[one.snapshot] = model
+            if record is not None and move is not None:
+                snapshots.append(record)
+                moves.append(move)
+        if snapshots or self._transaction.has_news:
+            self._transaction.commit(snapshots=snapshots, moves=moves)
+        return published
+
+    def _branches(self) -> list[str]:
+        """Return a branch for each member that changes, named after it."""
+        used: set[str] = set()
+        found = []
+        for one in self._members:
+            own = _branch(one.name)
+            name = next(
+                name
+                for number in count(1)
+                if (name := own if number == 1 else f"{own}-{number}") not in used
+            )
+            used.add(name)
+            found.append(name)
+        return found
+
+    def _model(
+        self, one: Member, tokens: Mapping[str, int], tensors: Mapping[str, Tensor], branch: str
+    ) -> tuple[AlignedModel, SnapshotRecord | None, RefMove | None]:
+        """Return a member as aligned, and the snapshot and the move that publish it, if any."""
+        model = _unchanged(one, self._target)
+        manifest = self._manifest(one, tokens, tensors)
+        if manifest == one.manifest:
+            return model, None, None
+        current = branch_to_move(self._catalog, branch)
+        tip, previous = tip_of(self._catalog, current)
+        parent = Parent(BASE, one.snapshot)
+        is_there = tip is not None and tip.manifest == manifest.id() and parent in tip.parents
+        if current is not None and is_there:
+            return replace(model, ref=branch, snapshot=current.snapshot_id()), None, None
+        self._transaction.rely_on_manifest(manifest)
+        message = f"{one.name} with {len(self._target.ids)} tokens"
+        record = SnapshotRecord(
+            manifest=self._transaction.put_record(manifest),
+            parents=(*previous, parent),
+            origin=ADD,
+            plan=None,
+            coverage=None,
+            message=message,
+            time_ns=now_ns(),
+            tool=TOOL,
+        )
+        new = refs.Ref(refs.BRANCH, record.id())
+        move = RefMove(branch, current, new, f"align: {message}")
+        return replace(model, ref=branch, snapshot=record.id(), new_snapshot=True), record, move
+
+    def _manifest(
+        self, one: Member, tokens: Mapping[str, int], tensors: Mapping[str, Tensor]
+    ) -> Manifest:
+        ids = self._transaction.put_records(list(tensors.values()))
+        parts = {
+            name: Part(name, id, record.nbytes)
+            for (name, record), id in zip(tensors.items(), ids, strict=True)
+        }
+        records = {Part.tensor_id(part): tensors[name] for name, part in parts.items()}
+        files = {file.path: self._weights(file, parts, records) for file in one.manifest.files}
+        for path in [path for path in files if path.endswith(INDEX_SUFFIX)] if parts else ():
+            fields = json_object(self._catalog.read_parts(files[path].parts))
+            shards = shards_of(path, fields, files.values())
+            if shards:
+                raw = index_of(fields, shards, self._records(shards, records))
+                files[path] = self._file(path, raw)
+        self._retokenize(one, tokens, files)
+        return Manifest(tuple(files[path] for path in sorted(files)))
+
+    def _weights(
+        self, file: File, parts: Mapping[str, Part], records: Mapping[TensorId, Tensor]
+    ) -> File:
+        names = [str(part.name) for part in file.tensors()]
+        if file.form != SAFETENSORS or not parts.keys() & names:
+            return file
+        tensors = [parts.get(str(part.name), part) for part in file.tensors()]
+        before = self._catalog.read_parts(file.parts[:1])
+        changed = _replaced(file, tensors)
+        header = header_of(before, names, self._records([changed], records))
+        return _replaced(file, tensors, self._transaction.put_bytes(header, file.path))
+
+    def _records(self, files: Sequence[File], new: Mapping[TensorId, Tensor]) -> list[Tensor]:
+        ids = [part.tensor_id() for file in files for part in file.tensors()]
+        stored = iter(self._catalog.tensors([id for id in ids if id not in new]))
+        return [new[id] if id in new else next(stored) for id in ids]
+
+    def _retokenize(self, one: Member, tokens: Mapping[str, int], files: dict[str, File]) -> None:
+        """Replace tokenizer and configs in `files`."""
+        target = self._target
+        if target.tokenizer is None:
+            return
+        own = None if one.tokenizer is None else one.tokenizer.ids
+        is_base = one is self._members[0]
+        other_files = is_base and target.source is not one
+        if own is not None and (own != target.tokenizer.ids or other_files):
+            for path in TOKENIZER_FILES & files.keys():
+                del files[path]
+            theirs = {file.path: file for file in target.source.manifest.files}
+            for path in TOKENIZER_FILES & theirs.keys():
+                files[path] = theirs[path]
+            if target.is_new:
+                self._add_tokens(files)
+        ids = {old: target.ids[token] for token, old in tokens.items() if token in target.ids}
+        for path in CONFIGS & files.keys():
+            raw = renumbered(self._catalog.read_parts(files[path].parts), target.rows, ids)
+            if raw is not None:
+                files[path] = self._file(path, raw)
+
+    def _add_tokens(self, files: dict[str, File]) -> None:
+        tokenizer = self._target.tokenizer
+        assert tokenizer is not None
+        files[TOKENIZER] = self._file(TOKENIZER, tokenizer.encode())
+        for path in WITHOUT_NEW_TOKENS & files.keys():
+            del files[path]
+        if TOKENIZER_CONFIG in files:
+            raw = self._catalog.read_parts(files[TOKENIZER_CONFIG].parts)
+            changed = with_added(raw, tokenizer.added)
+            if changed is not None:
+                files[TOKENIZER_CONFIG] = self._file(TOKENIZER_CONFIG, changed)
+
+    def _file(self, path: str, raw: bytes) -> File:
+        part = self._transaction.put_bytes(raw, path)
+        return File(path, OPAQUE, part.nbytes, (part,))
+
+
+def _replaced(file: File, tensors: Sequence[Part], header: Part | None = None) -> File:
+    """Return a safetensors file with other tensors, and another header."""
+    parts = (file.parts[0] if header is None else header, *tensors)
+    return File(file.path, file.form, sum(part.nbytes for part in parts), parts)
+
+
+def _branch(name: str) -> str:
+    """Return the branch of the aligned model of this name."""
+    own = "".join(c if c.isascii() and (c.isalnum() or c in "._-/") else "-" for c in name)
+    ref = f"{BRANCHES}/{own.strip('-./')}"
+    try:
+        refs.check_name(ref)
+    except BadName:
+        return f"{BRANCHES}/model"
+    return ref

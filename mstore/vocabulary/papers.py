@@ -1,0 +1,70 @@
+"""The files of an aligned model: its own, with the tokenizer and the sizes of the vocabulary.
+
+Owns which files are a tokenizer's, and what a config says of tokens.  Makes no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.vocabulary.members import PARTS, VOCAB_SIZE
+
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+TOKENIZER_FILES: Final = frozenset(
+    {
+        *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+        *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+        *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+    }
+)
+"""Paths of files that belong to a tokenizer."""
+WITHOUT_NEW_TOKENS: Final = frozenset({"added_tokens.json"})
+"""Those that a tokenizer with more tokens does without: tokenizer.json says it all."""
+CONFIGS: Final = frozenset({"config.json", "generation_config.json"})
+"""Paths of files that state token ids."""
+
+_DECODER: Final = "added_tokens_decoder"
+_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
+
+
+def renumbered(raw: bytes, rows: int, ids: Mapping[int, int]) -> bytes | None:
+    """Return a config for so many rows, with ids of tokens replaced; None if it stays.
+
+    ids: new ids by old ones, of those tokens that the vocabulary has.
+    """
+    before = json_object(raw)
+    changed = _renumbered(before, rows, ids)
+    return None if changed == before else json_bytes(changed)
+
+
+def _renumbered(fields: Mapping[str, Any], rows: int, ids: Mapping[int, int]) -> dict[str, Any]:
+    changed = dict(fields)
+    if isinstance(fields.get(VOCAB_SIZE), int):
+        changed[VOCAB_SIZE] = rows
+    for key in _IDS:
+        value = fields.get(key)
+        if type(value) is int:
+            changed[key] = ids.get(value, value)
+        elif isinstance(value, list):
+            changed[key] = [ids.get(one, one) if type(one) is int else one for one in value]
+    for key in PARTS:
+        if isinstance(fields.get(key), dict):
+            changed[key] = _renumbered(fields[key], rows, ids)
+    return changed
+
+
+def with_added(raw: bytes, added: Mapping[str, Mapping[str, Any]]) -> bytes | None:
+    """Return a tokenizer_config.json that lists these added tokens, if it lists any; else None."""
+    fields = json_object(raw)
+    listed = fields.get(_DECODER)
+    if not isinstance(listed, dict):
+        return None
+    more = {
+        str(entry["id"]): {
+            key: value for key, value in {"content": token, **entry}.items() if key != "id"
+        }
+        for token, entry in added.items()
+    }
+    return json_bytes({**fields, _DECODER: {**more, **listed}}) if more.keys() - listed else None
