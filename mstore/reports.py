@@ -34,6 +34,7 @@ from mstore.lineage import (
     TensorReport,
 )
 from mstore.merge.analysis.blame import BlameReport, ExpertBlame, LayerBlame, TensorBlame
+from mstore.merge.analysis.compatibility import CompatibilityFinding, CompatibilityReport
 from mstore.merge.analysis.explain import (
     ExpertShare,
     Explanation,
@@ -78,6 +79,8 @@ __all__ = [
     "CheckoutReport",
     "CloneReport",
     "CodecUsage",
+    "CompatibilityFinding",
+    "CompatibilityReport",
     "DiffReport",
     "DirectoryDiffReport",
     "ExpertBlame",

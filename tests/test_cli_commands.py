@@ -105,6 +105,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "config": ["config"],
         "add": ["add", str(models / "math"), "--name", "tiny/again"],
         "analyze": ["analyze", "tiny/code", "--base", "tiny/math"],
+        "check-merge": ["check-merge", *MERGE],
         "align": ["align", *MERGE],
         "methods": ["methods"],
         "plan": ["plan", *SHAREABLE],

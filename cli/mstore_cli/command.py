@@ -177,9 +177,10 @@ def command(
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a Verb from a function `(session, its own parameters) -> None`.
 
-    The function's name is the verb, its docstring the help.  `example` is a realistic command line;
-    `failure` says when the exit status is 1. bare: options whose value follows an equals sign or is
-    left out, and the value if left out. foreign, foreign_hint, mistaken: as in `Verb`.
+    The function's name, with dashes, is the verb, its docstring the help.  `example` is a realistic
+    command line; `failure` says when the exit status is 1. bare: options whose value follows an
+    equals sign or is left out, and the value if left out. foreign, foreign_hint, mistaken: as in
+    `Verb`.
     """
 
     def decorate(function: Callable[..., None]) -> Verb:
@@ -214,7 +215,7 @@ def command(
         summary = (function.__doc__ or "").partition("\n")[0]
         told = _epilog(example, failure)
         return Verb(
-            name=function.__name__,
+            name=function.__name__.replace("_", "-"),
             summary=summary,
             run=entry,
             epilog=told,

@@ -92,7 +92,8 @@ class _Commands(Mapping[str, TyperCommand]):
 
 
 def _build_command(name: str) -> TyperCommand:
-    verb: Verb = getattr(import_module(f"mstore_cli.commands.{name}"), name)
+    own = name.replace("-", "_")
+    verb: Verb = getattr(import_module(f"mstore_cli.commands.{own}"), own)
     # typer makes a plain command of a program that has only one.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 # In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
 VERBS = (
     *("init", "config", "add", "analyze"),
-    *("align", "methods", "plan", "plans", "merge", "materialize"),
+    *("check-merge", "align", "methods", "plan", "plans", "merge", "materialize"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),

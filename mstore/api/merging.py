@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from mstore.merge.analysis.blame import BlameReport
+    from mstore.merge.analysis.compatibility import CompatibilityReport
     from mstore.merge.analysis.explain import Explanation
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.report import MethodReport
@@ -158,6 +159,20 @@ class Merging(OpenStore):
             return align(
                 self._catalog, vocabulary, models, wishes, source=source, progress=progress
             )
+
+    def check_merge(self, request: MergeRequest) -> CompatibilityReport:
+        """Report whether base and experts of a request can be merged, and what is risky about it.
+
+        Compares names, shapes, element types, architectures and settings in configs, vocabularies,
+        tokenizers, chat templates, and the licences that model cards state.  Reads no weights.
+
+        Raises BadRequest, NotFound, Incompatible (a tokenizer.json that is none), Corrupt.
+        """
+        from mstore.merge.analysis.compatibility import check_merge
+
+        resolved = self._resolved(request)
+        with damage.placed(self._catalog, _inputs(resolved)):
+            return check_merge(self._catalog, resolved)
 
     def recipe(self, revision: str | SnapshotId) -> str:
         """Return the recipe of a merged snapshot, in mergekit's YAML, from its plan.

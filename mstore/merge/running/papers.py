@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
@@ -188,18 +188,7 @@ class Papers:
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
-        stated = [parent.licence for parent in self.parents]
-        for what, pattern in _FORBIDS.items():
-            who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
-            if who:
-                yield who, f"may forbid {what}: {', '.join(sorted({str(stated[n]) for n in who}))}"
-        known = sorted({one for one in stated if one is not None})
-        if len(known) > 1:
-            who = tuple(n for n, one in enumerate(stated) if one is not None)
-            yield who, f"licences differ ({', '.join(known)}): all of them bind the merge"
-        silent = tuple(n for n, one in enumerate(stated) if one is None)
-        if known and silent:
-            yield silent, "no licence is stated; nothing says that a merge may be passed on"
+        return conflicts([parent.licence for parent in self.parents])
 
     def is_card_of(self, id: ManifestId) -> bool:
         """Return whether a content has exactly this card."""
@@ -344,16 +333,12 @@ class Papers:
         manifest = self._catalog.manifest(id)
         matter = front_matter(self._start(id, CARD))
         names = [name for name in values(matter, "model_name") if _NAME.fullmatch(name)]
-        licences = [one for one in values(matter, "license") if _WORD.fullmatch(one)]
-        if licences == ["other"]:
-            own = [one for one in values(matter, "license_name") if _WORD.fullmatch(one)]
-            licences = own or licences
         return Parent(
             role=role,
             manifest=id,
             weight=weight,
             name=names[0] if len(names) == 1 else None,
-            licence=" and ".join(sorted({one.lower() for one in licences})) or None,
+            licence=stated_licence(matter),
             texts=tuple(file for file in manifest.files if _is_licence(file)),
         )
 
@@ -398,6 +383,30 @@ def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
 def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:
     """Return whether a merge's recipe is not the base's: its own, or none though the base has."""
     return ours.file(MERGEKIT) != base.file(MERGEKIT)
+
+
+def stated_licence(matter: list[str]) -> str | None:
+    """Return the licence that the front matter of a card states, None for nothing."""
+    licences = [one for one in values(matter, "license") if _WORD.fullmatch(one)]
+    if licences == ["other"]:
+        own = [one for one in values(matter, "license_name") if _WORD.fullmatch(one)]
+        licences = own or licences
+    return " and ".join(sorted({one.lower() for one in licences})) or None
+
+
+def conflicts(stated: Sequence[str | None]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield what models' licences say against a merge: the numbers of the models, and the text."""
+    for what, pattern in _FORBIDS.items():
+        who = tuple(n for n, one in enumerate(stated) if one and pattern.search(one))
+        if who:
+            yield who, f"may forbid {what}: {', '.join(sorted({str(stated[n]) for n in who}))}"
+    known = sorted({one for one in stated if one is not None})
+    if len(known) > 1:
+        who = tuple(n for n, one in enumerate(stated) if one is not None)
+        yield who, f"licences differ ({', '.join(known)}): all of them bind the merge"
+    silent = tuple(n for n, one in enumerate(stated) if one is None)
+    if known and silent:
+        yield silent, "no licence is stated; nothing says that a merge may be passed on"
 
 
 def licence_warnings(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:

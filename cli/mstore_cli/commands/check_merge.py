@@ -1,0 +1,90 @@
+"""`mstore check-merge`: can these models be merged, and what is risky about it?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.errors import FAILURE
+from mstore_cli.merging import Only, Skip, parse_experts
+from mstore_cli.output import Column, Screen
+from mstore_cli.session import Session
+
+COLUMNS = (
+    Column("EXPERT", style="yellow"),
+    Column("", style="red"),
+    Column("ABOUT"),
+    Column("WHAT DIFFERS FROM THE BASE", sentence=True),
+)
+
+
+@command(
+    example="mstore check-merge --base llama/base --expert llama/chat --expert llama/code",
+    failure="a merge is impossible or meaningless, or another error",
+)
+def check_merge(
+    session: Session,
+    base: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            metavar="REF",
+            help="The base of the merge to come.",
+            autocompletion=completion.refs,
+        ),
+    ],
+    expert: Annotated[
+        list[str],
+        typer.Option(
+            "--expert",
+            metavar="REF",
+            help="A model or an adapter to merge into it. Repeatable.",
+            autocompletion=completion.refs,
+        ),
+    ],
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """Compare models with a base before they are merged, without reading weights.
+
+    Compares names, shapes and element types of tensors, architectures and settings in configs,
+    vocabularies, tokenizers, chat templates, and licences. An error means that a merge is
+    impossible or meaningless, a warning that it is risky. Exit status 0 if there are no errors.
+    """
+    from mstore import MergeRequest
+
+    experts = tuple(one for text in expert for one in parse_experts(text))
+    request = MergeRequest(
+        base=base,
+        experts=experts,
+        method="linear",
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+    )
+    with session.open() as store:
+        report = store.check_merge(request)
+
+    def human(screen: Screen) -> None:
+        rows = (
+            (one.expert or "several", one.severity, one.aspect, one.text) for one in report.findings
+        )
+        screen.table(COLUMNS, rows)
+        if report.findings:
+            screen.line()
+        count = len(report.experts)
+        models = "1 expert" if count == 1 else f"{count} experts"
+        if report.mergeable:
+            screen.line(f"{models} can be merged into {report.base}", style="green")
+        else:
+            screen.line(f"cannot be merged into {report.base} as they are", style="red")
+        if any(one.aspect == "vocabulary" for one in report.findings):
+            screen.command(
+                "one vocabulary for all", "mstore align ... or mstore merge --vocab union"
+            )
+
+    session.output.emit(report, ids=[one.text for one in report.findings], human=human)
+    if not report.mergeable:
+        raise typer.Exit(FAILURE)

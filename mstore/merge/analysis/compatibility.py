@@ -1,0 +1,314 @@
+"""Compatibility: whether models can be merged, and what is risky about it, before a byte is read.
+
+Compares what headers, configs, tokenizers and cards say of each expert with what they say of the
+base.  Reads no weights.  An error makes the merge impossible or meaningless, a warning risky.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mstore.adapters.inputs import Inputs
+from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.declared import CARD, CONFIG, front_matter
+from mstore.checkpoint.small_files import json_object
+from mstore.errors import Incompatible
+from mstore.ids import TensorId
+from mstore.merge.planning.request import Input, Request
+from mstore.merge.running.papers import conflicts, stated_licence
+from mstore.numeric.codes import ITEMSIZES
+from mstore.objects.manifest import Manifest
+from mstore.objects.shapes import EMBEDDINGS, chosen
+from mstore.objects.tensor import Tensor
+from mstore.store.catalog import Catalog
+from mstore.vocabulary.members import rows_of
+from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
+
+ERROR: Final = "error"
+WARNING: Final = "warning"
+
+_MAX_FILE: Final = 1 << 20
+_NAMED: Final = 4
+_PARTS: Final = ("text_config", "llm_config")
+_KINDS: Final = ("architectures", "model_type")
+"""Keys of a config that say what the weights mean."""
+_SHAPES: Final = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok"),
+)
+"""Keys that say how weights are divided: of equal shapes, other parts mean other things."""
+_RISKY: Final = (
+    *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("sliding_window", "max_position_embeddings", "attention_bias", "logit_scale"),
+    *("tie_word_embeddings", "quantization_config"),
+)
+"""Keys that change what is computed with the weights: the result is computed as the base is."""
+_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CompatibilityFinding:
+    """Something about an expert that differs from the base."""
+
+    expert: str | None
+    """the expert, as it was named; None: several models"""
+    aspect: str
+    """names, shapes, vocabulary, dtypes, architecture, settings, tokenizer, chat template,
+    licences, or adapter"""
+    severity: str
+    """error: the merge is impossible or meaningless; warning: it is risky"""
+    text: str
+    """what differs, as text"""
+    hint: str | None
+    """what to do about it, as text; None: nothing in particular"""
+
+
+@dataclass(frozen=True, slots=True)
+class CompatibilityReport:
+    """Whether experts can be merged into a base."""
+
+    base: str
+    """the base, as it was named"""
+    experts: tuple[str, ...]
+    """the experts, as they were named"""
+    mergeable: bool
+    """whether there is no error"""
+    tensors: int
+    """number of tensors that are compared, of each model"""
+    findings: tuple[CompatibilityFinding, ...]
+    """what differs, expert by expert, errors first"""
+    seconds: float
+    """how long it took"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a model's files say, without its weights."""
+
+    name: str
+    manifest: Manifest
+    config: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    template: bytes | None
+    licence: str | None
+
+
+def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
+    """Compare the experts of a request with its base; see `Store.check_merge`."""
+    began = time.monotonic()
+    base = _model(catalog, request.base)
+    names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
+    found: list[CompatibilityFinding] = []
+    models = [base]
+    for expert in request.experts:
+        other = _model(catalog, expert)
+        models.append(other)
+        found += sorted(
+            _differences(catalog, base, other, request), key=lambda one: one.severity != ERROR
+        )
+    licences = [one.licence for one in models]
+    for who, text in conflicts(licences):
+        told = ", ".join(dict.fromkeys(models[n].name for n in who))
+        single = models[who[0]].name if len(who) == 1 and who[0] else None
+        found.append(CompatibilityFinding(single, "licences", WARNING, f"{told}: {text}", None))
+    return CompatibilityReport(
+        base=base.name,
+        experts=tuple(expert.name for expert in request.experts),
+        mergeable=all(one.severity != ERROR for one in found),
+        tensors=len(names),
+        findings=tuple(found),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _model(catalog: Catalog, one: Input) -> _Model:
+    manifest = catalog.manifest(catalog.snapshot(one.snapshot).manifest_id())
+    config = json_object(catalog.read_small(manifest.file(CONFIG), _MAX_FILE) or b"")
+    card = catalog.read_small(manifest.file(CARD), _MAX_FILE)
+    template = None
+    for path in _TEMPLATES:
+        template = template or catalog.read_small(manifest.file(path), _MAX_FILE)
+    if template is None:
+        raw = catalog.read_small(manifest.file(_TOKENIZER_CONFIG), _MAX_FILE)
+        told = json_object(raw or b"").get("chat_template")
+        template = None if told is None else str(told).encode()
+    return _Model(
+        name=one.name,
+        manifest=manifest,
+        config=config,
+        tokenizer=tokenizer_of(catalog, manifest, one.name),
+        template=template,
+        licence=stated_licence(front_matter(card)),
+    )
+
+
+def _differences(
+    catalog: Catalog, base: _Model, other: _Model, request: Request
+) -> Iterator[CompatibilityFinding]:
+    tensors = base.manifest.tensors()
+    if is_adapter(other.manifest.tensors()) and not is_adapter(tensors):
+        try:
+            id, own = base.manifest.id(), other.manifest.id()
+            Inputs(catalog, id, [own], [other.name])
+        except Incompatible as error:
+            yield _finding(other, "adapter", ERROR, error.what, error.hint)
+        return
+    yield from _tensors(catalog, base, other, request)
+    yield from _configs(base, other)
+    yield from _tokenizers(base, other)
+    if base.template is not None and other.template is not None and base.template != other.template:
+        yield _finding(
+            other, "chat template", WARNING, "another than the base's; the result has the base's"
+        )
+
+
+def _finding(
+    other: _Model, aspect: str, severity: str, text: object, hint: object = None
+) -> CompatibilityFinding:
+    told = None if hint is None else str(hint)
+    return CompatibilityFinding(other.name, aspect, severity, str(text), told)
+
+
+# -- tensors -----------------------------------------------------------------------------------
+
+
+def _tensors(
+    catalog: Catalog, base: _Model, other: _Model, request: Request
+) -> Iterator[CompatibilityFinding]:
+    ours, theirs = (_records(catalog, one.manifest.tensors(), request) for one in (base, other))
+    missing = [name for name in ours if name not in theirs]
+    extra = [name for name in theirs if name not in ours]
+    skips = "leave them to the base with skip"
+    if missing:
+        yield _finding(other, "names", ERROR, f"lacks {_told(missing)}", skips)
+    if extra:
+        yield _finding(other, "names", ERROR, f"has {_told(extra)}, and the base has not", skips)
+    differing = [
+        name for name, one in ours.items() if name in theirs and theirs[name].shape != one.shape
+    ]
+    rows = [
+        name
+        for name in differing
+        if EMBEDDINGS.search(name) and ours[name].shape[1:] == theirs[name].shape[1:]
+    ]
+    others = [
+        f"{name} is {list(theirs[name].shape)}, not {list(ours[name].shape)}"
+        for name in differing
+        if name not in rows
+    ]
+    if others:
+        yield _finding(other, "shapes", ERROR, _told(others), skips)
+    if rows:
+        one = rows[0]
+        yield _finding(
+            other,
+            "vocabulary",
+            ERROR,
+            f"{theirs[one].shape[0]} rows of embeddings, the base has {ours[one].shape[0]}",
+            "align the vocabularies",
+        )
+    types = Counter(
+        record.dtype
+        for name, record in theirs.items()
+        if name in ours and record.dtype != ours[name].dtype
+    )
+    odd = sorted(
+        {
+            record.dtype
+            for name, record in theirs.items()
+            if name in ours and record != ours[name] and record.dtype not in ITEMSIZES
+        }
+    )
+    if odd:
+        yield _finding(
+            other, "dtypes", WARNING, f"elements of {', '.join(odd)} are the base's: not merged"
+        )
+    if types:
+        counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(types.items()))
+        yield _finding(
+            other, "dtypes", WARNING, f"another type than the base's: {counts}; the result has it"
+        )
+
+
+def _records(
+    catalog: Catalog, tensors: Mapping[str, TensorId], request: Request
+) -> dict[str, Tensor]:
+    names = chosen(dict.fromkeys(tensors, ()), request.only, request.skip).keys()
+    wanted = [name for name in tensors if name in names]
+    return dict(zip(wanted, catalog.tensors([tensors[name] for name in wanted]), strict=True))
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+# -- configs and tokenizers --------------------------------------------------------------------
+
+
+def _configs(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
+    if not base.config or not other.config:
+        return
+    for key in _KINDS:
+        yield from _setting(base, other, key, "architecture", WARNING)
+    for key in _SHAPES:
+        yield from _setting(base, other, key, "settings", ERROR)
+    for key in _RISKY:
+        yield from _setting(base, other, key, "settings", WARNING)
+
+
+def _setting(
+    base: _Model, other: _Model, key: str, aspect: str, severity: str
+) -> Iterator[CompatibilityFinding]:
+    ours, theirs = (_value(one.config, key) for one in (base, other))
+    # A key that one does not have may have that value by default.
+    if ours is None or theirs is None or ours == theirs:
+        return
+    yield _finding(other, aspect, severity, f"{key} is {theirs}, not {ours}")
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    for part in (config, *(config.get(name) for name in _PARTS)):
+        if isinstance(part, dict) and part.get(key) is not None:
+            return part[key]
+    return None
+
+
+def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
+    ours, theirs = base.tokenizer, other.tokenizer
+    if ours is None or theirs is None:
+        return
+    moved = [token for token, id in theirs.ids.items() if ours.ids.get(token, id) != id]
+    lacking = ours.ids.keys() - theirs.ids.keys()
+    new = theirs.ids.keys() - ours.ids.keys()
+    hint = "align the vocabularies"
+    if moved:
+        yield _finding(
+            other,
+            "vocabulary",
+            ERROR,
+            f"{len(moved)} tokens are in other rows, such as {moved[0]!r}: rows of different "
+            "tokens would be merged",
+            hint,
+        )
+    if new or lacking:
+        has = [f"{len(new)} tokens that the base lacks"] if new else []
+        has += [f"not {len(lacking)} of the base's"] if lacking else []
+        told = f"has {', and '.join(has)}"
+        rows = rows_of(base.config)
+        fits = rows is None or all(theirs.ids[token] < rows for token in new)
+        if fits and not moved:
+            yield _finding(other, "vocabulary", WARNING, told, hint)
+    if not (moved or new or lacking) and ours.document != theirs.document:
+        yield _finding(
+            other,
+            "tokenizer",
+            WARNING,
+            f"{TOKENIZER} has the same tokens and other settings; the result has the base's",
+        )
