@@ -244,3 +244,14 @@ def test_transformers_reads_the_union(place: Place) -> None:
     ]
     assert tokenizer.eos_token == "</s>"
     assert tokenizer.added_tokens_decoder[ids["<tool>"]].special
+
+
+TEMPLATE = "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}{% endfor %}"
+
+
+def test_chat_templates(place: Place) -> None:
+    """Both give the result the chat template of a recipe, and transformers finds it."""
+    text = recipe(place, ("chat",), "task_arithmetic", "base", "tokenizer_source: union")
+    text += f"chat_template: {json.dumps(TEMPLATE)}\n"
+    found = [AutoTokenizer.from_pretrained(one(text)) for one in (place.ours, place.theirs)]
+    assert [one.chat_template for one in found] == [TEMPLATE, TEMPLATE]

@@ -20,6 +20,8 @@ Experts = Sequence[Revision | tuple[Revision, float]] | Mapping[Revision, float]
 """Revisions, with or without a weight."""
 
 
+AUTO = "auto"
+"""As a chat template: the one that most models have."""
 BASE = "base"
 """As the source of a vocabulary: the tokens of the merge's base."""
 UNION = "union"
@@ -142,6 +144,8 @@ class Vocabulary:
     keep_padding: keep rows of the base after those of its tokens; False: as many rows as tokens.
     base_first: a token that several models have, and another lacks, is the base's, if the base has
     it; False: their mean.
+    chat_template: that of the base from then on, as Jinja; "auto": the one that most models have;
+    None: it stays.
     """
 
     source: Revision = UNION
@@ -149,6 +153,7 @@ class Vocabulary:
     pad_to: int | None = None
     keep_padding: bool = True
     base_first: bool = True
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

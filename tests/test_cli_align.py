@@ -93,17 +93,20 @@ out_dtype: bfloat16
         ("tokenizer_source: union", [*TOKENS, "<chat>", "x"]),
         ("tokenizer_source: base", TOKENS),
         ("tokenizer_source: org/base", TOKENS),
-        ("tokenizer: {source: org/other}", ["d", "x", "a"]),
-        ("tokenizer: {tokens: {x: {source: {kind: zero}}}}", [*TOKENS, "<chat>", "x"]),
+        ("tokenizer: {{source: org/other}}", ["d", "x", "a"]),
+        ("tokenizer: {{tokens: {{x: {{source: {{kind: zero}}}}}}}}", [*TOKENS, "<chat>", "x"]),
+        ("tokenizer_source: base\nchat_template: '{{{{ messages }}}}'", TOKENS),
     ],
 )
 def test_recipes(mstore: Program, tmp_path: Path, more: str, tokens: list[str]) -> None:
     """A recipe's tokenizer aligns its models; the result has these tokens, and prints a recipe that
     gives the same merge."""
     recipe = tmp_path / "recipe.yml"
-    recipe.write_text(RECIPE.format(more=more))
+    recipe.write_text(RECIPE.format(more=more.format()))
     merged = mstore.succeed("merge", "--recipe", recipe, "--name", "m", "--json").document
     assert tokens_of(mstore, "m") == tokens
+    if "chat_template" in more:
+        assert mstore.succeed("cat", "m:chat_template.jinja").out.strip() == "{{ messages }}"
     again = tmp_path / "again.yml"
     again.write_text(mstore.succeed("recipe", "m").out)
     assert mstore.succeed("plan", "--recipe", again, "--json").document["plan"] == merged["plan"]

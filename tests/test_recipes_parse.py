@@ -74,7 +74,8 @@ def test_several_documents() -> None:
         ("merge_method: ties\n", 1, "models or slices"),
         ("models:\n- model: a\n", 1, "merge_method"),
         ("merge_method: ties\nmodules:\n  a: {}\n", 3, "modules"),
-        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: auto\n", 3, "chat_template"),
+        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: chatml\n", 3, "write the"),
+        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: [a]\n", 3, "is text"),
         *(
             (f"merge_method: ties\nmodels: [{{model: a}}]\ntokenizer:\n  {more}\n", 4, what)
             for more, what in (

@@ -307,6 +307,28 @@ def test_it_is_a_merge_after_that(place: Place) -> None:
     assert place.store.fsck(read_data=True).problems == ()
 
 
+def test_chat_templates(place: Place, tmp_path: Path) -> None:
+    """The base gets the chat template that was asked for, or the one that most models have; where
+    it was written before, it is no more."""
+    for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}\n")):
+        path = model(tmp_path / f"m/{name}", WORDS, seed=1)
+        told = {"chat_template": template, "tokenizer_class": "X"}
+        (path / "tokenizer_config.json").write_text(json.dumps(told))
+        place.store.add(path, name=name)
+    for asked, wanted in (("auto", "{{ b }}"), ("{{ c }}", "{{ c }}")):
+        report = place.align("base", "one", "two", source="base", chat_template=asked)
+        assert [one.ref for one in report.experts] == [None, None]
+        base = place.store[report.base.ref]
+        assert base.read("chat_template.jinja").decode() == wanted
+        assert json.loads(base.read("tokenizer_config.json")) == {"tokenizer_class": "X"}
+        assert (
+            base.tensor(EMBEDDINGS[0]).tobytes()
+            == place.store["one"].tensor(EMBEDDINGS[0]).tobytes()
+        )
+    for asked in ("{{ a }}", None):
+        assert place.align("base", "one", chat_template=asked).base.ref is None
+
+
 def test_what_is_shared_is_shared(place: Place) -> None:
     """Only rows that move are written: a vocabulary that grows at its end costs its last block."""
     words = [f"w{number}" for number in range(4000)]

@@ -26,7 +26,7 @@ from mstore.recipes.recipe import (
     TokenSource,
 )
 from mstore.recipes.setting import Condition, Given, Setting
-from mstore.requests import UNION
+from mstore.requests import AUTO, UNION
 
 _Parsed = TypeVar("_Parsed")
 
@@ -61,7 +61,6 @@ class _Document:
         fields = self._fields(node, "a recipe", _KEYS)
         if isinstance(found := fields.get("modules"), Items | Entries):
             raise self._refused("modules are not supported", found)
-        self._refuse_given(fields, "chat_template")
         if "merge_method" not in fields:
             raise self._refused("a recipe names its merge_method", node)
         models = self._list(fields, "models", self._model)
@@ -79,6 +78,7 @@ class _Document:
             dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
             out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
             tokenizer=self._tokenizer(fields),
+            template=self._maybe(fields, "chat_template", self._template),
             name=self._maybe(fields, "name", lambda one: self._text(one, "name")),
         )
 
@@ -211,6 +211,16 @@ class _Document:
             else (),
             self._padding(own.get("pad_to_multiple_of")),
         )
+
+    def _template(self, node: Node) -> Text:
+        found = self._text(node, "chat_template")
+        if found.text != AUTO and "{" not in found.text:
+            raise self._refused(
+                f"no chat template is called {found.text[:_SHOWN]!r} here: write the template "
+                f"itself, or {AUTO}",
+                node,
+            )
+        return found
 
     def _padding(self, node: Node | None) -> int | None:
         if node is None or _is_null(node):

@@ -95,8 +95,8 @@ class TokenizerSource:
 class Recipe:
     """One document.
 
-    where: the name of its file. Either `models` or `slices` is not empty. tokenizer: None if the
-    recipe does not say.
+    where: the name of its file. Either `models` or `slices` is not empty. tokenizer, template (of
+    chats): None if the recipe does not say.
     """
 
     where: str
@@ -109,6 +109,7 @@ class Recipe:
     dtype: Text | None
     out_dtype: Text | None
     tokenizer: TokenizerSource | None
+    template: Text | None
     name: Text | None
 
     def named(self) -> tuple[Text, ...]:

@@ -595,9 +595,10 @@ class _Resolver:
 
     def _vocabulary(self) -> Vocabulary | None:
         """Return what the recipe says of tokens."""
-        asked = self._recipe.tokenizer
+        asked, template = self._recipe.tokenizer, self._recipe.template
+        told = None if template is None else template.text
         if asked is None:
-            return None
+            return None if told is None else Vocabulary(source=BASE, chat_template=told)
         taking = {self._base.text: BASE}
         taking |= {one.text: self._models[one.text] for one in self._experts if not one.adapter()}
         taking[self._base.text] = BASE
@@ -620,6 +621,7 @@ class _Resolver:
             # Rows after the tokens of a base whose tokens stay do no harm.
             keep_padding=source == BASE and asked.pad_to is None,
             base_first=any((self._recipe.base, *(part.base for part in self._recipe.slices))),
+            chat_template=told,
         )
 
     def _note(self, what: str, line: int) -> None:

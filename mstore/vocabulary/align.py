@@ -34,11 +34,15 @@ from mstore.vocabulary.embeddings import Embeddings
 from mstore.vocabulary.members import Member, member
 from mstore.vocabulary.papers import (
     CONFIGS,
+    OLD_TEMPLATE,
+    TEMPLATE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     WITHOUT_NEW_TOKENS,
     renumbered,
+    template_of,
     with_added,
+    without_template,
 )
 from mstore.vocabulary.target import Target, Wishes, wishes_of
 from mstore.vocabulary.tokenizer import TOKENIZER
@@ -144,7 +148,12 @@ def align(
     )
     made = {one.snapshot: _unchanged(one, target) for one in members}
     written = 0
-    if embeddings.changed or any(one.tokenizer != target.tokenizer for one in members):
+    other_template = target.template is not None and target.template != members[0].template
+    if (
+        embeddings.changed
+        or other_template
+        or any(one.tokenizer != target.tokenizer for one in members)
+    ):
         if adapters and embeddings.changes(0):
             raise Incompatible(
                 f"is an adapter of {models[0][0]}, whose vocabulary changes",
@@ -264,6 +273,8 @@ class _Models:
                 raw = index_of(fields, shards, self._records(shards, records))
                 files[path] = self._file(path, raw)
         self._retokenize(one, tokens, files)
+        if one is self._members[0]:
+            self._set_template(files)
         return Manifest(tuple(files[path] for path in sorted(files)))
 
     def _weights(
@@ -304,6 +315,22 @@ class _Models:
             raw = renumbered(self._catalog.read_parts(files[path].parts), target.rows, ids)
             if raw is not None:
                 files[path] = self._file(path, raw)
+
+    def _set_template(self, files: dict[str, File]) -> None:
+        """Give the base the chat template that was asked for."""
+        wanted = self._target.template
+
+        def read(path: str) -> bytes | None:
+            return self._catalog.read_parts(files[path].parts) if path in files else None
+
+        if wanted is None or template_of(read) == wanted:
+            return
+        files.pop(OLD_TEMPLATE, None)
+        told = read(TOKENIZER_CONFIG)
+        changed = None if told is None else without_template(told)
+        if changed is not None:
+            files[TOKENIZER_CONFIG] = self._file(TOKENIZER_CONFIG, changed)
+        files[TEMPLATE] = self._file(TEMPLATE, wanted.encode())
 
     def _add_tokens(self, files: dict[str, File]) -> None:
         tokenizer = self._target.tokenizer

@@ -12,13 +12,11 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+from mstore.vocabulary.papers import PARTS, VOCAB_SIZE, template_of
 from mstore.vocabulary.tokenizer import Tokenizer, tokenizer_of
 
-VOCAB_SIZE = "vocab_size"
-PARTS = ("text_config", "llm_config")
-"""Keys of a config under which the language model's own config may be."""
-
 _BIAS = ".bias"
+_MAX_TEMPLATE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,7 @@ class Member:
 
     name: as it was asked for. tokenizer: None if it has no tokenizer.json; it may then have no
     embeddings, either. rows: of its embeddings. embeddings: their ids and records, by name.
+    template: its chat template, None if it has none.
     """
 
     name: str
@@ -35,6 +34,7 @@ class Member:
     tokenizer: Tokenizer | None
     rows: int
     embeddings: Mapping[str, tuple[TensorId, Tensor]]
+    template: str | None
 
     def tokens(self, otherwise: Mapping[str, int]) -> Mapping[str, int]:
         """Return the row of each token that has one; `otherwise` are the tokens if unknown."""
@@ -73,7 +73,20 @@ def member(catalog: Catalog, name: str, snapshot: SnapshotId) -> Member:
             f"its config's {VOCAB_SIZE}",
             where=name,
         )
-    return Member(name, snapshot, manifest, tokenizer, told or 0, found)
+    return Member(
+        name=name,
+        snapshot=snapshot,
+        manifest=manifest,
+        tokenizer=tokenizer,
+        rows=told or 0,
+        embeddings=found,
+        template=chat_template(catalog, manifest),
+    )
+
+
+def chat_template(catalog: Catalog, model: Manifest) -> str | None:
+    """Return the chat template of a model, None if it has none.  Raises Corrupt, StorageFailed."""
+    return template_of(lambda path: catalog.read_small(model.file(path), _MAX_TEMPLATE))
 
 
 def rows_of(config: Mapping[str, object]) -> int | None:

@@ -5,18 +5,22 @@ Owns which files are a tokenizer's, and what a config says of tokens.  Makes no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from mstore.checkpoint.small_files import json_bytes, json_object
-from mstore.vocabulary.members import PARTS, VOCAB_SIZE
 
+VOCAB_SIZE: Final = "vocab_size"
+PARTS: Final = ("text_config", "llm_config")
+"""Keys of a config under which the language model's own config may be."""
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+TEMPLATE: Final = "chat_template.jinja"
+OLD_TEMPLATE: Final = "chat_template.json"
 TOKENIZER_FILES: Final = frozenset(
     {
         *("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
         *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-        *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+        *("sentencepiece.bpe.model", TEMPLATE, OLD_TEMPLATE),
     }
 )
 """Paths of files that belong to a tokenizer."""
@@ -25,8 +29,36 @@ WITHOUT_NEW_TOKENS: Final = frozenset({"added_tokens.json"})
 CONFIGS: Final = frozenset({"config.json", "generation_config.json"})
 """Paths of files that state token ids."""
 
+_TEMPLATE_KEY: Final = "chat_template"
 _DECODER: Final = "added_tokens_decoder"
 _IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
+
+
+def template_of(read: Callable[[str], bytes | None]) -> str | None:
+    """Return the chat template of a model, None if it has none.
+
+    read: returns a file of the model by its path, None if there is none.
+    """
+    raw = read(TEMPLATE)
+    if raw is not None:
+        return raw.decode(errors="replace")
+    for path in (OLD_TEMPLATE, TOKENIZER_CONFIG):
+        told = json_object(read(path) or b"").get(_TEMPLATE_KEY)
+        if isinstance(told, list):
+            # Several, by name.
+            named = {one.get("name"): one.get("template") for one in told if isinstance(one, dict)}
+            told = named.get("default")
+        if isinstance(told, str):
+            return told
+    return None
+
+
+def without_template(raw: bytes) -> bytes | None:
+    """Return a tokenizer_config.json without a chat template, None if it has none."""
+    fields = json_object(raw)
+    if _TEMPLATE_KEY not in fields:
+        return None
+    return json_bytes({key: value for key, value in fields.items() if key != _TEMPLATE_KEY})
 
 
 def renumbered(raw: bytes, rows: int, ids: Mapping[int, int]) -> bytes | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId
 from mstore.phrases import Option
-from mstore.requests import Vocabulary
+from mstore.requests import AUTO, Vocabulary
 from mstore.vocabulary.members import Member
 from mstore.vocabulary.rows import MISSING, ZERO, Wish
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union
@@ -24,7 +25,8 @@ class Target:
 
     source: whose tokenizer files it has. tokenizer: None if it is not known; then tokens are what
     is in the same row. ids: of its tokens. length: rows for these. rows: with padding. is_new:
-    whether the tokenizer has more tokens than its source. notes: what was taken for granted.
+    whether the tokenizer has more tokens than its source. template: the chat template that the base
+    gets, None if it stays. notes: what was taken for granted.
     """
 
     source: Member
@@ -33,6 +35,7 @@ class Target:
     length: int
     rows: int
     is_new: bool
+    template: str | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -84,7 +87,16 @@ class Target:
                     where=Option("pad_to"),
                 )
             rows = -(-rows // asked.pad_to) * asked.pad_to
-        return cls(own, tokenizer, ids, length, rows, is_new, notes)
+        template = _template(asked.chat_template, members)
+        return cls(own, tokenizer, ids, length, rows, is_new, template, notes)
+
+
+def _template(asked: str | None, members: Sequence[Member]) -> str | None:
+    """Return the chat template that was asked for; the most frequent one, the first of them."""
+    if asked != AUTO:
+        return asked
+    found = Counter(one.template.strip() for one in members if one.template)
+    return found.most_common(1)[0][0] if found else None
 
 
 def wishes_of(

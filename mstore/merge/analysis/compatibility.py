@@ -25,7 +25,8 @@ from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-from mstore.vocabulary.members import rows_of
+from mstore.vocabulary.members import chat_template, rows_of
+from mstore.vocabulary.papers import PARTS
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
 
 ERROR: Final = "error"
@@ -33,7 +34,6 @@ WARNING: Final = "warning"
 
 _MAX_FILE: Final = 1 << 20
 _NAMED: Final = 4
-_PARTS: Final = ("text_config", "llm_config")
 _KINDS: Final = ("architectures", "model_type")
 """Keys of a config that say what the weights mean."""
 _SHAPES: Final = (
@@ -48,8 +48,6 @@ _RISKY: Final = (
     *("tie_word_embeddings", "quantization_config"),
 )
 """Keys that change what is computed with the weights: the result is computed as the base is."""
-_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class _Model:
     manifest: Manifest
     config: Mapping[str, Any]
     tokenizer: Tokenizer | None
-    template: bytes | None
+    template: str | None
     licence: str | None
 
 
@@ -131,19 +129,12 @@ def _model(catalog: Catalog, one: Input) -> _Model:
     manifest = catalog.manifest(catalog.snapshot(one.snapshot).manifest_id())
     config = json_object(catalog.read_small(manifest.file(CONFIG), _MAX_FILE) or b"")
     card = catalog.read_small(manifest.file(CARD), _MAX_FILE)
-    template = None
-    for path in _TEMPLATES:
-        template = template or catalog.read_small(manifest.file(path), _MAX_FILE)
-    if template is None:
-        raw = catalog.read_small(manifest.file(_TOKENIZER_CONFIG), _MAX_FILE)
-        told = json_object(raw or b"").get("chat_template")
-        template = None if told is None else str(told).encode()
     return _Model(
         name=one.name,
         manifest=manifest,
         config=config,
         tokenizer=tokenizer_of(catalog, manifest, one.name),
-        template=template,
+        template=chat_template(catalog, manifest),
         licence=stated_licence(front_matter(card)),
     )
 
@@ -274,7 +265,7 @@ def _setting(
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    for part in (config, *(config.get(name) for name in _PARTS)):
+    for part in (config, *(config.get(name) for name in PARTS)):
         if isinstance(part, dict) and part.get(key) is not None:
             return part[key]
     return None
