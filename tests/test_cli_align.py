@@ -62,7 +62,7 @@ def test_vocab_of_a_merge(mstore: Program) -> None:
     ask = ("--base", "org/base", "--expert", "org/chat", "--method", "ties", "--param")
     refused = mstore("merge", *ask, "density=0.5", "--name", "m")
     assert refused.status
-    assert "align ... gives them one vocabulary" in refused.err
+    assert "align --base org/base --expert org/chat gives them one vocabulary" in refused.err
     told = mstore.succeed("merge", *ask, "density=0.5", "--name", "m", "--vocab", "union")
     assert "note: stored org/base as aligned/org/base, with 5 tokens, 1 that it lacked" in told.err
     assert tokens_of(mstore, "m") == [*TOKENS, "<chat>"]

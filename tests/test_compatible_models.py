@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Change, list[tuple[str, str, str]]]] = {
     ),
     "order": (
         file("tokenizer.json", tokenizer_json([TOKENS[1], TOKENS[0], *TOKENS[2:]])),
-        [("vocabulary", "error", "2 tokens are in other rows, such as 'w1'")],
+        [("vocabulary", "error", "2 tokens are in other rows than the base")],
     ),
     "tokens": (
         file("tokenizer.json", tokenizer_json([*TOKENS[:7], "new"])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from small_models import BLOCK
 
 from mstore import MergeRequest, Store, TokenRow, Vocabulary
-from mstore.errors import BadRequest, Incompatible
+from mstore.errors import BadRequest, Incompatible, NotFound
 from mstore.vocabulary import tokenizer as tokenizers
 
 WIDTH = 24
@@ -267,14 +268,15 @@ def test_impossible_wishes(place: Place, tokens: dict[str, TokenRow], told: str)
 
 
 def test_tokenizer_and_config_follow(place: Place, tmp_path: Path) -> None:
-    """An aligned model has the vocabulary's tokenizer, and its config the new ids of its tokens."""
+    """An aligned model has the vocabulary's tokenizer, and its configs the ids of special tokens of
+    the model whose tokenizer that is."""
     place.add("base", ["a", "end", "b"])
     place.add("one", ["b", "stop"], config={"eos_token_id": [1, 0], "bos_token_id": 0})
     report = place.align("base", "one", source="union")
     one = place.store[report.experts[0].ref]
     config = json.loads(one.read("config.json"))
-    assert config["eos_token_id"] == [3, 2]
-    assert config["bos_token_id"] == 2
+    assert config["eos_token_id"] == 1
+    assert "bos_token_id" not in config
     assert one.read("tokenizer.json") == place.store[report.base.ref].read("tokenizer.json")
     entries = json.loads(one.read("tokenizer.json"))["added_tokens"]
     assert [(entry["id"], entry["content"]) for entry in entries] == [(3, "stop")]
@@ -282,6 +284,39 @@ def test_tokenizer_and_config_follow(place: Place, tmp_path: Path) -> None:
     base = place.store[other.base.ref]
     assert base.read("tokenizer.json") == place.store["one"].read("tokenizer.json")
     assert place.tokens_of(other.base.ref) == {"b": 0, "stop": 1}
+    config = json.loads(base.read("config.json"))
+    assert (config["eos_token_id"], config["bos_token_id"]) == ([1, 0], 0)
+    assert config["vocab_size"] == 2
+
+
+def test_tokens_in_other_rows_are_a_warning(place: Place) -> None:
+    """A plan for models of equal shapes whose rows are different tokens warns; aligned, it does
+    not; nor if no embedding is merged."""
+    place.add("base", ["a", "b", "c"])
+    place.add("one", ["b", "a", "c"])
+    place.add("two", ["a", "b", "c"])
+    request = MergeRequest(base="base", experts=["one", "two"], method="linear")
+    report = place.store.plan(request)
+    told = [(one.kind, one.expert) for one in report.warnings]
+    assert told == [("tokens in other rows", "one")]
+    assert "2 tokens are in other rows than the base's, such as 'b'" in report.warnings[0].text
+    aligned = place.store.align(request, Vocabulary()).applied(request)
+    assert place.store.plan(aligned).warnings == ()
+    layers = dataclasses.replace(request, only=["model.layers.*"])
+    assert place.store.plan(layers).warnings == ()
+
+
+def test_nothing_is_stored_for_a_request_that_cannot_be(place: Place) -> None:
+    """A request with a mistake is refused before anything is aligned."""
+    place.add("base", ["a", "b"])
+    place.add("one", ["a", "c"])
+    for changes in ({"method": "nope"}, {"budget": "0%"}, {"experts": []}, {"experts": ["who"]}):
+        request = MergeRequest(**{"base": "base", "experts": ["one"], "method": "ties"} | changes)
+        with pytest.raises((BadRequest, NotFound)):
+            place.store.align(request, Vocabulary())
+    with pytest.raises(BadRequest, match="neither the base nor an expert"):
+        place.align("base", "one", source="Union")
+    assert {ref.name for ref in place.store.refs()} == {"base", "one"}
 
 
 def test_it_is_a_merge_after_that(place: Place) -> None:

@@ -86,6 +86,7 @@ _METHOD = typer.Option(
 )
 MaybeBase = Annotated[str | None, _BASE]
 MaybeExperts = Annotated[list[str] | None, _EXPERT]
+Experts = Annotated[list[str], _EXPERT]
 MaybeMethod = Annotated[str | None, _METHOD]
 Parameters = Annotated[
     list[str] | None,

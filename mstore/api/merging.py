@@ -14,8 +14,9 @@ from msgspec import structs
 
 from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
-from mstore.errors import BadRequest
+from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
+from mstore.phrases import Option, phrase
 from mstore.requests import BASE, UNION, MergeRequest, RecipeRequest, Vocabulary
 from mstore.store import damage
 from mstore.store import layout as layouts
@@ -126,7 +127,7 @@ class Merging(OpenStore):
     ) -> AlignReport:
         """Store base and experts of a merge again with the same token in the same row of each.
 
-        request: names the models; nothing else of it counts.
+        request: names the models; the rest of it is only checked, as far as it can be without them.
 
         Reads the models' tokenizer.json.  A model with another vocabulary is stored on a branch
         below `aligned/`: its embeddings are rewritten, its other tensors are shared, and tokenizer
@@ -141,10 +142,11 @@ class Merging(OpenStore):
         from mstore.store import contents
         from mstore.vocabulary.align import align
 
-        check_fields("MergeRequest", request)
+        # Nothing is stored for a merge that cannot be planned.
+        resolved = self._resolved(request)
         check_fields("Vocabulary", vocabulary)
         named = [request.base, *(revision for revision, _ in request.weighted())]
-        models = [(revision, self._real(revision)) for revision in named]
+        models = list(zip(named, _inputs(resolved), strict=True))
         wishes = {}
         for token, row in vocabulary.tokens.items():
             check_fields("TokenRow", row)
@@ -154,7 +156,18 @@ class Merging(OpenStore):
         if vocabulary.source == UNION:
             source = None
         elif vocabulary.source != BASE:
-            source = self._real(vocabulary.source)
+            try:
+                source = self._real(vocabulary.source)
+            except (NotFound, BadName) as error:
+                raise BadRequest(
+                    f"{vocabulary.source} is neither the base nor an expert",
+                    where=Option("vocabulary"),
+                    hint=phrase(
+                        "{all}, {base}, or one of the models",
+                        all=Option("vocabulary", UNION),
+                        base=Option("vocabulary", BASE),
+                    ),
+                ) from error
         with contents.held(self._catalog, [id for _, id in models]):
             return align(
                 self._catalog, vocabulary, models, wishes, source=source, progress=progress
@@ -262,17 +275,23 @@ class Merging(OpenStore):
         )
 
     def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
-        from mstore.merge.planning.warnings import adapters_of_other_bases
+        from mstore.merge.planning.warnings import (
+            adapters_of_other_bases,
+            merges_embeddings,
+            tokens_in_other_rows,
+        )
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
-        key = (plan.base, *(expert.manifest for expert in plan.experts), *names)
-        if key not in self._licences:
-            self._licences[key] = (
+        experts = (expert.manifest for expert in plan.experts)
+        key = (plan.base, *experts, *names, merges_embeddings(plan))
+        if key not in self._about_parents:
+            self._about_parents[key] = (
                 *adapters_of_other_bases(self._catalog, plan, sources),
+                *tokens_in_other_rows(self._catalog, plan, sources),
                 *licence_warnings(self._catalog, plan, sources),
             )
-        return self._licences[key]
+        return self._about_parents[key]
 
     def _memo_expert_bytes(self, plan: Plan, costs: Costs) -> int:
         """Return how many of a plan's expert bytes the memo table saves right now."""

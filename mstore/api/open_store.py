@@ -51,7 +51,7 @@ class OpenStore:
         # Plans that could not be stored because the store is read-only for this user.
         self._unkept: dict[PlanId, tuple[Plan, Sources]] = {}
         # Model cards never change: a merge need not read again what its plan has read.
-        self._licences: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
+        self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._cache: BlockCache | None = None
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()

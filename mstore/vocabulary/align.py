@@ -199,10 +199,8 @@ class _Models:
         written = embeddings.written(self._transaction)
         published: dict[SnapshotId, AlignedModel] = {}
         snapshots, moves = [], []
-        for one, tokens, tensors, branch in zip(
-            self._members, embeddings.tokens, written, self._branches(), strict=True
-        ):
-            model, record, move = self._model(one, tokens, tensors, branch)
+        for one, tensors, branch in zip(self._members, written, self._branches(), strict=True):
+            model, record, move = self._model(one, tensors, branch)
             published[one.snapshot] = model
             if record is not None and move is not None:
                 snapshots.append(record)
@@ -227,11 +225,11 @@ class _Models:
         return found
 
     def _model(
-        self, one: Member, tokens: Mapping[str, int], tensors: Mapping[str, Tensor], branch: str
+        self, one: Member, tensors: Mapping[str, Tensor], branch: str
     ) -> tuple[AlignedModel, SnapshotRecord | None, RefMove | None]:
         """Return a member as aligned, and the snapshot and the move that publish it, if any."""
         model = _unchanged(one, self._target)
-        manifest = self._manifest(one, tokens, tensors)
+        manifest = self._manifest(one, tensors)
         if manifest == one.manifest:
             return model, None, None
         current = branch_to_move(self._catalog, branch)
@@ -241,7 +239,7 @@ class _Models:
         if current is not None and is_there:
             return replace(model, ref=branch, snapshot=current.snapshot_id()), None, None
         self._transaction.rely_on_manifest(manifest)
-        message = f"{one.name} with {len(self._target.ids)} tokens"
+        message = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
         record = SnapshotRecord(
             manifest=self._transaction.put_record(manifest),
             parents=(*previous, parent),
@@ -256,9 +254,7 @@ class _Models:
         move = RefMove(branch, current, new, f"align: {message}")
         return replace(model, ref=branch, snapshot=record.id(), new_snapshot=True), record, move
 
-    def _manifest(
-        self, one: Member, tokens: Mapping[str, int], tensors: Mapping[str, Tensor]
-    ) -> Manifest:
+    def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
         ids = self._transaction.put_records(list(tensors.values()))
         parts = {
             name: Part(name, id, record.nbytes)
@@ -272,7 +268,7 @@ class _Models:
             if shards:
                 raw = index_of(fields, shards, self._records(shards, records))
                 files[path] = self._file(path, raw)
-        self._retokenize(one, tokens, files)
+        self._retokenize(one, files)
         if one is self._members[0]:
             self._set_template(files)
         return Manifest(tuple(files[path] for path in sorted(files)))
@@ -294,25 +290,27 @@ class _Models:
         stored = iter(self._catalog.tensors([id for id in ids if id not in new]))
         return [new[id] if id in new else next(stored) for id in ids]
 
-    def _retokenize(self, one: Member, tokens: Mapping[str, int], files: dict[str, File]) -> None:
+    def _retokenize(self, one: Member, files: dict[str, File]) -> None:
         """Replace tokenizer and configs in `files`."""
         target = self._target
         if target.tokenizer is None:
             return
         own = None if one.tokenizer is None else one.tokenizer.ids
+        theirs: dict[str, File] = {}
         is_base = one is self._members[0]
-        other_files = is_base and target.source is not one
-        if own is not None and (own != target.tokenizer.ids or other_files):
+        if own is not None and (own != target.tokenizer.ids or is_base):
+            theirs = {file.path: file for file in target.source.manifest.files}
+        if theirs and target.source is not one:
             for path in TOKENIZER_FILES & files.keys():
                 del files[path]
-            theirs = {file.path: file for file in target.source.manifest.files}
             for path in TOKENIZER_FILES & theirs.keys():
                 files[path] = theirs[path]
-            if target.is_new:
-                self._add_tokens(files)
-        ids = {old: target.ids[token] for token, old in tokens.items() if token in target.ids}
+        if theirs and target.is_new:
+            self._add_tokens(files)
         for path in CONFIGS & files.keys():
-            raw = renumbered(self._catalog.read_parts(files[path].parts), target.rows, ids)
+            before = self._catalog.read_parts(files[path].parts)
+            source = self._catalog.read_parts(theirs[path].parts) if path in theirs else None
+            raw = renumbered(before, target.rows, source)
             if raw is not None:
                 files[path] = self._file(path, raw)
 

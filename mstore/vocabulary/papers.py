@@ -31,7 +31,10 @@ CONFIGS: Final = frozenset({"config.json", "generation_config.json"})
 
 _TEMPLATE_KEY: Final = "chat_template"
 _DECODER: Final = "added_tokens_decoder"
-_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
+_IDS: Final = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+    *("cls_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+)
 
 
 def template_of(read: Callable[[str], bytes | None]) -> str | None:
@@ -61,29 +64,31 @@ def without_template(raw: bytes) -> bytes | None:
     return json_bytes({key: value for key, value in fields.items() if key != _TEMPLATE_KEY})
 
 
-def renumbered(raw: bytes, rows: int, ids: Mapping[int, int]) -> bytes | None:
-    """Return a config for so many rows, with ids of tokens replaced; None if it stays.
+def renumbered(raw: bytes, rows: int, source: bytes | None) -> bytes | None:
+    """Return a config for so many rows; None if it stays.
 
-    ids: new ids by old ones, of those tokens that the vocabulary has.
+    source: the same file of the model whose tokenizer it gets: ids of single tokens, such as the
+    one that ends a text, are those that it states. None: the tokenizer stays, and so do they.
     """
     before = json_object(raw)
-    changed = _renumbered(before, rows, ids)
+    changed = _renumbered(before, rows, None if source is None else json_object(source))
     return None if changed == before else json_bytes(changed)
 
 
-def _renumbered(fields: Mapping[str, Any], rows: int, ids: Mapping[int, int]) -> dict[str, Any]:
+def _renumbered(
+    fields: Mapping[str, Any], rows: int, source: Mapping[str, Any] | None
+) -> dict[str, Any]:
     changed = dict(fields)
     if isinstance(fields.get(VOCAB_SIZE), int):
         changed[VOCAB_SIZE] = rows
-    for key in _IDS:
-        value = fields.get(key)
-        if type(value) is int:
-            changed[key] = ids.get(value, value)
-        elif isinstance(value, list):
-            changed[key] = [ids.get(one, one) if type(one) is int else one for one in value]
+    if source is not None:
+        changed = {key: value for key, value in changed.items() if key not in _IDS}
+        changed |= {key: source[key] for key in _IDS if key in source}
     for key in PARTS:
         if isinstance(fields.get(key), dict):
-            changed[key] = _renumbered(fields[key], rows, ids)
+            other = None if source is None else source.get(key, source)
+            own = other if isinstance(other, dict) else {}
+            changed[key] = _renumbered(fields[key], rows, None if other is None else own)
     return changed
 
 

@@ -17,6 +17,7 @@ from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union
 Wishes = Mapping[str, tuple[SnapshotId | None, str | int | None, bool]]
 """By token: the model it is from (None: zeros), the token or row there, whether it is forced."""
 _MOST_PADDING = 1 << 16
+_SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Target:
     source: whose tokenizer files it has. tokenizer: None if it is not known; then tokens are what
     is in the same row. ids: of its tokens. length: rows for these. rows: with padding. is_new:
     whether the tokenizer has more tokens than its source. template: the chat template that the base
-    gets, None if it stays. notes: what was taken for granted.
+    gets, None if it stays. told: whose tokens they are, as text. notes: what was taken for granted.
     """
 
     source: Member
@@ -36,6 +37,7 @@ class Target:
     rows: int
     is_new: bool
     template: str | None
+    told: str
     notes: tuple[str, ...]
 
     @classmethod
@@ -47,8 +49,7 @@ class Target:
             raise Incompatible(
                 f"has no {TOKENIZER}, so its tokens are not known",
                 where=base.name,
-                hint=f"save its tokenizer with transformers once, which writes {TOKENIZER}, and "
-                "add it again",
+                hint=_SAVE,
             )
         for one in unknown:
             if known and one.rows != base.rows:
@@ -56,10 +57,11 @@ class Target:
                     f"has no {TOKENIZER}, and {one.rows} rows, not the base's {base.rows}: which "
                     "tokens they are is not known",
                     where=one.name,
+                    hint=_SAVE,
                 )
         without = [one.name for one in unknown]
         told = f"{', '.join(without)}: no {TOKENIZER}; the tokens are taken to be the base's"
-        notes = (told,) if without else ()
+        notes: tuple[str, ...] = (told,) if without else ()
         own = base if source is None else source
         tokenizer = own.tokenizer if own.tokenizer is not None else base.tokenizer
         is_new = False
@@ -75,10 +77,12 @@ class Target:
             tokenizer = union(before, others)
             ids = tokenizer.ids
             is_new = len(ids) > len(before.ids)
+            new = ids.keys() - before.ids.keys()
+            notes += _told_of_plain([tokenizer.added[token] for token in new])
         else:
             ids = own.tokens(tokenizer.ids)
         length = max(ids.values(), default=-1) + 1
-        rows = max(length, base.rows) if asked.keep_padding else length
+        rows = max(length, own.rows) if asked.keep_padding else length
         if asked.pad_to is not None:
             if not 0 < asked.pad_to <= _MOST_PADDING:
                 raise BadRequest(
@@ -87,8 +91,23 @@ class Target:
                     where=Option("pad_to"),
                 )
             rows = -(-rows // asked.pad_to) * asked.pad_to
+        told = f"those of {own.name}"
+        if source is None:
+            told = f"those of {', '.join(one.name for one in members)}"
         template = _template(asked.chat_template, members)
-        return cls(own, tokenizer, ids, length, rows, is_new, template, notes)
+        return cls(own, tokenizer, ids, length, rows, is_new, template, told, notes)
+
+
+def _told_of_plain(new: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+    """Return a note about new tokens that are not special."""
+    count = sum(not entry.get("special") for entry in new)
+    if not count:
+        return ()
+    note = (
+        f"{count} of the new tokens are not special: text is cut at them before anything else, so "
+        "it may be encoded otherwise than by the base"
+    )
+    return (note,)
 
 
 def _template(asked: str | None, members: Sequence[Member]) -> str | None:

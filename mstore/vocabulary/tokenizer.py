@@ -132,3 +132,28 @@ def _vocabulary(found: object, where: str) -> dict[str, Any]:
 
 def _unusable(why: str, where: str) -> Incompatible:
     return Incompatible(f"its {TOKENIZER} {why}", where=where)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDifferences:
+    """How the tokens of a model differ from those of a base.
+
+    moved: how many tokens of both have other rows. example: one of them. new: how many the base
+    lacks. lacking: how many the model lacks.
+    """
+
+    moved: int
+    example: str | None
+    new: int
+    lacking: int
+
+
+def differences(base: Tokenizer, other: Tokenizer) -> TokenDifferences:
+    """Compare two tokenizers token by token."""
+    moved = [token for token, id in other.ids.items() if base.ids.get(token, id) != id]
+    return TokenDifferences(
+        moved=len(moved),
+        example=moved[0] if moved else None,
+        new=len(other.ids.keys() - base.ids.keys()),
+        lacking=len(base.ids.keys() - other.ids.keys()),
+    )

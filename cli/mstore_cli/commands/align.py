@@ -8,7 +8,7 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.merging import MaybeExperts, parse_experts
+from mstore_cli.merging import Experts, parse_experts
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -37,7 +37,7 @@ def align(
             autocompletion=completion.refs,
         ),
     ],
-    expert: MaybeExperts = None,
+    expert: Experts,
     vocab: Annotated[
         str,
         typer.Option(
@@ -71,7 +71,7 @@ def align(
     """
     from mstore import MergeRequest, Vocabulary
 
-    experts = tuple(one for text in expert or () for one in parse_experts(text))
+    experts = tuple(one for text in expert for one in parse_experts(text))
     request = MergeRequest(base=base, experts=experts, method="linear")
     vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
     with session.open() as store, session.progress() as tick:
@@ -93,8 +93,11 @@ def align(
         )
         for note in report.notes:
             screen.line(f"note: {note}")
-        named = [one.ref or one.name for one in models]
-        options = " ".join(f"--expert {name}" for name in named[1:])
-        screen.command("next", f"mstore plan --base {named[0]} {options} --method NAME")
+        told = "".join(
+            f" --expert {one.ref or one.name}" + ("" if weight == 1 else f"={weight:g}")
+            for one, (_, weight) in zip(report.experts, experts, strict=True)
+        )
+        base_ref = report.base.ref or report.base.name
+        screen.command("next", f"mstore plan --base {base_ref}{told} --method NAME")
 
     session.output.emit(report, ids=[one.snapshot for one in models], human=human)

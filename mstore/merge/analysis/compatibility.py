@@ -19,6 +19,7 @@ from mstore.checkpoint.small_files import json_object
 from mstore.errors import Incompatible
 from mstore.ids import TensorId
 from mstore.merge.planning.request import Input, Request
+from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
@@ -27,7 +28,7 @@ from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
-from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
+from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, differences, tokenizer_of
 
 ERROR: Final = "error"
 WARNING: Final = "warning"
@@ -275,28 +276,19 @@ def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
     ours, theirs = base.tokenizer, other.tokenizer
     if ours is None or theirs is None:
         return
-    moved = [token for token, id in theirs.ids.items() if ours.ids.get(token, id) != id]
-    lacking = ours.ids.keys() - theirs.ids.keys()
-    new = theirs.ids.keys() - ours.ids.keys()
+    found = differences(ours, theirs)
     hint = "align the vocabularies"
-    if moved:
-        yield _finding(
-            other,
-            "vocabulary",
-            ERROR,
-            f"{len(moved)} tokens are in other rows, such as {moved[0]!r}: rows of different "
-            "tokens would be merged",
-            hint,
-        )
-    if new or lacking:
-        has = [f"{len(new)} tokens that the base lacks"] if new else []
-        has += [f"not {len(lacking)} of the base's"] if lacking else []
-        told = f"has {', and '.join(has)}"
+    if found.moved:
+        yield _finding(other, "vocabulary", ERROR, told_of_moved(found), hint)
+    if found.new or found.lacking:
+        has = [f"{found.new} tokens that the base lacks"] if found.new else []
+        has += [f"not {found.lacking} of the base's"] if found.lacking else []
+        new = theirs.ids.keys() - ours.ids.keys()
         rows = rows_of(base.config)
         fits = rows is None or all(theirs.ids[token] < rows for token in new)
-        if fits and not moved:
-            yield _finding(other, "vocabulary", WARNING, told, hint)
-    if not (moved or new or lacking) and ours.document != theirs.document:
+        if fits and not found.moved:
+            yield _finding(other, "vocabulary", WARNING, f"has {', and '.join(has)}", hint)
+    if not (found.moved or found.new or found.lacking) and ours.document != theirs.document:
         yield _finding(
             other,
             "tokenizer",

@@ -103,7 +103,8 @@ class Surveyor:
             theirs = chosen(_shapes(found), request.only, request.skip)
             hint = told_difference(request.base.name, expert.name)
             if differ_in_vocabulary(ours, theirs):
-                hint = phrase("{align} gives them one vocabulary", align=call("align", "..."))
+                models = {"base": request.base.name, "experts": (expert.name,)}
+                hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
             require_same_shapes(
                 ours,
                 theirs,

@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstore.adapters.targets import is_adapter
+from mstore.errors import Incompatible
 from mstore.merge.methods.registry import Operations
 from mstore.numeric.codes import LARGEST
+from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Sources
+from mstore.vocabulary.tokenizer import (
+    TOKENIZER,
+    TokenDifferences,
+    Tokenizer,
+    differences,
+    tokenizer_of,
+)
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"
@@ -26,6 +36,7 @@ OVER_BUDGET = "expert over budget"
 LEFT_OUT = "expert left out"
 TRIMMED = "expert trimmed away"
 OTHER_BASE = "adapter of another base"
+OTHER_TOKENS = "tokens in other rows"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
 _NAMED = 3
@@ -37,8 +48,8 @@ class MergeWarning:
 
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
-    over budget, expert left out, expert trimmed away, adapter of another base, overflow, or
-    licences"""
+    over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
+    rows, overflow, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -80,6 +91,54 @@ def adapters_of_other_bases(
             text = f"{source.name} was added as an adapter of {told}, not of {sources.base.name}"
             found.append(MergeWarning(OTHER_BASE, source.name, text))
     return tuple(found)
+
+
+def tokens_in_other_rows(
+    catalog: Catalog, plan: Plan, sources: Sources
+) -> tuple[MergeWarning, ...]:
+    """Return a warning for each expert whose embeddings have other tokens in the base's rows."""
+    if not merges_embeddings(plan):
+        return ()
+    base = catalog.manifest(plan.base_id())
+    known: dict[File | None, Tokenizer | None] = {}
+    found = []
+    for expert, source in zip(plan.experts, sources.experts, strict=True):
+        model = catalog.manifest(expert.manifest_id())
+        sides = []
+        # Fine-tunes mostly have the base's file, which need not be read.
+        if model.file(TOKENIZER) != base.file(TOKENIZER) and not is_adapter(model.tensors()):
+            for one in (base, model):
+                file = one.file(TOKENIZER)
+                if file not in known:
+                    known[file] = _tokenizer(catalog, one)
+                sides.append(known[file])
+        ours, theirs = sides or (None, None)
+        if ours is not None and theirs is not None:
+            differing = differences(ours, theirs)
+            if differing.moved:
+                text = f"{source.name}: {told_of_moved(differing)}"
+                found.append(MergeWarning(OTHER_TOKENS, source.name, text))
+    return tuple(found)
+
+
+def merges_embeddings(plan: Plan) -> bool:
+    """Return whether a plan merges rows of tokens."""
+    return any(EMBEDDINGS.search(tensor.name) for tensor in plan.tensors)
+
+
+def told_of_moved(found: TokenDifferences) -> str:
+    """Return that tokens are in other rows, as text."""
+    return (
+        f"{found.moved} tokens are in other rows than the base's, such as {found.example!r}: rows "
+        "of different tokens would be merged"
+    )
+
+
+def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
+    try:
+        return tokenizer_of(catalog, model, "")
+    except Incompatible:
+        return None
 
 
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
