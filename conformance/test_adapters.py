@@ -9,6 +9,7 @@ in the last place of the terms; in 32 bits both are off by the rounding of long 
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import pytest
 import torch
 from generated import BLOCK
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -230,3 +231,37 @@ def test_an_applied_adapter_is_the_merged_model(bases: Bases, one: Case) -> None
             assert bool(((ours.double() - theirs.double()).abs() <= unit).all()), name
         changed += int((ours != own[name]).sum())
     assert changed
+
+
+@pytest.mark.parametrize("name", ["llama fp32", "tied fp32", "llama bf16"])
+def test_an_extracted_adapter_is_one_of_peft(bases: Bases, name: str) -> None:
+    """PEFT loads what `extract_lora` makes of a fine-tune, and its merged model is that fine-tune,
+    but for what the report says is left out."""
+    base = bases.path(name)
+    own = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+
+    def moved(key: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 1:
+            return tensor + torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * 0.1
+        factors = [torch.randn(n, 4, generator=generator) * 0.1 for n in tensor.shape]
+        return (tensor.float() + factors[0] @ factors[1].T).to(tensor.dtype)
+
+    tuned = {key: moved(key, tensor) for key, tensor in own.items()}
+    expert = bases.root / f"{base.name}_tuned"
+    shutil.copytree(base, expert)
+    save_file(tuned, expert / "model.safetensors", metadata={"format": "pt"})
+    bases.store.add(expert, name=expert.name)
+    report = bases.store.extract_lora(expert.name, base.name, name="lora", rank=4, dtype="float32")
+    out = bases.root / f"{base.name}_extracted"
+    bases.store.checkout("lora", out)
+    dtype = BASES[name][1]
+    model = PeftModel.from_pretrained(load(base, dtype), out, autocast_adapter_dtype=False)
+    model.merge_and_unload().save_pretrained(bases.root / f"{base.name}_back")
+    back = load_file(bases.root / f"{base.name}_back" / "model.safetensors")
+    assert back.keys() == own.keys()
+    rest = sum(float((back[key].double() - tuned[key].double()).square().sum()) for key in own)
+    whole = sum(float((tuned[key].double() - own[key].double()).square().sum()) for key in own)
+    # What rounding the result to the base's type leaves comes on top.
+    assert (rest / whole) ** 0.5 <= report.relative_error + (1e-5 if "32" in name else 0.02)
+    assert report.relative_error < (1e-5 if "32" in name else 0.03)

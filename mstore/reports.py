@@ -10,6 +10,7 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 
 from __future__ import annotations
 
+from mstore.adapters.extract import ExtractedTensor, ExtractReport
 from mstore.add import AddReport
 from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
@@ -86,6 +87,8 @@ __all__ = [
     "ExpertBlame",
     "ExpertShare",
     "Explanation",
+    "ExtractReport",
+    "ExtractedTensor",
     "FileDiff",
     "FileReport",
     "GcReport",

@@ -9,6 +9,9 @@ signal with a handler of ours is at its default again in every program that a te
 
 Nothing ends the run in the middle without a word: `silent_ends`.
 
+One thread for linear algebra: workers already share the cores, and threads that wait for each other
+on a busy machine take many times as long.
+
 The workers of a long run compile the kernels together, before their first tests: `kernels_once`.
 """
 
@@ -20,6 +23,8 @@ import signal
 import pytest
 import silent_ends
 from hypothesis import settings
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

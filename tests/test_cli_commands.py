@@ -107,6 +107,10 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "analyze": ["analyze", "tiny/code", "--base", "tiny/math"],
         "check-merge": ["check-merge", *MERGE],
         "align": ["align", *MERGE],
+        "extract-lora": [
+            *("extract-lora", "tiny/code", "--base", "tiny/base", "--rank", "2"),
+            *("--name", "tiny/lora"),
+        ],
         "methods": ["methods"],
         "plan": ["plan", *SHAREABLE],
         "plans": ["plans"],

@@ -23,6 +23,7 @@ from mstore.store.config import typed
 from mstore.store.transaction import branch_to_move
 
 if TYPE_CHECKING:
+    from mstore.adapters.extract import ExtractReport
     from mstore.add import AddReport, Base
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.convert.conversion import ConversionLimits
@@ -180,6 +181,54 @@ class Adding(OpenStore):
 
         found = nearest(self._catalog, checkpoint)
         return Base(found.snapshot, found.reason, given=False)
+
+    def extract_lora(
+        self,
+        expert: str | SnapshotId,
+        base: str | SnapshotId,
+        *,
+        name: str,
+        rank: int = 32,
+        dtype: str = "bfloat16",
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        message: str = "",
+        progress: ProgressCallback | None = None,
+    ) -> ExtractReport:
+        """Store expert minus base as a LoRA adapter in PEFT's form, under the ref `name`.
+
+        Each matrix that differs becomes a product of two factors, by a truncated singular value
+        decomposition; norms and biases that differ are stored whole.  The report says what share of
+        the difference is left out.
+
+        rank: of each product, 1 to 4096.
+        dtype: of the factors, bfloat16, float16 or float32.
+        only, skip: patterns of tensor names; tensors that they leave out are neither compared nor
+        read.
+        message: the reason, in words.
+
+        The factors follow from the models on one machine; another one may sum in another order.
+
+        Raises NotFound, BadRequest (a rank, a dtype, a virtual merge), Incompatible (different
+        tensors or shapes, an adapter), Conflict, Corrupt, StorageFailed; then nothing is published.
+        """
+        from mstore.adapters.extract import extract
+        from mstore.numeric.codes import output_dtype
+        from mstore.store import contents
+
+        sides = [(str(one), self._real(one)) for one in (expert, base)]
+        with contents.held(self._catalog, [id for _, id in sides]):
+            return extract(
+                self._catalog,
+                *sides,
+                name=name,
+                rank=rank,
+                dtype=output_dtype(dtype),
+                only=tuple(only),
+                skip=tuple(skip),
+                message=message,
+                progress=progress,
+            )
 
     def analyze(
         self,

@@ -6,6 +6,8 @@ block sizes are powers of two, so an element of a whole number of bytes never st
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 
 def block_count(nbytes: int, block_size: int) -> int:
     """Return how many blocks `nbytes` bytes take; 0 for no bytes.
@@ -26,3 +28,16 @@ def partition(nbytes: int, block_size: int) -> list[tuple[int, int]]:
     """
     starts = (index * block_size for index in range(block_count(nbytes, block_size)))
     return [(start, min(block_size, nbytes - start)) for start in starts]
+
+
+def in_blocks(pieces: Iterable[bytes], block_size: int) -> Iterator[bytes]:
+    """Yield the bytes of pieces of any length in blocks; all are full but the last."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        whole = len(rest) - len(rest) % block_size
+        for start in range(0, whole, block_size):
+            yield rest[start : start + block_size]
+        rest = rest[whole:]
+    if rest:
+        yield rest

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from mstore.errors import BadRequest
+from mstore.phrases import Option, phrase
 
 BF16: Final = 0
 F16: Final = 1
@@ -19,6 +20,14 @@ CODES: Final[dict[str, int]] = {"BF16": BF16, "F16": F16, "F32": F32}
 ITEMSIZES: Final[dict[str, int]] = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes per element."""
 
+
+_SPELLINGS: Final = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "fp16": "F16",
+    "float32": "F32",
+    "fp32": "F32",
+}
 
 INFINITIES: Final[dict[str, int]] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 """The bits of positive infinity."""
@@ -48,3 +57,14 @@ def dtype_code(dtype: str) -> int:
         raise BadRequest(
             f"cannot merge elements of type {dtype}; types that can be: {', '.join(CODES)}"
         ) from None
+
+
+def output_dtype(dtype: str) -> str:
+    """Return an element type to write, as safetensors or torch spells it.  Raises BadRequest."""
+    name = _SPELLINGS.get(dtype.lower(), dtype.upper())
+    if name not in CODES:
+        raise BadRequest(
+            f"cannot write dtype {dtype!r}",
+            hint=phrase("{dtype}, float16 or float32", dtype=Option("dtype", "bfloat16")),
+        )
+    return name

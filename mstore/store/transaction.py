@@ -21,11 +21,11 @@ from types import TracebackType
 from typing import Self
 
 from mstore import fs
-from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, encode
+from mstore.blocks.codecs import PLAIN_BYTES, Codec, Encoded, elements_of, encode
 from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
-from mstore.checkpoint.partition import partition
+from mstore.checkpoint.partition import in_blocks, partition
 from mstore.errors import BadRequest, Conflict, Interrupted
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
@@ -156,6 +156,25 @@ class Transaction:
             self.put_block(ids[-1], encoded, file, start)
         tensor = Tensor(BYTES, (len(data),), len(data), b"".join(ids))
         return Part(None, self.put_record(tensor), len(data))
+
+    def put_tensor(
+        self, dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes], file: str
+    ) -> Tensor:
+        """Store the bytes of a tensor, which come in pieces of any length.
+
+        Returns its record, which is not stored yet.  file: as for `put_block`.
+        """
+        ids: list[BlockId] = []
+        length = 0
+        for piece in in_blocks(pieces, self._catalog.block_size):
+            id = BlockId.of(piece)
+            encoded = None
+            if not self.has_blocks([id])[0]:
+                encoded = encode(piece, elements_of(dtype), self._catalog.config.codec)
+            self.put_blocks([(id, encoded, length)], file)
+            ids.append(id)
+            length += len(piece)
+        return Tensor(dtype, shape, length, b"".join(ids))
 
     def rely_on_block(self, block: BlockId) -> None:
         """Require at commit that a block is still stored; it was found stored, or was put here."""

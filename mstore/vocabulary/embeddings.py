@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore import fs
-from mstore.blocks.codecs import elements_of, encode
-from mstore.checkpoint.partition import partition
 from mstore.errors import Incompatible
-from mstore.ids import BlockId, TensorId
+from mstore.ids import TensorId
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.requests import Vocabulary
@@ -175,26 +173,17 @@ class Embeddings:
         transaction: Transaction,
     ) -> Tensor:
         record = self._members[number].embeddings[name][1]
-        rows, width = len(places.row), _width(record)
-        length = record.nbytes // record.shape[0] * rows
-        ids: list[BlockId] = []
-        pieces = self._pieces(places, sources, self._given(name), array_dtype(record.dtype), width)
-        path = f"{number}/{name}"
-        for start, piece in zip(
-            (start for start, _ in partition(length, self._catalog.block_size)),
-            _blocks(pieces, self._catalog.block_size),
-            strict=True,
-        ):
-            id = BlockId.of(piece)
-            known = transaction.has_blocks([id])[0]
-            policy = self._catalog.config.codec
-            encoded = None if known else encode(piece, elements_of(record.dtype), policy)
-            transaction.put_blocks([(id, encoded, start)], path)
-            ids.append(id)
+        dtype = array_dtype(record.dtype)
+        pieces = self._pieces(places, sources, self._given(name), dtype, _width(record))
+        shape = (len(places.row), *record.shape[1:])
+        return transaction.put_tensor(record.dtype, shape, self._told(pieces), f"{number}/{name}")
+
+    def _told(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            yield piece
             self._done += len(piece)
             if self._progress is not None:
                 self._progress(Progress("align", self._done, self._total))
-        return Tensor(record.dtype, (rows, *record.shape[1:]), length, b"".join(ids))
 
     def _pieces(
         self,
@@ -223,16 +212,3 @@ class Embeddings:
 def _width(record: Tensor) -> int:
     """Return how many elements a row has."""
     return int(np.prod(record.shape[1:], dtype=np.int64))
-
-
-def _blocks(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of `size`, the last one shorter."""
-    rest = b""
-    for piece in pieces:
-        rest += piece
-        whole = len(rest) - len(rest) % size
-        for start in range(0, whole, size):
-            yield rest[start : start + size]
-        rest = rest[whole:]
-    if rest:
-        yield rest

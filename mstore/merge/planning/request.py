@@ -15,7 +15,7 @@ from mstore.ids import SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
-from mstore.numeric.codes import CODES
+from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.shapes import literal_name, matching, require_patterns
 from mstore.phrases import Option, phrase
@@ -26,7 +26,6 @@ BudgetGiven = Budget | str | int | float | None
 _SHOWN = 60
 _TOP_P = Option("top_p")
 _NAMED = 8
-_SPELLINGS = {"bfloat16": "BF16", "float16": "F16", "fp16": "F16", "float32": "F32", "fp32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         operation=operation,
         budget=_limit(asked.budget, "budget"),
         max_error=error,
-        dtype=None if asked.dtype is None else _output_dtype(asked.dtype),
+        dtype=None if asked.dtype is None else output_dtype(asked.dtype),
         analyze=asked.analyze,
         score=score_of(operation, asked.score),
         only=_patterns(asked.only, "only"),
@@ -246,7 +245,7 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     own = weights if rule.weights is None else rule.weights
     try:
         operation = registry.operation(rule.method or asked.method, parameters, own)
-        dtype = None if rule.dtype is None else _output_dtype(rule.dtype)
+        dtype = None if rule.dtype is None else output_dtype(rule.dtype)
     except BadRequest as error:
         error.locate(f"the rule for {told_patterns(patterns)}")
         raise
@@ -319,13 +318,3 @@ def _limit(given: BudgetGiven, name: str) -> int | float | None:
             f"a budget as a share must be above 0 % and at most 100 %, not {budget:.6g}", hint=hint
         )
     return budget
-
-
-def _output_dtype(dtype: str) -> str:
-    name = _SPELLINGS.get(dtype.lower(), dtype.upper())
-    if name not in CODES:
-        raise BadRequest(
-            f"cannot write dtype {dtype!r}",
-            hint=phrase("{dtype}, float16 or float32", dtype=Option("dtype", "bfloat16")),
-        )
-    return name

@@ -1,0 +1,97 @@
+"""`mstore extract-lora`: a fine-tune's difference to its base as a LoRA adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.merging import Only, Skip
+from mstore_cli.options import Message, Revision
+from mstore_cli.output import Column, Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+COLUMNS = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
+_SHOWN = 5
+
+
+@command(
+    example="mstore extract-lora llama/math --base llama/base --rank 32 --name llama/math-lora",
+    failure="an error; nothing was published",
+)
+def extract_lora(
+    session: Session,
+    revision: Revision,
+    base: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            metavar="REF",
+            help="The model that it was tuned from.",
+            autocompletion=completion.refs,
+        ),
+    ],
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="REF", help="The branch that will point at the adapter."),
+    ],
+    rank: Annotated[
+        int, typer.Option("--rank", metavar="R", help="The rank of each product.")
+    ] = 32,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="The dtype of the factors.")
+    ] = "bfloat16",
+    only: Only = None,
+    skip: Skip = None,
+    message: Message = "",
+) -> None:
+    """Make a LoRA adapter, in PEFT's form, of what a fine-tune changed.
+
+    Each matrix that differs from the base becomes a product of two factors of this rank, the
+    nearest there is; norms and biases that differ are stored whole. The report says how much of
+    the difference is left out, in all and for the worst matrices.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.extract_lora(
+            revision,
+            base,
+            name=name,
+            rank=rank,
+            dtype=dtype,
+            only=tuple(only or ()),
+            skip=tuple(skip or ()),
+            message=message,
+            progress=tick,
+        )
+
+    def human(screen: Screen) -> None:
+        if report.new_snapshot:
+            screen.line(f"extracted {report.name} {short(report.snapshot)}", style="green")
+        else:
+            screen.line(f"nothing new: {report.name} is this adapter already")
+        screen.fields(
+            [
+                ("products", f"{report.products} of rank {report.rank}"),
+                ("stored whole", report.whole),
+                ("size", format_size(report.plain_bytes)),
+                ("left out", f"{report.relative_error:.1%} of the difference"),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+        worst = [(one.tensor, f"{one.relative_error:.1%}") for one in report.tensors[:_SHOWN]]
+        if worst:
+            screen.line()
+        screen.table(COLUMNS, worst)
+        for one in report.left_out:
+            screen.line(f"not in the adapter: {one}")
+        screen.line()
+        screen.command(
+            "to apply it",
+            f"mstore merge --base {base} --expert {report.name} --method task_arithmetic "
+            "--name REF --virtual",
+        )
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

@@ -1,0 +1,395 @@
+"""Extract: the difference of a fine-tune to its base as a LoRA adapter in PEFT's form.
+
+Each matrix that differs becomes a product of two factors, by a truncated singular value
+decomposition (`truncation`); vectors that differ (norms, biases) are stored whole.  What has
+another form (three dimensions, other element types) stays out, and the report names it.  One matrix
+is in memory at a time, as factors; its difference is a mapped file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore import fs
+from mstore.adapters.config import CONFIG
+from mstore.adapters.targets import is_adapter
+from mstore.adapters.truncation import Singles, truncated
+from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.errors import BadRequest, Incompatible
+from mstore.ids import SnapshotId, TensorId
+from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.singles import singles
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.shapes import (
+    EMBEDDINGS,
+    chosen,
+    require_matches,
+    require_same_shapes,
+    told_difference,
+)
+from mstore.objects.snapshot import ADD, BASE, EXPERT, Parent, SnapshotRecord
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
+from mstore.progress import Progress, ProgressCallback
+from mstore.store import refs
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
+from mstore.version import TOOL
+from mstore.view import array_dtype
+
+WEIGHTS: Final = "adapter_model.safetensors"
+MOST: Final = 4096
+"""The largest rank."""
+
+_PREFIX: Final = "base_model.model."
+_WEIGHT: Final = ".weight"
+_BIAS: Final = ".bias"
+_OUTPUTS: Final = ("lm_head", "embed_out", "output", "output_projection", "decoder")
+"""Names of modules among the embeddings that are linear layers."""
+_TRANSPOSED: Final = frozenset({"gpt2"})
+_PANEL: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedTensor:
+    """What an extraction leaves out of one matrix."""
+
+    tensor: str
+    """its name"""
+    relative_error: float
+    """norm of what is left out, relative to the norm of the difference"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractReport:
+    """An adapter that was made of a difference."""
+
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    new_snapshot: bool
+    """false if the ref already held this adapter"""
+    rank: int
+    """rank of each product"""
+    products: int
+    """matrices as products"""
+    whole: int
+    """tensors that are stored whole"""
+    left_out: tuple[str, ...]
+    """tensors that differ and have a form that no adapter can state"""
+    relative_error: float
+    """norm of all that is left out, relative to the norm of the difference: 0 for nothing, 1 for
+    all"""
+    tensors: tuple[ExtractedTensor, ...]
+    """matrices, those with the largest errors first"""
+    plain_bytes: int
+    """size of the adapter"""
+    bytes_written: int
+    """bytes added to the store"""
+    seconds: float
+    """how long it took"""
+
+
+def extract(
+    catalog: Catalog,
+    expert: tuple[str, SnapshotId],
+    base: tuple[str, SnapshotId],
+    *,
+    name: str,
+    rank: int,
+    dtype: str,
+    only: Sequence[str],
+    skip: Sequence[str],
+    message: str,
+    progress: ProgressCallback | None = None,
+) -> ExtractReport:
+    """Store an adapter that turns the base into the expert, nearly, under a ref.
+
+    dtype: of the factors, BF16, F16 or F32.
+
+    Raises BadRequest (a rank), Incompatible (models that differ in names or shapes, transposed
+    layers), Conflict, Corrupt, StorageFailed; then nothing is published.
+    """
+    began = time.monotonic()
+    if not 1 <= rank <= MOST:
+        raise BadRequest(f"a rank is 1 to {MOST}, not {rank}", where=Option("rank"))
+    current = branch_to_move(catalog, name)
+    ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
+    require_same_shapes(
+        {tensor: record.shape for tensor, (_, record) in ours.items()},
+        {tensor: record.shape for tensor, (_, record) in theirs.items()},
+        what=f"has no difference to {base[0]}",
+        where=expert[0],
+        hint=told_difference(base[0], expert[0]),
+    )
+    config = _config(catalog, base[1])
+    if config.get("model_type") in _TRANSPOSED:
+        raise Incompatible(
+            f"layers of {config['model_type']} lie transposed: extraction does not support them",
+            where=base[0],
+        )
+    work = _Work.of(ours, theirs, tied=config.get("tie_word_embeddings") is True)
+    with Transaction(catalog, f"extract {name}") as transaction:
+        run = _Run(catalog, transaction, rank, dtype, work, progress)
+        manifest = run.manifest(base[0])
+        tip, previous = tip_of(catalog, current)
+        parents = (Parent(BASE, base[1]), Parent(EXPERT, expert[1]))
+        is_there = tip is not None and tip.manifest == manifest.id() and parents[0] in tip.parents
+        if current is not None and is_there:
+            snapshot, is_new = current.snapshot_id(), False
+        else:
+            record = SnapshotRecord(
+                manifest=transaction.put_record(manifest),
+                parents=(*previous, *parents),
+                origin=ADD,
+                plan=None,
+                coverage=None,
+                message=message or f"{expert[0]} less {base[0]}, rank {rank}",
+                time_ns=now_ns(),
+                tool=TOOL,
+            )
+            snapshot, is_new = record.id(), True
+            move = RefMove(name, current, refs.Ref(refs.BRANCH, snapshot), "extract-lora")
+            transaction.commit(snapshots=[record], moves=[move])
+        written = transaction.bytes_written
+    errors = sorted(run.errors, key=lambda one: -one.relative_error)
+    return ExtractReport(
+        name=name,
+        snapshot=snapshot,
+        new_snapshot=is_new,
+        rank=rank,
+        products=len(work.products),
+        whole=len(work.whole),
+        left_out=work.left_out,
+        relative_error=run.relative_error(),
+        tensors=tuple(errors),
+        plain_bytes=manifest.plain_bytes(),
+        bytes_written=written,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _config(catalog: Catalog, snapshot: SnapshotId) -> dict[str, Any]:
+    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
+    return json_object(catalog.read_small(manifest.file("config.json"), 1 << 20) or b"")
+
+
+_Tensors = Mapping[str, tuple[TensorId, Tensor]]
+
+
+def _tensors(
+    catalog: Catalog, one: tuple[str, SnapshotId], only: Sequence[str], skip: Sequence[str]
+) -> _Tensors:
+    tensors = catalog.manifest(catalog.snapshot(one[1]).manifest_id()).tensors()
+    if is_adapter(tensors):
+        raise Incompatible("is an adapter already", where=one[0])
+    require_matches(tensors, only, skip)
+    names = chosen(dict.fromkeys(tensors, ()), only, skip)
+    wanted = {name: id for name, id in tensors.items() if name in names}
+    records = catalog.tensors(list(wanted.values()))
+    return {name: (id, record) for (name, id), record in zip(wanted.items(), records, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Tensors that differ, by what becomes of them: (name, the base's, the expert's)."""
+
+    products: tuple[tuple[str, Tensor, Tensor], ...]
+    whole: tuple[tuple[str, Tensor, Tensor], ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ours: _Tensors, theirs: _Tensors, *, tied: bool) -> _Work:
+        products, whole, left_out = [], [], []
+        embedding: TensorId | None = None
+        for name, (id, record) in ours.items():
+            other_id, other = theirs[name]
+            if id == other_id:
+                continue
+            is_tied = tied and EMBEDDINGS.search(name) and other_id == embedding
+            if EMBEDDINGS.search(name) and embedding is None:
+                embedding = other_id
+            if is_tied:
+                # The base's layers are one: the adapter of the first one changes both.
+                continue
+            sides = (name, record, other)
+            is_module = name.endswith((_WEIGHT, _BIAS))
+            if not {record.dtype, other.dtype} <= CODES.keys() or not is_module:
+                left_out.append(name)
+            elif len(record.shape) == 2 and name.endswith(_WEIGHT):
+                products.append(sides)
+            elif len(record.shape) == 1:
+                whole.append(sides)
+            else:
+                left_out.append(name)
+        return cls(tuple(products), tuple(whole), tuple(left_out))
+
+
+class _Run:
+    """Makes the files of one adapter."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        transaction: Transaction,
+        rank: int,
+        dtype: str,
+        work: _Work,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._catalog = catalog
+        self._transaction = transaction
+        self._rank = rank
+        self._dtype = dtype
+        self._work = work
+        self._progress = progress
+        self._total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
+        self._done = 0
+        self._squares = 0.0
+        self._left_squares = 0.0
+        self.errors: list[ExtractedTensor] = []
+
+    def relative_error(self) -> float:
+        """Return the norm of what is left out, relative to that of the difference."""
+        return math.sqrt(self._left_squares / self._squares) if self._squares else 0.0
+
+    def manifest(self, base: str) -> Manifest:
+        """Store the adapter's tensors and files."""
+        tensors: dict[str, Tensor] = {}
+        for name, ours, theirs in self._work.products:
+            module = name.removesuffix(_WEIGHT)
+            left, right = self._factors(name, ours, theirs)
+            down, up = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+            if _is_embedding(module):
+                # An embedding's product lies transposed.
+                down, up = (f"{_PREFIX}{module}.lora_embedding_{side}" for side in "AB")
+                left, right = right.T, left.T
+            for key, factor in ((down, right), (up, left)):
+                tensors[key] = self._put(key, factor)
+            self._tick(theirs)
+        for name, ours, theirs in self._work.whole:
+            delta = self._delta(ours, theirs)
+            self._squares += float(np.square(delta, dtype=np.float64).sum())
+            tensors[_PREFIX + name] = theirs
+            self._tick(theirs)
+        config = self._transaction.put_bytes(json_bytes(self._config(base)), CONFIG)
+        return Manifest((File(CONFIG, OPAQUE, config.nbytes, (config,)), self._weights(tensors)))
+
+    def _tick(self, record: Tensor) -> None:
+        self._done += record.nbytes
+        if self._progress is not None:
+            self._progress(Progress("extract", self._done, self._total))
+
+    def _weights(self, tensors: Mapping[str, Tensor]) -> File:
+        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, record in sorted(tensors.items()):
+            ends = [offset, offset + record.nbytes]
+            fields[name] = {
+                "dtype": record.dtype,
+                "shape": list(record.shape),
+                "data_offsets": ends,
+            }
+            offset += record.nbytes
+        header = self._transaction.put_bytes(header_bytes(fields), WEIGHTS)
+        ordered = sorted(tensors.items())
+        ids = self._transaction.put_records([record for _, record in ordered])
+        parts = [
+            Part(name, id, record.nbytes) for (name, record), id in zip(ordered, ids, strict=True)
+        ]
+        for _, record in ordered:
+            for block in record.block_ids():
+                self._transaction.rely_on_block(block)
+        return File(WEIGHTS, SAFETENSORS, header.nbytes + offset, (header, *parts))
+
+    def _config(self, base: str) -> dict[str, object]:
+        products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]
+        whole = [name for name, _, _ in self._work.whole]
+        biased = any(name.endswith(_BIAS) for name in whole)
+        saved = sorted({name.removesuffix(_WEIGHT) for name in whole if name.endswith(_WEIGHT)})
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self._rank,
+            # A product is added as it is: alpha / r is 1.
+            "lora_alpha": self._rank,
+            "lora_dropout": 0.0,
+            "bias": "all" if biased else "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "target_modules": products,
+            "modules_to_save": saved or None,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+
+    # -- one matrix ----------------------------------------------------------------------------
+
+    def _factors(self, name: str, ours: Tensor, theirs: Tensor) -> tuple[Singles, Singles]:
+        """Return (left, right) as they are stored, and take note of what they leave."""
+        rows, columns = ours.shape
+        pieces = (panel.tobytes() for panel in self._panels(ours, theirs))
+        data = fs.unnamed(self._transaction.directory, pieces)
+        delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
+        if not np.isfinite(delta).all():
+            raise Incompatible("has elements that are not finite", where=name)
+        found = truncated(delta, self._rank, seed=zlib.crc32(name.encode()))
+        left, right = (one.astype(array_dtype(self._dtype)).astype(np.float32) for one in found)
+        squares = left_squares = 0.0
+        step = max(1, _PANEL // max(1, columns))
+        for start in range(0, rows, step):
+            own = delta[start : start + step]
+            rest = own - left[start : start + step] @ right
+            squares += float(np.square(own, dtype=np.float64).sum())
+            left_squares += float(np.square(rest, dtype=np.float64).sum())
+        self._squares += squares
+        self._left_squares += left_squares
+        share = math.sqrt(left_squares / squares) if squares else 0.0
+        self.errors.append(ExtractedTensor(name, share))
+        return left, right
+
+    def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[Singles]:
+        """Yield the difference, some blocks at a time."""
+        step = max(1, (_PANEL * 2) // self._catalog.block_size)
+        sides = [self._elements(one, step) for one in (ours, theirs)]
+        held: list[list[Singles]] = [[], []]
+        for one, other in zip(*sides, strict=False):
+            held[0].append(one)
+            held[1].append(other)
+            base, expert = (np.concatenate(side) for side in held)
+            n = min(len(base), len(expert))
+            yield expert[:n] - base[:n]
+            held = [[base[n:]], [expert[n:]]]
+        rest = [[*own, *more] for own, more in zip(held, sides, strict=True)]
+        base, expert = (np.concatenate(side) for side in rest)
+        if len(base):
+            yield expert - base
+
+    def _delta(self, ours: Tensor, theirs: Tensor) -> Singles:
+        return np.concatenate([np.zeros(0, np.float32), *self._panels(ours, theirs)])
+
+    def _elements(self, record: Tensor, step: int) -> Iterator[Singles]:
+        blocks = list(record.block_ids())
+        for start in range(0, len(blocks), step):
+            data = self._catalog.read_blocks(blocks[start : start + step])
+            yield singles(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+
+    def _put(self, name: str, factor: npt.NDArray[Any]) -> Tensor:
+        data = np.ascontiguousarray(factor).astype(array_dtype(self._dtype))
+        shape = (int(data.shape[0]), int(data.shape[1]))
+        return self._transaction.put_tensor(self._dtype, shape, [data.tobytes()], name)
+
+
+def _is_embedding(module: str) -> bool:
+    return bool(EMBEDDINGS.search(module)) and module.rpartition(".")[2] not in _OUTPUTS
