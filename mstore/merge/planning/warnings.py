@@ -20,13 +20,8 @@ from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow, Sources
-from mstore.vocabulary.tokenizer import (
-    TOKENIZER,
-    TokenDifferences,
-    Tokenizer,
-    differences,
-    tokenizer_of,
-)
+from mstore.vocabulary import tokenizer as tokenizers
+from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
 
 IS_BASE = "expert is the base"
 REPEATED = "expert given twice"
@@ -99,22 +94,22 @@ def tokens_in_other_rows(
     """Return a warning for each expert whose embeddings have other tokens in the base's rows."""
     if not merges_embeddings(plan):
         return ()
-    base = catalog.manifest(plan.base_id())
+    base, path = catalog.manifest(plan.base_id()), tokenizers.TOKENIZER
     known: dict[File | None, Tokenizer | None] = {}
     found = []
     for expert, source in zip(plan.experts, sources.experts, strict=True):
         model = catalog.manifest(expert.manifest_id())
         sides = []
         # Fine-tunes mostly have the base's file, which need not be read.
-        if model.file(TOKENIZER) != base.file(TOKENIZER) and not is_adapter(model.tensors()):
+        if model.file(path) != base.file(path) and not is_adapter(model.tensors()):
             for one in (base, model):
-                file = one.file(TOKENIZER)
+                file = one.file(path)
                 if file not in known:
                     known[file] = _tokenizer(catalog, one)
                 sides.append(known[file])
         ours, theirs = sides or (None, None)
         if ours is not None and theirs is not None:
-            differing = differences(ours, theirs)
+            differing = tokenizers.differences(ours, theirs)
             if differing.moved:
                 text = f"{source.name}: {told_of_moved(differing)}"
                 found.append(MergeWarning(OTHER_TOKENS, source.name, text))
@@ -136,7 +131,7 @@ def told_of_moved(found: TokenDifferences) -> str:
 
 def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
     try:
-        return tokenizer_of(catalog, model, "")
+        return tokenizers.tokenizer_of(catalog, model, "")
     except Incompatible:
         return None
 

@@ -33,4 +33,5 @@ def target(data: bytes) -> None:
         assert found.ids.keys() | _OTHER.ids.keys() == both.ids.keys()
         assert len(set(both.ids.values())) >= len(set(_OTHER.ids.values()))
         with_added(b'{"added_tokens_decoder": {"0": {"content": "a"}}}', both.added)
-    renumbered(data, 10, dict.fromkeys(found.ids.values(), 1))
+    renumbered(data, 10, data)
+    renumbered(b'{"text_config": {"eos_token_id": 1}}', 10, data)
