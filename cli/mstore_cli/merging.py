@@ -84,6 +84,7 @@ _METHOD = typer.Option(
     help=f"How experts are combined: {method_names.listed()}.",
     autocompletion=completion.methods,
 )
+Base = Annotated[str, _BASE]
 MaybeBase = Annotated[str | None, _BASE]
 MaybeExperts = Annotated[list[str] | None, _EXPERT]
 Experts = Annotated[list[str], _EXPERT]

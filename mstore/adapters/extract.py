@@ -22,7 +22,7 @@ from mstore import fs
 from mstore.adapters.config import CONFIG
 from mstore.adapters.targets import is_adapter
 from mstore.adapters.truncation import Singles, truncated
-from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
+from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, ITEMSIZES
@@ -41,6 +41,7 @@ from mstore.phrases import Option
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import refs
 from mstore.store.catalog import Catalog, now_ns
+from mstore.store.rebuilt import new_header
 from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
 from mstore.version import TOOL
 from mstore.view import array_dtype
@@ -290,26 +291,22 @@ class _Run:
             self._progress(Progress("extract", self._done, self._total))
 
     def _weights(self, tensors: Mapping[str, Tensor]) -> File:
-        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, record in sorted(tensors.items()):
-            ends = [offset, offset + record.nbytes]
-            fields[name] = {
-                "dtype": record.dtype,
-                "shape": list(record.shape),
-                "data_offsets": ends,
-            }
-            offset += record.nbytes
-        header = self._transaction.put_bytes(header_bytes(fields), WEIGHTS)
-        ordered = sorted(tensors.items())
-        ids = self._transaction.put_records([record for _, record in ordered])
+        names = sorted(tensors)
+        records = [tensors[name] for name in names]
+        raw = new_header({"format": "pt"}, names, records)
         parts = [
-            Part(name, id, record.nbytes) for (name, record), id in zip(ordered, ids, strict=True)
+            self._transaction.put_bytes(raw, WEIGHTS),
+            *(
+                Part(name, id, record.nbytes)
+                for name, record, id in zip(
+                    names, records, self._transaction.put_records(records), strict=True
+                )
+            ),
         ]
-        for _, record in ordered:
+        for record in records:
             for block in record.block_ids():
                 self._transaction.rely_on_block(block)
-        return File(WEIGHTS, SAFETENSORS, header.nbytes + offset, (header, *parts))
+        return File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), tuple(parts))
 
     def _config(self, base: str) -> dict[str, object]:
         products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]

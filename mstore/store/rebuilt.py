@@ -22,9 +22,15 @@ def header_of(before: bytes, names: Sequence[str], records: Sequence[Tensor]) ->
     before: the header that it had; its metadata stay.
     """
     known: dict[str, Any] = json.loads(before[8:])
-    fields: dict[str, Any] = {}
-    if "__metadata__" in known:
-        fields["__metadata__"] = known["__metadata__"]
+    return new_header(known.get("__metadata__"), names, records)
+
+
+def new_header(metadata: object, names: Sequence[str], records: Sequence[Tensor]) -> bytes:
+    """Return the header of a safetensors file with these tensors in data order.
+
+    metadata: texts by name, None for none.
+    """
+    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, record in zip(names, records, strict=True):
         ends = [offset, offset + record.nbytes]

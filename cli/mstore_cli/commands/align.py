@@ -8,7 +8,7 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.merging import Experts, parse_experts
+from mstore_cli.merging import Base, Experts, parse_experts
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -28,15 +28,7 @@ COLUMNS = (
 )
 def align(
     session: Session,
-    base: Annotated[
-        str,
-        typer.Option(
-            "--base",
-            metavar="REF",
-            help="The base of the merge to come.",
-            autocompletion=completion.refs,
-        ),
-    ],
+    base: Base,
     expert: Experts,
     vocab: Annotated[
         str,

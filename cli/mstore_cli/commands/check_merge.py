@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from mstore_cli import completion
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE
-from mstore_cli.merging import Only, Skip, parse_experts
+from mstore_cli.merging import Base, Experts, Only, Skip, parse_experts
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -27,24 +24,8 @@ COLUMNS = (
 )
 def check_merge(
     session: Session,
-    base: Annotated[
-        str,
-        typer.Option(
-            "--base",
-            metavar="REF",
-            help="The base of the merge to come.",
-            autocompletion=completion.refs,
-        ),
-    ],
-    expert: Annotated[
-        list[str],
-        typer.Option(
-            "--expert",
-            metavar="REF",
-            help="A model or an adapter to merge into it. Repeatable.",
-            autocompletion=completion.refs,
-        ),
-    ],
+    base: Base,
+    expert: Experts,
     only: Only = None,
     skip: Skip = None,
 ) -> None:
