@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from checkpoints import write_safetensors
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Unavailable
@@ -315,6 +319,55 @@ METHOD = Method(
     combine=Combine.SUM,
 )
 """
+
+
+EXAMPLE = PAGE.parent.parent / "examples" / "method"
+
+
+def test_the_page_shows_the_example() -> None:
+    """docs/howto/methods.md has the whole module of the example, and its entry point."""
+    page = (PAGE.parent / "howto" / "methods.md").read_text(encoding="utf-8")
+    module = (EXAMPLE / "mstore_even.py").read_text(encoding="utf-8")
+    assert f"```python\n{module}```" in page
+    project = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.entry-points."mstore.methods"]\neven = "mstore_even:METHOD"\n' in project
+
+
+def test_the_example_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip installs the example; its method plans under a budget with a bound that holds, merges as
+    it says, and is replayed."""
+    copy = shutil.copytree(EXAMPLE, tmp_path / "method")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(site), str(copy)],
+        check=True,
+        capture_output=True,
+    )
+    monkeypatch.syspath_prepend(site)
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((64, 700)).astype(np.float32)
+    deltas = [scale * rng.standard_normal(base.shape).astype(np.float32) for scale in (0.1, 1.0)]
+    norms = [float(np.linalg.norm(delta)) for delta in deltas]
+    wanted = base + sum(
+        weight * np.mean(norms) / norm * delta
+        for weight, norm, delta in zip((1.0, 0.5), norms, deltas, strict=True)
+    )
+    with Store.init(tmp_path / "store", block_size=1 << 16) as store:
+        for name, tensor in (("base", base), ("a", base + deltas[0]), ("b", base + deltas[1])):
+            (tmp_path / name).mkdir()
+            save_file({"w": tensor}, tmp_path / name / "model.safetensors")
+            store.add(tmp_path / name, name=name)
+        request = MergeRequest(base="base", experts=["a", ("b", 0.5)], method="even")
+        store.merge(store.plan(request), name="even")
+        np.testing.assert_allclose(store["even"].tensor("w"), wanted, atol=1e-5)
+        assert store.replay("even").same
+        part = store.plan(dataclasses.replace(request, budget="60%"))
+        report = store.merge(part, name="part")
+        error = np.linalg.norm(store["part"].tensor("w") - store["even"].tensor("w"))
+        assert report.error_bound is not None
+        assert 0 < error <= report.error_bound * np.linalg.norm(base)
+    monkeypatch.delitem(sys.modules, "mstore_even")
 
 
 def test_another_package_brings_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
