@@ -187,3 +187,65 @@ def test_a_stack_of_directories(mstore: Program, checkpoints: Path, tmp_path: Pa
     recipe.write_text(STACK.format(dtype="float16", **models))
     refused = mstore("plan", "--recipe", recipe)
     assert f"{recipe}, line 5: a stack keeps the type of its layers" in refused.err
+
+
+STEPS = """\
+name: first
+merge_method: linear
+models:
+  - model: {math}
+    parameters: {{weight: 0.5}}
+  - model: {code}
+    parameters: {{weight: 0.5}}
+dtype: float32
+out_dtype: bfloat16
+---
+merge_method: task_arithmetic
+base_model: {base}
+models:
+  - model: first
+    parameters: {{weight: 0.5}}
+dtype: float32
+out_dtype: bfloat16
+"""
+
+
+def test_recipes_of_one_file_run_in_order(
+    filled: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later recipe takes the merge of an earlier one by its name, which is a branch of its own;
+    the result is that of two files; from standard input, too; `plan` refuses them."""
+    recipe = write(tmp_path, STEPS)
+    told = filled.succeed("merge", "--recipe", recipe, "--name", "org/all")
+    assert "note: merged first as org/all.first" in told.err
+    text = recipe.read_text()
+    for name, part in zip(("one", "two"), text.split("---\n"), strict=True):
+        (tmp_path / "part.yml").write_text(part.replace("model: first", "model: one"))
+        filled.succeed("merge", "--recipe", tmp_path / "part.yml", "--name", name)
+    assert filled.succeed("diff", "org/all.first", "one", "-q").lines == []
+    assert filled.succeed("diff", "org/all", "two", "-q").lines == []
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    again = filled.succeed("merge", "--recipe", "-", "--name", "org/all", "--json").document
+    assert again["new_snapshot"] is False
+    refused = filled("plan", "--recipe", recipe)
+    assert refused.status
+    assert "several recipes" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (STEPS.replace("name: first\n", ""), "each recipe of a file but the last has a name"),
+        (STEPS.replace("model: first", "model: second"), "second is neither a ref"),
+        (STEPS.replace("task_arithmetic", "nobody"), "unknown method 'nobody'"),
+        (f"{STEPS.partition('---')[0]}---\n{STEPS}", "a name of its own"),
+    ],
+)
+def test_a_mistake_in_any_recipe_is_told_first(
+    filled: Program, tmp_path: Path, text: str, what: str
+) -> None:
+    """Whatever is wrong with a file of recipes is told before one of them is merged."""
+    done = filled("merge", "--recipe", write(tmp_path, text), "--name", "org/all")
+    assert done.status
+    assert what in done.err
+    assert filled("show", "org/all.first").status

@@ -409,7 +409,7 @@ def test_what_is_refused(store: Store, changes: Mapping[str, str], line: int, wh
         ("merge_method: linear\nmodels:\n- model: math\nparameters: {weight: 1}\n---\na: b\n",
          "r, line 6", "a recipe has no key"),
         (("merge_method: linear\nmodels:\n- model: math\n---\nmerge_method: ties\nmodels:\n"
-         "- model: a\n"), "r, line 5", "several documents"),
+         "- model: a\n"), "r, line 5", "there are 2 recipes in it"),
     ],
 )  # fmt: skip
 def test_more_that_is_refused(store: Store, text: str, where: str, what: str) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ import typer
 from mstore_cli import completion, method_names
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Column, Screen
-from mstore_cli.recipes import RecipeText, request_of_recipe
+from mstore_cli.recipes import RecipeText, documents, request_of_recipe
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_budget
 from mstore_cli.vocabularies import aligned
@@ -303,6 +303,7 @@ class Wanted:
     parameters: list[str] | None
     recipe: str | None
     vocab: str | None = None
+    _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
     def is_complete(self) -> bool:
         """Return whether they describe a merge.
@@ -326,8 +327,31 @@ class Wanted:
             return False
         raise UsageError(f"missing: {', '.join(missing)}", hint="mstore plan --help")
 
-    def request(self, session: Session, store: Store, limits: MergeRequest) -> MergeRequest:
+    def steps(self) -> list[str | None]:
+        """Return the names of the recipes of the file, in their order; None: without a name."""
+        if self.recipe is None:
+            return [None]
+        found = documents(self._text(self.recipe))
+        return [None if one.name is None else one.name.text for one in found]
+
+    def _text(self, file: str) -> RecipeText:
+        """Read the recipe once: it may be standard input."""
+        if not self._read:
+            self._read.append(RecipeText.read(file))
+        return self._read[0]
+
+    def request(
+        self,
+        session: Session,
+        store: Store,
+        limits: MergeRequest,
+        *,
+        step: int = 0,
+        earlier: Mapping[str, str] = MappingProxyType({}),
+    ) -> MergeRequest:
         """Return the request: `limits` with what to merge.
+
+        step: which recipe of the file. earlier: refs of the merges of those before it, by name.
 
         Adds directories of a recipe, and aligns vocabularies.  Raises BadRequest, NotFound,
         Incompatible.
@@ -339,7 +363,7 @@ class Wanted:
 
             with directories_told(limits):
                 return aligned(session, store, limits, Vocabulary(source=self.vocab))
-        found = request_of_recipe(session, store, RecipeText.read(self.recipe))
+        found = request_of_recipe(session, store, self._text(self.recipe), step, earlier)
         return dataclasses.replace(
             limits,
             base=found.base,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,17 +67,35 @@ class RecipeText:
             raise BadRequest("not a recipe: not a text file", where=where) from error
 
 
-def request_of_recipe(session: Session, store: Store, recipe: RecipeText) -> MergeRequest:
-    """Return the request of a recipe; adds the directories that it names as models, and aligns
-    their vocabularies if it says so.
-
-    Raises BadRequest, NotFound and whatever adding raises.
-    """
+def documents(recipe: RecipeText) -> tuple[Recipe, ...]:
+    """Return the recipes of a file, in their order.  Raises BadRequest."""
     from mstore.merge.planning.recipes import checked
 
-    # Whatever is wrong with it must be known before anything is added.
-    models = _Models(session, store, recipe).found(checked(recipe.text, where=recipe.where))
-    found = store.read_recipe(recipe.text, where=recipe.where, models=models)
+    return checked(recipe.text, where=recipe.where)
+
+
+def request_of_recipe(
+    session: Session,
+    store: Store,
+    recipe: RecipeText,
+    document: int,
+    earlier: Mapping[str, str],
+) -> MergeRequest:
+    """Return the request of one recipe of a file; adds the directories that it names as models, and
+    aligns their vocabularies if it says so.
+
+    earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
+    whatever adding raises.
+    """
+    # Whatever is wrong with any of them must be known before anything is added.
+    every = documents(recipe)
+    models = _Models(session, store, recipe, earlier)
+    if document == 0:
+        names = {one.name.text for one in every[:-1] if one.name is not None}
+        for one in every[1:]:
+            models.require(one, but=names)
+    revisions = models.found(every[document])
+    found = store.read_recipe(recipe.text, where=recipe.where, models=revisions, document=document)
     notes(found.notes)
     if found.vocabulary is None:
         return found.request
@@ -86,7 +105,10 @@ def request_of_recipe(session: Session, store: Store, recipe: RecipeText) -> Mer
 class _Models:
     """The models of one recipe."""
 
-    def __init__(self, session: Session, store: Store, recipe: RecipeText) -> None:
+    def __init__(
+        self, session: Session, store: Store, recipe: RecipeText, earlier: Mapping[str, str]
+    ) -> None:
+        self._earlier = earlier
         self._session = session
         self._store = store
         self._recipe = recipe
@@ -96,19 +118,16 @@ class _Models:
 
         A name is a ref if there is one; `./name` is always a directory.
         """
+        self.require(recipe, but=self._earlier)
         directories: dict[str, Path] = {}
         revisions: dict[str, str] = {}
-        missing: list[Text] = []
         for model in recipe.named():
-            directory = self._recipe.folder / Path(model.text).expanduser()
-            if not model.text.startswith(_PATHS) and model.text in self._store:
+            if model.text in self._earlier:
+                revisions[model.text] = self._earlier[model.text]
+            elif self._is_ref(model):
                 revisions[model.text] = model.text
-            elif directory.is_dir():
-                directories[model.text] = directory
             else:
-                missing.append(model)
-        if missing:
-            raise self._not_found(missing)
+                directories[model.text] = self._directory(model)
         base: str | None = None
         # Models whose layers are stacked may have fewer layers than the first.
         is_stack = any(one.model != recipe.slices[0].sources[0].model for one in _sources(recipe))
@@ -119,6 +138,24 @@ class _Models:
             # The first that is named is the base; the others are stored as differences to it.
             base = base or revisions[model.text]
         return revisions
+
+    def require(self, recipe: Recipe, *, but: Collection[str]) -> None:
+        """Raise NotFound for models that are neither refs nor directories, but for these."""
+        missing = [
+            model
+            for model in recipe.named()
+            if model.text not in but
+            and not self._is_ref(model)
+            and not self._directory(model).is_dir()
+        ]
+        if missing:
+            raise self._not_found(missing)
+
+    def _is_ref(self, model: Text) -> bool:
+        return not model.text.startswith(_PATHS) and model.text in self._store
+
+    def _directory(self, model: Text) -> Path:
+        return self._recipe.folder / Path(model.text).expanduser()
 
     def _added(self, directory: Path, base: str | None) -> str:
         """Return the ref of a directory: one that holds it already, else a new one."""

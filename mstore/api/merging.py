@@ -103,11 +103,14 @@ class Merging(OpenStore):
         *,
         where: str = "the recipe",
         models: Mapping[str, str] | None = None,
+        document: int | None = None,
     ) -> RecipeRequest:
-        """Return the merge that a recipe of mergekit (YAML, one document) asks for.
+        """Return the merge that a recipe of mergekit (YAML) asks for.
 
         where: the name of its file, for errors, which name the line too.
         models: revisions by the recipe's names of models; other names are revisions themselves.
+        document: which one, from 0, where there are several in the text.  A later one may name the
+        merge of an earlier one: give its revision in `models`.
 
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.
@@ -116,7 +119,7 @@ class Merging(OpenStore):
         """
         from mstore.merge.planning.recipes import request_of
 
-        return request_of(self._catalog, text, where=where, models=models or {})
+        return request_of(self._catalog, text, where=where, models=models or {}, document=document)
 
     def align(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mstore_cli.command import command
-from mstore_cli.errors import Interrupted, UsageError
+from mstore_cli.errors import Interrupted, UsageError, notes
 from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
@@ -120,7 +120,8 @@ def merge(
 
     Give --plan, or a recipe of mergekit with --recipe, or the options of `mstore plan`. A merge
     never reads more from experts than its plan says. Models of a recipe are refs of the store, or
-    directories, which are added first.
+    directories, which are added first. Of several recipes in one file, each but the last has a
+    name, and is merged as REF.NAME.
     """
     request: MergeRequest | None = None
     wanted = Wanted(base, expert, method, param, recipe, vocab)
@@ -151,8 +152,24 @@ def merge(
     bound = None if memory is None else parse_size(memory, option="--memory")
     with session.open() as store:
         if request is not None:
+            steps = wanted.steps()
+            earlier: dict[str, str] = {}
+            for number, step in enumerate(steps[:-1]):
+                own = wanted.request(session, store, request, step=number, earlier=earlier)
+                with session.progress() as tick:
+                    made = store.plan(own, keep=True, threads=threads, progress=tick)
+                    earlier[str(step)] = f"{name}.{step}"
+                    store.merge(
+                        made,
+                        name=earlier[str(step)],
+                        threads=threads,
+                        memo=not no_memo,
+                        memory=bound,
+                        progress=tick,
+                    )
+                notes([f"merged {step} as {earlier[str(step)]}"])
             # What it adds has a progress bar of its own.
-            request = wanted.request(session, store, request)
+            request = wanted.request(session, store, request, step=len(steps) - 1, earlier=earlier)
         planned = None
         with session.progress() as tick:
             if request is not None:

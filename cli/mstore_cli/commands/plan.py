@@ -127,6 +127,11 @@ def plan(
         per_expert_budget=per_expert_budget,
         top_p=top_p,
     )
+    if len(wanted.steps()) > 1:
+        raise UsageError(
+            "the file has several recipes, and a later one may need the merge of an earlier one",
+            hint=f"mstore merge {RECIPE_HINT} --name REF",
+        )
     if sweep:
         _sweep(session, wanted, request, measure=measure, svg=svg, threads=threads)
         return

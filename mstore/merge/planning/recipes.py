@@ -39,10 +39,10 @@ from mstore.store.configs import config_of
 
 
 def request_of(
-    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str]
+    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
 ) -> RecipeRequest:
     """Return the merge that a recipe asks for; see `Store.read_recipe`."""
-    recipe = single(parse(text, where))
+    recipe = chosen(parse(text, where), document)
     method = _method(recipe)
     revisions = {one.text: models.get(one.text, one.text) for one in recipe.named()}
     manifests = {
@@ -77,12 +77,28 @@ def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> Manif
         raise NotFound(f"no model {model} in this store", where=place) from error
 
 
-def checked(text: str, *, where: str) -> Recipe:
-    """Return a recipe, checked as far as it can be without its models.
+def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
+    """Return the recipes of a file, checked as far as they can be without their models.
 
-    Raises BadRequest that names the line.
+    A later one may name the merge of an earlier one by that one's name.  Raises BadRequest that
+    names the line.
     """
-    recipe = single(parse(text, where))
+    recipes = parse(text, where)
+    names: set[str] = set()
+    for recipe in recipes[:-1]:
+        if recipe.name is None or recipe.name.text in names:
+            raise BadRequest(
+                "each recipe of a file but the last has a name of its own, for those after it",
+                where=at(recipe.where, recipe.line if recipe.name is None else recipe.name.line),
+                hint="name: step1",
+            )
+        names.add(recipe.name.text)
+    for recipe in recipes:
+        _check(recipe)
+    return recipes
+
+
+def _check(recipe: Recipe) -> None:
     own = check(recipe, _method(recipe), known_parameters=_parameters())
     if own is not None:
         try:
@@ -90,19 +106,26 @@ def checked(text: str, *, where: str) -> Recipe:
         except BadRequest as error:
             error.locate(at(recipe.where, recipe.method.line))
             raise
-    return recipe
 
 
-def single(recipes: tuple[Recipe, ...]) -> Recipe:
-    """Return the only one.  Raises BadRequest that names the line of the second."""
-    first, *others = recipes
-    if others:
+def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
+    """Return the recipe of this number, or the only one.
+
+    Raises BadRequest if there is none, or several and no number.
+    """
+    if document is None and len(recipes) > 1:
         raise BadRequest(
-            "several documents in one file are not supported yet",
-            where=at(first.where, others[0].line),
-            hint="put each recipe into a file of its own",
+            f"there are {len(recipes)} recipes in it, and a later one may need the merge of an "
+            "earlier one",
+            where=at(recipes[0].where, recipes[1].line),
+            hint="give the number of one, from 0, as document",
         )
-    return first
+    number = document or 0
+    if not 0 <= number < len(recipes):
+        raise BadRequest(
+            f"there is no document {number}: it has {len(recipes)}", where=recipes[0].where
+        )
+    return recipes[number]
 
 
 def known_method(method: Method) -> KnownMethod:
