@@ -22,7 +22,14 @@ from generated import BLOCK
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from mstore import MergeRequest, Store
 
@@ -110,6 +117,21 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=211))
 
 
+def qwen() -> Qwen2ForCausalLM:
+    """With biases in its attention."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=211,
+            tie_word_embeddings=False,
+        )
+    )
+
+
 BASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "llama fp32": (llama, torch.float32),
     "llama bf16": (llama, torch.bfloat16),
@@ -117,6 +139,7 @@ BASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "tied fp32": (lambda: llama(tied=True), torch.float32),
     "gpt2 fp32": (gpt2, torch.float32),
     "gpt2 bf16": (gpt2, torch.bfloat16),
+    "qwen fp32": (qwen, torch.float32),
 }
 
 
@@ -149,7 +172,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bases]:
 
 def load(path: Path, dtype: torch.dtype) -> Any:
     config = json.loads((path / "config.json").read_text())
-    kind = GPT2LMHeadModel if config["model_type"] == "gpt2" else LlamaForCausalLM
+    kinds = {"gpt2": GPT2LMHeadModel, "qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}
+    kind = kinds[config["model_type"]]
     return kind.from_pretrained(path, dtype=dtype)
 
 
@@ -233,7 +257,7 @@ def test_an_applied_adapter_is_the_merged_model(bases: Bases, one: Case) -> None
     assert changed
 
 
-@pytest.mark.parametrize("name", ["llama fp32", "tied fp32", "llama bf16"])
+@pytest.mark.parametrize("name", ["llama fp32", "tied fp32", "llama bf16", "qwen fp32"])
 def test_an_extracted_adapter_is_one_of_peft(bases: Bases, name: str) -> None:
     """PEFT loads what `extract_lora` makes of a fine-tune, and its merged model is that fine-tune,
     but for what the report says is left out."""

@@ -554,3 +554,19 @@ def test_a_new_tensor_is_not_made_of_another_product(store: Store, tmp_path: Pat
     asked = ask("linear", "lora", outputs={"new": [f"{Q1}.weight", f"{Q0}.weight"]})
     with pytest.raises(Incompatible, match="is an adapter"):
         store.plan(asked)
+
+
+def test_a_bias_below_a_product(store: Store, tmp_path: Path) -> None:
+    """A trained bias of a layer that has a product, too, replaces the base's: PEFT calls it the
+    bias of the base layer."""
+    rng = np.random.default_rng(0)
+    biased = _base("F32") | {f"{Q0}.bias": np.zeros(WIDE[0], np.float32)}
+    adapters.write(tmp_path / "biased", biased, {"config.json": {}}, "model")
+    store.add(tmp_path / "biased", name="biased")
+    one = _adapter(1, 4, [Q0])
+    bias = rng.standard_normal(WIDE[0]).astype(np.float32)
+    one.whole = {f"{Q0}.base_layer.bias": bias}
+    store.add(one.write(tmp_path / "lora"), name="lora")
+    request = MergeRequest(base="biased", experts=["lora"], method="task_arithmetic")
+    store.merge(store.plan(request), name="merged")
+    assert store["merged"].tensor(f"{Q0}.bias").tobytes() == bias.tobytes()

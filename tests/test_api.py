@@ -458,3 +458,10 @@ def test_other_types_are_refused(store: Store) -> None:
     with pytest.raises(BadRequest, match="must be a path"):
         made.read(7)
     assert made.read(Path("config.json")) == made.read("config.json")
+
+
+def test_a_path_is_no_store(tmp_path: Path) -> None:
+    """Who makes a Store of a path is told how to open one."""
+    path: Any = tmp_path
+    with pytest.raises(BadRequest, match=r"Store\.open"):
+        Store(path)

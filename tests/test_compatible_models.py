@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_vocabulary import EMBEDDINGS, model, tokenizer_json
 
 from mstore import MergeRequest, Store
+from mstore.errors import BadRequest
 
 TOKENS = [f"w{number}" for number in range(8)]
 CONFIG = {
@@ -113,6 +115,18 @@ CASES: dict[str, tuple[Change, list[tuple[str, str, str]]]] = {
         [("settings", "error", "num_attention_heads is 8, not 4")],
     ),
     "rope": (config(rope_theta=5e5), [("settings", "warning", "rope_theta is 500000.0, not")]),
+    "rope in two forms": (
+        config(rope_theta=None, rope_parameters={"rope_theta": 5e5}),
+        [("settings", "warning", "rope_theta is 500000.0, not 10000.0")],
+    ),
+    "no config": (
+        lambda path: (path / "config.json").unlink(),
+        [("settings", "warning", "expert has no config.json: settings are not compared")],
+    ),
+    "no tokenizer": (
+        lambda path: (path / "tokenizer.json").unlink(),
+        [("tokenizer", "warning", "expert has no tokenizer.json: tokens are not compared")],
+    ),
     "tied": (
         config(tie_word_embeddings=True),
         [("settings", "warning", "tie_word_embeddings is True, not False")],
@@ -163,6 +177,9 @@ def test_what_differs_is_told(case: str, tmp_path: Path) -> None:
         )
         aspects = {one.aspect for one in store.check_merge(skipped).findings}
         assert not aspects & {"names", "shapes"} or case == "names"
+        nothing = dataclasses.replace(request, only=["zzz*"])
+        with pytest.raises(BadRequest, match="no tensor's name matches"):
+            store.check_merge(nothing)
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -195,7 +212,10 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert bad.status == 1
     assert "10 rows of embeddings, the base has 8" in bad.out
     assert "cannot be merged into base as they are" in bad.out
-    assert "merge --vocab union" in bad.out
+    assert "hint: align the vocabularies" in bad.out
+    assert "align --base base --expert wide --expert nc" in bad.out
+    quiet = mstore("check-merge", "--base", "base", "--expert", "wide", "-q")
+    assert quiet.lines == ["error wide: 10 rows of embeddings, the base has 8"]
     good = mstore.succeed("check-merge", "--base", "base", "--expert", "nc")
     assert "1 expert can be merged into base" in good.out
     document = mstore.succeed("check-merge", "--base", "base", "--expert", "nc", "--json").document

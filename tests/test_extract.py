@@ -86,9 +86,8 @@ def test_what_has_low_rank_comes_back(store: Store, tmp_path: Path) -> None:
     for name in (f"{NORM}.weight", f"{Q}.bias"):
         assert found[name].tobytes() == wanted.tensor(name).tobytes()
     config = json.loads(store["lora"].read("adapter_config.json"))
-    assert config["target_modules"] == [EMBED, Q, WIDE, "lm_head"] or set(
-        config["target_modules"]
-    ) == set(SHAPES)
+    assert set(config["target_modules"]) == set(SHAPES)
+    assert f"base_model.model.{Q}.base_layer.bias" in store["lora"].tensor_names()
     assert config["modules_to_save"] == [NORM]
     assert [(one.role, one.refs) for one in store["lora"].parents] == [
         ("base", ("base",)),
@@ -159,6 +158,33 @@ def test_types_may_differ(store: Store, tmp_path: Path) -> None:
     assert 0 < report.relative_error < 1
 
 
+def test_a_rank_is_no_larger_than_its_matrix(store: Store, tmp_path: Path) -> None:
+    """A larger rank makes factors of the size of the matrix, and nothing is left out."""
+    add(store, tmp_path, {f"{name}.weight": low_rank(4, SHAPES[name], 1) for name in (EMBED, Q)})
+    report = store.extract_lora("expert", "base", name="lora", rank=200, dtype="float32")
+    assert report.relative_error < 1e-5
+    factors = [name for name in store["lora"].tensor_names() if "lora_" in name]
+    assert {min(store["lora"].tensor(name).shape) for name in factors} == {60, 90}
+    found = applied(store)
+    for name in (EMBED, Q):
+        wanted = store["expert"].tensor(f"{name}.weight")
+        np.testing.assert_allclose(found[f"{name}.weight"], wanted, atol=2e-6)
+
+
+def test_notes_on_peft(store: Store, tmp_path: Path) -> None:
+    """What PEFT does otherwise is told: no product at all, and tied embeddings."""
+    add(store, tmp_path, {f"{NORM}.weight": np.full(60, 0.5)})
+    (note,) = store.extract_lora("expert", "base", name="lora").notes
+    assert "PEFT does not load" in note
+    tied = CONFIG | {"tie_word_embeddings": True}
+    tensors = {name: one for name, one in base_tensors().items() if name != "lm_head.weight"}
+    store.add(save(tmp_path / "b2", tensors, tied), name="b2")
+    tensors[f"{EMBED}.weight"] = tensors[f"{EMBED}.weight"] + low_rank(2, SHAPES[EMBED], 1)
+    store.add(save(tmp_path / "e2", tensors, tied), name="e2")
+    (note,) = store.extract_lora("e2", "b2", name="lora").notes
+    assert "merge_and_unload" in note
+
+
 def test_what_no_adapter_states_is_told(store: Store, tmp_path: Path) -> None:
     """Tensors of other forms stay out, and are named; so are those that patterns leave out not."""
     more = {"experts": np.zeros((2, 3, 4), np.float32), "steps": np.zeros(3, np.int64)}
@@ -185,12 +211,15 @@ def test_what_is_refused(store: Store, tmp_path: Path) -> None:
         ("expert", "base", 2, Incompatible, "not finite"),
         ("other", "base", 2, Incompatible, "is missing"),
         ("expert", "gpt2", 2, Incompatible, "transposed"),
+        ("base", "base", 2, BadRequest, "does not differ from base"),
     ):
         with pytest.raises(error, match=told):
             store.extract_lora(expert, base, name="lora", rank=rank)
     with pytest.raises(BadRequest, match="cannot write dtype"):
         store.extract_lora("gpt2", "base", name="lora", dtype="int8")
     assert "lora" not in store
+    with pytest.raises(BadRequest, match="a name of its own"):
+        store.extract_lora("expert", "base", name="expert")
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

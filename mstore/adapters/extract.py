@@ -57,6 +57,7 @@ _OUTPUTS: Final = ("lm_head", "embed_out", "output", "output_projection", "decod
 """Names of modules among the embeddings that are linear layers."""
 _TRANSPOSED: Final = frozenset({"gpt2"})
 _PANEL: Final = 1 << 22
+_NAMED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class ExtractReport:
     all"""
     tensors: tuple[ExtractedTensor, ...]
     """matrices, those with the largest errors first"""
+    notes: tuple[str, ...]
+    """what PEFT does not do with it, as text"""
     plain_bytes: int
     """size of the adapter"""
     bytes_written: int
@@ -123,12 +126,16 @@ def extract(
     began = time.monotonic()
     if not 1 <= rank <= MOST:
         raise BadRequest(f"a rank is 1 to {MOST}, not {rank}", where=Option("rank"))
+    if name in (base[0], expert[0]):
+        raise BadRequest(
+            "is one of the two models: the adapter needs a name of its own", where=Option("name")
+        )
     current = branch_to_move(catalog, name)
     ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
     require_same_shapes(
         {tensor: record.shape for tensor, (_, record) in ours.items()},
         {tensor: record.shape for tensor, (_, record) in theirs.items()},
-        what=f"has no difference to {base[0]}",
+        what=f"cannot be compared with {base[0]}",
         where=expert[0],
         hint=told_difference(base[0], expert[0]),
     )
@@ -138,7 +145,13 @@ def extract(
             f"layers of {config['model_type']} lie transposed: extraction does not support them",
             where=base[0],
         )
-    work = _Work.of(ours, theirs, tied=config.get("tie_word_embeddings") is True)
+    is_tied = config.get("tie_word_embeddings") is True
+    work = _Work.of(ours, theirs, tied=is_tied)
+    if not (work.products or work.whole):
+        more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
+        raise BadRequest(
+            f"does not differ from {base[0]} in what an adapter can state{more}", where=expert[0]
+        )
     with Transaction(catalog, f"extract {name}") as transaction:
         run = _Run(catalog, transaction, rank, dtype, work, progress)
         manifest = run.manifest(base[0])
@@ -173,10 +186,23 @@ def extract(
         left_out=work.left_out,
         relative_error=run.relative_error(),
         tensors=tuple(errors),
+        notes=_notes(work, tied=is_tied),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
     )
+
+
+def _notes(work: _Work, *, tied: bool) -> tuple[str, ...]:
+    found = []
+    if not work.products:
+        found.append("there is no product in it: PEFT does not load such an adapter, mstore does")
+    if tied and any(_is_embedding(name.removesuffix(_WEIGHT)) for name, _, _ in work.products):
+        found.append(
+            "embeddings and output layer are tied: with PEFT, use the model after merge_and_unload "
+            "(before, the output layer is the base's)"
+        )
+    return tuple(found)
 
 
 def _config(catalog: Catalog, snapshot: SnapshotId) -> dict[str, Any]:
@@ -223,8 +249,7 @@ class _Work:
                 # The base's layers are one: the adapter of the first one changes both.
                 continue
             sides = (name, record, other)
-            is_module = name.endswith((_WEIGHT, _BIAS))
-            if not {record.dtype, other.dtype} <= CODES.keys() or not is_module:
+            if not {record.dtype, other.dtype} <= CODES.keys():
                 left_out.append(name)
             elif len(record.shape) == 2 and name.endswith(_WEIGHT):
                 products.append(sides)
@@ -257,6 +282,8 @@ class _Run:
         self._done = 0
         self._squares = 0.0
         self._left_squares = 0.0
+        self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
+        self._ranks: dict[str, int] = {}
         self.errors: list[ExtractedTensor] = []
 
     def relative_error(self) -> float:
@@ -280,10 +307,17 @@ class _Run:
         for name, ours, theirs in self._work.whole:
             delta = self._delta(ours, theirs)
             self._squares += float(np.square(delta, dtype=np.float64).sum())
-            tensors[_PREFIX + name] = theirs
+            tensors[self._whole_name(name)] = theirs
             self._tick(theirs)
         config = self._transaction.put_bytes(json_bytes(self._config(base)), CONFIG)
         return Manifest((File(CONFIG, OPAQUE, config.nbytes, (config,)), self._weights(tensors)))
+
+    def _whole_name(self, name: str) -> str:
+        """Return PEFT's name of a tensor that is stored whole."""
+        module = name.removesuffix(_BIAS)
+        if module != name and module in self._modules:
+            return f"{_PREFIX}{module}.base_layer{_BIAS}"
+        return _PREFIX + name
 
     def _tick(self, record: Tensor) -> None:
         self._done += record.nbytes
@@ -320,6 +354,8 @@ class _Run:
             "r": self._rank,
             # A product is added as it is: alpha / r is 1.
             "lora_alpha": self._rank,
+            "rank_pattern": self._ranks,
+            "alpha_pattern": self._ranks,
             "lora_dropout": 0.0,
             "bias": "all" if biased else "none",
             "fan_in_fan_out": False,
@@ -341,7 +377,10 @@ class _Run:
         delta = np.frombuffer(data, dtype=np.float32).reshape(rows, columns)
         if not np.isfinite(delta).all():
             raise Incompatible("has elements that are not finite", where=name)
-        found = truncated(delta, self._rank, seed=zlib.crc32(name.encode()))
+        rank = min(self._rank, rows, columns)
+        if rank < self._rank:
+            self._ranks[name.removesuffix(_WEIGHT)] = rank
+        found = truncated(delta, rank, seed=zlib.crc32(name.encode()))
         left, right = (one.astype(array_dtype(self._dtype)).astype(np.float32) for one in found)
         squares = left_squares = 0.0
         step = max(1, _PANEL // max(1, columns))

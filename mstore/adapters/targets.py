@@ -21,6 +21,8 @@ _LINEAR: Final = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDING: Final = (".lora_embedding_A", ".lora_embedding_B")
 _MAGNITUDES: Final = (".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 _UNCHANGED: Final = ".base_layer.weight"
+# A trained bias of a layer that has a product, too.
+_BIAS: Final = ".base_layer.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
             continue
         is_kept = name.endswith(_UNCHANGED)
         path = f"{name.removesuffix(_UNCHANGED)}.weight" if is_kept else name
+        if name.endswith(_BIAS):
+            path = f"{name.removesuffix(_BIAS)}.bias"
         tensor = finder.find(_path(path))
         if tensor is None:
             problems.append(f"{_path(path)} is not in the base")

@@ -25,8 +25,8 @@ _ITERATIONS: Final = 4
 def truncated(matrix: Singles, rank: int, *, seed: int) -> tuple[Singles, Singles]:
     """Return (left [rows, rank], right [rank, columns]) whose product is near the matrix.
 
-    matrix: float32[rows, columns], finite.  Each has the root of the singular values.  If the
-    matrix has fewer rows or columns than the rank, the rest is zeros.
+    matrix: float32[rows, columns], finite, with at least `rank` of both.  Each has the root of the
+    singular values.
     """
     rows, columns = matrix.shape
     follow = min(rank + _MORE, rows, columns)
@@ -36,13 +36,8 @@ def truncated(matrix: Singles, rank: int, *, seed: int) -> tuple[Singles, Single
         basis = _range(matrix, follow, seed)
         inner, values, v = np.linalg.svd(basis.T @ matrix, full_matrices=False)
         u = basis @ inner
-    kept = min(rank, len(values))
-    roots = np.sqrt(values[:kept])
-    left = np.zeros((rows, rank), dtype=np.float32)
-    right = np.zeros((rank, columns), dtype=np.float32)
-    left[:, :kept] = u[:, :kept] * roots
-    right[:kept] = roots[:, None] * v[:kept]
-    return left, right
+    roots = np.sqrt(values[:rank])
+    return u[:, :rank] * roots, roots[:, None] * v[:rank]
 
 
 def _range(matrix: Singles, count: int, seed: int) -> Singles:

@@ -39,6 +39,10 @@ class OpenStore:
     """
 
     def __init__(self, catalog: Catalog) -> None:
+        if not isinstance(catalog, Catalog):
+            raise BadRequest(
+                "a store is opened with Store.open(PATH), and made with Store.init(PATH)"
+            )
         self._opened = catalog
         # Guards what is opened lazily, and the change to closed.
         self._lock = Lock()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from mstore_cli.command import command
@@ -9,6 +11,9 @@ from mstore_cli.errors import FAILURE
 from mstore_cli.merging import Base, Experts, Only, Skip, parse_experts
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore.reports import CompatibilityFinding
 
 COLUMNS = (
     Column("EXPERT", style="yellow"),
@@ -61,11 +66,16 @@ def check_merge(
             screen.line(f"{models} can be merged into {report.base}", style="green")
         else:
             screen.line(f"cannot be merged into {report.base} as they are", style="red")
+        for hint in dict.fromkeys(one.hint for one in report.findings if one.hint):
+            screen.line(f"hint: {hint}")
         if any(one.aspect == "vocabulary" for one in report.findings):
-            screen.command(
-                "one vocabulary for all", "mstore align ... or mstore merge --vocab union"
-            )
+            told = " ".join(f"--expert {name}" for name in report.experts)
+            screen.command("one vocabulary for all", f"mstore align --base {report.base} {told}")
 
-    session.output.emit(report, ids=[one.text for one in report.findings], human=human)
+    session.output.emit(report, ids=[_line(one) for one in report.findings], human=human)
     if not report.mergeable:
         raise typer.Exit(FAILURE)
+
+
+def _line(one: CompatibilityFinding) -> str:
+    return f"{one.severity} {one.expert or 'several'}: {one.text}"

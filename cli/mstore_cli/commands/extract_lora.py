@@ -8,7 +8,6 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.merging import Only, Skip
 from mstore_cli.options import Message, Revision
 from mstore_cli.output import Column, Screen, short
 from mstore_cli.session import Session
@@ -16,6 +15,21 @@ from mstore_cli.sizes import format_seconds, format_size
 
 COLUMNS = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
 _SHOWN = 5
+_LEAST = 0.001
+"""A smaller share is not worth a line."""
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="PATTERN", help="Extract only tensors whose names match. Repeatable."
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip", metavar="PATTERN", help="Leave out tensors whose names match. Repeatable."
+    ),
+]
 
 
 @command(
@@ -81,7 +95,13 @@ def extract_lora(
                 ("time", format_seconds(report.seconds)),
             ]
         )
-        worst = [(one.tensor, f"{one.relative_error:.1%}") for one in report.tensors[:_SHOWN]]
+        for note in report.notes:
+            screen.line(f"note: {note}")
+        worst = [
+            (one.tensor, f"{one.relative_error:.1%}")
+            for one in report.tensors[:_SHOWN]
+            if one.relative_error >= _LEAST
+        ]
         if worst:
             screen.line()
         screen.table(COLUMNS, worst)

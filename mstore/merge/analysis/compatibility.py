@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
+from mstore.adapters.fit import is_any_adapter
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
@@ -23,7 +25,7 @@ from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import EMBEDDINGS, chosen
+from mstore.objects.shapes import EMBEDDINGS, chosen, require_matches
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 from mstore.vocabulary.members import chat_template, rows_of
@@ -44,7 +46,7 @@ _SHAPES: Final = (
 """Keys that say how weights are divided: of equal shapes, other parts mean other things."""
 _RISKY: Final = (
     *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "norm_eps"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "max_position_embeddings", "attention_bias", "logit_scale"),
     *("tie_word_embeddings", "quantization_config"),
 )
@@ -105,6 +107,12 @@ def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
     names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
     found: list[CompatibilityFinding] = []
     models = [base]
+    every = {
+        tensor
+        for one in (request.base, *request.experts)
+        for tensor in catalog.manifest(catalog.snapshot(one.snapshot).manifest_id()).tensors()
+    }
+    require_matches(every, request.only, request.skip)
     for expert in request.experts:
         other = _model(catalog, expert)
         models.append(other)
@@ -144,7 +152,9 @@ def _differences(
     catalog: Catalog, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
     tensors = base.manifest.tensors()
-    if is_adapter(other.manifest.tensors()) and not is_adapter(tensors):
+    has_config = other.manifest.file(ADAPTER_CONFIG) is not None
+    own_tensors = other.manifest.tensors()
+    if is_any_adapter(own_tensors, tensors, has_config) and not is_adapter(tensors):
         try:
             id, own = base.manifest.id(), other.manifest.id()
             Inputs(catalog, id, [own], [other.name])
@@ -224,7 +234,10 @@ def _tensors(
     if types:
         counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(types.items()))
         yield _finding(
-            other, "dtypes", WARNING, f"another type than the base's: {counts}; the result has it"
+            other,
+            "dtypes",
+            WARNING,
+            f"another type than the base's: {counts}; the result has the base's",
         )
 
 
@@ -245,12 +258,19 @@ def _told(names: Sequence[str]) -> str:
 
 
 def _configs(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
-    if not base.config or not other.config:
+    if not (base.config and other.config):
+        without = [one.name for one in (base, other) if not one.config]
+        if len(without) == 1:
+            text = f"{without[0]} has no {CONFIG}: settings are not compared"
+            yield _finding(other, "settings", WARNING, text)
         return
     for key in _KINDS:
         yield from _setting(base, other, key, "architecture", WARNING)
     for key in _SHAPES:
         yield from _setting(base, other, key, "settings", ERROR)
+    ours, theirs = (_rope_theta(one.config) for one in (base, other))
+    if None not in (ours, theirs) and ours != theirs:
+        yield _finding(other, "settings", WARNING, f"rope_theta is {theirs}, not {ours}")
     for key in _RISKY:
         yield from _setting(base, other, key, "settings", WARNING)
 
@@ -272,9 +292,22 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     return None
 
 
+def _rope_theta(config: Mapping[str, Any]) -> Any:
+    """Return the base of rotary embeddings; newer configs have it among others."""
+    own = _value(config, "rope_theta")
+    if own is None:
+        among = _value(config, "rope_parameters")
+        own = among.get("rope_theta") if isinstance(among, dict) else None
+    return own
+
+
 def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
     ours, theirs = base.tokenizer, other.tokenizer
     if ours is None or theirs is None:
+        if ours is not theirs:
+            without = (base if ours is None else other).name
+            text = f"{without} has no {TOKENIZER}: tokens are not compared"
+            yield _finding(other, "tokenizer", WARNING, text)
         return
     found = differences(ours, theirs)
     hint = "align the vocabularies"
