@@ -232,6 +232,11 @@ def parse_experts(text: str) -> list[tuple[str, float]]:
     ]
 
 
+def experts_of(texts: Iterable[str]) -> tuple[tuple[str, float], ...]:
+    """Parse all values of `--expert`.  Raises BadRequest."""
+    return tuple(one for text in texts for one in parse_experts(text))
+
+
 def parse_expert(text: str) -> tuple[str, float]:
     """Parse `REF` or `REF=WEIGHT`.  Raises BadRequest."""
     name, equals, weight = text.partition("=")
@@ -397,7 +402,7 @@ def make_request(
 
     return MergeRequest(
         base=wanted.base or "",
-        experts=tuple(one for text in wanted.experts or () for one in parse_experts(text)),
+        experts=experts_of(wanted.experts or ()),
         method=wanted.method or "",
         parameters=parse_parameters(wanted.parameters or []),
         budget=None if budget is None else Budget(parse_budget(budget)),

@@ -22,7 +22,7 @@ from mstore import fs
 from mstore.adapters.config import CONFIG
 from mstore.adapters.targets import is_adapter
 from mstore.adapters.truncation import Singles, truncated
-from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.checkpoint.small_files import json_bytes
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, ITEMSIZES
@@ -35,15 +35,15 @@ from mstore.objects.shapes import (
     require_same_shapes,
     told_difference,
 )
-from mstore.objects.snapshot import ADD, BASE, EXPERT, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, EXPERT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import Progress, ProgressCallback
-from mstore.store import refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
+from mstore.store.derived import derived
 from mstore.store.rebuilt import new_header
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import Transaction, branch_to_move
 from mstore.view import array_dtype
 
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -139,7 +139,7 @@ def extract(
         where=expert[0],
         hint=told_difference(base[0], expert[0]),
     )
-    config = _config(catalog, base[1])
+    config = config_of(catalog, catalog.manifest(catalog.snapshot(base[1]).manifest_id()))
     if config.get("model_type") in _TRANSPOSED:
         raise Incompatible(
             f"layers of {config['model_type']} lie transposed: extraction does not support them",
@@ -155,31 +155,24 @@ def extract(
     with Transaction(catalog, f"extract {name}") as transaction:
         run = _Run(catalog, transaction, rank, dtype, work, progress)
         manifest = run.manifest(base[0])
-        tip, previous = tip_of(catalog, current)
-        parents = (Parent(BASE, base[1]), Parent(EXPERT, expert[1]))
-        is_there = tip is not None and tip.manifest == manifest.id() and parents[0] in tip.parents
-        if current is not None and is_there:
-            snapshot, is_new = current.snapshot_id(), False
-        else:
-            record = SnapshotRecord(
-                manifest=transaction.put_record(manifest),
-                parents=(*previous, *parents),
-                origin=ADD,
-                plan=None,
-                coverage=None,
-                message=message or f"{expert[0]} less {base[0]}, rank {rank}",
-                time_ns=now_ns(),
-                tool=TOOL,
-            )
-            snapshot, is_new = record.id(), True
-            move = RefMove(name, current, refs.Ref(refs.BRANCH, snapshot), "extract-lora")
+        snapshot, record, move = derived(
+            catalog,
+            transaction,
+            name,
+            current,
+            manifest,
+            (Parent(BASE, base[1]), Parent(EXPERT, expert[1])),
+            message=message or f"{expert[0]} less {base[0]}, rank {rank}",
+            action="extract-lora",
+        )
+        if record is not None and move is not None:
             transaction.commit(snapshots=[record], moves=[move])
         written = transaction.bytes_written
     errors = sorted(run.errors, key=lambda one: -one.relative_error)
     return ExtractReport(
         name=name,
         snapshot=snapshot,
-        new_snapshot=is_new,
+        new_snapshot=record is not None,
         rank=rank,
         products=len(work.products),
         whole=len(work.whole),
@@ -203,11 +196,6 @@ def _notes(work: _Work, *, tied: bool) -> tuple[str, ...]:
             "(before, the output layer is the base's)"
         )
     return tuple(found)
-
-
-def _config(catalog: Catalog, snapshot: SnapshotId) -> dict[str, Any]:
-    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
-    return json_object(catalog.read_small(manifest.file("config.json"), 1 << 20) or b"")
 
 
 _Tensors = Mapping[str, tuple[TensorId, Tensor]]
@@ -337,9 +325,6 @@ class _Run:
                 )
             ),
         ]
-        for record in records:
-            for block in record.block_ids():
-                self._transaction.rely_on_block(block)
         return File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), tuple(parts))
 
     def _config(self, base: str) -> dict[str, object]:
@@ -397,29 +382,24 @@ class _Run:
 
     def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[Singles]:
         """Yield the difference, some blocks at a time."""
-        step = max(1, (_PANEL * 2) // self._catalog.block_size)
-        sides = [self._elements(one, step) for one in (ours, theirs)]
-        held: list[list[Singles]] = [[], []]
-        for one, other in zip(*sides, strict=False):
-            held[0].append(one)
-            held[1].append(other)
-            base, expert = (np.concatenate(side) for side in held)
-            n = min(len(base), len(expert))
-            yield expert[:n] - base[:n]
-            held = [[base[n:]], [expert[n:]]]
-        rest = [[*own, *more] for own, more in zip(held, sides, strict=True)]
-        base, expert = (np.concatenate(side) for side in rest)
-        if len(base):
+        count = math.prod(ours.shape)
+        # Both are powers of two, so a step is whole blocks of either type.
+        step = max(_PANEL, self._catalog.block_size)
+        for start in range(0, count, step):
+            base, expert = (
+                self._elements(one, start, min(step, count - start)) for one in (ours, theirs)
+            )
             yield expert - base
 
     def _delta(self, ours: Tensor, theirs: Tensor) -> Singles:
         return np.concatenate([np.zeros(0, np.float32), *self._panels(ours, theirs)])
 
-    def _elements(self, record: Tensor, step: int) -> Iterator[Singles]:
-        blocks = list(record.block_ids())
-        for start in range(0, len(blocks), step):
-            data = self._catalog.read_blocks(blocks[start : start + step])
-            yield singles(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+    def _elements(self, record: Tensor, start: int, count: int) -> Singles:
+        """Return elements from `start`, the first one of a block."""
+        each = self._catalog.block_size // ITEMSIZES[record.dtype]
+        numbers = range(start // each, -(-(start + count) // each))
+        data = self._catalog.read_blocks([record.block(number) for number in numbers])
+        return singles(data, record.dtype, count)
 
     def _put(self, name: str, factor: npt.NDArray[Any]) -> Tensor:
         data = np.ascontiguousarray(factor).astype(array_dtype(self._dtype))

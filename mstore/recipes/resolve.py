@@ -599,14 +599,12 @@ class _Resolver:
         told = None if template is None else template.text
         if asked is None:
             return None if told is None else Vocabulary(source=BASE, chat_template=told)
-        taking = {self._base.text: BASE}
-        taking |= {one.text: self._models[one.text] for one in self._experts if not one.adapter()}
+        taking = {one.text: self._models[one.text] for one in self._experts if not one.adapter()}
         taking[self._base.text] = BASE
-        source = asked.source.text
         for one in (asked.model, *(token.model for token in asked.tokens)):
             if one is not None and one.text not in taking:
                 self._refuse(f"{one} is not one of the models that are merged", one.line)
-        source = taking.get(source, source) if asked.model is not None else source
+        source = asked.source.text if asked.model is None else taking[asked.model.text]
         return Vocabulary(
             source=source,
             tokens={

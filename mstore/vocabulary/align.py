@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Final
 
 from mstore.adapters.targets import is_adapter
@@ -20,16 +19,16 @@ from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadName, BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
-from mstore.objects.snapshot import ADD, BASE, Parent, SnapshotRecord
+from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Revision, Vocabulary
 from mstore.store import refs
-from mstore.store.catalog import Catalog, now_ns
+from mstore.store.catalog import Catalog
+from mstore.store.derived import derived
 from mstore.store.rebuilt import header_of, index_of, shards_of
-from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_of
-from mstore.version import TOOL
+from mstore.store.transaction import RefMove, Transaction, branch_to_move
 from mstore.vocabulary.embeddings import Embeddings
 from mstore.vocabulary.members import Member, member
 from mstore.vocabulary.papers import (
@@ -211,16 +210,13 @@ class _Models:
 
     def _branches(self) -> list[str]:
         """Return a branch for each member that changes, named after it."""
-        used: set[str] = set()
-        found = []
+        found: list[str] = []
         for one in self._members:
-            own = _branch(one.name)
-            name = next(
-                name
-                for number in count(1)
-                if (name := own if number == 1 else f"{own}-{number}") not in used
-            )
-            used.add(name)
+            own = name = _branch(one.name)
+            number = 1
+            while name in found:
+                number += 1
+                name = f"{own}-{number}"
             found.append(name)
         return found
 
@@ -232,27 +228,19 @@ class _Models:
         manifest = self._manifest(one, tensors)
         if manifest == one.manifest:
             return model, None, None
-        current = branch_to_move(self._catalog, branch)
-        tip, previous = tip_of(self._catalog, current)
-        parent = Parent(BASE, one.snapshot)
-        is_there = tip is not None and tip.manifest == manifest.id() and parent in tip.parents
-        if current is not None and is_there:
-            return replace(model, ref=branch, snapshot=current.snapshot_id()), None, None
-        self._transaction.rely_on_manifest(manifest)
-        message = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
-        record = SnapshotRecord(
-            manifest=self._transaction.put_record(manifest),
-            parents=(*previous, parent),
-            origin=ADD,
-            plan=None,
-            coverage=None,
-            message=message,
-            time_ns=now_ns(),
-            tool=TOOL,
+        told = f"{one.name} with {len(self._target.ids)} tokens, {self._target.told}"
+        id, record, move = derived(
+            self._catalog,
+            self._transaction,
+            branch,
+            branch_to_move(self._catalog, branch),
+            manifest,
+            (Parent(BASE, one.snapshot),),
+            message=told,
+            action=f"align: {told}",
         )
-        new = refs.Ref(refs.BRANCH, record.id())
-        move = RefMove(branch, current, new, f"align: {message}")
-        return replace(model, ref=branch, snapshot=record.id(), new_snapshot=True), record, move
+        model = replace(model, ref=branch, snapshot=id, new_snapshot=record is not None)
+        return model, record, move
 
     def _manifest(self, one: Member, tensors: Mapping[str, Tensor]) -> Manifest:
         ids = self._transaction.put_records(list(tensors.values()))

@@ -8,7 +8,7 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
-from mstore_cli.merging import Base, Experts, parse_experts
+from mstore_cli.merging import Base, Experts, experts_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_size
@@ -63,7 +63,7 @@ def align(
     """
     from mstore import MergeRequest, Vocabulary
 
-    experts = tuple(one for text in expert for one in parse_experts(text))
+    experts = experts_of(expert)
     request = MergeRequest(base=base, experts=experts, method="linear")
     vocabulary = Vocabulary(source=vocab, pad_to=pad_to, keep_padding=not drop_padding)
     with session.open() as store, session.progress() as tick:

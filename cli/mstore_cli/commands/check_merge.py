@@ -8,7 +8,7 @@ import typer
 
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE
-from mstore_cli.merging import Base, Experts, Only, Skip, parse_experts
+from mstore_cli.merging import Base, Experts, Only, Skip, experts_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -42,7 +42,7 @@ def check_merge(
     """
     from mstore import MergeRequest
 
-    experts = tuple(one for text in expert for one in parse_experts(text))
+    experts = experts_of(expert)
     request = MergeRequest(
         base=base,
         experts=experts,

@@ -103,19 +103,12 @@ class _Model:
 def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
     """Compare the experts of a request with its base; see `Store.check_merge`."""
     began = time.monotonic()
-    base = _model(catalog, request.base)
+    base, *others = models = [_model(catalog, one) for one in (request.base, *request.experts)]
+    every = {tensor for one in models for tensor in one.manifest.tensors()}
+    require_matches(every, request.only, request.skip)
     names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
     found: list[CompatibilityFinding] = []
-    models = [base]
-    every = {
-        tensor
-        for one in (request.base, *request.experts)
-        for tensor in catalog.manifest(catalog.snapshot(one.snapshot).manifest_id()).tensors()
-    }
-    require_matches(every, request.only, request.skip)
-    for expert in request.experts:
-        other = _model(catalog, expert)
-        models.append(other)
+    for other in others:
         found += sorted(
             _differences(catalog, base, other, request), key=lambda one: one.severity != ERROR
         )
