@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -74,12 +75,12 @@ class Progress:
     def __init__(self) -> None:
         self._over = sys.stdout.isatty()
         self._name = ""
-        self._began = self._told = 0.0
+        self._began, self._told = 0.0, -math.inf
 
     def __call__(self, name: str, step: int, steps: int) -> None:
         now = time.monotonic()
         if name != self._name:
-            self._name, self._began, self._told = name, now, 0.0
+            self._name, self._began, self._told = name, now, -math.inf
         if now - self._told < (0.2 if self._over else self.SECONDS) and step < steps:
             return
         self._told = now
