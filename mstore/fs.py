@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mstore.errors import Conflict, Incompatible, StorageFailed
 from mstore.ids import Buffer
@@ -902,6 +902,10 @@ def _user(number: int) -> str:
         return f"#{number}"
 
 
+_ASKED: Final = 10
+"""How often a path is asked for that is replaced each time."""
+
+
 def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
     """Return the first path that this user may not write, with the errno; else None.
 
@@ -909,16 +913,38 @@ def _unwritable(paths: Sequence[Path]) -> tuple[Path, int] | None:
     has locked would release its locks.
     """
     for path in paths:
-        there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-        wanted = os.R_OK | os.W_OK | (os.X_OK if there.is_dir() else 0)
-        with suppress(OSError):
-            # Also needed where the kernel only checks real ids: the C library then ignores the
-            # filesystem.
-            if os.statvfs(there).f_flag & os.ST_RDONLY:
-                return there, errno.EROFS
-        if not os.access(there, wanted, effective_ids=True):
-            return there, errno.EACCES
+        code = None
+        for _ in range(_ASKED):
+            there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+            asked = _identity(there)
+            code = _refused(there)
+            if code is None:
+                break
+            # Else another process has moved it away or replaced it while we asked.
+            if asked is not None and _identity(there) == asked:
+                return there, code
+        if code is not None:
+            return there, code
     return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _refused(path: Path) -> int | None:
+    """Return the errno with which writing a path would be refused; None if it would not be."""
+    wanted = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    with suppress(OSError):
+        # Also needed where the kernel only checks real ids: the C library then ignores the
+        # filesystem.
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return errno.EROFS
+    return None if os.access(path, wanted, effective_ids=True) else errno.EACCES
 
 
 NETWORK_FILESYSTEMS = frozenset(

@@ -409,3 +409,27 @@ def test_require_empty(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "file", tmp_path / "link"):
         with pytest.raises(Conflict):
             fs.require_empty(path)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_is_moved_away_while_asking_may_be_written(
+    back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that another process moves away, or replaces, between two looks is not one that
+    this user may not write."""
+    table = tmp_path / "table"
+    table.mkdir()
+    ask = os.access
+
+    def asked(path: Path, mode: int, *, effective_ids: bool) -> bool:
+        if path == table and not (tmp_path / "aside").exists():
+            table.rename(tmp_path / "aside")
+            found = ask(path, mode, effective_ids=effective_ids)
+            if back:
+                table.mkdir()
+            return found
+        return ask(path, mode, effective_ids=effective_ids)
+
+    monkeypatch.setattr(os, "access", asked)
+    assert fs.may_write(table)
+    assert (tmp_path / "aside").exists()

@@ -210,6 +210,20 @@ def test_what_is_relied_on_must_still_be_there(catalog: Catalog) -> None:
     assert left_over(catalog) == []
 
 
+def test_a_tensor_that_goes_before_its_manifest_comes_is_a_conflict(catalog: Catalog) -> None:
+    """A record that was counted as present and is collected before the manifest is relied on is a
+    Conflict, too: the command can be run again."""
+    publish(catalog, b"contents", "name")
+    tensor = TensorId(_only_part(catalog).tensor)
+    with Transaction(catalog, "test") as transaction:
+        manifest = put_file(transaction, b"contents")
+        with catalog.index.env.write() as rows:
+            rows.delete(bytes([Kind.TENSOR]) + tensor, db=catalog.index.db("records"))
+        with pytest.raises(Conflict, match="collected") as conflict:
+            transaction.rely_on_manifest(manifest)
+    assert conflict.value.hint == "run the command again"
+
+
 def _only_part(catalog: Catalog) -> Part:
     (snapshot,) = catalog.snapshot_ids()
     return catalog.manifest(catalog.snapshot(snapshot).manifest_id()).files[0].parts[0]

@@ -55,7 +55,8 @@ def acquire(path: Path, databases: tuple[str, ...], what: str, tell: Tell) -> En
             # directories.
             env.release()
         except (StorageFailed, FileNotFoundError):
-            if _inode(path) == found:
+            # Where there was none, another process had just moved it away.
+            if found is not None and _inode(path) == found:
                 raise
         except Corrupt as error:
             # LMDB may reject a file that passes our page checks: believe it the second time.

@@ -26,7 +26,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location_rows import Key
 from mstore.blocks.packs import NO_BASE, Kind, PackWriter, SealedPack
 from mstore.checkpoint.partition import in_blocks, partition
-from mstore.errors import BadRequest, Conflict, Interrupted
+from mstore.errors import BadRequest, Conflict, Interrupted, NotFound
 from mstore.ids import BlockId, Id, TensorId
 from mstore.objects.canonical import Record
 from mstore.objects.limits import DEFAULT_LIMITS
@@ -230,6 +230,7 @@ class Transaction:
         """Require all blocks and tensor records of a manifest to be stored, or to be part of this.
 
         For a virtual tensor that is its record; `rely_on_inputs` covers what it is computed from.
+        Raises NotFound for a tensor that is neither, Conflict if it was stored and is no longer.
         """
         for file in manifest.files:
             for part in file.parts:
@@ -239,7 +240,12 @@ class Transaction:
                     continue
                 if (Kind.VIRTUAL, id) in self._own_records:
                     continue
-                content = self._catalog.content(id)
+                try:
+                    content = self._catalog.content(id)
+                except NotFound:
+                    if not self._relied_records.isdisjoint({(Kind.TENSOR, id), (Kind.VIRTUAL, id)}):
+                        _require_unmoved([id])
+                    raise
                 self._relied_records.add((type(content).kind, id))
                 if isinstance(content, Tensor):
                     self._rely_on_blocks(content)

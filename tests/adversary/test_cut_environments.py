@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 from apart import commands, damaged, program
 from small_models import BLOCK, small_model
 
-from mstore import MergeRequest
+from mstore import MergeRequest, fs
 from mstore.api import Store
 from mstore.blocks import lmdb_check
 from mstore.blocks.lmdb_env import Environment
 from mstore.blocks.lmdb_pages import PAGE, LmdbFile
 from mstore.errors import Corrupt
+from mstore.ids import TensorId
+from mstore.stats.store import StatsStore
 
 MERGE = ("merge", "--base", "base", "--expert", "one", "--expert", "two", "--method", "ties")
 MERGE = (*MERGE, "--param", "density=0.4", "--name")
@@ -165,6 +169,30 @@ print([stats.squares(bytes([number]) * 32) for number in range(4)])
         "[1.0, 1.0, 1.0, 1.0]",
     ]
     assert len(list(store.glob("stats.damaged-*"))) == 1
+
+
+def test_what_is_moved_away_before_it_is_opened_is_made_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose directory another one moves away between two steps makes a new one."""
+    make, made = fs.make_directory, []
+
+    def moved(path: Path, **options: Any) -> bool:
+        found = make(path, **options)
+        if not made:
+            made.append(path.rename(path.with_name("aside")))
+        return found
+
+    monkeypatch.setattr(fs, "make_directory", moved)
+    notes: list[str] = []
+    stats = StatsStore(store / "stats", notes.append)
+    stats.put_squares(TensorId(bytes(32)), 2.0)
+    stats.flush()
+    stats.close()
+    assert made
+    assert not notes
+    with contextlib.closing(StatsStore(store / "stats")) as stats:
+        assert stats.squares(TensorId(bytes(32))) == 2.0
 
 
 # -- the stamp of large files ------------------------------------------------------------------
