@@ -1,11 +1,12 @@
 """Estimates of the error of merges under a budget, against the error that was measured.
 
-    python bench/estimates.py WORK [--quick]
+    python bench/estimates.py WORK [--quick] [--method NAME]...
 
 Writes and prints bench/results/estimates.json; `report.py` then writes the table of
 docs/merge-methods.md.  WORK/family4 is trained by examples/family.py if it is not there (a minute
 with --quick; kept for the next run), WORK needs 1 GB.  Nothing is timed, and everything is a
-function of the families, so each merge is made once.
+function of the families, so each merge is made once; --method measures these methods only, and
+keeps what is known of the others.
 
 Families of random numbers, three experts of half a million elements:
 
@@ -31,7 +32,7 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("ram", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
     *(("ramplus_tl", {"epsilon": epsilon}) for epsilon in (1e-5, 1e-3)),
     *(("sce", {"select_topk": share}) for share in (1.0, 0.5, 0.1)),
+    *(("consensus", {"tall_mask_lambda": ratio}) for ratio in (0.2, 1.0)),
+    ("consensus", {"k": 1}),
+    ("arcee_fusion", {}),
+    *(("safe", {"threshold": 0.5, "alpha": alpha}) for alpha in (0.0, 0.5)),
 )
 UNWEIGHTED = {name for name, method in METHODS.items() if not method.weighted}
 Array = np.ndarray[Any, Any]
@@ -203,11 +208,17 @@ def set_up(work: Path, family: str, trained: Path) -> tuple[mstore.Store, list[s
     return store, list(directories)
 
 
-def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
-    """Each request at each share."""
+def compare(
+    store: mstore.Store, experts: Sequence[str], wanted: Container[str], known: Sequence[Figures]
+) -> list[Figures]:
+    """Each request at each share; known: what is taken of methods that are not wanted."""
     found = []
     for (method, parameters), (kind, weights) in itertools.product(REQUESTS, WEIGHTS.items()):
         if method in UNWEIGHTED and kind != "equal":
+            continue
+        if method not in wanted:
+            asked = {"method": method, "parameters": parameters, "weights": kind}
+            found += [one for one in known if asked.items() <= one.items()]
             continue
         count = METHODS[method].experts
         report = store.sweep(
@@ -227,7 +238,8 @@ def compare(store: mstore.Store, experts: Sequence[str]) -> list[Figures]:
                 "parameters": parameters,
                 "weights": kind,
                 "ratios": [round(m / e, 4) for e, m in pairs if e and m is not None],
-                "looked": report.analyze_bytes_read / report.full_expert_bytes,
+                # Of steps of one size none is important.
+                "looked": report.analyze_bytes_read / (report.full_expert_bytes or 1),
             }
         )
     return found
@@ -246,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("work", type=Path)
     parser.add_argument("--quick", action="store_true", help="train a model of 1 M parameters")
+    parser.add_argument("--method", action="append", choices=METHODS, help="only this one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     trained = arguments.work / ("family4quick" if arguments.quick else "family4")
@@ -254,11 +267,15 @@ def main() -> None:
 
         shutil.rmtree(trained, ignore_errors=True)
         train_family(trained, size=QUICK if arguments.quick else FULL, experts=4)
+    known: Figures = {}
+    if arguments.method:
+        known = json.loads((arguments.results / "estimates.json").read_text())
     results: Figures = {"machine": machine(), "quick": arguments.quick, "block_size": BLOCK_SIZE}
     for family in (*FAMILIES, TRAINED):
         store, experts = set_up(arguments.work, family, trained)
         with store:
-            found = compare(store, experts)
+            own = known.get(family, {}).get("merges", [])
+            found = compare(store, experts, arguments.method or METHODS, own)
         results[family] = {"merges": found}
         print(family, summary(found), max(one["looked"] for one in found), flush=True)
     shutil.rmtree(arguments.work / "estimates")

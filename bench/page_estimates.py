@@ -9,6 +9,7 @@ from typing import Any
 
 from tables import Told, table
 
+from mstore.merge.methods.method import Select
 from mstore.merge.methods.registry import METHODS
 
 BEGIN = "<!-- made by bench/report.py from bench/results/estimates.json -->\n"
@@ -60,10 +61,15 @@ def placed(page: str, told: Told) -> str:
 def extremes(told: Told) -> tuple[float, float]:
     """The smallest and the largest ratio of families that are not made to cancel.
 
-    Of the methods that have no bound: of the others the bound is what counts.
+    Of the methods that have no bound: of the others the bound is what counts.  Without those of
+    which no norm tells how much they select: plans have a note of their own for them.
     """
     found = ratios_of(told, lambda family: family != CANCELLING)
-    unbounded = {f"`{name}`" for name, method in METHODS.items() if not method.is_additive}
+    unbounded = {
+        f"`{name}`"
+        for name, method in METHODS.items()
+        if not method.is_additive and method.select is not Select.AGREED
+    }
     ratios = [own for ((method, _, _), _), own in found.items() if method in unbounded]
     every = list(itertools.chain.from_iterable(ratios))
     return min(every), max(every)

@@ -16,6 +16,7 @@ _PARAMETERS = {
     "della": ("density", "epsilon", "normalize", "lambda", "rescale"),
     "della_linear": ("density", "epsilon", "normalize", "lambda", "rescale"),
     "breadcrumbs_ties": ("density", "gamma", "normalize", "lambda"),
+    "arcee_fusion": (),
     "karcher": ("max_iter", "tol"),
     "model_stock": (),
     "multislerp": ("around_base", "normalize_weights"),
@@ -28,7 +29,16 @@ _PARAMETERS = {
     "slerp": ("t",),
 }
 _UNWEIGHTED = {
-    *("karcher", "model_stock", "nearswap", "passthrough", "ram", "ramplus_tl", "sce"),
+    *(
+        "arcee_fusion",
+        "karcher",
+        "model_stock",
+        "nearswap",
+        "passthrough",
+        "ram",
+        "ramplus_tl",
+        "sce",
+    ),
     "slerp",
 }
 _RENAMED = {"least": "epsilon"}

@@ -7,6 +7,7 @@ Philox4x32-10 over the whole tensor.  Slow and plain on purpose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "breadcrumbs_ties": {"density": 1.0, "gamma": 0.01, "lambda": 1.0, "normalize": False},
     "passthrough": {"scale": 1.0},
     "nearswap": {},
+    "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
+    "arcee_fusion": {},
     "ram": {"epsilon": 1e-5},
     "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
@@ -72,7 +75,7 @@ def merge(
     """
     parameters = DEFAULTS[method] | given
     shape, base = base.shape, base.ravel()
-    row = shape[-1] if len(shape) > 1 else base.size
+    row = row_length(shape)
     experts = [expert.ravel() for expert in experts]
     if absent is None:
         absent = [np.zeros(base.size, dtype=bool)] * len(experts)
@@ -91,12 +94,25 @@ def merge(
         elif method == "sce":
             mixed = fused_by_energy(parameters["select_topk"], base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
+        elif method == "consensus":
+            mixed = needed_by_several(parameters, weights, base, experts, absent)
+            mixed, keep = single(base) + mixed, mixed == 0
+        elif method == "arcee_fusion":
+            d, least = delta(base, experts[0]), least_importance(base, experts[0], row)
+            kept = (importance(base, experts[0], row) >= least) & ~absent[0]
+            mixed = np.where(kept, d, np.float32(0))
+            mixed, keep = single(base) + mixed, mixed == 0
         elif method in ("ram", "ramplus_tl"):
             mixed = averaged(parameters, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """The elements of a row: of the last dimension, or all of a tensor with one."""
+    return shape[-1] if len(shape) > 1 else math.prod(shape)
 
 
 def mixture(
@@ -214,6 +230,68 @@ def fused_by_energy(
         np.add(divisor, weight, out=divisor, where=agrees)
     found: Single = mixed / np.maximum(divisor, np.float32(1e-6))
     return found
+
+
+def needs(parameters: dict[str, Any], weights: Sequence[float], deltas: Sequence[Single]) -> Mask:
+    """Which elements at least k experts move further than the others' sum."""
+    moved = [d * np.float32(weight) for d, weight in zip(deltas, weights, strict=True)]
+    total = moved[0]
+    for one in moved[1:]:
+        total = total + one
+    votes = np.zeros(total.size, dtype=int)
+    for k, one in enumerate(moved):
+        ratio = np.float32(each(parameters, "tall_mask_lambda", k))
+        votes[np.abs(one) > ratio * np.abs(total - one)] += 1
+    found: Mask = votes >= parameters["k"]
+    return found
+
+
+def needed_by_several(
+    parameters: dict[str, Any],
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> Single:
+    """lambda times the sum of the weighted deltas, where enough experts need the element."""
+    deltas = [
+        np.where(gone, np.float32(0), delta(base, expert))
+        for expert, gone in zip(experts, absent, strict=True)
+    ]
+    kept = needs(parameters, weights, deltas)
+    total = np.zeros(base.size, dtype=np.float32)
+    for d, weight in zip(deltas, weights, strict=True):
+        total = total + np.where(kept, d * np.float32(weight), np.float32(0))
+    if parameters["lambda"] != 1:
+        total = total * np.float32(parameters["lambda"])
+    return total
+
+
+def divergence(base: Array, expert: Array, row: int) -> npt.NDArray[np.longdouble]:
+    """The Kullback-Leibler divergence of each row's softmax, 1e-8 added to each share."""
+
+    def shares(side: Array) -> npt.NDArray[np.longdouble]:
+        values = single(side).astype(np.longdouble).reshape(-1, row)
+        values = np.exp(values - values.max(axis=1, keepdims=True))
+        return values / values.sum(axis=1, keepdims=True) + np.longdouble(1e-8)
+
+    p, q = shares(expert), shares(base)
+    found: npt.NDArray[np.longdouble] = (p * np.log(p / q)).sum(axis=1)
+    return found
+
+
+def importance(base: Array, expert: Array, row: int) -> Single:
+    """|d| times the divergence of its row, in float32."""
+    of_rows = np.maximum(divergence(base, expert, row), 0).astype(np.float32)
+    found: Single = np.abs(delta(base, expert)) * np.repeat(of_rows, row)
+    return found
+
+
+def least_importance(base: Array, expert: Array, row: int) -> np.float32:
+    """The median and one and a half interquartile ranges."""
+    found = np.sort(importance(base, expert, row))
+    first, median, third = (found[(found.size - 1) * k // 4] for k in (1, 2, 3))
+    return np.float32(median + np.float32(1.5) * (third - first))
 
 
 def averaged(

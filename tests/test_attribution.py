@@ -52,6 +52,9 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lone": ("ramplus_tl", {"epsilon": 0.1, "r": 0.5, "alpha": 0.3}, {}),
     "fused": ("sce", {}, {"budget": 0.6}),
     "selects": ("sce", {"select_topk": 0.3}, {}),
+    "needed": ("consensus", {"tall_mask_lambda": 0.3, "lambda": 0.8}, {"budget": 0.6}),
+    "important": ("arcee_fusion", {}, {}),
+    "safe": ("safe", {"threshold": 0.02, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
     "deltas": ("multislerp", {}, {"budget": 0.6}),
     "wholes": ("multislerp", {"around_base": False}, {}),
@@ -63,8 +66,10 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(way: str) -> dict[str, float]:
     """The experts that are merged, with their weights."""
-    if WAYS[way][0] in ("slerp", "passthrough", "nearswap"):
+    if WAYS[way][0] in ("slerp", "passthrough", "nearswap", "arcee_fusion"):
         return {"e1": 1.0}
+    if WAYS[way][0] == "safe":
+        return {"e0": 1.0, "e2": 1.0}
     if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
     return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
@@ -82,6 +87,7 @@ def contributions(
     absent: Sequence[Array],
     thresholds: Sequence[tuple[float, int]],
     tensor: str,
+    row: int,
     factor: float = 0.0,
 ) -> tuple[Double, list[Double]]:
     """The base's own contribution and each expert's, from the definitions.
@@ -98,6 +104,21 @@ def contributions(
         moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
         still = absent[0] | (reference.delta(base, experts[0]) == 0)
         return np.zeros(b.size), [np.where(still, 0.0, moved - b)]
+    if method in ("consensus", "arcee_fusion"):
+        deltas = [
+            np.where(gone, np.float32(0), reference.delta(base, expert))
+            for expert, gone in zip(experts, absent, strict=True)
+        ]
+        if method == "consensus":
+            own = reference.DEFAULTS[method] | given
+            keep = reference.needs(own, weights, deltas)
+        else:
+            keep = reference.importance(base, experts[0], row) >= thresholds[0][0]
+        scale = float(np.float32(given.get("lambda", 1.0)))
+        return np.zeros(b.size), [
+            np.where(keep, d.astype(np.float64), 0.0) * float(weight) * scale
+            for d, weight in zip(deltas, w, strict=True)
+        ]
     if method == "sce":
         deltas = [
             np.where(gone, np.float32(0), reference.delta(base, expert))
@@ -130,7 +151,7 @@ def contributions(
             np.where(own, d.astype(np.float64) * np.where(many == 1, float(weight), 1 / many), 0.0)
             for d, own, weight in zip(deltas, kept, w, strict=True)
         ]
-    if method in ("slerp", "karcher", "passthrough") or "around_base" in given:
+    if method in ("slerp", "karcher", "passthrough", "safe") or "around_base" in given:
         gaps = [reference.single(expert).astype(np.float64) - b for expert in experts]
         return (math.fsum([factor, *map(float, w)]) - 1) * b, [
             np.where(gone, 0.0, gap) * float(weight)
@@ -249,6 +270,7 @@ def test_shares_are_those_of_the_definition(
             [_absent(states, planned.chunk_elements, base.size) for states in planned.states],
             [(limit.value, limit.quota) for limit in planned.thresholds],
             planned.name,
+            reference.row_length(family.base[planned.name].shape),
             0.0 if mixture is None else mixture.base,
         )
         m = own + sum(parts)

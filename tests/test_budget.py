@@ -42,9 +42,12 @@ ADDITIVE = {
     "karcher": ({}, (1.0, 1.0, 1.0)),
     "passthrough": ({"scale": 1.25}, (1.0,)),
     "nearswap": ({"t": 0.02}, (1.0,)),
+    "arcee_fusion": ({}, (1.0,)),
+    "safe": ({"threshold": 0.0, "alpha": 0.25}, (1.0, 1.0)),
 }
 CONSENSUS = {
     "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),
+    "consensus": ({"tall_mask_lambda": 0.2}, (1.0, 0.5, 0.75)),
     "ram": ({"epsilon": 0.01}, (1.0, 1.0, 1.0)),
     "ramplus_tl": ({"epsilon": 0.01, "r": 0.5, "alpha": 1.0}, (1.0, 1.0, 1.0)),
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),

@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "breadcrumbs_ties": {"density": 0.4, "gamma": 0.05},
     "ram": {"epsilon": 0.2},
     "sce": {"select_topk": 0.4},
+    "consensus": {"k": 1, "tall_mask_lambda": 0.4},
 }
 
 

@@ -49,6 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "model_stock": {},
     "ramplus_tl": {"epsilon": 0.2},
     "sce": {"select_topk": 0.3},
+    "consensus": {"tall_mask_lambda": 0.4},
     "karcher": {},
 }
 SMALL = 3 * BLOCK

@@ -47,6 +47,8 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("multislerp", {"around_base": True, "normalize_weights": True, "eps": 1e-8}),
         ("nuslerp", {"around_base": True}),
         ("passthrough", {"scale": 1.0}),
+        ("arcee_fusion", {}),
+        ("consensus", {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0}),
         ("ram", {"epsilon": 1e-5}),
         ("sce", {"select_topk": 1.0}),
         ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),
@@ -219,15 +221,18 @@ def test_coefficients_bound_what_omission_changes() -> None:
     assert change == pytest.approx(c[1] * np.linalg.norm(second - base), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce"])
-def test_consensus_has_no_coefficients(method: str) -> None:
-    """A method that elects signs, or divides by who moves an element, has no certified bound."""
+@pytest.mark.parametrize(
+    "method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce", "consensus"]
+)
+def test_what_others_decide_has_no_coefficients(method: str) -> None:
+    """A method that elects signs, counts needs or divides by who moves an element has no certified
+    bound."""
     with pytest.raises(BadRequest, match="no bound"):
-        coefficients(operation(method, {}, [1.0]))
+        coefficients(operation(method, {}, [1.0, 1.0]))
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap")]
+    "method", [name for name in METHODS if name not in ("slerp", "karcher", "nearswap", "safe")]
 )
 def test_untouched_chunks_are_the_base(method: str) -> None:
     """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear

@@ -373,7 +373,7 @@ parameters: {{{parameters}}}
         ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "different models"),
         ({"more": "  base_model: math\n- sources:\n  - {model: base, layer_range: [0, 4]}\n  "
                   "- {model: math, layer_range: [0, 4]}"}, 4, "different base models"),
-        ({"method": "arcee_fusion"}, 1, "unknown method 'arcee_fusion'"),
+        ({"method": "arcee_fission"}, 1, "unknown method 'arcee_fission'"),
         ({"method": "fisher"}, 1, "unknown method"),
         ({"parameters": "s: 1"}, 8, "no parameter 's'"),
         ({"parameters": ""}, 1, "needs the t"),

@@ -102,6 +102,19 @@ BY_OPTIONS = {
     "sce": MergeRequest(
         base="base", experts=["math", "code"], method="sce", parameters={"select_topk": 0.25}
     ),
+    "consensus": MergeRequest(
+        base="base",
+        experts={"code": 1.0, "math": 0.5},
+        method="consensus",
+        parameters={"k": 1, "tall_mask_lambda": (0.25, 0.5)},
+    ),
+    "arcee_fusion": MergeRequest(base="base", experts=["code"], method="arcee_fusion"),
+    "safe": MergeRequest(
+        base="base",
+        experts=["code", "math"],
+        method="safe",
+        parameters={"threshold": 0.25, "alpha": 0.5},
+    ),
     "nearswap": MergeRequest(
         base="base", experts=["code"], method="nearswap", parameters={"t": 0.001}
     ),

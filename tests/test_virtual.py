@@ -55,8 +55,20 @@ METHODS: dict[str, dict[str, Any]] = {
         "budget": 0.6,
     },
     "ramplus_tl": {"method": "ramplus_tl", "experts": ["e0", "e1", "e2"]},
+    "consensus on a budget": {
+        "method": "consensus",
+        "parameters": {"tall_mask_lambda": 0.3},
+        "experts": ["e0", "e1", "e2"],
+        "budget": 0.6,
+    },
+    "arcee_fusion": {"method": "arcee_fusion", "experts": ["e1"], "budget": 0.7},
     "nearswap": {"method": "nearswap", "parameters": {"t": 0.02}, "experts": ["e1"]},
     "model_stock": {"method": "model_stock", "experts": ["e0", "e1", "e2"]},
+    "safe": {
+        "method": "safe",
+        "parameters": {"threshold": 0.02, "alpha": 0.5},
+        "experts": ["e0", "e2"],
+    },
     "multislerp on a budget": {"method": "multislerp", "budget": 0.5},
     "karcher": {"method": "karcher", "experts": ["e0", "e1", "e2"], "dtype": "float32"},
     "nuslerp": {

@@ -18,7 +18,7 @@ import numpy as np
 
 from mstore.errors import BadRequest
 from mstore.objects.plan import Plan, PlanOperation
-from mstore.recipes.resolve import DTYPES, PER_MODEL, WEIGHT, KnownMethod
+from mstore.recipes.resolve import DTYPES, WEIGHT, KnownMethod
 from mstore.recipes.setting import Condition, Given, Setting
 
 _ARITHMETIC: Final = "float32"
@@ -146,7 +146,8 @@ class _Writer:
         return [
             name
             for name, _ in self._plan.parameters
-            if name in PER_MODEL and any(len(set(_each(one, name))) > 1 for one in self._operations)
+            if self._method.parameters[name].each
+            and any(len(set(_each(one, name))) > 1 for one in self._operations)
         ]
 
     def _told(self, name: str, value: _Value) -> tuple[str, Given, _Differing]:

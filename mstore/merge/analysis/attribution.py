@@ -30,8 +30,9 @@ import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import pack
 from mstore.merge.arithmetic.tiles import LANES, TILE, address
-from mstore.merge.running.compute import chunk_of, masks_of
+from mstore.merge.running.compute import chunk_of
 from mstore.merge.running.loading import Loaded
+from mstore.merge.running.selecting import masks_of
 from mstore.numeric.code_cache import Pass
 
 _HERE: Final = Path(__file__)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, AVERAGED, CONSENSUS, DIRECT, FUSED, NEAR
 from mstore.merge.methods.method import Operation
+
+_NEEDED: Final = 3
+_IMPORTANT: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,10 +23,12 @@ class Mix:
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
     (`has_base`); `factors` is float32[2]: fixed divisor, lambda (NEAR: its reach); `flags` is
     int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
-    or by variance, 2: by rank).
+    or by variance, 2: by rank, 3: by what experts need, 4: by importance).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
-    `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`).
+    `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`), `needed`
+    the ratio of each expert, and how many must need an element, if masks follow from that
+    (`agreement`).
     """
 
     weights: npt.NDArray[np.float32]
@@ -32,6 +38,7 @@ class Mix:
     mask_limits: tuple[int, ...]
     has_base: bool = False
     ranked: tuple[tuple[float, float], ...] = ()
+    needed: tuple[tuple[float, int], ...] = ()
 
     @classmethod
     def of(cls, operation: Operation) -> Mix:
@@ -50,6 +57,7 @@ class Mix:
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band + operation.is_above
         random = operation.is_drawn + operation.is_ranked + operation.is_varied
+        random += _NEEDED * operation.is_agreed + _IMPORTANT * operation.is_important
         flags = (kind, keeps, cuts, random)
         has_base = operation.is_whole and operation.mixture is not None
         both = zip(operation.densities, operation.epsilons, strict=True)
@@ -62,7 +70,15 @@ class Mix:
             mask_limits=(2**32,) * has_base + operation.mask_limits,
             has_base=has_base,
             ranked=tuple(both) if operation.is_ranked else (),
+            needed=tuple((ratio, operation.least_needed) for ratio in operation.need_ratios)
+            if operation.is_agreed
+            else (),
         )
+
+    @property
+    def is_important(self) -> bool:
+        """Whether masks follow from importance (`importance`)."""
+        return bool(self.flags[3] == _IMPORTANT)
 
     @property
     def experts(self) -> int:
@@ -93,7 +109,9 @@ class Mix:
 
     def own(self) -> list[bytes]:
         """Return canonical bytes of what each expert has of its own, nothing if all are alike."""
-        chances = [struct.pack("<2d", *one) for one in self.ranked] or [b""] * self.experts
+        chances = [struct.pack("<2d", *one) for one in self.ranked]
+        chances = chances or [struct.pack("<dq", *one) for one in self.needed]
+        chances = chances or [b""] * self.experts
         if self._alike:
             return chances
         rescales, limits = self.rescales[self.has_base :], self.mask_limits[self.has_base :]

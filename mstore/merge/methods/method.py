@@ -20,7 +20,11 @@ expert, combines what it selected, and finishes:
               ABOVE     d_k if |d_k| > epsilon
               VARIED    d_k if the variance of all d_k of the element, at least one of which is not
                         0, is among the int(select_topk * n) largest of n (`arithmetic.spread`)
-              RANKED    d_k with a probability that rises with the rank of |d_k| in its row from
+              AGREED    d_k if |m_j| > tall_mask_lambda |sum of all m_i - m_j|, m_j = w_j d_j, for k
+                        experts j or more (`arithmetic.agreement`)
+              IMPORTANT d_k if it matters as much as a threshold of the tensor
+                        (`arithmetic.importance`)
+      RANKED    d_k with a probability that rises with the rank of |d_k| in its row from
                         density - epsilon to density + epsilon (`arithmetic.masks`), times that
                         ratio if `rescale`; else 0
     combine   SUM       sum of m_k = w_k * selected_k, over the sum of all w_k if `normalize`
@@ -80,6 +84,8 @@ class Select(Enum):
     RANKED = "ranked"
     ABOVE = "above"
     VARIED = "varied"
+    AGREED = "agreed"
+    IMPORTANT = "important"
 
 
 class Combine(Enum):
@@ -94,7 +100,8 @@ class Combine(Enum):
 
 Gram = Sequence[Sequence[float]]
 """Inner products, float64, of the base and each expert, whole tensors: rows and columns in this
-order.  For a method that adds deltas, those of the deltas; the base is then the zero vector.  NaN
+order.  For a method that adds deltas, or asks for them (`Method.of_deltas`), those of the deltas;
+the base is then the zero vector.  NaN
 where they are not known: of an expert of weight 0, and of experts with each other if the method
 does not need those."""
 
@@ -105,7 +112,8 @@ class Method:
 
     summary: a line for lists. formula: the result of an element, as the docs write it. source:
     where it was published. mix: computes the factors of whole tensors from their inner products;
-    only with Select.WHOLE or DELTA, and Combine.SUM. pairs: whether it needs the inner products of
+    only with Select.WHOLE or DELTA, and Combine.SUM. of_deltas: whether the inner products are
+    those of deltas although whole experts are mixed. pairs: whether it needs the inner products of
     experts with each other, not only with the base. lone: computes the factor of an element that
     one expert alone has, from how many of the expert's elements others have, too, and how many none
     has; only with Combine.AVERAGED. weigh: computes the weights of experts from the sums of squares
@@ -123,6 +131,7 @@ class Method:
     select: Select
     combine: Combine
     mix: Callable[[Gram, Mapping[str, Scalar], Sequence[float]], Mixture] | None = None
+    of_deltas: bool = False
     pairs: bool = False
     lone: Callable[[int, int, Mapping[str, Scalar]], float] | None = None
     weigh: Callable[[Sequence[float], int], tuple[float, ...]] | None = None
@@ -206,7 +215,9 @@ class Method:
     @property
     def is_additive(self) -> bool:
         """Whether experts add up with fixed coefficients, so that an omission has a bound."""
-        return self.combine in (Combine.SUM, Combine.ALONE)
+        is_sum = self.combine in (Combine.SUM, Combine.ALONE)
+        # What one expert moves decides whether another one counts.
+        return is_sum and self.select is not Select.AGREED
 
 
 # Not slotted: cached properties need a dict.
@@ -239,6 +250,13 @@ class Operation:
                     plain=Option("parameters", {"normalize": False}),
                 ),
             )
+        if self.is_agreed and self.least_needed > len(self.weights):
+            raise BadRequest(
+                f"k is {self.least_needed}: no element can be needed by so many of "
+                f"{len(self.weights)} experts",
+                where=self.method.name,
+                hint=Option("parameters", {"k": len(self.weights)}),
+            )
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if self.is_ranked and density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
@@ -256,6 +274,11 @@ class Operation:
     def is_whole(self) -> bool:
         """Whether whole experts are mixed, not their deltas."""
         return self.select in (Select.WHOLE, Select.NEAR)
+
+    @property
+    def compares_deltas(self) -> bool:
+        """Whether its factors follow from inner products of deltas, not of whole tensors."""
+        return self.method.of_deltas or not self.is_whole
 
     @property
     def is_near(self) -> bool:
@@ -286,6 +309,31 @@ class Operation:
     def is_varied(self) -> bool:
         """Whether an element is selected, or not, of all experts, by the variance of its deltas."""
         return self.select is Select.VARIED and self.select_share < 1
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether an element is selected, or not, of all experts, by how many of them need it."""
+        return self.select is Select.AGREED
+
+    @property
+    def need_ratios(self) -> tuple[float, ...]:
+        """For each expert, how many times the others' sum its delta must be, as a float32."""
+        return tuple(single(one) for one in self._each("tall_mask_lambda", 1.0))
+
+    @property
+    def least_needed(self) -> int:
+        """How many experts must need an element."""
+        return int(self._one("k", 1))
+
+    @property
+    def is_important(self) -> bool:
+        """Whether elements are selected by their importance, which follows from whole rows."""
+        return self.select is Select.IMPORTANT
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a chunk must be whole rows."""
+        return self.is_ranked or self.is_important
 
     @property
     def select_share(self) -> float:

@@ -34,9 +34,6 @@ def _here() -> dict[str, Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 """The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
 
-ELSEWHERE: Final = frozenset(("arcee_fusion",))
-"""Methods of mergekit that are not here."""
-
 PARAMETERS_ELSEWHERE: Final = frozenset(
     (*("filter_wise", "nuslerp_row_wise", "nuslerp_flatten", "filter", "int8_mask"),)
 )
@@ -56,12 +53,9 @@ def find(name: str) -> Method:
     if name in others:
         return _load(others[name])
     known = (*METHODS, *sorted(others.keys() - METHODS.keys()))
-    word = name.lower()
     raise BadRequest(
         f"unknown method {name!r}; methods: {', '.join(known)}",
-        hint=f"mergekit has {word}, mstore does not"
-        if word in ELSEWHERE
-        else did_you_mean(word, known),
+        hint=did_you_mean(name.lower(), known),
     )
 
 

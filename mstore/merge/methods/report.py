@@ -88,7 +88,7 @@ def _parameter(one: Parameter) -> ParameterReport:
 
 def _facts(method: Method) -> tuple[str, ...]:
     if method.mix is not None:
-        if method.select is Select.DELTA:
+        if method.select is Select.DELTA or method.of_deltas:
             return ("inner products of the experts' deltas",)
         others = "of all inputs with each other" if method.pairs else "of each expert with the base"
         return (f"inner products {others}",)
@@ -96,6 +96,8 @@ def _facts(method: Method) -> tuple[str, ...]:
         return ("counts of elements that experts move alone, and with others",)
     if method.weigh is not None:
         return ("squares of the deltas that are selected, and where the selection ends",)
+    if method.select is Select.IMPORTANT:
+        return ("quartiles of the importance of elements",)
     if method.select is Select.TRIMMED:
         return ("the magnitude at which density ends",)
     if method.select is Select.BAND:

@@ -1,11 +1,12 @@
 """Facts: what a method must know of whole tensors before the first element is computed.
 
 The L1 norms of deltas before and after a random mask, numbers of elements that experts move alone
-and with others, squares of what a variance selects, and inner products of the base and of experts,
-or of deltas.  These follow from sums of squares of tensors and of their differences,
-<a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was measured once
-is not read again.  Deltas are small next to the base: their products follow from differences alone,
-never from products of whole tensors.  Trim thresholds are facts, too (`thresholds`).
+and with others, squares of what a variance selects, quartiles of importance, and inner products of
+the base and of experts, or of deltas.  The last follow from sums of squares of tensors and of their
+differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
+measured once is not read again.  Deltas are small next to the base: their products follow from
+differences alone, never from products of whole tensors.  Trim thresholds are facts, too
+(`thresholds`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
+from mstore.merge.planning import importance
 from mstore.merge.planning.spreads import Chunks, select
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
@@ -71,7 +73,7 @@ class Facts:
     ) -> Gram:
         """Return the inner products of one tensor: float64[K + 1, K + 1], the base first.
 
-        The base is the origin if the operation adds deltas, else zero is.  NaN: of experts of
+        The base is the origin if the operation compares deltas, else zero is.  NaN: of experts of
         weight 0, which are not read, and of experts with each other unless the method needs them.
         Raises BadRequest if a fact is not known and may not be measured, or if the tensor is not
         finite.
@@ -79,7 +81,7 @@ class Facts:
         sides = [base, *experts]
         counted = [0, *(k for k, nothing in enumerate(operation.weightless, 1) if not nothing)]
         gram = [[math.nan] * len(sides) for _ in sides]
-        if operation.is_whole:
+        if not operation.compares_deltas:
             for i in counted:
                 meter = None if i == 0 else self._meter
                 gram[i][i] = self._squares(name, sides[i], pool, meter)
@@ -88,7 +90,7 @@ class Facts:
                 gram[i][i] = self._apart(name, base, sides[i], pool)
                 gram[i][0] = gram[0][i] = 0.0
         for j, i in itertools.combinations(counted, 2):
-            if (j == 0 and operation.is_whole) or (j > 0 and operation.method.pairs):
+            if (j == 0 and not operation.compares_deltas) or (j > 0 and operation.method.pairs):
                 apart = self._apart(name, sides[j], sides[i], pool)
                 gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
@@ -237,6 +239,26 @@ class Facts:
         for (id, key), number in zip(keys, (*cut, *squares), strict=True):
             self._statistics.put_fact(base, id, key, float(number))
         return cut, squares
+
+    def important(
+        self, name: str, base: Side, expert: Side, pool: ThreadPoolExecutor
+    ) -> tuple[Cut, float]:
+        """Return from where on elements are important enough, and at most their sum of squares.
+
+        Raises as `gram`.
+        """
+        if base[0] == expert[0]:
+            return Cut(0.0, -1), 0.0
+        keys = [blake3(what).digest(length=16) for what in (b"importance", b"important squares")]
+        found = [self._statistics.fact(base[0], expert[0], key) for key in keys]
+        least, kept = found
+        if least is None or kept is None:
+            if not self._analyze:
+                raise _unknown(name)
+            least, kept = importance.select(self._catalog, base[1], expert[1], self._meter, pool)
+            for key, number in zip(keys, (least, kept), strict=True):
+                self._statistics.put_fact(base[0], expert[0], key, number)
+        return Cut(_finite(name, least), -1), kept
 
     def squares(self, side: Side, pool: ThreadPoolExecutor, meter: Meter | None = None) -> float:
         """Return the sum of squares of a tensor, measured if it is not known; meter: of reads."""

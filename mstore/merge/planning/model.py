@@ -49,9 +49,18 @@ class Model:
         heavy = {abs(weight) for weight in operation.weights if weight}
         self._is_uneven = self._normalizes and len(heavy) > 1
         self._scale = self._coefficients() * np.sqrt(grid.copies)
-        self.roots = _scaled(self._scale, self.squares)
-        # The norm of a trimmed delta is only an estimate: the whole delta's norm is never less.
-        self.certain = _scaled(self._scale, self._whole()) if self._trims else self.roots
+        certain = self.squares
+        if self._trims:
+            # The norm of a trimmed delta is only an estimate: the whole delta's norm is never less.
+            certain = self._whole()
+        elif operation.is_important:
+            # Of a chunk no more is selected than of its tensor.
+            certain = np.minimum(self.squares, self._bands)
+            self._fit(list(self.squares))
+        self.certain = _scaled(self._scale, certain)
+        self._typical = _scaled(self._scale, self.squares)
+        # Ranked by what is certain, a larger budget never has a larger bound.
+        self.roots = self.certain if operation.is_important else self._typical
 
     @property
     def is_additive(self) -> bool:
@@ -66,6 +75,8 @@ class Model:
         if self._trims:
             # `<` and not `not >=`: a NaN is larger than everything and must be read.
             states[nothing | (grid.known & (grid.column("max_abs") < self._threshold))] = BELOW
+        elif self.operation.is_important:
+            states[nothing | (self._bands == 0)] = BELOW
         elif not self.operation.is_whole:
             states[nothing] = BELOW
         states[list(self.operation.weightless)] = BELOW
@@ -170,6 +181,12 @@ class Model:
             self._fit(found)
         return np.where(grid.known, np.array(found).reshape(grid.shape), np.inf)
 
+    @cached_property
+    def _bands(self) -> Floats:
+        """Return `ExpertTensor.band` of each chunk's tensor: float64[K, C]."""
+        own = np.array([[one.band for one in tensor.experts] for tensor in self._tensors])
+        return np.repeat(own.reshape(-1, self._grid.shape[0]), np.diff(self._grid.starts), axis=0).T
+
     def _fit(self, found: Sequence[Floats]) -> None:
         """Scale the chunks of each tensor so that they add up to what its histogram shows.
 
@@ -240,7 +257,7 @@ class Model:
         operation, density = self.operation, self._drawn
         if operation.is_additive:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
-            squares = np.where(left_out, self.roots, 0.0) ** 2
+            squares = np.where(left_out, self._typical, 0.0) ** 2
             if operation.is_even:
                 # Plans made before experts had densities of their own keep every bit.
                 even: Floats = added(squares) * density[0, 0]

@@ -152,6 +152,8 @@ def _why_base(plan: Plan) -> str:
         return "no expert has a weight other than 0"
     if plan.tensors and all(all(operations.of(one).weightless) for one in plan.tensors):
         return "the parameters leave nothing of the experts"
+    if plan.tensors and all(operations.of(one).is_important for one in plan.tensors):
+        return "no element of the expert is important enough"
     if plan.criteria.only or plan.criteria.skip:
         return "the patterns leave no tensor that an expert changed"
     return "no expert differs from the base where tensors are merged"

@@ -127,8 +127,19 @@ def plan_report(
             "the plan was made where its blocks lie otherwise: here they take "
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
-    estimated = any(not operation.is_additive for operation in Operations(plan).used(plan))
-    if estimated and plan.error_estimate and counts[OMITTED] + counts[DROPPED]:
+    used = Operations(plan).used(plan)
+    estimated = any(not operation.is_additive for operation in used)
+    if not (estimated and plan.error_estimate and counts[OMITTED] + counts[DROPPED]):
+        pass
+    elif any(operation.is_agreed for operation in used):
+        notes.append(
+            phrase(
+                "the estimate is no bound: it counts every element as one that enough experts "
+                "need, so it is mostly too large; {sweep} tells",
+                sweep=call("sweep", measure=True),
+            )
+        )
+    else:
         # Figures of bench/estimates.py.
         notes.append(
             phrase(

@@ -276,13 +276,15 @@ class Surveyor:
         output = dtype or self._request.dtype or base.dtype
         if not (any(changed) or sources or output != base.dtype or operation.scales_equal):
             return None
-        cut = None
+        cut, kept = None, math.nan
         if operation.needs_norms:
             members = [(base_id, base), *pairs]
             operation = self._facts.restored(name, operation, members, pool)
         elif operation.needs_squares:
             members = [(base_id, base), *pairs]
             operation, cut = self._facts.weighed(name, operation, members, pool)
+        elif operation.is_important:
+            cut, kept = self._facts.important(name, (base_id, base), pairs[0], pool)
         elif operation.needs_counts:
             operation = self._facts.counted(name, operation, [(base_id, base), *pairs], pool)
         elif operation.needs_facts:
@@ -301,7 +303,7 @@ class Surveyor:
             base,
             [record for _, record in pairs],
             output,
-            whole=operation.is_ranked,
+            whole=operation.needs_rows,
         )
         ids = chunk_ids(base, chunk, self._catalog.block_size)
         sides = [chunk_ids(record, chunk, self._catalog.block_size) for _, record in pairs]
@@ -332,6 +334,8 @@ class Surveyor:
             rows, thresholds, band = self._numbers(
                 name, number, operation, chunk, len(ids), table, moves=moves
             )
+            if operation.is_important:
+                band = kept
             if rows is not None and not (finite(rows) | equal[number]).all():
                 self._unreliable.append(f"{self._request.experts[number].name}: {name}")
             experts.append(

@@ -38,8 +38,9 @@ class ExpertTensor:
     rows: CHUNK[chunks], None if statistics are missing. thresholds: where trimming cuts, then, for
     methods that drop the largest elements, where those begin; empty if nothing is trimmed. surplus:
     elements that trimming keeps beyond k because it may not read the data to find the exact cut: if
-    all of the expert is read, and if only part of it is. band: roughly the sum of squares that two
-    thresholds leave of the whole tensor, NaN if there are not two.
+    all of the expert is read, and if only part of it is. band: of the whole tensor, roughly the sum
+    of squares that two thresholds leave, or at most the one that a selection by importance leaves;
+    NaN for others.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -69,7 +70,8 @@ class SurveyedTensor:
     """One tensor to merge; `copies` counts its names (see `tied`).
 
     operation: settled. sources: its names in the base and in each expert, empty if all are its own.
-    dtype: of the output, None for the request's. cut: where a selection by spread ends.
+    dtype: of the output, None for the request's. cut: where a selection by spread ends, or one by
+    importance.
     """
 
     name: str

@@ -121,10 +121,11 @@ def _check_tensor(
     if any(isinstance(one, AppliedTensor) and one.base != records[0] for one in records):
         raise _unfit(tensor)
     cuts = operation.is_trimmed + operation.is_band + operation.is_varied
+    cuts += operation.is_important
     if not dtypes <= CODES.keys() or len({record.shape for record in records}) != 1:
         raise _unfit(tensor)
     base, *experts = records
-    chunk = tensor_chunk(plan.block_size, base, experts, output, whole=operation.is_ranked)
+    chunk = tensor_chunk(plan.block_size, base, experts, output, whole=operation.needs_rows)
     chunks = -(-math.prod(records[0].shape) // chunk)
     if (
         tensor.chunk_elements != chunk

@@ -7,8 +7,9 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            threshold, element type, blocks, and for a quota that ends within the tensor what
            the chunk's share of it follows from; for methods that draw the key words and
            the place in the tensor, and the mask limit where experts have different ones; for
-           methods that mix the experts themselves all weights; for a selection by variance the
-           threshold, the number of experts, and how far into the chunk equal ones count
+           methods that mix the experts themselves all weights; for a selection by variance or
+           importance the threshold, the number of experts, and how far into the chunk equal ones
+           count; for one by what experts need, what makes it a need, and of how many
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -144,8 +145,8 @@ class MemoKeys:
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
-        # Ranks follow from the rows.
-        return found + tensor.row_length.to_bytes(8, "little") if mix.ranked else found
+        # Ranks and importance follow from the rows.
+        return found + tensor.row_length.to_bytes(8, "little") if operation.needs_rows else found
 
     def _sides(
         self, tensor: TensorTask, members: Members, operation: Operation

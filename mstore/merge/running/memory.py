@@ -104,7 +104,7 @@ def _shapes(tasks: Tasks) -> _Shapes:
         total += tensor.elements
         # A mask has a byte for each element that an expert has, or of all that one of them has.
         masks = -(-there // wide) if tensor.mix.ranked else 0
-        if tensor.cut is not None:
+        if tensor.cut is not None or tensor.mix.needed:
             masks = -(-len(members.experts) // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)

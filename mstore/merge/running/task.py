@@ -79,7 +79,7 @@ class TensorTask(msgspec.Struct, frozen=True, eq=False, gc=False):
                 whole tensor (kernels.UNLIMITED: all of them)
     limited     whether any of the quotas is less than all
     keys        uint32[K, 2], zeros if nothing is random
-    cut         where a selection by spread ends; None for other methods
+    cut         where a selection by spread or by importance ends; None for other methods
     file        the output file of the tensor, and `offset`, its position there; they only say
                 which blocks are adjacent
     """
@@ -290,7 +290,7 @@ class Tasks:
         if operation.is_above:
             thresholds = np.full(len(self._experts), operation.least, dtype=np.float32)
         cut = None
-        if operation.is_varied:
+        if operation.is_varied or operation.is_important:
             cut = Cut(planned.thresholds[0].value, planned.thresholds[0].quota)
         if operation.is_drawn:
             keys = mask_keys(operation.seed, len(self._experts), name)
