@@ -174,6 +174,26 @@ CASES: dict[str, tuple[tuple[str, ...], str, str | None, str]] = {
     <|user|>: {{source: {{kind: model_token, model: {base}, token: word3}}}}
     new: {{source: {{kind: model_token, model: {chat}, token_id: 5}}, force: true}}""",
     ),
+    "new tokens": (
+        ("chat", "other"),
+        "task_arithmetic",
+        "base",
+        """tokenizer:
+  source: {base}
+  tokens:
+    <tool>: {{source: {other}}}
+    <fresh>: {{source: {{kind: model_token, model: {chat}, token: <|user|>}}}}
+    <empty>: {{source: {{kind: zero}}}}""",
+    ),
+    "new tokens of a union": (
+        ("chat", "other"),
+        "linear",
+        None,
+        """tokenizer:
+  source: union
+  tokens:
+    <fresh>: {{source: {{kind: model_token, model: {other}, token_id: 7}}, force: true}}""",
+    ),
     "means": (("chat", "other", "base"), "linear", None, "tokenizer_source: union"),
     "means of two": (("chat", "other"), "linear", None, "tokenizer_source: {chat}"),
 }
@@ -255,3 +275,23 @@ def test_chat_templates(place: Place) -> None:
     text += f"chat_template: {json.dumps(TEMPLATE)}\n"
     found = [AutoTokenizer.from_pretrained(one(text)) for one in (place.ours, place.theirs)]
     assert [one.chat_template for one in found] == [TEMPLATE, TEMPLATE]
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_chatml_by_name(place: Place, more: bool) -> None:
+    """Both write the same text of a chat where a recipe names ChatML."""
+    text = recipe(place, ("chat",), "task_arithmetic", "base", "tokenizer_source: union")
+    text += "chat_template: chatml\n"
+    chat = [
+        {"role": "system", "content": "word1"},
+        {"role": "user", "content": "word2\nword3"},
+        {"role": "assistant", "content": ""},
+    ]
+    own, other = (
+        AutoTokenizer.from_pretrained(one(text)).apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=more
+        )
+        for one in (place.ours, place.theirs)
+    )
+    assert own == other
+    assert own.startswith("<|im_start|>system\nword1<|im_end|>\n")

@@ -138,7 +138,8 @@ class Vocabulary:
 
     source: "base", "union" (the base's tokens, then those that only experts have), or the revision
     of the base or of an expert whose tokens they are.
-    tokens: where embeddings of single tokens come from, by token.
+    tokens: where embeddings of single tokens come from, by token.  Tokens that are not among those
+    of the source are added to them.
     pad_to: the number of rows is rounded up to a multiple of this; the new rows are the mean of the
     others.
     keep_padding: keep rows of the base after those of its tokens; False: as many rows as tokens.

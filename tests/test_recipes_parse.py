@@ -50,6 +50,16 @@ def test_a_published_recipe() -> None:
     assert [str(one) for one in recipe.named()] == ["org/base", "org/tuned"]
 
 
+def test_a_named_template() -> None:
+    """ChatML may be named; any other template is its own text."""
+    one = "merge_method: linear\nmodels: [{model: a}]\nchat_template: "
+    for given, wanted in (("chatml", "<|im_start|>assistant"), ("'{{ b }}'", "{{ b }}")):
+        (recipe,) = parse(one + given, "r.yml")
+        assert recipe.template is not None
+        assert wanted in recipe.template.text
+        assert recipe.template.line == 3
+
+
 def test_several_documents() -> None:
     """Each document is a recipe, and knows where it begins."""
     one = "merge_method: linear\nmodels: [{model: a}]\n"
@@ -74,7 +84,7 @@ def test_several_documents() -> None:
         ("merge_method: ties\n", 1, "models or slices"),
         ("models:\n- model: a\n", 1, "merge_method"),
         ("merge_method: ties\nmodules:\n  a: {}\n", 3, "modules"),
-        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: chatml\n", 3, "write the"),
+        ("merge_method: ties\nmodels: [{model: a}]\nchat_template: alpaca\n", 3, "write the"),
         ("merge_method: ties\nmodels: [{model: a}]\nchat_template: [a]\n", 3, "is text"),
         *(
             (f"merge_method: ties\nmodels: [{{model: a}}]\ntokenizer:\n  {more}\n", 4, what)

@@ -253,18 +253,50 @@ def test_wishes(place: Place) -> None:
 @pytest.mark.parametrize(
     ("tokens", "told"),
     [
-        ({"zz": TokenRow()}, "no token of the vocabulary"),
+        ({"b": TokenRow()}, "no token of the vocabulary"),
+        ({"zz": TokenRow(model="one")}, "has no row for 'zz'"),
         ({"a": TokenRow(model="one", token="zz")}, "has no row for 'zz'"),
         ({"a": TokenRow(model="one", token=9)}, "has no row for 9"),
     ],
 )
 def test_impossible_wishes(place: Place, tokens: dict[str, TokenRow], told: str) -> None:
     """A wish that names no row is an error, and nothing is stored."""
-    place.add("base", ["a", "b"])
+    place.add("base", ["a", "b"], rows=1)
     place.add("one", ["a", "c"])
     with pytest.raises(BadRequest, match=told):
-        place.align("base", "one", tokens=tokens)
+        place.align("base", "one", source="base", tokens=tokens)
     assert {ref.name for ref in place.store.refs()} == {"base", "one"}
+
+
+@pytest.mark.parametrize(("source", "first"), [("base", ["a", "b"]), ("union", ["a", "b", "c"])])
+def test_new_tokens(source: str, first: list[str], place: Place) -> None:
+    """Single tokens that no vocabulary has follow it, in every model, with the rows that are wished
+    for; a model's added token keeps its settings."""
+    place.add("base", ["a", "b"])
+    place.add("one", ["a", "b", "c"], ["<x>"])
+    tokens = {
+        "<new>": TokenRow(model="base", token="b"),
+        "<zero>": TokenRow(),
+        "<x>": TokenRow(model="one"),
+    }
+    report = place.align("base", "one", source=source, tokens=tokens)
+    wanted = [*first, "<x>", "<new>", "<zero>"] if source == "union" else [*first, *tokens]
+    names = [report.base.ref, report.experts[0].ref]
+    for name in names:
+        ids = place.tokens_of(name)
+        assert sorted(ids, key=ids.__getitem__) == wanted
+        rows = place.store[name].tensor(EMBEDDINGS[0])
+        assert len(rows) == len(wanted)
+        assert same(rows[ids["<new>"]], place.row("base", EMBEDDINGS[0], "b"))
+        assert same(rows[ids["<zero>"]], np.zeros(WIDTH, rows.dtype))
+        assert same(rows[ids["<x>"]], place.row("one", EMBEDDINGS[0], "<x>"))
+        document = json.loads(place.store[name].read("tokenizer.json"))
+        special = {one["content"]: one["special"] for one in document["added_tokens"]}
+        assert (special["<x>"], special["<new>"]) == (True, False)
+        assert json.loads(place.store[name].read("config.json"))["vocab_size"] == len(wanted)
+    (told,) = [note for note in report.notes if "now has" in note]
+    assert ("<x>" in told) == (source == "base")
+    assert "<new>, <zero>" in told
 
 
 def test_tokenizer_and_config_follow(place: Place, tmp_path: Path) -> None:

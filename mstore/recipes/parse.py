@@ -26,6 +26,7 @@ from mstore.recipes.recipe import (
     TokenSource,
 )
 from mstore.recipes.setting import Condition, Given, Setting
+from mstore.recipes.templates import TEMPLATES
 from mstore.requests import AUTO, UNION
 
 _Parsed = TypeVar("_Parsed")
@@ -214,10 +215,12 @@ class _Document:
 
     def _template(self, node: Node) -> Text:
         found = self._text(node, "chat_template")
+        if found.text in TEMPLATES:
+            return Text(TEMPLATES[found.text], found.line)
         if found.text != AUTO and "{" not in found.text:
             raise self._refused(
                 f"no chat template is called {found.text[:_SHOWN]!r} here: write the template "
-                f"itself, or {AUTO}",
+                f"itself, {', '.join(TEMPLATES)}, or {AUTO}",
                 node,
             )
         return found

@@ -12,11 +12,13 @@ from mstore.phrases import Option
 from mstore.requests import AUTO, Vocabulary
 from mstore.vocabulary.members import Member
 from mstore.vocabulary.rows import MISSING, ZERO, Wish
-from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union
+from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union, with_tokens
 
 Wishes = Mapping[str, tuple[SnapshotId | None, str | int | None, bool]]
 """By token: the model it is from (None: zeros), the token or row there, whether it is forced."""
 _MOST_PADDING = 1 << 16
+_SHOWN = 10
+"""New tokens that a note names."""
 _SAVE = f"save its tokenizer with transformers once, which writes {TOKENIZER}, and add it again"
 
 
@@ -81,6 +83,10 @@ class Target:
             notes += _told_of_plain([tokenizer.added[token] for token in new])
         else:
             ids = own.tokens(tokenizer.ids)
+        if tokenizer is not None:
+            tokenizer, ids, told_of_new = _with_asked(asked, tokenizer, ids, members)
+            is_new = is_new or bool(told_of_new)
+            notes += told_of_new
         length = max(ids.values(), default=-1) + 1
         rows = max(length, own.rows) if asked.keep_padding else length
         if asked.pad_to is not None:
@@ -96,6 +102,21 @@ class Target:
             told = f"those of {', '.join(one.name for one in members)}"
         template = _template(asked.chat_template, members)
         return cls(own, tokenizer, ids, length, rows, is_new, template, told, notes)
+
+
+def _with_asked(
+    asked: Vocabulary, tokenizer: Tokenizer, ids: Mapping[str, int], members: Sequence[Member]
+) -> tuple[Tokenizer, Mapping[str, int], tuple[str, ...]]:
+    """Return tokenizer and ids with those of the single tokens that they lack, and notes."""
+    new = [token for token in asked.tokens if token not in tokenizer.ids]
+    if not new:
+        return tokenizer, ids, ()
+    known = [one.tokenizer for one in members if one.tokenizer is not None]
+    tokenizer = with_tokens(tokenizer, new, known)
+    shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+    note = f"tokens that the vocabulary did not have, and now has: {shown}"
+    more = {token: tokenizer.ids[token] for token in new}
+    return tokenizer, {**ids, **more}, (note, *_told_of_plain([tokenizer.added[t] for t in new]))
 
 
 def _told_of_plain(new: Sequence[Mapping[str, object]]) -> tuple[str, ...]:

@@ -107,8 +107,26 @@ def union(base: Tokenizer, others: Sequence[Tokenizer]) -> Tokenizer:
                 special.setdefault(token, other.added[token])
             else:
                 plain.setdefault(token, _PLAIN)
-    ids, added = dict(base.ids), dict(base.added)
     new = {token: entry for token, entry in plain.items() if token not in special} | special
+    return _extended(base, new)
+
+
+def with_tokens(base: Tokenizer, tokens: Sequence[str], others: Sequence[Tokenizer]) -> Tokenizer:
+    """Return the base's tokenizer with new tokens after its own, in this order.
+
+    Each is added as the first of `others` has it that has it as an added token; else without
+    settings, as mergekit 0.1.5 adds all of them.
+    """
+    entries = {
+        token: next((one.added[token] for one in others if token in one.added), _PLAIN)
+        for token in tokens
+    }
+    return _extended(base, entries)
+
+
+def _extended(base: Tokenizer, new: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
+    """Return the tokenizer with new tokens after its own."""
+    ids, added = dict(base.ids), dict(base.added)
     for number, (token, entry) in enumerate(new.items(), start=base.rows):
         ids[token] = number
         added[token] = {"id": number, "content": token, **_settings(entry)}
