@@ -10,7 +10,8 @@ nanoseconds since the epoch (`*_ns`) or seconds of duration (`seconds`), ids hav
 
 from __future__ import annotations
 
-from mstore.adapters.extract import ExtractedTensor, ExtractReport
+from mstore.adapters.extract import ExtractReport
+from mstore.adapters.truncation import TruncatedTensor
 from mstore.add import AddReport
 from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
@@ -21,6 +22,7 @@ from mstore.check.fsck import CheckReport
 from mstore.check.reindex import ReindexReport
 from mstore.check.repair import RepairReport
 from mstore.checkout import CheckoutReport
+from mstore.combination.combine import CombineReport
 from mstore.compare import DirectoryDiffReport
 from mstore.diff import DiffReport, FileDiff, TensorDiff
 from mstore.disk_usage import CodecUsage, HeldBytes, RefUsage, SharedBytes, UsageReport
@@ -80,6 +82,7 @@ __all__ = [
     "CheckoutReport",
     "CloneReport",
     "CodecUsage",
+    "CombineReport",
     "CompatibilityFinding",
     "CompatibilityReport",
     "DiffReport",
@@ -88,7 +91,6 @@ __all__ = [
     "ExpertShare",
     "Explanation",
     "ExtractReport",
-    "ExtractedTensor",
     "FileDiff",
     "FileReport",
     "GcReport",
@@ -125,6 +127,7 @@ __all__ = [
     "TensorExplanation",
     "TensorOverflow",
     "TensorReport",
+    "TruncatedTensor",
     "UsageReport",
     "VerifyReport",
 ]

@@ -100,22 +100,29 @@ class MergeRequest:
 
     def weighted(self) -> list[tuple[Revision, float]]:
         """Return each expert with its weight, 1 if none is given.  Raises BadRequest."""
-        experts: Any = self.experts
-        if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
+        return weighted(self.experts)
+
+
+def weighted(experts: Any) -> list[tuple[Revision, float]]:
+    """Return each of `Experts` with its weight, 1 if none is given.
+
+    Raises BadRequest for anything else.
+    """
+    if isinstance(experts, str | bytes) or not isinstance(experts, Iterable):
+        raise BadRequest(
+            f"experts are a list of revisions, not {type(experts).__name__}",
+            hint='experts=["code", ("math", 0.5)]',
+        )
+    found: list[tuple[Revision, float]] = []
+    for one in experts.items() if isinstance(experts, Mapping) else experts:
+        revision, weight = one if _is_pair(one) else (one, 1.0)
+        if isinstance(revision, tuple | list) or not isinstance(weight, Real):
             raise BadRequest(
-                f"experts are a list of revisions, not {type(experts).__name__}",
+                f"an expert is a revision, or a pair of a revision and its weight, not {one!r}",
                 hint='experts=["code", ("math", 0.5)]',
             )
-        found: list[tuple[Revision, float]] = []
-        for one in experts.items() if isinstance(experts, Mapping) else experts:
-            revision, weight = one if _is_pair(one) else (one, 1.0)
-            if isinstance(revision, tuple | list) or not isinstance(weight, Real):
-                raise BadRequest(
-                    f"an expert is a revision, or a pair of a revision and its weight, not {one!r}",
-                    hint='experts=["code", ("math", 0.5)]',
-                )
-            found.append((revision, cast(float, weight)))
-        return found
+        found.append((revision, cast(float, weight)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

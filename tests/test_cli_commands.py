@@ -10,7 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from adapters import Adapter
 from checkpoints import Tensor, write_safetensors
 from cli_runs import Program
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -55,6 +57,9 @@ def write_models(root: Path) -> Path:
     write_model(root / "base", seed=0)
     write_model(root / "math", seed=1, moved=("layer",))
     write_model(root / "code", seed=2, moved=("layer", "norm"))
+    draw = np.random.default_rng(3)
+    factors = draw.random((6, 2), np.float32), draw.random((2, 4), np.float32)
+    Adapter({"layer": factors}).write(root / "adapter")
     write_keys(root)
     return root
 
@@ -76,6 +81,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("add", models / "base", "--name", "tiny/base", "-m", "the base")
     for name in ("math", "code"):
         mstore.succeed("add", models / name, "--name", f"tiny/{name}", "--base", "tiny/base")
+    mstore.succeed("add", models / "adapter", "--name", "tiny/adapter")
     mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
     mstore.succeed("sign", "tiny/code", "--key", models / "key")
     return mstore
@@ -110,6 +116,10 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "extract-lora": [
             *("extract-lora", "tiny/code", "--base", "tiny/base", "--rank", "2"),
             *("--name", "tiny/lora"),
+        ],
+        "combine-adapters": [
+            *("combine-adapters", "--expert", "tiny/adapter", "--expert", "tiny/adapter=0.5"),
+            *("--method", "cat", "--name", "tiny/both"),
         ],
         "methods": ["methods"],
         "plan": ["plan", *SHAREABLE],

@@ -51,6 +51,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("add", models / "base", "--name", "tiny/base", "-m", MESSAGE)
     for name, ref in (("math", MATH), ("code", CODE)):
         mstore.succeed("add", models / name, "--name", ref, "--base", "tiny/base")
+    mstore.succeed("add", models / "adapter", "--name", "tiny/adapter")
     experts = ("--base", "tiny/base", "--expert", MATH, "--expert", f"{CODE}=0.5")
     mstore.succeed("merge", "--name", "tiny/merged", "--method", "task_arithmetic", *experts)
     mstore.succeed("tag", "v1", MATH)

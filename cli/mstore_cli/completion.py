@@ -36,5 +36,12 @@ def methods(incomplete: str) -> list[str]:
     return _beginning(incomplete, registry.names())
 
 
+def combinations(incomplete: str) -> list[str]:
+    """Return the names of methods that combine adapters."""
+    from mstore.combination.methods import METHODS
+
+    return _beginning(incomplete, METHODS)
+
+
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]

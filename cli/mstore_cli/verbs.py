@@ -6,7 +6,7 @@ from __future__ import annotations
 VERBS = (
     *("init", "config", "add", "analyze"),
     *("check-merge", "align", "methods", "plan", "plans", "merge", "materialize"),
-    "extract-lora",
+    *("extract-lora", "combine-adapters"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),

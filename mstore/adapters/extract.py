@@ -13,21 +13,19 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mstore import fs
-from mstore.adapters.config import CONFIG
-from mstore.adapters.targets import is_adapter
-from mstore.adapters.truncation import Singles, truncated
-from mstore.checkpoint.small_files import json_bytes
+from mstore.adapters.files import put_factor, put_files
+from mstore.adapters.targets import PREFIX, factor_names, is_adapter
+from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares_left, truncated
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
 from mstore.numeric.codes import CODES, ITEMSIZES
 from mstore.numeric.singles import singles
-from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import (
     EMBEDDINGS,
     chosen,
@@ -42,15 +40,12 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.derived import derived
-from mstore.store.rebuilt import new_header
 from mstore.store.transaction import Transaction, branch_to_move
 from mstore.view import array_dtype
 
-WEIGHTS: Final = "adapter_model.safetensors"
 MOST: Final = 4096
 """The largest rank."""
 
-_PREFIX: Final = "base_model.model."
 _WEIGHT: Final = ".weight"
 _BIAS: Final = ".bias"
 _OUTPUTS: Final = ("lm_head", "embed_out", "output", "output_projection", "decoder")
@@ -58,16 +53,6 @@ _OUTPUTS: Final = ("lm_head", "embed_out", "output", "output_projection", "decod
 _TRANSPOSED: Final = frozenset({"gpt2"})
 _PANEL: Final = 1 << 22
 _NAMED: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractedTensor:
-    """What an extraction leaves out of one matrix."""
-
-    tensor: str
-    """its name"""
-    relative_error: float
-    """norm of what is left out, relative to the norm of the difference"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +76,7 @@ class ExtractReport:
     relative_error: float
     """norm of all that is left out, relative to the norm of the difference: 0 for nothing, 1 for
     all"""
-    tensors: tuple[ExtractedTensor, ...]
+    tensors: tuple[TruncatedTensor, ...]
     """matrices, those with the largest errors first"""
     notes: tuple[str, ...]
     """what PEFT does not do with it, as text"""
@@ -168,7 +153,6 @@ def extract(
         if record is not None and move is not None:
             transaction.commit(snapshots=[record], moves=[move])
         written = transaction.bytes_written
-    errors = sorted(run.errors, key=lambda one: -one.relative_error)
     return ExtractReport(
         name=name,
         snapshot=snapshot,
@@ -177,8 +161,8 @@ def extract(
         products=len(work.products),
         whole=len(work.whole),
         left_out=work.left_out,
-        relative_error=run.relative_error(),
-        tensors=tuple(errors),
+        relative_error=run.errors.relative(),
+        tensors=run.errors.tensors(),
         notes=_notes(work, tied=is_tied),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
@@ -268,15 +252,9 @@ class _Run:
         self._progress = progress
         self._total = sum(other.nbytes for _, _, other in (*work.products, *work.whole)) or 1
         self._done = 0
-        self._squares = 0.0
-        self._left_squares = 0.0
         self._modules = {name.removesuffix(_WEIGHT) for name, _, _ in work.products}
         self._ranks: dict[str, int] = {}
-        self.errors: list[ExtractedTensor] = []
-
-    def relative_error(self) -> float:
-        """Return the norm of what is left out, relative to that of the difference."""
-        return math.sqrt(self._left_squares / self._squares) if self._squares else 0.0
+        self.errors = Errors()
 
     def manifest(self, base: str) -> Manifest:
         """Store the adapter's tensors and files."""
@@ -284,48 +262,32 @@ class _Run:
         for name, ours, theirs in self._work.products:
             module = name.removesuffix(_WEIGHT)
             left, right = self._factors(name, ours, theirs)
-            down, up = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
-            if _is_embedding(module):
+            is_embedding = _is_embedding(module)
+            if is_embedding:
                 # An embedding's product lies transposed.
-                down, up = (f"{_PREFIX}{module}.lora_embedding_{side}" for side in "AB")
                 left, right = right.T, left.T
-            for key, factor in ((down, right), (up, left)):
-                tensors[key] = self._put(key, factor)
+            names = factor_names(module, embedding=is_embedding)
+            for key, factor in zip(names, (right, left), strict=True):
+                tensors[key] = put_factor(self._transaction, key, factor, self._dtype)
             self._tick(theirs)
         for name, ours, theirs in self._work.whole:
             delta = self._delta(ours, theirs)
-            self._squares += float(np.square(delta, dtype=np.float64).sum())
+            self.errors.add_whole(float(np.square(delta, dtype=np.float64).sum()))
             tensors[self._whole_name(name)] = theirs
             self._tick(theirs)
-        config = self._transaction.put_bytes(json_bytes(self._config(base)), CONFIG)
-        return Manifest((File(CONFIG, OPAQUE, config.nbytes, (config,)), self._weights(tensors)))
+        return put_files(self._transaction, tensors, self._config(base))
 
     def _whole_name(self, name: str) -> str:
         """Return PEFT's name of a tensor that is stored whole."""
         module = name.removesuffix(_BIAS)
         if module != name and module in self._modules:
-            return f"{_PREFIX}{module}.base_layer{_BIAS}"
-        return _PREFIX + name
+            return f"{PREFIX}{module}.base_layer{_BIAS}"
+        return PREFIX + name
 
     def _tick(self, record: Tensor) -> None:
         self._done += record.nbytes
         if self._progress is not None:
             self._progress(Progress("extract", self._done, self._total))
-
-    def _weights(self, tensors: Mapping[str, Tensor]) -> File:
-        names = sorted(tensors)
-        records = [tensors[name] for name in names]
-        raw = new_header({"format": "pt"}, names, records)
-        parts = [
-            self._transaction.put_bytes(raw, WEIGHTS),
-            *(
-                Part(name, id, record.nbytes)
-                for name, record, id in zip(
-                    names, records, self._transaction.put_records(records), strict=True
-                )
-            ),
-        ]
-        return File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), tuple(parts))
 
     def _config(self, base: str) -> dict[str, object]:
         products = [name.removesuffix(_WEIGHT) for name, _, _ in self._work.products]
@@ -333,23 +295,15 @@ class _Run:
         biased = any(name.endswith(_BIAS) for name in whole)
         saved = sorted({name.removesuffix(_WEIGHT) for name in whole if name.endswith(_WEIGHT)})
         return {
-            "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": self._rank,
-            # A product is added as it is: alpha / r is 1.
             "lora_alpha": self._rank,
             "rank_pattern": self._ranks,
             "alpha_pattern": self._ranks,
-            "lora_dropout": 0.0,
             "bias": "all" if biased else "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "init_lora_weights": True,
             "target_modules": products,
             "modules_to_save": saved or None,
-            "use_rslora": False,
-            "use_dora": False,
         }
 
     # -- one matrix ----------------------------------------------------------------------------
@@ -367,17 +321,7 @@ class _Run:
             self._ranks[name.removesuffix(_WEIGHT)] = rank
         found = truncated(delta, rank, seed=zlib.crc32(name.encode()))
         left, right = (one.astype(array_dtype(self._dtype)).astype(np.float32) for one in found)
-        squares = left_squares = 0.0
-        step = max(1, _PANEL // max(1, columns))
-        for start in range(0, rows, step):
-            own = delta[start : start + step]
-            rest = own - left[start : start + step] @ right
-            squares += float(np.square(own, dtype=np.float64).sum())
-            left_squares += float(np.square(rest, dtype=np.float64).sum())
-        self._squares += squares
-        self._left_squares += left_squares
-        share = math.sqrt(left_squares / squares) if squares else 0.0
-        self.errors.append(ExtractedTensor(name, share))
+        self.errors.add(name, *squares_left(delta, left, right))
         return left, right
 
     def _panels(self, ours: Tensor, theirs: Tensor) -> Iterator[Singles]:
@@ -400,11 +344,6 @@ class _Run:
         numbers = range(start // each, -(-(start + count) // each))
         data = self._catalog.read_blocks([record.block(number) for number in numbers])
         return singles(data, record.dtype, count)
-
-    def _put(self, name: str, factor: npt.NDArray[Any]) -> Tensor:
-        data = np.ascontiguousarray(factor).astype(array_dtype(self._dtype))
-        shape = (int(data.shape[0]), int(data.shape[1]))
-        return self._transaction.put_tensor(self._dtype, shape, [data.tobytes()], name)
 
 
 def _is_embedding(module: str) -> bool:

@@ -135,12 +135,12 @@ def load_factors(catalog: Catalog, record: AppliedTensor, meter: Meter | None) -
 
     Raises BudgetExceeded, Corrupt, StorageFailed.
     """
-    left, right = (_singles(catalog, one, meter) for one in (record.left, record.right))
+    left, right = (read_singles(catalog, one, meter) for one in (record.left, record.right))
     if record.transposed:
         left, right = left.T, right.T
     magnitude = None
     if record.magnitude is not None:
-        magnitude = _singles(catalog, record.magnitude, meter).reshape(-1)
+        magnitude = read_singles(catalog, record.magnitude, meter).reshape(-1)
     return Factors(
         np.ascontiguousarray(left),
         np.ascontiguousarray(right),
@@ -155,7 +155,7 @@ def stored_bytes(catalog: Catalog, record: AppliedTensor) -> int:
     return int(catalog.stored_lengths(blocks).sum())
 
 
-def _singles(catalog: Catalog, record: Tensor, meter: Meter | None) -> Singles:
+def read_singles(catalog: Catalog, record: Tensor, meter: Meter | None = None) -> Singles:
     """Return a stored tensor as float32, of its shape."""
     data = catalog.read_blocks(list(record.block_ids()), meter)
     return singles(data, record.dtype, math.prod(record.shape)).reshape(record.shape)

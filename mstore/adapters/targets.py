@@ -13,7 +13,7 @@ from typing import Final
 
 from mstore.errors import Incompatible
 
-_PREFIX: Final = "base_model.model."
+PREFIX: Final = "base_model.model."
 _LISTED: Final = 8
 
 # How PEFT ends the names of an adapter's tensors: for linear layers, and for embeddings.
@@ -23,6 +23,26 @@ _MAGNITUDES: Final = (".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 _UNCHANGED: Final = ".base_layer.weight"
 # A trained bias of a layer that has a product, too.
 _BIAS: Final = ".base_layer.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An adapter's tensors of one product.
+
+    module: its path in the trained model. down, up: lora_A and lora_B. embedding: whether the
+    product is that of an embedding, which lies transposed. magnitudes: of DoRA, if there are any.
+    """
+
+    module: str
+    down: str
+    up: str
+    embedding: bool
+    magnitudes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its tensors."""
+        return (self.down, self.up, *self.magnitudes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +79,16 @@ def is_adapter(names: Iterable[str]) -> bool:
     return any(name.endswith((*_LINEAR, *_EMBEDDING)) for name in names)
 
 
-def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> Targets:
-    """Find the targets.
+def factor_names(module: str, *, embedding: bool) -> tuple[str, str]:
+    """Return the names of lora_A and lora_B of a module's product."""
+    down, up = _EMBEDDING if embedding else _LINEAR
+    return f"{PREFIX}{module}{down}", f"{PREFIX}{module}{up}"
 
-    Raises Incompatible listing the adapter's tensors that belong to none of the base.
-    """
-    finder = _Finder(base)
-    products: list[Product] = []
-    replaced: list[tuple[str, str]] = []
-    kept: list[tuple[str, str]] = []
+
+def pairs_of(adapter: Collection[str]) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
+    """Return the products of an adapter, and what is wrong with the others, as text."""
+    found: list[Pair] = []
     problems: list[str] = []
-    used: set[str] = set()
     known = set(adapter)
     for name in adapter:
         ends = next((ends for ends in (_LINEAR, _EMBEDDING) if name.endswith(ends[0])), None)
@@ -80,19 +99,40 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
         if up not in known:
             problems.append(f"{up} is missing")
             continue
-        own = [module + end for end in _MAGNITUDES if module + end in known]
-        used |= {name, up, *own}
-        tensor = finder.find(f"{_path(module)}.weight")
+        own = tuple(module + end for end in _MAGNITUDES if module + end in known)
+        found.append(Pair(_path(module), name, up, ends is _EMBEDDING, own))
+    return tuple(found), tuple(problems)
+
+
+def is_unchanged(name: str) -> bool:
+    """Return whether a tensor of an adapter repeats the base's weights below a product."""
+    return name.endswith(_UNCHANGED)
+
+
+def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> Targets:
+    """Find the targets.
+
+    Raises Incompatible listing the adapter's tensors that belong to none of the base.
+    """
+    finder = _Finder(base)
+    products: list[Product] = []
+    replaced: list[tuple[str, str]] = []
+    kept: list[tuple[str, str]] = []
+    pairs, missing = pairs_of(adapter)
+    problems: list[str] = [*missing]
+    used = {name for pair in pairs for name in pair.names}
+    for pair in pairs:
+        tensor = finder.find(f"{pair.module}.weight")
         if tensor is None:
-            problems.append(f"{_path(module)}.weight is not in the base")
+            problems.append(f"{pair.module}.weight is not in the base")
             continue
-        magnitude = own[0] if own else None
-        products.append(Product(tensor, _path(module), name, up, ends is _EMBEDDING, magnitude))
+        magnitude = pair.magnitudes[0] if pair.magnitudes else None
+        products.append(Product(tensor, pair.module, pair.down, pair.up, pair.embedding, magnitude))
     changed = {one.tensor for one in products}
     for name in adapter:
         if name in used:
             continue
-        is_kept = name.endswith(_UNCHANGED)
+        is_kept = is_unchanged(name)
         path = f"{name.removesuffix(_UNCHANGED)}.weight" if is_kept else name
         if name.endswith(_BIAS):
             path = f"{name.removesuffix(_BIAS)}.bias"
@@ -118,7 +158,7 @@ def targets_of(adapter: Collection[str], base: Collection[str], where: str) -> T
 
 
 def _path(name: str) -> str:
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix(PREFIX)
 
 
 class _Finder:

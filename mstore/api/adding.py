@@ -19,6 +19,7 @@ from mstore.checkpoint.exclusion import Exclusion
 from mstore.ids import SnapshotId
 from mstore.objects.shapes import require_patterns
 from mstore.phrases import Option, phrase
+from mstore.requests import Experts, weighted
 from mstore.store.config import typed
 from mstore.store.transaction import branch_to_move
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mstore.adapters.extract import ExtractReport
     from mstore.add import AddReport, Base
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
+    from mstore.combination.combine import CombineReport
     from mstore.convert.conversion import ConversionLimits
     from mstore.progress import ProgressCallback
     from mstore.stats.analysis import AnalyzeReport
@@ -226,6 +228,61 @@ class Adding(OpenStore):
                 dtype=output_dtype(dtype),
                 only=tuple(only),
                 skip=tuple(skip),
+                message=message,
+                progress=progress,
+            )
+
+    def combine_adapters(
+        self,
+        experts: Experts,
+        method: str,
+        *,
+        name: str,
+        parameters: Mapping[str, object] | None = None,
+        rank: int | None = None,
+        dtype: str | None = None,
+        message: str = "",
+        progress: ProgressCallback | None = None,
+    ) -> CombineReport:
+        """Store one adapter made of several of one base, under the ref `name`.
+
+        Methods and parameters are those of PEFT's `add_weighted_adapter` (docs/howto/adapters.md).
+
+        experts: LoRA adapters: revisions, pairs of a revision and its weight, or weights by
+        revision.
+        method: cat, linear, ties, dare_linear, dare_ties, magnitude_prune, which combine factors;
+        svd, ties_svd, dare_linear_svd, dare_ties_svd, magnitude_prune_svd, which combine products
+        and truncate the result.
+        parameters: by name: density (must be given), majority_sign_method (total or frequency),
+        clamp (a quantile), seed.
+        rank: for methods that truncate, 1 to 4096; None takes the largest of the adapters'.
+        dtype: of the factors, bfloat16, float16 or float32; None takes the adapters' own, float32
+        if they have several.
+        message: the reason, in words.
+
+        Raises NotFound, BadRequest (a method, a parameter, a rank, a dtype), Incompatible (no
+        adapters, adapters that cannot be combined), Conflict, Corrupt, StorageFailed; then nothing
+        is published.
+        """
+        from mstore.combination.combine import combine
+        from mstore.combination.methods import setting_of
+        from mstore.merge.methods.parameters import finite_single
+        from mstore.numeric.codes import output_dtype
+        from mstore.store import contents
+
+        setting = setting_of(method, parameters or {})
+        adapters = []
+        for revision, weight in weighted(experts):
+            finite_single(f"the weight of {revision}", weight)
+            adapters.append((str(revision), self._real(revision), float(weight)))
+        with contents.held(self._catalog, [id for _, id, _ in adapters]):
+            return combine(
+                self._catalog,
+                adapters,
+                setting,
+                name=name,
+                rank=rank,
+                dtype=None if dtype is None else output_dtype(dtype),
                 message=message,
                 progress=progress,
             )

@@ -143,6 +143,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     ),
     "Revision": _REVISION,
     "Mapping[str, object]": _PARAMETERS,
+    "Mapping[str, object] | None": _PARAMETERS.optional(),
     "Sequence[TensorRule]": Kind(
         _list(_is(TensorRule)),
         "a list of TensorRule",

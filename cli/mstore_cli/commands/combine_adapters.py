@@ -1,0 +1,137 @@
+"""`mstore combine-adapters`: several adapters of one base as one adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli import completion
+from mstore_cli.command import command
+from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters
+from mstore_cli.options import Message
+from mstore_cli.output import Column, Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+COLUMNS = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
+_SHOWN = 5
+_LEAST = 0.001
+"""A smaller share is not worth a line."""
+
+
+@command(
+    example="mstore combine-adapters --expert math/lora --expert code/lora=0.5 --method svd "
+    "--name both/lora",
+    failure="an error; nothing was published",
+    mistaken=MISTAKEN,
+)
+def combine_adapters(
+    session: Session,
+    expert: Annotated[
+        list[str],
+        typer.Option(
+            "--expert",
+            metavar="REF[=WEIGHT]",
+            help="A LoRA adapter [default weight: 1]. Repeatable.",
+            autocompletion=completion.refs,
+        ),
+    ],
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="How they are combined: cat, linear, ties, dare_linear, dare_ties or "
+            "magnitude_prune combine factors; svd, ties_svd, dare_linear_svd, dare_ties_svd or "
+            "magnitude_prune_svd combine products and truncate the result.",
+            autocompletion=completion.combinations,
+        ),
+    ],
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="REF", help="The branch that will point at the result."),
+    ],
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param",
+            metavar="KEY=VALUE",
+            help="A parameter of the method: density, majority_sign_method (total or frequency), "
+            "clamp, seed. Repeatable.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank",
+            metavar="R",
+            help="The rank of each product, for methods that truncate "
+            "[default: the largest of the adapters'].",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="The dtype of the factors [default: the adapters' own].",
+            show_default=False,
+        ),
+    ] = None,
+    message: Message = "",
+) -> None:
+    """Make one LoRA adapter of several of one base, as PEFT's add_weighted_adapter does.
+
+    The result is an adapter like any other: a merge takes it as an expert, and PEFT loads its
+    checkout. cat keeps the weighted sum of the products as it is, with the sum of the ranks; svd
+    truncates that sum to a rank, and the report says how much that leaves out.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.combine_adapters(
+            experts_of(expert),
+            method,
+            name=name,
+            parameters=parse_parameters(param or []),
+            rank=rank,
+            dtype=dtype,
+            message=message,
+            progress=tick,
+        )
+
+    def human(screen: Screen) -> None:
+        if report.new_snapshot:
+            screen.line(f"combined {report.name} {short(report.snapshot)}", style="green")
+        else:
+            screen.line(f"nothing new: {report.name} is this adapter already")
+        some = f", {report.of_some} of some of the adapters" if report.of_some else ""
+        left_out = report.relative_error
+        screen.fields(
+            [
+                ("method", report.method),
+                ("products", f"{report.products} of rank {report.rank}{some}"),
+                ("dtype", report.dtype),
+                ("size", format_size(report.plain_bytes)),
+                ("left out", None if left_out is None else f"{left_out:.1%} of the products"),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+        for note in report.notes:
+            screen.line(f"note: {note}")
+        worst = [
+            (one.tensor, f"{one.relative_error:.1%}")
+            for one in report.tensors[:_SHOWN]
+            if one.relative_error >= _LEAST
+        ]
+        if worst:
+            screen.line()
+        screen.table(COLUMNS, worst)
+        screen.line()
+        screen.command(
+            "to apply it",
+            f"mstore merge --base BASE --expert {report.name} --method task_arithmetic "
+            "--name REF --virtual",
+        )
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

@@ -1,0 +1,66 @@
+"""The files of an adapter that mstore makes: weights and config, in PEFT's form.
+
+Owns their names and bytes.  Does not own which tensors and settings an adapter has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.adapters.config import CONFIG
+from mstore.checkpoint.small_files import json_bytes
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.tensor import Tensor
+from mstore.store.rebuilt import new_header
+from mstore.store.transaction import Transaction
+from mstore.view import array_dtype
+
+WEIGHTS: Final = "adapter_model.safetensors"
+
+# A product is added as it is, so alpha / rank is 1: whoever makes an adapter sets both.
+_SETTINGS: Final[Mapping[str, object]] = {
+    "peft_type": "LORA",
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_rslora": False,
+    "use_dora": False,
+}
+
+
+def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dtype: str) -> Tensor:
+    """Store a matrix, rounded to an element type, and return its record, which is not stored."""
+    data = np.ascontiguousarray(factor).astype(array_dtype(dtype))
+    shape = (int(data.shape[0]), int(data.shape[1]))
+    return transaction.put_tensor(dtype, shape, [data.tobytes()], name)
+
+
+def put_files(
+    transaction: Transaction, tensors: Mapping[str, Tensor], settings: Mapping[str, object]
+) -> Manifest:
+    """Store the files of an adapter whose tensors were put, and return what it consists of.
+
+    settings: of its config, beside or in place of those that all adapters of mstore have.
+    """
+    config = transaction.put_bytes(json_bytes({**_SETTINGS, **settings}), CONFIG)
+    names = sorted(tensors)
+    records = [tensors[name] for name in names]
+    ids = transaction.put_records(records)
+    parts = (
+        transaction.put_bytes(new_header({"format": "pt"}, names, records), WEIGHTS),
+        *(
+            Part(name, id, record.nbytes)
+            for name, record, id in zip(names, records, ids, strict=True)
+        ),
+    )
+    weights = File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), parts)
+    return Manifest((File(CONFIG, OPAQUE, config.nbytes, (config,)), weights))

@@ -1,0 +1,317 @@
+"""Combine: several adapters of one base become one adapter, as PEFT's `add_weighted_adapter` does.
+
+Products of modules that only some adapters have are combined from these.  Every product of the
+result has the same rank: what has a smaller one gets rows and columns of zeros.  The factors of one
+module are in memory at a time; products come in runs, and the combined product is a mapped file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from mstore.adapters.files import put_factor, put_files
+from mstore.adapters.low_rank import read_singles
+from mstore.adapters.targets import factor_names
+from mstore.adapters.truncation import Errors, Singles, TruncatedTensor
+from mstore.combination.members import Member, members_of
+from mstore.combination.methods import Setting
+from mstore.combination.products import Read, joined, truncated, united
+from mstore.errors import BadRequest, Incompatible
+from mstore.ids import SnapshotId
+from mstore.objects.manifest import Manifest
+from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
+from mstore.progress import Progress, ProgressCallback
+from mstore.store.catalog import Catalog
+from mstore.store.derived import derived
+from mstore.store.transaction import Transaction, branch_to_move
+from mstore.view import array_dtype
+
+MOST: Final = 4096
+"""The largest rank that can be asked for."""
+
+_KEPT: Final = ("auto_mapping", "base_model_name_or_path", "revision", "task_type")
+"""Settings that say what an adapter is of: the first one's count."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombineReport:
+    """An adapter that was made of several."""
+
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    new_snapshot: bool
+    """false if the ref already held this adapter"""
+    method: str
+    """the method, with its parameters"""
+    rank: int
+    """rank of each product"""
+    dtype: str
+    """element type of the factors"""
+    products: int
+    """products of the result"""
+    of_some: int
+    """how many of them are of modules that not all adapters have"""
+    relative_error: float | None
+    """norm of all that truncation leaves out, relative to the norm of the combined products; null
+    for methods that do not truncate"""
+    tensors: tuple[TruncatedTensor, ...]
+    """matrices that were truncated, those with the largest errors first"""
+    notes: tuple[str, ...]
+    """what is odd about the adapters, as text"""
+    plain_bytes: int
+    """size of the adapter"""
+    bytes_written: int
+    """bytes added to the store"""
+    seconds: float
+    """how long it took"""
+
+
+def combine(
+    catalog: Catalog,
+    adapters: Sequence[tuple[str, SnapshotId, float]],
+    setting: Setting,
+    *,
+    name: str,
+    rank: int | None,
+    dtype: str | None,
+    message: str,
+    progress: ProgressCallback | None = None,
+) -> CombineReport:
+    """Store the combination of adapters under a ref.
+
+    adapters: name, snapshot and weight of each. rank: for methods that truncate, None for the
+    largest of the adapters. dtype: of the factors, BF16, F16 or F32; None for the adapters' own, or
+    F32 if they differ.
+
+    Raises BadRequest (a rank), Incompatible (what cannot be combined), Conflict, Corrupt,
+    StorageFailed; then nothing is published.
+    """
+    began = time.monotonic()
+    if rank is not None:
+        _check_rank(rank, setting)
+    if name in [one for one, _, _ in adapters]:
+        raise BadRequest(
+            "is one of the adapters: the result needs a name of its own", where=Option("name")
+        )
+    current = branch_to_move(catalog, name)
+    members = members_of(catalog, adapters)
+    work = _Work.of(members, setting, rank, dtype)
+    with Transaction(catalog, f"combine {name}") as transaction:
+        run = _Run(catalog, transaction, members, setting, work, progress)
+        manifest = run.manifest()
+        base, notes = _base_of(catalog, members)
+        snapshot, record, move = derived(
+            catalog,
+            transaction,
+            name,
+            current,
+            manifest,
+            (*base, *(Parent(EXPERT, member.snapshot) for member in members)),
+            message=message or f"{setting}: {_told(members)}",
+            action="combine-adapters",
+        )
+        if record is not None and move is not None:
+            transaction.commit(snapshots=[record], moves=[move])
+        written = transaction.bytes_written
+    return CombineReport(
+        name=name,
+        snapshot=snapshot,
+        new_snapshot=record is not None,
+        method=str(setting),
+        rank=work.rank,
+        dtype=work.dtype,
+        products=len(work.modules),
+        of_some=sum(len(of) < len(members) for of in work.modules.values()),
+        relative_error=run.errors.relative() if setting.method.of_products else None,
+        tensors=run.errors.tensors(),
+        notes=notes,
+        plain_bytes=manifest.plain_bytes(),
+        bytes_written=written,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _check_rank(rank: int, setting: Setting) -> None:
+    if not setting.method.of_products:
+        raise BadRequest(
+            f"the rank of {setting.method.name} follows from the adapters",
+            where=Option("rank"),
+            hint=phrase("a method that truncates: {svd}", svd=Option("method", "svd")),
+        )
+    if not 1 <= rank <= MOST:
+        raise BadRequest(f"a rank is 1 to {MOST}, not {rank}", where=Option("rank"))
+
+
+def _told(members: Sequence[Member]) -> str:
+    return ", ".join(f"{one.name}={one.weight:g}" for one in members)
+
+
+def _base_of(
+    catalog: Catalog, members: Sequence[Member]
+) -> tuple[tuple[Parent, ...], tuple[str, ...]]:
+    """Return the base that the adapters were added as those of, if it is one, and a note if not."""
+    stated = [(member, id) for member in members for id in member.bases]
+    contents = {catalog.snapshot(id).manifest for _, id in stated}
+    if len(contents) == 1:
+        return (Parent(BASE, stated[0][1]),), ()
+    if not contents:
+        return (), ()
+    names = {ref.snapshot_id(): name for name, ref in catalog.refs().items()}
+    told = (f"{member.name} of {names.get(id, id.short)}" for member, id in stated)
+    return (), (f"the adapters were added as those of several bases: {', '.join(told)}",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What to combine: by module, the numbers of the adapters that have it."""
+
+    modules: dict[str, tuple[int, ...]]
+    rank: int
+    dtype: str
+
+    @classmethod
+    def of(
+        cls, members: Sequence[Member], setting: Setting, rank: int | None, dtype: str | None
+    ) -> _Work:
+        modules = {
+            module: tuple(k for k, member in enumerate(members) if module in member.products)
+            for module in sorted({module for member in members for module in member.products})
+        }
+        if setting.method.of_products:
+            found = rank or max(max(_ranks(members, module, of)) for module, of in modules.items())
+        elif setting.method.joins:
+            found = max(sum(_ranks(members, module, of)) for module, of in modules.items())
+        else:
+            found = max(
+                _one_rank(members, module, of, setting.method.name)
+                for module, of in modules.items()
+            )
+        dtypes = {
+            factor.dtype
+            for member in members
+            for product in member.products.values()
+            for factor in (product.up, product.down)
+        }
+        return cls(modules, found, dtype or (dtypes.pop() if len(dtypes) == 1 else "F32"))
+
+
+def _ranks(members: Sequence[Member], module: str, of: Sequence[int]) -> list[int]:
+    return [members[k].products[module].rank for k in of]
+
+
+def _one_rank(members: Sequence[Member], module: str, of: Sequence[int], method: str) -> int:
+    """Return the rank that all products of a module have.  Raises Incompatible."""
+    ranks = _ranks(members, module, of)
+    if len(set(ranks)) > 1:
+        raise Incompatible(
+            f"{method} adds factors of one rank, and those of {module} have "
+            f"{', '.join(map(str, ranks))}",
+            where=", ".join(members[k].name for k in of),
+            hint=phrase("{cat} or {svd}", cat=Option("method", "cat"), svd=Option("method", "svd")),
+        )
+    return ranks[0]
+
+
+class _Run:
+    """Makes the files of one combination."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        transaction: Transaction,
+        members: Sequence[Member],
+        setting: Setting,
+        work: _Work,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._catalog = catalog
+        self._transaction = transaction
+        self._members = members
+        self._setting = setting
+        self._work = work
+        self._progress = progress
+        self.errors = Errors()
+
+    def manifest(self) -> Manifest:
+        """Store the adapter's tensors and files."""
+        tensors: dict[str, Tensor] = {}
+        total = sum(self._size(module) for module in self._work.modules)
+        done = 0
+        for module in self._work.modules:
+            tensors |= self._combined(module)
+            done += self._size(module)
+            if self._progress is not None:
+                self._progress(Progress("combine", done, total))
+        unchanged = {name: id for one in self._members for name, id in one.unchanged.items()}
+        records = self._catalog.tensors(list(unchanged.values()))
+        tensors |= dict(zip(unchanged, records, strict=True))
+        first = self._members[0]
+        settings = {key: first.settings[key] for key in _KEPT if key in first.settings}
+        return put_files(
+            self._transaction,
+            tensors,
+            {
+                **settings,
+                "r": self._work.rank,
+                "lora_alpha": self._work.rank,
+                "fan_in_fan_out": first.config.transposed,
+                "target_modules": list(self._work.modules),
+            },
+        )
+
+    def _size(self, module: str) -> int:
+        products = [self._members[k].products[module] for k in self._work.modules[module]]
+        return sum(product.up.nbytes + product.down.nbytes for product in products)
+
+    # -- one module ----------------------------------------------------------------------------
+
+    def _combined(self, module: str) -> dict[str, Tensor]:
+        """Return the two tensors of a module's product, and take note of what they leave out."""
+        of = [(k, self._members[k]) for k in self._work.modules[module]]
+        read = [self._read(k, member, module) for k, member in of]
+        names = factor_names(module, embedding=of[0][1].products[module].embedding)
+        setting, rank = self._setting, self._work.rank
+        if setting.method.of_products:
+            # The error is that of the factors as they are stored.
+            found = truncated(read, module, rank, setting, self._transaction.directory)
+            down, up = self._rounded(module, found.down, found.up)
+            self.errors.add(f"{module}.weight", *found.squares_left(down, up))
+        elif setting.method.joins:
+            down, up = self._rounded(module, *joined(read))
+        else:
+            down, up = self._rounded(module, *united(read, names, setting))
+        missing = rank - len(down)
+        full = np.pad(down, ((0, missing), (0, 0))), np.pad(up, ((0, 0), (0, missing)))
+        return {
+            name: put_factor(self._transaction, name, factor, self._work.dtype)
+            for name, factor in zip(names, full, strict=True)
+        }
+
+    def _read(self, position: int, member: Member, module: str) -> Read:
+        product = member.products[module]
+        down, up = (read_singles(self._catalog, one) for one in (product.down, product.up))
+        if not (np.isfinite(down).all() and np.isfinite(up).all()):
+            raise Incompatible(f"{member.name} has elements that are not finite", where=module)
+        return Read(down, up, product.scale, member.weight, position)
+
+    def _rounded(self, module: str, *factors: Singles) -> tuple[Singles, Singles]:
+        """Return lora_A and lora_B as they will be stored, as float32.  Raises Incompatible."""
+        dtype = array_dtype(self._work.dtype)
+        with np.errstate(over="ignore"):
+            down, up = (one.astype(dtype).astype(np.float32) for one in factors)
+        if not (np.isfinite(down).all() and np.isfinite(up).all()):
+            raise Incompatible(
+                f"the result has elements that are too large for {self._work.dtype}",
+                where=module,
+                hint=Option("dtype", "float32"),
+            )
+        return down, up
