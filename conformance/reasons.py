@@ -232,17 +232,6 @@ REASONS: tuple[Reason, ...] = (
     # -- refused -----------------------------------------------------------------------------------
     Reason(
         "refused",
-        "`arcee_fusion`",
-        "unknown method 'arcee_fusion'",
-        (
-            f"{_BASIC}::test_arcee_fusion_merge",
-            f"{_INTERFACE}::test_methods_reject_mismatched_embedding_shapes[*-arcee_fusion-2]",
-            f"{_REGRESSIONS}::test_fusion_preserves_scalar_weight_shape",
-            f"{_REGRESSIONS}::test_state_dict_methods_accept_strided_*[arcee_fusion]",
-        ),
-    ),
-    Reason(
-        "refused",
         "`filter_wise`, `nuslerp_row_wise`, `nuslerp_flatten: false`",
         "no parameter (filter_wise|nuslerp_flatten|nuslerp_row_wise)",
         (

@@ -35,7 +35,7 @@ from mstore.requests import (
 )
 
 WEIGHT: Final = "weight"
-_PER_MODEL: Final = frozenset((WEIGHT, "density", "gamma", "epsilon", "tall_mask_lambda"))
+PER_MODEL: Final = frozenset((WEIGHT, "density", "gamma", "epsilon", "tall_mask_lambda"))
 """Parameters that each model has for itself."""
 
 _WITHOUT_EFFECT: Final = "int8_mask"
@@ -400,7 +400,7 @@ class _Resolver:
             for source in part.sources:
                 if str(source.model) == str(self._base):
                     for name, setting in source.settings.items():
-                        if name in _PER_MODEL:
+                        if name in PER_MODEL:
                             self._note(f"{name} of the base model has no effect", setting.line)
         experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
         self._require_adapters_of_base(experts)
