@@ -70,18 +70,7 @@ class Bench:
         }
         if method != "linear":
             recipe["base_model"] = str(self.family / "base")
-        file, out = self.work / "recipe.yml", self.work / "merged"
-        file.write_text(json.dumps(recipe))  # JSON is YAML
-        shutil.rmtree(out, ignore_errors=True)
-        ready(WARM_GIGABYTES, *sorted(self.family.glob("*/*.safetensors")))
-        # Its environment is its own: what makes mstore importable here is not for it.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        words = ["--no-copy-tokenizer", "--quiet"]
-        try:
-            return run([str(self.program), str(file), str(out), *words], env=environment)
-        finally:
-            shutil.rmtree(out, ignore_errors=True)
+        return merged_by(self.program, recipe, self.work, self.family)
 
     def mstore(self, method: str) -> Run:
         """The command line, into a copy of the store."""
@@ -92,6 +81,22 @@ class Bench:
             return store.mstore(
                 "--json", "merge", "--base", "base", *words, "--method", method, "--name", "merged"
             )
+
+
+def merged_by(program: Path, recipe: dict[str, Any], work: Path, family: Path) -> Run:
+    """Run mergekit's command line on a recipe of models below `family`; the result is removed."""
+    file, out = work / "recipe.yml", work / "merged"
+    file.write_text(json.dumps(recipe))  # JSON is YAML
+    shutil.rmtree(out, ignore_errors=True)
+    ready(WARM_GIGABYTES, *sorted(family.glob("*/*.safetensors")))
+    # Its environment is its own: what makes mstore importable here is not for it.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    words = ["--no-copy-tokenizer", "--quiet"]
+    try:
+        return run([str(program), str(file), str(out), *words], env=environment)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def compare(bench: Bench, method: str, rounds: int, peer_rounds: int) -> dict[str, Any]:

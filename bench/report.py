@@ -19,6 +19,7 @@ import page_estimates
 import page_growth
 import page_incremental
 import page_mergekit
+import page_methods
 import page_paper
 import page_planning
 import page_quality
@@ -54,6 +55,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "spine": page_spine.section,
     "statistics": page_statistics.section,
     "mergekit": page_mergekit.section,
+    "methods": page_methods.section,
     "adapters": page_adapters.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
