@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters
+import families
 import numpy as np
 import pytest
 import reference
@@ -164,6 +165,35 @@ def test_an_adapter_is_merged_like_the_model_it_makes(
     assert merged.expert_bytes_read + merged.memo_expert_bytes == plan.planned_expert_bytes
     family.assert_merged("merged", method, experts, given)
     assert store.replay("merged").same
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("karcher", {}),
+        ("model_stock", {}),
+        ("multislerp", {}),
+        ("nuslerp", {}),
+        ("safe", {"threshold": 0.1, "alpha": 0.5}),
+    ],
+)
+def test_adapters_are_compared_with_each_other(
+    family: Family, tmp_path: Path, method: str, given: dict[str, Any]
+) -> None:
+    """Two adapters that change the same modules of a base in 16 bits merge by the methods that
+    compare experts with each other as the models do that they make."""
+    store, names = family.store, ("small", "large")
+    for name in names:
+        families.write_checkpoint(tmp_path / name, family.base | family.sides[name])
+        store.add(tmp_path / name, name=f"{name}_made", base="base")
+    asked = ask(method, *names, parameters=given, dtype="float32")
+    made = dataclasses.replace(asked, experts=[f"{name}_made" for name in names])
+    for ref, request in (("merged", asked), ("made", made)):
+        store.merge(store.plan(request), name=ref)
+    for name, value in family.base.items():
+        found, wanted = (store[ref].tensor(name) for ref in ("merged", "made"))
+        scale = np.abs(reference.single(value)).max()
+        assert np.abs(found - wanted).max() <= 2.0**-20 * scale, name
 
 
 def test_dora_gives_rows_their_norms(family: Family) -> None:

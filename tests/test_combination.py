@@ -266,6 +266,17 @@ def test_cat_of_other_ranks_scales_and_modules(family: Family) -> None:
     assert (config["rank_pattern"], config["target_modules"]) == ({}, sorted(SHAPES))
 
 
+def test_a_rank_is_no_larger_than_a_matrix(family: Family) -> None:
+    """A rank that no matrix of the adapters can have becomes the largest that one can, with a
+    note."""
+    most = max(min(shape) for shape in SHAPES.values())
+    report = family.store.combine_adapters(WEIGHTS, "svd", name="mixed", rank=most + 5)
+    assert report.rank == most
+    assert report.notes == (
+        f"the rank is {most}: no matrix of the adapters can have the rank {most + 5}",
+    )
+
+
 @pytest.mark.parametrize("rank", [2, 8, 30])
 def test_svd_is_the_nearest_and_tells_what_it_leaves(family: Family, rank: int) -> None:
     """The truncated sum is as near as the exact decomposition's, and the report says how near, in
@@ -399,7 +410,10 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
         ("expert", ("mine",)),
         ("expert", ("yours",)),
     ]
-    assert shown.message == "cat: mine=1, yours=0.5"
+    assert shown.message == "cat, rank 8: mine=1, yours=0.5"
+    named = family.store.combine_adapters(["mine"], "svd", name="one", rank=2, message="a try")
+    assert family.store.show("one").message == "a try (svd, rank 2: mine=1)"
+    assert not named.notes
     again = family.store.combine_adapters({"mine": 1, "yours": 0.5}, "cat", name="both")
     assert (again.new_snapshot, again.snapshot, first.notes) == (False, first.snapshot, ())
     (note,) = family.store.combine_adapters(["mine", "theirs"], "cat", name="all").notes
@@ -547,7 +561,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert 0.1 < document["relative_error"] < 0.9
     drawn_ones = ("--method", "dare_ties", "--param", "density=0.5", "--param", "seed=3")
     mstore.succeed("combine-adapters", *experts, *drawn_ones, "--name", "drawn")
-    assert "dare_ties density=0.5 majority_sign_method=total seed=3: math=1, code=0.5" in (
+    assert "dare_ties density=0.5 majority_sign_method=total seed=3, rank 4: math=1, code=0.5" in (
         mstore.succeed("log", "drawn").out
     )
     wrong = mstore("combine-adapters", *experts, "--method", "ties", "--name", "wrong")

@@ -102,6 +102,7 @@ def test_what_is_not_read_needs_nothing(place: Place, given: dict[str, Any]) -> 
     error = place.relative_error(*parts)
     assert plan.error_bound is None
     assert plan.error_estimate is not None
+    assert plan.error_share_estimate is None
     assert 0.4 * error < plan.error_estimate < 2.5 * error
 
 
@@ -113,7 +114,7 @@ def test_what_is_remembered_knows_the_needs(place: Place) -> None:
     families.write_checkpoint(place.root / "near", near)
     place.store.add(place.root / "near", name="near", base="base")
     for experts in (["e0", "e2"], ["e0", "e2", "near"]):
-        for given in ({"k": 1}, {"k": 2}, {"k": 1, "tall_mask_lambda": 0.5}):
+        for given in ({"k": 1}, {"tall_mask_lambda": 0.7}, {"k": 1, "tall_mask_lambda": 0.5}):
             plan = place.store.plan(dataclasses.replace(asked(given), experts=experts))
             done = place.store.merge(plan, name="remembered")
             assert place.store.merge(plan, name="anew", memo=False).manifest == done.manifest
@@ -149,12 +150,19 @@ def test_votes_are_those_of_the_paper(
 
 
 def test_what_it_does_not_take() -> None:
-    """k is at least one and at most the number of experts, ratios are not negative."""
+    """k is at least one and at most the number of experts that have a weight, ratios are not
+    negative, and of two experts both can need something."""
     for given, says in (
         ({"k": 0}, "k must be in"),
         ({"k": 3}, "k is 3: no element"),
+        ({}, "below 1"),
+        ({"tall_mask_lambda": (0.5, 2.0)}, "below 1"),
         ({"tall_mask_lambda": -1}, "tall_mask_lambda must be in"),
         ({"tall_mask_lambda": (1.0, 2.0, 3.0)}, "3 values"),
     ):
         with pytest.raises(BadRequest, match=says):
             operation("consensus", given, [1.0, 1.0])
+    operation("consensus", {"tall_mask_lambda": (0.5, 1.9)}, [1.0, 1.0])
+    operation("consensus", {"k": 1}, [1.0, 1.0])
+    with pytest.raises(BadRequest, match="of 2 experts that have a weight"):
+        operation("consensus", {"k": 3}, [1.0, 1.0, 0.0])

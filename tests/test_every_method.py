@@ -93,7 +93,9 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
     """A merge that the method takes."""
     count = method.experts or draw.randint(max(method.least, 2), EXPERTS)
     experts = draw.sample([f"e{k}" for k in range(EXPERTS)], count)
-    weights = [draw.choice([1.0, 0.5, -0.25, 0.7]) if method.weighted else 1.0 for _ in experts]
+    # Directions that balance out have no mean.
+    choices = [1.0, 0.5, 0.7] if method.mix is not None else [1.0, 0.5, -0.25, 0.7]
+    weights = [draw.choice(choices) if method.weighted else 1.0 for _ in experts]
     for _ in range(100):
         given = {one.name: value(one, draw, count) for one in method.parameters}
         try:

@@ -228,7 +228,7 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
     """A method that elects signs, counts needs or divides by who moves an element has no certified
     bound."""
     with pytest.raises(BadRequest, match="no bound"):
-        coefficients(operation(method, {}, [1.0, 1.0]))
+        coefficients(operation(method, {}, [1.0, 1.0, 1.0]))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_what_others_decide_has_no_coefficients(method: str) -> None:
 def test_untouched_chunks_are_the_base(method: str) -> None:
     """Every method leaves a chunk that nobody touches as it is, but sums of whole experts: linear
     without normalize, passthrough with a scale, and what is not around the base."""
-    weights = [1.0] * (METHODS[method].experts or 2)
+    weights = [1.0] * (METHODS[method].experts or 3)
     assert operation(method, {}, weights).keeps_base
     names = {parameter.name for parameter in METHODS[method].parameters}
     for name, value in (("normalize", False), ("scale", 0.5), ("around_base", False)):

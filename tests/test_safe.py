@@ -125,6 +125,24 @@ def test_a_budget_keeps_the_choice_and_its_bound(family: Family) -> None:
         assert 0 < family.error("part", "full") <= plan.error_bound
 
 
+def test_a_plan_tells_who_has_a_part(family: Family) -> None:
+    """A plan names the tensors that the other model has, warns if the safe model is the base, and
+    says under a budget that what is left out is not safe."""
+    notes = [str(one) for one in family.store.plan(asked(0.5)).notes]
+    assert "tuned has no part in 3 of 5 tensors: across, against, left" in notes
+    assert "safe has no part in 2 of 5 tensors: along, lone" in notes
+    assert not any("left out" in one for one in notes)
+    part = family.store.plan(asked(0.5, budget="50%"))
+    assert any("the base's, which is not the safe model's" in str(one) for one in part.notes)
+    based = dataclasses.replace(asked(0.5), experts=["tuned", "base"])
+    texts = [one.text for one in family.store.plan(based).warnings]
+    assert any(text.startswith("base is the base itself") for text in texts)
+    twice = dataclasses.replace(asked(0.5), experts=["tuned", "tuned"])
+    assert "tuned is given more than once" in [
+        one.text for one in family.store.plan(twice).warnings
+    ]
+
+
 def test_what_it_does_not_take(family: Family) -> None:
     """A threshold is needed, the expert and the safe model are two, without weights, and a tensor
     that is not finite has no direction."""

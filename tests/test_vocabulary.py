@@ -196,6 +196,19 @@ def test_models_that_fit_stay(place: Place) -> None:
     assert report.applied(request) == request
 
 
+def test_dropped_tokens_are_told(place: Place) -> None:
+    """What only an expert has and the vocabulary lacks is named; a union lacks nothing."""
+    place.add("base", ["a", "b", "c"])
+    place.add("chat", ["a", "b", "c"], ["<|im_start|>", "<|im_end|>"])
+    dropped = (
+        "chat: 2 of its tokens are not in the vocabulary, and their rows are dropped: "
+        "<|im_start|>, <|im_end|>"
+    )
+    assert dropped in place.align("base", "chat", source="base").notes
+    assert dropped in place.align("base", "chat", source="base", chat_template="{{ a }}").notes
+    assert not any("dropped" in one for one in place.align("base", "chat", source="union").notes)
+
+
 def test_padding_is_kept_or_dropped(place: Place) -> None:
     """Rows after the tokens stay if asked to, else go; rows that are rounded up to are the mean."""
     place.add("base", WORDS, rows=20)

@@ -37,7 +37,8 @@ def renewed(text: str) -> str:
 def _row(method: Method) -> str:
     parameters = ", ".join(_parameter(p) for p in method.parameters)
     bound = "certified" if method.is_additive else "estimate"
-    return f"| `{method.name}` | {method.formula} | {parameters} | {bound} | {method.source} |\n"
+    formula = method.formula.replace("|", "\\|")
+    return f"| `{method.name}` | {formula} | {parameters} | {bound} | {method.source} |\n"
 
 
 def _parameter(one: Parameter) -> str:

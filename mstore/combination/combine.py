@@ -105,10 +105,12 @@ def combine(
     current = branch_to_move(catalog, name)
     members = members_of(catalog, adapters)
     work = _Work.of(members, setting, rank, dtype)
+    made = f"{setting}, rank {work.rank}: {_told(members)}"
     with Transaction(catalog, f"combine {name}") as transaction:
         run = _Run(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest()
         base, notes = _base_of(catalog, members)
+        notes += work.notes(rank)
         snapshot, record, move = derived(
             catalog,
             transaction,
@@ -116,7 +118,7 @@ def combine(
             current,
             manifest,
             (*base, *(Parent(EXPERT, member.snapshot) for member in members)),
-            message=message or f"{setting}: {_told(members)}",
+            message=f"{message} ({made})" if message else made,
             action="combine-adapters",
         )
         if record is not None and move is not None:
@@ -188,6 +190,8 @@ class _Work:
         }
         if setting.method.of_products:
             found = rank or max(max(_ranks(members, module, of)) for module, of in modules.items())
+            # No product of the result has a larger rank.
+            found = min(found, max(_most(members, module, of) for module, of in modules.items()))
         elif setting.method.joins:
             found = max(sum(_ranks(members, module, of)) for module, of in modules.items())
         else:
@@ -202,6 +206,17 @@ class _Work:
             for factor in (product.up, product.down)
         }
         return cls(modules, found, dtype or (dtypes.pop() if len(dtypes) == 1 else "F32"))
+
+    def notes(self, rank: int | None) -> tuple[str, ...]:
+        """Return a note if the rank is not the one that was asked for."""
+        if rank is None or rank == self.rank:
+            return ()
+        return (f"the rank is {self.rank}: no matrix of the adapters can have the rank {rank}",)
+
+
+def _most(members: Sequence[Member], module: str, of: Sequence[int]) -> int:
+    """Return the largest rank that a matrix of a module's shape can have."""
+    return min(members[of[0]].products[module].shape)
 
 
 def _ranks(members: Sequence[Member], module: str, of: Sequence[int]) -> list[int]:

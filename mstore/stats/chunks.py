@@ -48,7 +48,9 @@ def tensor_chunk(
     computed row by row.
     """
     members = (base, *others)
-    chunk = chunk_elements(block_size, *(one.dtype for one in members), *dtypes)
+    # An applied tensor is computed from whole blocks of its own base.
+    under = [one.base.dtype for one in members if isinstance(one, AppliedTensor)]
+    chunk = chunk_elements(block_size, *(one.dtype for one in members), *under, *dtypes)
     whole = whole or any(isinstance(one, AppliedTensor) and one.needs_rows for one in members)
     return whole_rows(chunk, base.shape) if whole else chunk
 

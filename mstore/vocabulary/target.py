@@ -87,6 +87,7 @@ class Target:
             tokenizer, ids, told_of_new = _with_asked(asked, tokenizer, ids, members)
             is_new = is_new or bool(told_of_new)
             notes += told_of_new
+        notes += _told_of_dropped(members, ids)
         length = max(ids.values(), default=-1) + 1
         rows = max(length, own.rows) if asked.keep_padding else length
         if asked.pad_to is not None:
@@ -117,6 +118,20 @@ def _with_asked(
     note = f"tokens that the vocabulary did not have, and now has: {shown}"
     more = {token: tokenizer.ids[token] for token in new}
     return tokenizer, {**ids, **more}, (note, *_told_of_plain([tokenizer.added[t] for t in new]))
+
+
+def _told_of_dropped(members: Sequence[Member], ids: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note for each model with tokens that the vocabulary has not."""
+    notes = []
+    for one in members:
+        tokens = [] if one.tokenizer is None else [t for t in one.tokens({}) if t not in ids]
+        if tokens:
+            shown = ", ".join(tokens[:_SHOWN]) + (", ..." if len(tokens) > _SHOWN else "")
+            notes.append(
+                f"{one.name}: {len(tokens)} of its tokens are not in the vocabulary, and their "
+                f"rows are dropped: {shown}"
+            )
+    return tuple(notes)
 
 
 def _told_of_plain(new: Sequence[Mapping[str, object]]) -> tuple[str, ...]:

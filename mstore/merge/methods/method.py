@@ -48,6 +48,7 @@ Order of operations as in mergekit 0.1.5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -120,7 +121,8 @@ class Method:
     of what is selected, and the number of elements; only with Combine.FUSED. experts: how many it
     takes, None for any number from `least` on. weighted: whether experts have weights. weight: the
     parameter that is the weight of each, if they have none. refuses: parameters of mergekit's
-    method that this one has not, the value that changes nothing, and why.
+    method that this one has not, the value that changes nothing, and why. mind: what to say where a
+    merge leaves something out.
     """
 
     name: str
@@ -140,6 +142,7 @@ class Method:
     weight: str | None = None
     least: int = 1
     refuses: tuple[tuple[str, bool, str], ...] = ()
+    mind: str | None = None
 
     def parse(self, given: Mapping[str, object]) -> dict[str, Value]:
         """Return the complete parameters, with defaults, in the order of `parameters`.
@@ -163,7 +166,8 @@ class Method:
                 )
             if name not in known:
                 raise BadRequest(
-                    f"{self.name} has no parameter {name!r}; its parameters: {', '.join(known)}",
+                    f"{self.name} has no parameter {name!r}; its parameters: "
+                    f"{', '.join(known) or 'none'}",
                     hint=did_you_mean(name, known),
                 )
         for name, parameter in known.items():
@@ -193,8 +197,8 @@ class Method:
             )
         if not self.weighted and any(weight != 1 for weight in weights):
             named = ", ".join(parameter.name for parameter in self.parameters)
-            has = f"its parameters: {named}" if named else "it has no parameters"
-            raise BadRequest(f"an expert of {self.name} has no weight; {has}")
+            has = f"; its parameters: {named}" if named else ""
+            raise BadRequest(f"an expert of {self.name} has no weight{has}")
         for name, value in parameters.items():
             if isinstance(value, tuple) and len(value) != len(weights):
                 raise BadRequest(
@@ -250,13 +254,8 @@ class Operation:
                     plain=Option("parameters", {"normalize": False}),
                 ),
             )
-        if self.is_agreed and self.least_needed > len(self.weights):
-            raise BadRequest(
-                f"k is {self.least_needed}: no element can be needed by so many of "
-                f"{len(self.weights)} experts",
-                where=self.method.name,
-                hint=Option("parameters", {"k": len(self.weights)}),
-            )
+        if self.is_agreed:
+            self._require_agreement()
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if self.is_ranked and density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
@@ -264,6 +263,28 @@ class Operation:
                     f"{density:g}, epsilon {epsilon:g}",
                     where=self.method.name,
                 )
+
+    def _require_agreement(self) -> None:
+        """Raise BadRequest if no element can be needed by as many experts as must need it."""
+        needs = [r for w, r in zip(self.weights, self.need_ratios, strict=True) if w]
+        if self.least_needed > len(needs):
+            raise BadRequest(
+                f"k is {self.least_needed}: no element can be needed by so many of "
+                f"{len(needs)} experts that have a weight",
+                where=self.method.name,
+                hint=Option("parameters", {"k": max(1, len(needs))}),
+            )
+        # Each of two would have to move an element further than the other does.
+        if self.least_needed == len(needs) == 2 and math.prod(needs) >= 1:
+            raise BadRequest(
+                "of two experts both need an element only where tall_mask_lambda is below 1",
+                where=self.method.name,
+                hint=phrase(
+                    "{smaller} or {one}",
+                    smaller=Option("parameters", {"tall_mask_lambda": 0.4}),
+                    one=Option("parameters", {"k": 1}),
+                ),
+            )
 
     @property
     def select(self) -> Select:

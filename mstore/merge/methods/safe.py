@@ -25,9 +25,9 @@ def _mix(gram: Gram, parameters: Mapping[str, Scalar], weights: Sequence[float])
 
 METHOD: Final = Method(
     name="safe",
-    summary="one expert, with a safe model's weights where it moves away from those",
-    formula="expert where cos(d_0, d_1) >= threshold, else alpha expert + (1 - alpha) safe, each "
-    "tensor by itself",
+    summary="the first expert, with the second's weights, a safe model's, where it leaves those",
+    formula="expert_0 where cos(d_0, d_1) >= threshold, else alpha expert_0 + (1 - alpha) "
+    "expert_1, the safe model; each tensor by itself",
     source="Djuhera et al. 2025, arXiv 2503.17239",
     parameters=(
         Parameter("threshold", "float", None, Range(-1.0, 1.0)),
@@ -40,4 +40,5 @@ METHOD: Final = Method(
     pairs=True,
     experts=2,
     weighted=False,
+    mind="what is left out is the base's, which is not the safe model's",
 )

@@ -422,13 +422,15 @@ class Planner:
 
     @cached_property
     def change(self) -> float | None:
-        """Estimate ||full - base|| / ||base||; None if a norm is unknown.
+        """Estimate ||full - base|| / ||base||; None if a norm, or what is selected, is unknown.
 
         Computed like error_estimate, so that leaving out everything is estimated as all of it.
         """
         base = self._survey.base_squares
-        # A sum that scales the base changes more than the experts' deltas show.
-        if not base or not all(part.model.operation.keeps_base for part in self._parts):
+        operations = [part.model.operation for part in self._parts]
+        # A sum that scales the base changes more than the experts' deltas show, and one of what
+        # several experts need less.
+        if not base or not all(one.keeps_base and not one.is_agreed for one in operations):
             return None
         with np.errstate(over="ignore"):
             if not np.isfinite(added(self._roots**2)).all():

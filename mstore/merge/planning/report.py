@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstore.ids import PlanId
@@ -15,6 +16,9 @@ from mstore.phrases import call, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.plan_rows import Sources
 from mstore.store.plans import TensorOverflow, reported
+
+_NAMED = 3
+"""Tensors that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ def plan_report(
         notes.append(
             phrase(
                 "the estimate is no bound: it counts every element as one that enough experts "
-                "need, so it is mostly too large; {sweep} tells",
+                "need, and of what is left out the others' elements may drop, too; {sweep} tells",
                 sweep=call("sweep", measure=True),
             )
         )
@@ -153,6 +157,9 @@ def plan_report(
             f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
             "normalize divides by the sum of all"
         )
+    if counts[OMITTED] + counts[DROPPED]:
+        notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
+    notes += _without_part(plan, sources)
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
     return PlanReport(
@@ -225,6 +232,19 @@ def share_of(error: float | None, change: float | None) -> float | None:
     if error == 0:
         return 0.0
     return error / change if error is not None and change else None
+
+
+def _without_part(plan: Plan, sources: Sources) -> Iterator[str]:
+    """Yield in which tensors an expert with a weight has the factor 0, by their facts."""
+    mixed = [tensor for tensor in plan.tensors if tensor.mixture is not None]
+    for k, expert in enumerate(sources.experts):
+        names = [one.name for one in mixed if one.mixture and not one.mixture.experts[k]]
+        if names and plan.experts[k].weight:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            yield (
+                f"{expert.name} has no part in {len(names)} of {len(mixed)} tensors: "
+                f"{', '.join(names[:_NAMED])}{more}"
+            )
 
 
 def _rule_notes(plan: Plan) -> list[str]:

@@ -138,15 +138,19 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
 
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     own, name = plan.experts[k], sources.experts[k].name
+    used = Operations(plan).used(plan)
     first = next(n for n, other in enumerate(plan.experts) if other.manifest == own.manifest)
     if first < k:
         earlier = sources.experts[first].name
         also = "" if earlier == name else f": it has the content of {earlier}"
-        yield REPEATED, f"{name} is given more than once{also}; its weights add up"
-    used = Operations(plan).used(plan)
+        weighted = any(operation.method.weighted for operation in used)
+        adds = "; its weights add up" if weighted else ""
+        yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, the base is a model like the others.
     if own.manifest == plan.base and all(
-        one.is_whole and not one.is_near and (one.method.mix is not None or one.is_alone)
+        one.is_whole
+        and not (one.is_near or one.compares_deltas)
+        and (one.method.mix is not None or one.is_alone)
         for one in used
     ):
         return
