@@ -548,13 +548,19 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     """It says what was combined and what is left out; a merge takes the result."""
     mstore = Program(tmp_path / "store")
     mstore.succeed("init")
+    tensors = {f"{module}.weight": drawn(77, *shape) for module, shape in SHAPES.items()}
+    adapters.write(tmp_path / "llama", tensors, {"config.json": {}}, "model")
+    mstore.succeed("add", tmp_path / "llama", "--name", "llama")
     for seed, name in enumerate(("math", "code")):
-        mstore.succeed("add", adapter(seed).write(tmp_path / name), "--name", name)
+        path = adapter(seed).write(tmp_path / name)
+        mstore.succeed("add", path, "--name", name, "--base", "llama")
     experts = ("--expert", "math", "--expert", "code=0.5")
     line = ("combine-adapters", *experts, "--method", "svd", "--rank", "3", "--name", "both")
     told = mstore.succeed(*line).out
     assert "combined both" in told
     assert "2 of rank 3" in told
+    assert "merge --base llama --expert both" in told
+    assert "checkout both DIR" in told
     assert f"{Q}.weight" in told
     document = mstore.succeed(*line, "--json").document
     assert document["new_snapshot"] is False

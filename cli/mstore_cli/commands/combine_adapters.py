@@ -99,6 +99,9 @@ def combine_adapters(
             message=message,
             progress=tick,
         )
+        parents = store.show(str(report.snapshot)).parents
+        bases = [ref for one in parents if one.role == "base" for ref in one.refs]
+        base = bases[0] if bases else "BASE"
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -130,8 +133,9 @@ def combine_adapters(
         screen.line()
         screen.command(
             "to apply it",
-            f"mstore merge --base BASE --expert {report.name} --method task_arithmetic "
+            f"mstore merge --base {base} --expert {report.name} --method task_arithmetic "
             "--name REF --virtual",
         )
+        screen.command("for PEFT", f"mstore checkout {report.name} DIR")
 
     session.output.emit(report, ids=[report.snapshot], human=human)
