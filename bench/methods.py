@@ -170,24 +170,23 @@ def main() -> None:
     known: dict[str, Any] = {}
     if arguments.method:
         known = json.loads((arguments.results / "methods.json").read_text())["methods"]
-    found: dict[str, Any] = {}
-    for method in CASES:
-        if arguments.method and method not in arguments.method:
-            found |= {method: known[method]} if method in known else {}
-            continue
-        found[method] = bench.compare(method, arguments.rounds)
-        print(method, found[method]["times_faster"], file=sys.stderr, flush=True)
-    for store in bench.stores.values():
-        shutil.rmtree(store.path)
     results: dict[str, Any] = {
         "machine": machine(),
         "versions": peer_versions(arguments.mergekit),
         "plain_bytes": bench.plain_bytes,
         "millions": arguments.millions,
         "experts": EXPERTS,
-        "methods": found,
     }
-    keep(arguments.results, "methods", results)
+    found: dict[str, Any] = {}
+    for method in CASES:
+        if arguments.method and method not in arguments.method:
+            found |= {method: known[method]} if method in known else {}
+            continue
+        found[method] = bench.compare(method, arguments.rounds)
+        # After each: a run takes long, and what is measured is kept if it is ended.
+        keep(arguments.results, "methods", results | {"methods": found})
+    for store in bench.stores.values():
+        shutil.rmtree(store.path)
 
 
 if __name__ == "__main__":

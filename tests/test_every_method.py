@@ -79,6 +79,9 @@ def value(parameter: Parameter, draw: random.Random, experts: int) -> Any:
         return draw.choice(parameter.words)[0]
     if parameter.kind == "bool":
         return draw.random() < 0.5
+    if isinstance(parameter.default, float) and 0 < parameter.default < 1e-3:
+        # A tolerance.
+        return parameter.default * 10 ** draw.uniform(-1, 1)
     low, high = (-2.0, 2.0)
     if parameter.range is not None:
         low, high = max(low, parameter.range.low), min(high, parameter.range.high)

@@ -45,7 +45,8 @@ def test_scores_that_a_method_has(method: str, score: str) -> None:
     trims = own.select in (Select.TRIMMED, Select.BAND)
     elects = own.combine in (Combine.ELECTED, Combine.FUSED)
     needed = {one.name: 0.5 for one in own.parameters if one.default is None}
-    weights = [1.0] * (own.experts or own.least)
+    # Three: of fewer, two cannot need an element by default.
+    weights = [1.0] * (own.experts or 3)
     missing = {"trimmed": not trims, "conflict": not elects, "taste": True}
     if missing.get(score, False):
         with pytest.raises(BadRequest):
