@@ -114,8 +114,7 @@ def _with_asked(
         return tokenizer, ids, ()
     known = [one.tokenizer for one in members if one.tokenizer is not None]
     tokenizer = with_tokens(tokenizer, new, known)
-    shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
-    note = f"tokens that the vocabulary did not have, and now has: {shown}"
+    note = f"tokens that the vocabulary did not have, and now has: {_few(new)}"
     more = {token: tokenizer.ids[token] for token in new}
     return tokenizer, {**ids, **more}, (note, *_told_of_plain([tokenizer.added[t] for t in new]))
 
@@ -126,12 +125,15 @@ def _told_of_dropped(members: Sequence[Member], ids: Mapping[str, int]) -> tuple
     for one in members:
         tokens = [] if one.tokenizer is None else [t for t in one.tokens({}) if t not in ids]
         if tokens:
-            shown = ", ".join(tokens[:_SHOWN]) + (", ..." if len(tokens) > _SHOWN else "")
             notes.append(
                 f"{one.name}: {len(tokens)} of its tokens are not in the vocabulary, and their "
-                f"rows are dropped: {shown}"
+                f"rows are dropped: {_few(tokens)}"
             )
     return tuple(notes)
+
+
+def _few(tokens: Sequence[str]) -> str:
+    return ", ".join(tokens[:_SHOWN]) + (", ..." if len(tokens) > _SHOWN else "")
 
 
 def _told_of_plain(new: Sequence[Mapping[str, object]]) -> tuple[str, ...]:

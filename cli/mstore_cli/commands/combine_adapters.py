@@ -8,16 +8,12 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.left_out import show_worst
 from mstore_cli.merging import MISTAKEN, experts_of, parse_parameters
 from mstore_cli.options import Message
-from mstore_cli.output import Column, Screen, short
+from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
-
-COLUMNS = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
-_SHOWN = 5
-_LEAST = 0.001
-"""A smaller share is not worth a line."""
 
 
 @command(
@@ -122,14 +118,7 @@ def combine_adapters(
         )
         for note in report.notes:
             screen.line(f"note: {note}")
-        worst = [
-            (one.tensor, f"{one.relative_error:.1%}")
-            for one in report.tensors[:_SHOWN]
-            if one.relative_error >= _LEAST
-        ]
-        if worst:
-            screen.line()
-        screen.table(COLUMNS, worst)
+        show_worst(screen, report.tensors)
         screen.line()
         screen.command(
             "to apply it",

@@ -8,15 +8,11 @@ import typer
 
 from mstore_cli import completion
 from mstore_cli.command import command
+from mstore_cli.left_out import show_worst
 from mstore_cli.options import Message, Revision
-from mstore_cli.output import Column, Screen, short
+from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
-
-COLUMNS = (Column("TENSOR", style="yellow"), Column("LEFT OUT", right=True))
-_SHOWN = 5
-_LEAST = 0.001
-"""A smaller share is not worth a line."""
 
 Only = Annotated[
     list[str] | None,
@@ -97,14 +93,7 @@ def extract_lora(
         )
         for note in report.notes:
             screen.line(f"note: {note}")
-        worst = [
-            (one.tensor, f"{one.relative_error:.1%}")
-            for one in report.tensors[:_SHOWN]
-            if one.relative_error >= _LEAST
-        ]
-        if worst:
-            screen.line()
-        screen.table(COLUMNS, worst)
+        show_worst(screen, report.tensors)
         for one in report.left_out:
             screen.line(f"not in the adapter: {one}")
         screen.line()

@@ -36,6 +36,7 @@ from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
 from mstore.merge.planning.model import Model, States
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import lottery, seed
+from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.surveyed import Survey
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
@@ -483,7 +484,7 @@ class Planner:
         for name, cause in survey.missing:
             causes.setdefault(cause, []).append(name)
         for cause, names in causes.items():
-            notes.append(f"{cause}, chosen by whole tensors: {_few(names)}")
+            notes.append(f"{cause}, chosen by whole tensors: {few(names)}")
         notes += [
             f"no tensor follows the rule for {one}: earlier rules or patterns take all it names"
             for one in survey.idle_rules
@@ -493,12 +494,12 @@ class Planner:
         if survey.unreliable:
             notes.append(
                 f"infinite or NaN differences{signs}, their blocks are read first, and leave no "
-                "bound: " + _few(survey.unreliable, _NAMED)
+                "bound: " + few(survey.unreliable, _NAMED)
             )
         if survey.base_not_finite:
             notes.append(
                 "infinite or NaN elements in the base, so errors have nothing to be relative to: "
-                + _few(survey.base_not_finite, _NAMED)
+                + few(survey.base_not_finite, _NAMED)
             )
         if request.top_p is not None and request.dtype is not None:
             notes.append(
@@ -506,11 +507,6 @@ class Planner:
                 "share are the base's, converted"
             )
         return tuple(notes)
-
-
-def _few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _norm(squares: Floats) -> float:

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from mstore.ids import PlanId
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import Costs
-from mstore.merge.planning.stored_texts import phrased
+from mstore.merge.planning.stored_texts import few, phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
 from mstore.phrases import call, phrase
 from mstore.sizes import exact_size, format_size
 from mstore.store.plan_rows import Sources
 from mstore.store.plans import TensorOverflow, reported
-
-_NAMED = 3
-"""Tensors that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,32 +129,27 @@ def plan_report(
             f"{exact_size(costs.planned)}, more than its budget of {exact_size(plan.budget)}"
         )
     used = Operations(plan).used(plan)
+    leaves_out = counts[OMITTED] + counts[DROPPED] > 0
     estimated = any(not operation.is_additive for operation in used)
-    if not (estimated and plan.error_estimate and counts[OMITTED] + counts[DROPPED]):
-        pass
-    elif any(operation.is_agreed for operation in used):
-        notes.append(
-            phrase(
-                "the estimate is no bound: it counts every element as one that enough experts "
-                "need, and of what is left out the others' elements may drop, too; {sweep} tells",
-                sweep=call("sweep", measure=True),
-            )
-        )
-    else:
+    if estimated and plan.error_estimate and leaves_out:
         # Figures of bench/estimates.py.
-        notes.append(
-            phrase(
-                "the estimate is no bound: real errors were 0.1 to 4.3 times it where experts were "
-                "trained or random, and can be far larger where heavy ones cancel; {sweep} tells",
-                sweep=call("sweep", measure=True),
-            )
+        why = (
+            "real errors were 0.1 to 4.3 times it where experts were trained or random, and can be "
+            "far larger where heavy ones cancel"
         )
+        if any(operation.is_agreed for operation in used):
+            why = (
+                "it counts every element as one that enough experts need, and of what is left out "
+                "the others' elements may drop, too"
+            )
+        sweep = call("sweep", measure=True)
+        notes.append(phrase(f"the estimate is no bound: {why}; {{sweep}} tells", sweep=sweep))
     if _divides_by_only_weight(plan):
         notes.append(
             f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
             "normalize divides by the sum of all"
         )
-    if counts[OMITTED] + counts[DROPPED]:
+    if leaves_out:
         notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
     notes += _without_part(plan, sources)
     notes += _rule_notes(plan)
@@ -240,11 +232,8 @@ def _without_part(plan: Plan, sources: Sources) -> Iterator[str]:
     for k, expert in enumerate(sources.experts):
         names = [one.name for one in mixed if one.mixture and not one.mixture.experts[k]]
         if names and plan.experts[k].weight:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            yield (
-                f"{expert.name} has no part in {len(names)} of {len(mixed)} tensors: "
-                f"{', '.join(names[:_NAMED])}{more}"
-            )
+            told = f"{expert.name} has no part in {len(names)} of {len(mixed)} tensors"
+            yield f"{told}: {few(names)}"
 
 
 def _rule_notes(plan: Plan) -> list[str]:

@@ -38,3 +38,9 @@ def phrased(stored: str) -> str:
     if stored.startswith(_SKIP):
         return phrase("{skip}", skip=Option("skip", (stored.removeprefix(_SKIP),)))
     return _TOLD.get(stored, stored)
+
+
+def few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
+    """Name the first of several, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
