@@ -75,6 +75,8 @@ class MergeRequest:
     each is made of, in the base and in all experts, or one name for the base and one per expert.
     layers: stack these layers in place of the base's, and merge nothing: (model, first layer, last
     layer + 1) of the base or of an expert, in the order of the output.
+    allow_missing: a tensor of the base that an expert lacks counts as unchanged there, and one that
+    only experts have is left out; otherwise both are errors.
     """
 
     base: Revision
@@ -93,6 +95,7 @@ class MergeRequest:
     rules: Sequence[TensorRule] = ()
     outputs: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     layers: Sequence[tuple[Revision, int, int]] = ()
+    allow_missing: bool = False
 
     def __post_init__(self) -> None:
         # A frozen value may set its own fields only this way.

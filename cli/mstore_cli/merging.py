@@ -152,6 +152,14 @@ Skip = Annotated[
         help="Take tensors whose names match from the base. Repeatable.",
     ),
 ]
+AllowMissing = Annotated[
+    bool,
+    typer.Option(
+        "--allow-missing",
+        help="Let experts lack tensors of the base (they count as unchanged there), or have others "
+        "(they are left out).",
+    ),
+]
 PerExpertBudget = Annotated[
     str | None,
     typer.Option(
@@ -322,7 +330,8 @@ class Wanted:
             if told:
                 raise UsageError(
                     f"the recipe already says what to merge; leave out {', '.join(told)}",
-                    hint="--budget, --max-error, --dtype, --only and --skip go with a recipe",
+                    hint="--budget, --max-error, --dtype, --only, --skip and --allow-missing go "
+                    "with a recipe",
                 )
             return True
         missing = [option for option, value in given.items() if not value]
@@ -393,6 +402,7 @@ def make_request(
     skip: list[str] | None = None,
     per_expert_budget: str | None = None,
     top_p: str | None = None,
+    allow_missing: bool = False,
 ) -> MergeRequest:
     """Build the request from the options of `plan` and `merge`.
 
@@ -416,6 +426,7 @@ def make_request(
         if per_expert_budget is None
         else Budget(parse_budget(per_expert_budget, option="--per-expert-budget")),
         top_p=None if top_p is None else parse_share(top_p),
+        allow_missing=allow_missing,
     )
 
 

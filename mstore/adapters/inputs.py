@@ -1,8 +1,8 @@
 """Inputs: the tensors of a merge's base and experts, by name.
 
 An expert is a stored model, or an adapter: then it stands for what the adapter makes of the base.
-An adapter whose base is an adapter, too, is merged as it is.  Owns what each name stands for; reads
-records and configs, no weights.
+An adapter whose base is an adapter, too, is merged as it is.  A tensor that a model lacks may stand
+for the base's.  Owns what each name stands for; reads records and configs, no weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mstore.ids import ManifestId, TensorId
 from mstore.objects.applied import AppliedTensor, applied
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Plan
+from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
 
@@ -27,7 +28,8 @@ class Inputs:
     """The base and the experts of one merge.
 
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
-    the experts, in their order; ids otherwise.
+    the experts, in their order; ids otherwise. fill: in a model that lacks tensors of the base, the
+    base's stand for them. lacking: their names, for each expert, in any case.
 
     Raises Incompatible for an adapter that cannot be applied to the base, NotFound, Corrupt,
     StorageFailed.
@@ -39,12 +41,15 @@ class Inputs:
         base: ManifestId,
         experts: Sequence[ManifestId],
         names: Sequence[str] = (),
+        *,
+        fill: bool = False,
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
         self.base: Names = catalog.manifest(base).tensors()
         takes_adapters = not is_adapter(self.base)
         found = []
+        lacking: list[tuple[str, ...]] = []
         for number, id in enumerate(experts):
             manifest = catalog.manifest(id)
             tensors: Names = manifest.tensors()
@@ -58,13 +63,20 @@ class Inputs:
                     where=where,
                     hint="the model is the base, and the adapter an expert",
                 )
-            found.append(tensors)
+            lacks = tuple([name for name in self.base if name not in tensors])
+            found.append(self._filled(tensors, lacks) if fill and lacks else tensors)
+            lacking.append(lacks)
         self.experts: tuple[Names, ...] = tuple(found)
+        self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)
 
     @classmethod
     def of(cls, catalog: Catalog, plan: Plan) -> Inputs:
-        """Return the inputs of a plan; raises as the class."""
-        return cls(catalog, plan.base_id(), [expert.manifest_id() for expert in plan.experts])
+        """Return the inputs of a plan; raises as the class.
+
+        Whether models may lack tensors is judged when a plan is made.
+        """
+        experts = [expert.manifest_id() for expert in plan.experts]
+        return cls(catalog, plan.base_id(), experts, fill=not plan.layers)
 
     @property
     def members(self) -> tuple[Names, ...]:
@@ -77,6 +89,21 @@ class Inputs:
             return self._catalog.tensors(ids)
         stored = iter(self._catalog.tensors([id for id in ids if id not in self._applied]))
         return [self._applied.get(id) or next(stored) for id in ids]
+
+    def _filled(self, own: Names, lacks: Sequence[str]) -> Names:
+        """Return a model's tensors, and what stands for those that it lacks.
+
+        Of an embedding that the base has twice, a model may have one: it stands for both.
+        """
+        twice: dict[TensorId, TensorId] = {}
+        for name, id in self.base.items():
+            if name in own and EMBEDDINGS.search(name):
+                twice.setdefault(id, own[name])
+        filled = dict(own)
+        for name in lacks:
+            id = self.base[name]
+            filled[name] = twice.get(id, id) if EMBEDDINGS.search(name) else id
+        return filled
 
     # -- adapters ------------------------------------------------------------------------------
 

@@ -281,17 +281,20 @@ class Merging(OpenStore):
         from mstore.merge.planning.warnings import (
             adapters_of_other_bases,
             merges_embeddings,
+            other_tensors,
             tokens_in_other_rows,
         )
         from mstore.merge.running.papers import licence_warnings
 
         names = [source.name for source in (sources.base, *sources.experts)]
         experts = (expert.manifest for expert in plan.experts)
-        key = (plan.base, *experts, *names, merges_embeddings(plan))
+        of_plan = (merges_embeddings(plan), plan.criteria, plan.notes)
+        key = (plan.base, *experts, *names, *of_plan)
         if key not in self._about_parents:
             self._about_parents[key] = (
                 *adapters_of_other_bases(self._catalog, plan, sources),
                 *tokens_in_other_rows(self._catalog, plan, sources),
+                *other_tensors(self._catalog, plan, sources),
                 *licence_warnings(self._catalog, plan, sources),
             )
         return self._about_parents[key]

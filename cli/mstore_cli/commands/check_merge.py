@@ -8,7 +8,7 @@ import typer
 
 from mstore_cli.command import command
 from mstore_cli.errors import FAILURE
-from mstore_cli.merging import Base, Experts, Only, Skip, experts_of
+from mstore_cli.merging import AllowMissing, Base, Experts, Only, Skip, experts_of
 from mstore_cli.output import Column, Screen
 from mstore_cli.session import Session
 
@@ -33,6 +33,7 @@ def check_merge(
     expert: Experts,
     only: Only = None,
     skip: Skip = None,
+    allow_missing: AllowMissing = False,
 ) -> None:
     """Compare models with a base before they are merged, without reading weights.
 
@@ -49,6 +50,7 @@ def check_merge(
         method="linear",
         only=tuple(only or ()),
         skip=tuple(skip or ()),
+        allow_missing=allow_missing,
     )
     with session.open() as store:
         report = store.check_merge(request)
@@ -67,7 +69,7 @@ def check_merge(
         else:
             screen.line(f"cannot be merged into {report.base} as they are", style="red")
         for hint in dict.fromkeys(one.hint for one in report.findings if one.hint):
-            screen.line(f"hint: {hint}")
+            screen.line(f"hint: {screen.typed(hint)}")
         if any(one.aspect == "vocabulary" for one in report.findings):
             told = " ".join(f"--expert {name}" for name in report.experts)
             screen.command("one vocabulary for all", f"mstore align --base {report.base} {told}")

@@ -14,6 +14,7 @@ from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
     RECIPES,
+    AllowMissing,
     AllowNoop,
     Budget,
     Dtype,
@@ -86,6 +87,7 @@ def merge(
     score: Score = None,
     only: Only = None,
     skip: Skip = None,
+    allow_missing: AllowMissing = False,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
     vocab: Vocab = None,
@@ -137,6 +139,7 @@ def merge(
             score=score,
             only=only,
             skip=skip,
+            allow_missing=allow_missing,
             per_expert_budget=per_expert_budget,
             top_p=top_p,
         )
@@ -145,7 +148,7 @@ def merge(
         option is not None and option is not False and option != []
         for option in (
             *(base, expert, method, param, recipe, budget, max_error, dtype, no_analyze),
-            *(score, only, skip, per_expert_budget, top_p, vocab),
+            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab),
         )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)

@@ -14,6 +14,7 @@ from mstore_cli.merging import (
     MISTAKEN,
     RECIPE_HINT,
     RECIPES,
+    AllowMissing,
     AllowNoop,
     Budget,
     Dtype,
@@ -69,6 +70,7 @@ def plan(
     score: Score = None,
     only: Only = None,
     skip: Skip = None,
+    allow_missing: AllowMissing = False,
     per_expert_budget: PerExpertBudget = None,
     top_p: TopP = None,
     vocab: Vocab = None,
@@ -124,6 +126,7 @@ def plan(
         score=score,
         only=only,
         skip=skip,
+        allow_missing=allow_missing,
         per_expert_budget=per_expert_budget,
         top_p=top_p,
     )

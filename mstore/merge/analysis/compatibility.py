@@ -27,6 +27,7 @@ from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, require_matches
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option, phrase
 from mstore.store.catalog import Catalog
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
@@ -166,7 +167,8 @@ def _differences(
 def _finding(
     other: _Model, aspect: str, severity: str, text: object, hint: object = None
 ) -> CompatibilityFinding:
-    told = None if hint is None else str(hint)
+    # A phrase is told in the words of whoever shows it.
+    told = hint if hint is None or isinstance(hint, str) else str(hint)
     return CompatibilityFinding(other.name, aspect, severity, str(text), told)
 
 
@@ -179,11 +181,16 @@ def _tensors(
     ours, theirs = (_records(catalog, one.manifest.tensors(), request) for one in (base, other))
     missing = [name for name in ours if name not in theirs]
     extra = [name for name in theirs if name not in ours]
-    skips = "leave them to the base with skip"
+    skips = phrase("leave them to the base with {skip}", skip=Option("skip"))
+    is_allowed = request.allow_missing and len(missing) < len(ours)
+    severity = WARNING if is_allowed else ERROR
+    allow = Option("allow_missing")
+    hint = None if is_allowed else phrase("{skips}, or {allow}", skips=skips, allow=allow)
     if missing:
-        yield _finding(other, "names", ERROR, f"lacks {_told(missing)}", skips)
+        told = ", unchanged there" if is_allowed else ""
+        yield _finding(other, "names", severity, f"lacks {_told(missing)}{told}", hint)
     if extra:
-        yield _finding(other, "names", ERROR, f"has {_told(extra)}, and the base has not", skips)
+        yield _finding(other, "names", severity, f"has {_told(extra)}, and the base has not", hint)
     differing = [
         name for name, one in ours.items() if name in theirs and theirs[name].shape != one.shape
     ]

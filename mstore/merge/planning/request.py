@@ -122,7 +122,8 @@ class Request:
     case-sensitive), sorted. expert_budget: as budget, for any one expert. top_p: share of the
     output's blocks that may differ from the base's, in (0, 1], or None. rules: as asked, in order.
     outputs: the sources of tensors that the base does not have, by name. layers: runs of layers to
-    stack, as (member, first, last + 1), members counted from the base, 0.
+    stack, as (member, first, last + 1), members counted from the base, 0. allow_missing: experts
+    may lack tensors of the base, or have others.
     """
 
     base: Input
@@ -140,6 +141,7 @@ class Request:
     rules: Rules = field(default_factory=Rules)
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layers: tuple[tuple[int, int, int], ...] = ()
+    allow_missing: bool = False
 
     def rule_of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor of the output."""
@@ -183,6 +185,7 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         rules=rules,
         outputs=tuple(_output(name, asked.outputs[name], len(weights)) for name in asked.outputs),
         layers=_layers(asked, operation),
+        allow_missing=asked.allow_missing,
     )
 
 
@@ -200,6 +203,7 @@ def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, 
         **{name: getattr(asked, name) for name in ("budget", "expert_budget", "max_error")},
         **{name: getattr(asked, name) for name in ("dtype", "top_p", "score")},
         **{name: getattr(asked, name) or None for name in ("only", "skip", "rules", "outputs")},
+        "allow_missing": asked.allow_missing or None,
     }
     for name, value in others.items():
         if value is not None:

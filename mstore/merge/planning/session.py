@@ -18,7 +18,7 @@ from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.model import States
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stored_texts import AT_EDGES
+from mstore.merge.planning.stored_texts import AT_EDGES, MISSING_ALLOWED
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
@@ -70,6 +70,8 @@ def request_key(catalog: Catalog, request: Request) -> bytes:
             for rule in request.rules
         ]
         more = (rules, request.outputs, *([request.layers] if request.layers else []))
+    if request.allow_missing:
+        more = (*more, "allow missing")
     text = msgspec.msgpack.encode((*said, *more))
     return blake3(text, derive_key_context="mstore 1 request").digest()
 
@@ -163,6 +165,8 @@ class Planning:
 
     def _finished(self, selection: Selection, request: Request) -> Planned:
         notes = list(selection.notes)
+        if self._survey.has_missing:
+            notes.append(MISSING_ALLOWED)
         thresholds: list[tuple[Threshold, ...]] = [
             () if one.cut is None else (Threshold(*one.cut),) * len(one.experts)
             for one in self._survey.tensors

@@ -17,6 +17,11 @@ AT_EDGES: Final = (
     "elements (--no-analyze); the estimate counts them"
 )
 """The note of a plan that was made without reading what exact thresholds need."""
+MISSING_ALLOWED: Final = (
+    "tensors that an expert lacks count as unchanged there, and those that the base lacks are left "
+    "out (--allow-missing)"
+)
+"""The note of a plan of models whose tensors have other names."""
 _SKIP: Final = "--skip "
 _TOLD: Final = {
     NOT_AMONG_ONLY: phrase("not among {only}", only=Option("only")),
@@ -24,6 +29,11 @@ _TOLD: Final = {
         "some trim thresholds are bin edges of the magnitude histograms, which keep more than k "
         "elements ({off}); the estimate counts them",
         off=Option("analyze", False),
+    ),
+    MISSING_ALLOWED: phrase(
+        "tensors that an expert lacks count as unchanged there, and those that the base lacks are "
+        "left out ({allowed})",
+        allowed=Option("allow_missing", True),
     ),
 }
 

@@ -94,14 +94,30 @@ class Surveyor:
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
         base = catalog.manifest(base_id)
         names = [expert.name for expert in request.experts]
-        inputs = Inputs(catalog, base_id, expert_ids, names)
+        inputs = Inputs(catalog, base_id, expert_ids, names, fill=request.allow_missing)
         records = _tensors(inputs, inputs.base)
         experts = []
-        for expert, ids in zip(request.experts, inputs.experts, strict=True):
+        has_missing = False
+        for expert, ids, lacking in zip(
+            request.experts, inputs.experts, inputs.lacking, strict=True
+        ):
             found = _tensors(inputs, ids)
             ours = chosen(_shapes(records), request.only, request.skip)
             theirs = chosen(_shapes(found), request.only, request.skip)
+            if request.allow_missing:
+                lacks = ours.keys() & lacking
+                if lacks == ours.keys() and ours:
+                    raise Incompatible(
+                        f"has none of the tensors of {request.base.name} that are merged",
+                        where=expert.name,
+                        hint=told_difference(request.base.name, expert.name),
+                    )
+                has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
+                theirs = {name: shape for name, shape in theirs.items() if name in ours}
             hint = told_difference(request.base.name, expert.name)
+            if ours.keys() != theirs.keys():
+                allowed = Option("allow_missing", True)
+                hint = phrase("{told}, {allowed} merges the others", told=hint, allowed=allowed)
             if differ_in_vocabulary(ours, theirs):
                 models = {"base": request.base.name, "experts": (expert.name,)}
                 hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
@@ -162,6 +178,7 @@ class Surveyor:
             base_not_finite=tuple(self._base_not_finite),
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
+            has_missing=has_missing,
         )
 
     def _together(

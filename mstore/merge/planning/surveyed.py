@@ -100,7 +100,8 @@ class Survey:
     (expert and tensor, why) of statistics that could not be computed. unreliable: expert and tensor
     of statistics with rows that are not finite. base_not_finite: tensors of the base with elements
     that are infinite or NaN. squares: sum of squares of each tensor of the base. idle_rules:
-    patterns of rules that no tensor follows.
+    patterns of rules that no tensor follows. has_missing: an expert lacks tensors of the base, or
+    has others.
     """
 
     base: ManifestId
@@ -114,3 +115,4 @@ class Survey:
     base_not_finite: tuple[str, ...] = ()
     idle_rules: tuple[str, ...] = ()
     squares: Mapping[str, float] = field(default_factory=dict)
+    has_missing: bool = False

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.merge.methods.registry import Operations
+from mstore.merge.planning.stored_texts import MISSING_ALLOWED, few
+from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
 from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
@@ -32,6 +34,7 @@ LEFT_OUT = "expert left out"
 TRIMMED = "expert trimmed away"
 OTHER_BASE = "adapter of another base"
 OTHER_TOKENS = "tokens in other rows"
+OTHER_TENSORS = "other tensors"
 OVERFLOW = "overflow"
 LICENCE_TERMS = "licences"
 _NAMED = 3
@@ -44,7 +47,7 @@ class MergeWarning:
     kind: str
     """expert is the base, expert given twice, expert without weight, expert equals the base, expert
     over budget, expert left out, expert trimmed away, adapter of another base, tokens in other
-    rows, overflow, or licences"""
+    rows, other tensors, overflow, or licences"""
     expert: str | None
     """the expert concerned, as it was named; None: several models"""
     text: str
@@ -113,6 +116,32 @@ def tokens_in_other_rows(
             if differing.moved:
                 text = f"{source.name}: {told_of_moved(differing)}"
                 found.append(MergeWarning(OTHER_TOKENS, source.name, text))
+    return tuple(found)
+
+
+def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
+    """Return warnings for experts that lack tensors of the base, or have others, and may."""
+    if MISSING_ALLOWED not in plan.notes:
+        return ()
+    base = catalog.manifest(plan.base_id()).tensors()
+    # What patterns leave out, and outputs use, is as it was asked for.
+    merged = base.keys() - left_to_base(base, plan.criteria)
+    used = {source for tensor in plan.tensors for source in tensor.sources}
+    found = []
+    for expert, source in zip(plan.experts, sources.experts, strict=True):
+        own = catalog.manifest(expert.manifest_id()).tensors()
+        if is_adapter(own) and not is_adapter(base):
+            continue
+        told = []
+        if lacking := [name for name in base if name in merged and name not in own]:
+            told.append(f"lacks {few(lacking)}, unchanged there")
+        others = own.keys() - base.keys() - used
+        others -= left_to_base(dict.fromkeys(others), plan.criteria)
+        if others:
+            told.append(f"has {few(sorted(others))}, not in the base and left out")
+        if told:
+            text = f"{source.name} {'; '.join(told)}"
+            found.append(MergeWarning(OTHER_TENSORS, source.name, text))
     return tuple(found)
 
 

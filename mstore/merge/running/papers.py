@@ -39,6 +39,7 @@ from mstore.ids import ManifestId
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipes import recipe_text
+from mstore.merge.planning.stored_texts import MISSING_ALLOWED
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
@@ -288,6 +289,8 @@ class Papers:
         asked = self._plan.criteria
         if self._form is not Form.CURRENT or asked.only or asked.skip:
             return False
+        if MISSING_ALLOWED in self._plan.notes:
+            return False
         return MERGEKIT in self.files_of_recipe()
 
     def _command(self) -> str:
@@ -302,6 +305,8 @@ class Papers:
         for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
             for pattern in patterns:
                 words += [option, pattern]
+        if MISSING_ALLOWED in plan.notes:
+            words.append("--allow-missing")
         return f"{shlex.join(words)} --name REF"
 
     def _left_out(self) -> tuple[int, int]:
