@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -180,6 +181,33 @@ def request(case: str, **options: Any) -> MergeRequest:
     return MergeRequest(
         base="base", experts=experts, method=method, parameters=parameters, **options
     )
+
+
+@pytest.mark.parametrize("method", ["model_stock", "multislerp", "karcher"])
+def test_distances_are_read_together(method: str, tmp_path: Path) -> None:
+    """The plan is that of a store where each pair was measured alone, with several types, too; and
+    four experts are read four times for their six pairs, not six times."""
+    three = families.layered(3, expert_dtypes=("BF16", "F32", "BF16"), rows=90)
+    rng = np.random.default_rng(3)
+    experts = [{**three.base, "more": rng.standard_normal(50_000).astype("f4")} for _ in range(4)]
+    four = families.Family({**three.base, "more": np.zeros(50_000, "f4")}, tuple(experts))
+    for number, made in enumerate((three, four)):
+        root = made.write(tmp_path / f"{number}")
+        asked = MergeRequest(base="base", experts=made.names, method=method)
+        plans = []
+        for known in (False, True):
+            with Store.init(root / f"{known}", block_size=BLOCK, codec="raw") as store:
+                for name in ("base", *made.names):
+                    store.add(root / name, name=name, base=None if name == "base" else "base")
+                if known:
+                    for one, other in itertools.combinations(made.names, 2):
+                        store.analyze(one, other)
+                plans.append(store.plan(asked))
+                assert store.plan(asked).analyze_bytes_read == 0
+        assert plans[0].plan == plans[1].plan
+    if method != "karcher":
+        # Only one tensor differs.  (karcher also reads each for its own squares.)
+        assert plans[0].analyze_bytes_read == len(experts) * experts[0]["more"].nbytes
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -174,6 +174,21 @@ def test_base_squares_alone_are_those_of_measure(dtype: str) -> None:
         assert deltas.unchanged(alone).tobytes() == row.tobytes()
 
 
+@pytest.mark.parametrize("base_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_of_a_delta_alone_are_those_of_measure(base_dtype: str, dtype: str) -> None:
+    """The same float64 for any two types, any length and any numbers: a distance is known by either
+    way."""
+    rng = np.random.default_rng(8)
+    for n in LENGTHS:
+        for kind in ("gaussian", "any"):
+            base, expert = _patterns(rng, base_dtype, n, kind), _patterns(rng, dtype, n, kind)
+            row, _ = _measured(base, base_dtype, expert, dtype, 0)
+            sides = reference.stored(base, base_dtype), reference.stored(expert, dtype)
+            alone = deltas.apart(sides[0], base_dtype, sides[1], dtype, n)
+            assert np.float64(alone).tobytes() == row["sum_squares"].tobytes()
+
+
 def test_repeated_runs_leave_no_trace() -> None:
     """Measuring twice gives the same row, and exactly twice the histogram, also after a NaN."""
     rng = np.random.default_rng(6)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +17,13 @@ import numpy.typing as npt
 from mstore.combination.methods import FREQUENCY, Select, Setting
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.random import mask_key
+from mstore.numeric import halves
 from mstore.numeric.codes import INFINITIES
+from mstore.numeric.halves import Bits
 
 Singles = npt.NDArray[np.float32]
-Bits = npt.NDArray[np.uint32]
 Source = Callable[[], Iterator[Singles]]
 """Gives the elements of one matrix, from the first on, in runs; each call begins anew."""
-
-_BITS: Final = 16
-_BINS: Final = 1 << _BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +85,15 @@ def _threshold(source: Source, count: int) -> tuple[int, int]:
     """Return the bits of the count-th largest magnitude, and how many equal to it are kept."""
     if count == 0:
         return INFINITIES["F32"], 0
-    high, left = _counted(source, count, lambda bits: bits >> _BITS)
-    low, left = _counted(source, left, lambda bits: bits[bits >> _BITS == high] & (_BINS - 1))
-    return high << _BITS | low, left
-
-
-def _counted(
-    source: Source, count: int, bins_of: Callable[[Bits], npt.NDArray[Any]]
-) -> tuple[int, int]:
-    """Return the bin of the count-th element from the largest on, and how many of it are needed."""
-    counts = np.zeros(_BINS, dtype=np.int64)
+    counts = halves.no_counts()
     for values in source():
-        counts += np.bincount(bins_of(_magnitude_bits(values)), minlength=_BINS)
-    reached = np.cumsum(counts[::-1])
-    at = int(np.searchsorted(reached, count))
-    above = int(reached[at - 1]) if at else 0
-    return _BINS - 1 - at, count - above
+        halves.count_upper(_magnitude_bits(values), counts)
+    high, left = halves.place(counts, count)
+    counts = halves.no_counts()
+    for values in source():
+        halves.count_lower(_magnitude_bits(values), high, counts)
+    low, left = halves.place(counts, left)
+    return halves.joined(high, low), left
 
 
 def _magnitude_bits(values: Singles) -> Bits:

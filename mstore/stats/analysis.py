@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 from mstore.adapters.inputs import Inputs, Names
 from mstore.blocks.meter import Meter
@@ -20,7 +21,7 @@ from mstore.objects.shapes import chosen, require_matches, require_same_shapes, 
 from mstore.objects.tensor import Tensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats import deltas
-from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
+from mstore.stats.chunks import Bytes, ReadChunk, chunk_blocks, chunk_reader, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.streaming import PairMeasure
 from mstore.store.catalog import Catalog
@@ -71,6 +72,59 @@ def measure_pair(
     for _ in pool.map(take, range(-(-measure.elements // chunk))):
         pass
     return measure
+
+
+def measure_apart(
+    catalog: Catalog,
+    records: Sequence[Tensor],
+    pairs: Sequence[tuple[int, int]],
+    pool: ThreadPoolExecutor,
+    meter: Meter,
+) -> list[float]:
+    """Return the sum of squares of each difference of two of these tensors, as `measure_pair` does.
+
+    pairs: positions of the records.  Each block is read once for all pairs.
+    """
+    elements = math.prod(records[0].shape)
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for one, other in pairs:
+        chunk = tensor_chunk(catalog.block_size, records[one], [records[other]])
+        groups.setdefault(chunk, []).append((one, other))
+    found: dict[tuple[int, int], float] = {}
+    for chunk, group in groups.items():
+        readers = {k: chunk_reader(catalog, records[k], chunk, meter) for k in {*chain(*group)}}
+
+        def take(
+            number: int,
+            chunk: int = chunk,
+            group: Sequence[tuple[int, int]] = group,
+            readers: Mapping[int, ReadChunk] = readers,
+        ) -> list[float]:
+            n = min(chunk, elements - number * chunk)
+            keys = {
+                k: (
+                    records[k].dtype,
+                    *chunk_blocks(records[k], chunk, number, catalog.block_size),
+                )
+                for k in readers
+            }
+            data: dict[tuple[object, ...], Bytes] = {}
+            sums = []
+            for one, other in group:
+                if keys[one] == keys[other]:
+                    sums.append(0.0)
+                    continue
+                for k in (one, other):
+                    if keys[k] not in data:
+                        data[keys[k]] = readers[k](number)
+                sides = ((data[keys[k]], records[k].dtype) for k in (one, other))
+                (ours, mine), (theirs, others) = sides
+                sums.append(deltas.apart(ours, mine, theirs, others, n))
+            return sums
+
+        columns = zip(*pool.map(take, range(-(-elements // chunk))), strict=True)
+        found |= {pair: math.fsum(sums) for pair, sums in zip(group, columns, strict=True)}
+    return [found[pair] for pair in pairs]
 
 
 def measure_squares(

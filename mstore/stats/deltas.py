@@ -1,9 +1,9 @@
 """Measuring a delta: one pass over a chunk of an expert and its base.
 
-Owns what is called and checked: statistics of a chunk (`measure`), the sum of squares of a base
-chunk alone (`base_squares`), and the second look into one bin of the histogram (`count_low`).
-Does not own the arithmetic (`passes`), what the numbers mean (`chunk`), the threshold drawn from
-them (`histogram`) or their bytes at rest (`table`).
+Owns what is called and checked: statistics of a chunk (`measure`), the sum of squares of a delta
+alone (`apart`) and of a base chunk alone (`base_squares`), and the second look into one bin of the
+histogram (`count_low`).  Does not own the arithmetic (`passes`), what the numbers mean (`chunk`),
+the threshold drawn from them (`histogram`) or their bytes at rest (`table`).
 
 A result is a pure function of its arguments, the same on every machine: widening and the
 difference are exact or correctly rounded, NaN is made the one quiet NaN, squares of a float32
@@ -36,7 +36,7 @@ from mstore.stats.chunk import CHUNK, SKETCH_BUCKETS, Rows, pack_sketch, unchang
 from mstore.stats.histogram import bin_of
 from mstore.stats.scratch import TILE, Scratch
 
-__all__ = ["CHUNK", "TILE", "base_squares", "collect", "count_low", "measure", "unchanged"]
+__all__ = ["CHUNK", "TILE", "apart", "base_squares", "collect", "count_low", "measure", "unchanged"]
 
 MAX_ELEMENTS: Final = 2**31
 """The most elements per call: its counts are kept in 32 bits."""
@@ -56,6 +56,7 @@ _SOURCES: Final = (
 )
 _measure: Final = Pass("mstore.stats.passes", "measure", "ipiipiiipppppp", _SOURCES)
 _square: Final = Pass("mstore.stats.passes", "square", "ipiipp", _SOURCES)
+_apart: Final = Pass("mstore.stats.passes", "apart", "ipiipiipp", _SOURCES)
 _count_low: Final = Pass("mstore.stats.passes", "count_low", "ipiipiiippp", _SOURCES)
 _collect: Final = Pass("mstore.stats.passes", "collect", "pipp", _SOURCES)
 _scratch: Final = Scratch()
@@ -140,6 +141,22 @@ def base_squares(base: Bytes, base_dtype: str, n: int) -> float:
     code, stored, address = _elements(base, base_dtype, n, "base")
     scratch = _scratch
     _square(code, address, stored.size, n, scratch.tiles_at, scratch.lanes_at)
+    return _one_nan(float(scratch.lanes[0]))
+
+
+def apart(base: Bytes, base_dtype: str, expert: Bytes, expert_dtype: str, n: int) -> float:
+    """Sum the squares of the delta over `n` elements: the same float64 that `measure` gives.
+
+    NaN if it has infinite or NaN elements.  Arguments and errors as for `measure`.
+    """
+    base_code, base_bytes, base_at = _elements(base, base_dtype, n, "base")
+    expert_code, expert_bytes, expert_at = _elements(expert, expert_dtype, n, "expert")
+    scratch = _scratch
+    _apart(
+        *(base_code, base_at, base_bytes.size),
+        *(expert_code, expert_at, expert_bytes.size),
+        *(n, scratch.tiles_at, scratch.lanes_at),
+    )
     return _one_nan(float(scratch.lanes[0]))
 
 

@@ -307,6 +307,39 @@ def square(
     _halve(lanes, 1)
 
 
+@entry("ipiipiipp", floats, scratch)
+def apart(
+    base_code: int,
+    base_address: Any,
+    base_length: int,
+    expert_code: int,
+    expert_address: Any,
+    expert_length: int,
+    n: int,
+    tiles_address: Any,
+    lanes_address: Any,
+) -> None:
+    """Write the sum of squares of the delta into the first lane, as `measure` has it."""
+    base_bytes = carray(base_address, (base_length,), np.uint8)
+    expert_bytes = carray(expert_address, (expert_length,), np.uint8)
+    tiles = carray(tiles_address, (4, TILE), np.uint32)
+    base, expert, delta = tiles[0], tiles[1], tiles[2]
+    lanes = carray(lanes_address, (QUARTER,), np.float64)
+    lanes[:] = 0.0
+    for start in range(0, n, TILE):
+        count = min(TILE, n - start)
+        if base_code == BF16 and expert_code == BF16 and count == TILE:
+            base_halves = base_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
+            expert_halves = expert_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
+            _subtract_bfloats(expert_halves, base_halves, delta)
+        else:
+            _widen(base_code, base_bytes, start, count, base)
+            _widen(expert_code, expert_bytes, start, count, expert)
+            _subtract(expert, base, delta)
+        _add_squares(delta, lanes)
+    _halve(lanes, 1)
+
+
 @entry("ipiipiiippp", floats, scratch)
 def count_low(
     base_code: int,

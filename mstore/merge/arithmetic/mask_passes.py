@@ -1,4 +1,4 @@
-"""The compiled pass of masks: the words of the random generator for a run of elements.
+"""The compiled passes of masks: deltas, draws, what ranks keep, and norms.
 
 Importing this module imports the compiler; `masks` does so only if no machine code is cached on
 disk (`mstore.numeric.code_cache`).
@@ -6,17 +6,236 @@ disk (`mstore.numeric.code_cache`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from mstore.merge.arithmetic import philox
+from mstore.merge.arithmetic import philox, tiles
 from mstore.merge.arithmetic.philox import fill_draws
-from mstore.numeric.compiling import entry
+from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE
+from mstore.numeric import floats
+from mstore.numeric.compiling import compiled, entry
+from mstore.numeric.floats import QUIET_NAN, bits_float, float_bits, load_bits
+
+_KEY_BITS: Final = 32
+_PLACE: Final = np.uint64(32)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_ABS: Final = np.uint32(0x7FFFFFFF)
+_INFINITY: Final = np.uint32(0x7F800000)
 
 
 @entry("iiiip", philox)
 def words(key0: int, key1: int, first_block: int, blocks: int, words_at: Any) -> None:
     """Write the words of `blocks` counters from `first_block` on: uint32[4 * blocks]."""
     fill_draws(key0, key1, first_block, blocks, carray(words_at, (4 * blocks,), np.uint32))
+
+
+@compiled
+def _subtract(
+    base_code: int, base: Any, row_code: int, row: Any, start: int, ours: Any, theirs: Any, own: Any
+) -> None:
+    """Write the float32 bits of row - base of a tile's elements, from `start` on, to `own`."""
+    count = own.size
+    load_bits(base_code, base, start, count, ours, 0)
+    load_bits(row_code, row, start, count, theirs, 0)
+    for i in range(count):
+        moved = float_bits(bits_float(theirs[i]) - bits_float(ours[i]))
+        own[i] = moved if ours[i] != theirs[i] else np.uint32(0)
+
+
+@entry("ipiipiipp", floats, tiles)
+def deltas(
+    base_code: int,
+    base_at: Any,
+    base_length: int,
+    row_code: int,
+    row_at: Any,
+    row_length: int,
+    n: int,
+    scratch_at: Any,
+    found_at: Any,
+) -> None:
+    """Write row - base of n elements as float32; 0 where their float32 bits are equal.
+
+    Lengths are in bytes; scratch: uint32[2, TILE].
+    """
+    base = carray(base_at, (base_length,), np.uint8)
+    row = carray(row_at, (row_length,), np.uint8)
+    found = carray(found_at, (n,), np.uint32)
+    scratch = carray(scratch_at, (2, TILE), np.uint32)
+    for start in range(0, n, TILE):
+        own = found[start : min(start + TILE, n)]
+        _subtract(base_code, base, row_code, row, start, scratch[0], scratch[1], own)
+
+
+@compiled
+def _sort(keys: Any, spare: Any, counters: Any, digit: int) -> Any:
+    """Sort by the upper halves, stably, `digit` bits at a time; return the array that is sorted."""
+    bins, length = 1 << digit, keys.size
+    passes = -(-_KEY_BITS // digit)
+    low = np.uint64(bins - 1)
+    counters[: passes * bins] = 0
+    for i in range(length):
+        key = np.uint64(keys[i] >> _PLACE)
+        for step in range(passes):
+            at = np.uint64(key >> np.uint64(step * digit)) & low
+            counters[np.uint64(step * bins) + at] += np.uint32(1)
+    for step in range(passes):
+        shift = np.uint64(_KEY_BITS + step * digit)
+        own = counters[step * bins : (step + 1) * bins]
+        if own[np.uint64(keys[0] >> shift) & low] == length:
+            # All have this digit.
+            continue
+        total = np.uint32(0)
+        for number in range(bins):
+            here = own[number]
+            own[number] = total
+            total = np.uint32(total + here)
+        for i in range(length):
+            at = np.uint64(keys[i] >> shift) & low
+            spare[np.uint64(own[at])] = keys[i]
+            own[at] += np.uint32(1)
+        keys, spare = spare, keys
+    return keys
+
+
+@entry("pppiiipppp", floats)
+def ranked(
+    values_at: Any,
+    draws_at: Any,
+    limits_at: Any,
+    rows: int,
+    length: int,
+    digit: int,
+    keys_at: Any,
+    spare_at: Any,
+    counters_at: Any,
+    kept_at: Any,
+) -> None:
+    """Write which elements of rows have a draw below the limit of their rank: uint8[rows, length].
+
+    values: float32[rows, length], ranked by magnitude from the smallest, equal ones by index, any
+    NaN last. draws: uint32[rows, length]. limits: uint64[length], by rank. digit: bits that the
+    sort takes at a time. keys, spare: uint64[length]. counters: uint32[33 // digit * 2^digit] or
+    more.
+    """
+    values = carray(values_at, (rows, length), np.uint32)
+    draws = carray(draws_at, (rows, length), np.uint32)
+    limits = carray(limits_at, (length,), np.uint64)
+    keys = carray(keys_at, (length,), np.uint64)
+    spare = carray(spare_at, (length,), np.uint64)
+    counters = carray(counters_at, (-(-_KEY_BITS // digit) << digit,), np.uint32)
+    kept = carray(kept_at, (rows, length), np.uint8)
+    for row in range(rows):
+        for i in range(length):
+            size = np.uint32(values[row, i] & _ABS)
+            size = QUIET_NAN if size > _INFINITY else size
+            keys[i] = np.uint64(np.uint64(size) << _PLACE) | np.uint64(i)
+        order = _sort(keys, spare, counters, digit)
+        own, mine = kept[row], draws[row]
+        for rank in range(length):
+            at = np.uint64(order[rank] & _LOW)
+            own[at] = np.uint64(mine[at]) < limits[rank]
+
+
+@compiled
+def _halved(lanes: Any) -> float:
+    """Return the sum of lanes: i and i + half of them, until one is left."""
+    half = lanes.size // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[half + i]
+        half //= 2
+    return float(lanes[0])
+
+
+@entry("ppipp", tiles)
+def squares(values_at: Any, kept_at: Any, n: int, lanes_at: Any, found_at: Any) -> None:
+    """Write the sum of squares of those of float32[n] that are kept: float64[1].
+
+    Summed as in `norms`. lanes: float64[LANES].
+    """
+    values = carray(values_at, (n,), np.float32)
+    kept = carray(kept_at, (n,), np.uint8)
+    lanes = carray(lanes_at, (LANES,), np.float64)
+    found = carray(found_at, (1,), np.float64)
+    lanes[:] = 0.0
+    for start in range(0, n, LANES):
+        count = min(LANES, n - start)
+        own, mine = values[start : start + count], kept[start : start + count]
+        for i in range(count):
+            value = np.float64(own[i])
+            lanes[i] += value * value if mine[i] else 0.0
+    found[0] = _halved(lanes)
+
+
+@compiled
+def _add_norms(values: Any, kept: Any, lanes: Any) -> None:
+    """Add magnitudes to the first lanes, and those that are kept to the second."""
+    before, after = lanes[0], lanes[1]
+    for start in range(0, values.size, LANES):
+        count = min(LANES, values.size - start)
+        own, mine = values[start : start + count], kept[start : start + count]
+        for i in range(count):
+            size = np.float64(abs(own[i]))
+            before[i] += size
+            after[i] += size if mine[i] else 0.0
+
+
+@entry("ppipp", tiles)
+def norms(values_at: Any, kept_at: Any, n: int, lanes_at: Any, found_at: Any) -> None:
+    """Write the sum of the magnitudes of float32[n], and of those that are kept: float64[2].
+
+    Element i goes to lane i % LANES; the lanes are added by halving. lanes: float64[2, LANES].
+    """
+    lanes = carray(lanes_at, (2, LANES), np.float64)
+    found = carray(found_at, (2,), np.float64)
+    lanes[:] = 0.0
+    _add_norms(carray(values_at, (n,), np.float32), carray(kept_at, (n,), np.uint8), lanes)
+    found[0] = _halved(lanes[0])
+    found[1] = _halved(lanes[1])
+
+
+@entry("ipiipiiiiiippp", floats, philox, tiles)
+def even_norms(
+    base_code: int,
+    base_at: Any,
+    base_length: int,
+    row_code: int,
+    row_at: Any,
+    row_length: int,
+    n: int,
+    key0: int,
+    key1: int,
+    first_index: int,
+    limit: int,
+    scratch_at: Any,
+    lanes_at: Any,
+    found_at: Any,
+) -> None:
+    """Do `norms` of `deltas`, of which a draw below the limit keeps an element.
+
+    scratch: uint32[3 * TILE + DRAWS]. lanes: float64[2, LANES].
+    """
+    base = carray(base_at, (base_length,), np.uint8)
+    row = carray(row_at, (row_length,), np.uint8)
+    scratch = carray(scratch_at, (3 * TILE + DRAWS,), np.uint32)
+    lanes = carray(lanes_at, (2, LANES), np.float64)
+    found = carray(found_at, (2,), np.float64)
+    ours, theirs = scratch[:TILE], scratch[TILE : 2 * TILE]
+    moved, draws = scratch[2 * TILE : 3 * TILE], scratch[3 * TILE :]
+    kept = theirs.view(np.uint8)[:TILE]
+    lanes[:] = 0.0
+    skipped, below = first_index % 4, np.uint64(limit)
+    for start in range(0, n, TILE):
+        count = min(TILE, n - start)
+        own = moved[:count]
+        _subtract(base_code, base, row_code, row, start, ours, theirs, own)
+        fill_draws(key0, key1, (first_index + start) // 4, (skipped + count + 3) // 4, draws)
+        mine = draws[skipped : skipped + count]
+        for i in range(count):
+            kept[i] = np.uint64(mine[i]) < below
+        _add_norms(own.view(np.float32), kept[:count], lanes)
+    found[0] = _halved(lanes[0])
+    found[1] = _halved(lanes[1])

@@ -2,7 +2,7 @@
 
 `passes` draws the masks of methods whose elements all have one probability itself.  This module
 makes those of methods whose probabilities follow from the rank of an element within its row, and
-what such masks are measured with.  Numpy on float32; only the draws are compiled.
+what such masks are measured with.
 
 The probability of the element with rank r of n, from 1 for the smallest |d| (of equal ones that
 with the lowest index), is density - epsilon + 2 epsilon (r - 1) / (n - 1), in float32 and in the
@@ -12,40 +12,41 @@ the probability density.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import address
+from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, Scratch, address
 from mstore.numeric.code_cache import Pass
-from mstore.numeric.singles import singles
+from mstore.numeric.codes import CODES, ITEMSIZES
 
 _HERE: Final = Path(__file__)
-_words: Final = Pass(
-    "mstore.merge.arithmetic.mask_passes",
-    "words",
-    "iiiip",
-    (_HERE.with_name("philox.py"), _HERE.with_name("mask_passes.py")),
+_NUMERIC: Final = _HERE.parent.parent.parent / "numeric"
+_SOURCES: Final = (
+    *(_NUMERIC / "codes.py", _NUMERIC / "floats.py"),
+    *(_HERE.with_name("philox.py"), _HERE.with_name("tiles.py")),
+    _HERE.with_name("mask_passes.py"),
 )
+_MODULE: Final = "mstore.merge.arithmetic.mask_passes"
+_words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)
+_deltas: Final = Pass(_MODULE, "deltas", "ipiipiipp", _SOURCES)
+_ranked: Final = Pass(_MODULE, "ranked", "pppiiipppp", _SOURCES)
+_squares: Final = Pass(_MODULE, "squares", "ppipp", _SOURCES)
+_norms: Final = Pass(_MODULE, "norms", "ppipp", _SOURCES)
+_even_norms: Final = Pass(_MODULE, "even_norms", "ipiipiiiiiippp", _SOURCES)
+_scratch: Final = Scratch()
+
 _TOGETHER: Final = 1 << 16
 """Elements that are ranked at a time, at least: the temporary arrays are that large."""
+_LONG: Final = 2048
+"""From so many elements on, a row is sorted by larger digits."""
+_DIGITS: Final = (8, 11)
+"""Bits of a digit in short rows, and in long ones."""
 
 Singles = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-
-
-def magnitudes(
-    base: npt.NDArray[np.uint8],
-    base_dtype: str,
-    row: npt.NDArray[np.uint8],
-    row_dtype: str,
-    n: int,
-) -> Singles:
-    """Return |expert - base| of n elements, float32[n], as the merge's pass has it."""
-    return np.abs(deltas(base, base_dtype, row, row_dtype, n))
 
 
 def deltas(
@@ -56,11 +57,21 @@ def deltas(
     n: int,
 ) -> Singles:
     """Return expert - base of n elements, float32[n], as the merge's pass has it."""
-    one, other = singles(base, base_dtype, n), singles(row, row_dtype, n)
-    with np.errstate(invalid="ignore", over="ignore"):
-        found: Singles = other - one
-    found[one.view(np.uint32) == other.view(np.uint32)] = 0.0
+    found = np.empty(n, dtype=np.float32)
+    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    _deltas(
+        *(CODES[base_dtype], address(base), base.size),
+        *(CODES[row_dtype], address(row), row.size),
+        *(n, _scratch.tiles_at, address(found)),
+    )
     return found
+
+
+def _elements(stored: npt.NDArray[np.uint8], dtype: str, n: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of n elements where compiled code may take them as such."""
+    found = np.ascontiguousarray(stored[: n * ITEMSIZES[dtype]])
+    # Blocks may be at any offset of a mapped file.
+    return found.copy() if address(found) % ITEMSIZES[dtype] else found
 
 
 def draws(key: npt.NDArray[np.uint32], first_index: int, n: int) -> npt.NDArray[np.uint32]:
@@ -74,46 +85,88 @@ def draws(key: npt.NDArray[np.uint32], first_index: int, n: int) -> npt.NDArray[
 
 def even(key: npt.NDArray[np.uint32], first_index: int, n: int, limit: int) -> Bools:
     """Return bool[n]: which elements a mask of one probability, limit / 2^32, keeps."""
-    kept: Bools = draws(key, first_index, n).astype(np.uint64) < limit
+    if limit >= 2**32:
+        return np.ones(n, dtype=bool)
+    kept: Bools = draws(key, first_index, n) < np.uint32(limit)
     return kept
 
 
 def ranked(
-    sizes: Singles,
+    values: Singles,
     key: npt.NDArray[np.uint32],
     first_index: int,
     row_length: int,
     density: float,
     epsilon: float,
 ) -> Bools:
-    """Return bool[n]: which of the elements of whole rows are kept; sizes: their magnitudes."""
+    """Return bool[n]: which of the elements of whole rows are kept.
+
+    values: float32[n], contiguous, ranked by their magnitudes.
+    """
+    kept = np.ones(values.size, dtype=bool)
     if density >= 1:
-        return np.ones(sizes.size, dtype=bool)
-    kept = np.empty(sizes.size, dtype=bool)
+        return kept
+    # Exact: a float32 times 2^32 fits a float64.
+    limits = np.rint(chances(row_length, density, epsilon).astype(np.float64) * 2.0**32)
+    limits = np.maximum(limits, 0).astype(np.uint64)
+    digit = _DIGITS[row_length >= _LONG]
+    keys, spare = np.empty((2, row_length), dtype=np.uint64)
+    counters = np.empty(-(-32 // digit) << digit, dtype=np.uint32)
     step = row_length * max(1, _TOGETHER // row_length)
-    for start in range(0, sizes.size, step):
-        part = sizes[start : start + step].reshape(-1, row_length)
-        chances = probabilities(part, density, epsilon).reshape(-1)
-        # Exact: a float32 times 2^32 fits a float64.
-        limits = np.rint(chances.astype(np.float64) * 2.0**32)
-        kept[start : start + step] = draws(key, first_index + start, part.size) < limits
+    for start in range(0, values.size, step):
+        part = values[start : start + step]
+        drawn = draws(key, first_index + start, part.size)
+        _ranked(
+            *(address(part), address(drawn), address(limits)),
+            *(part.size // row_length, row_length, digit),
+            *(address(keys), address(spare), address(counters)),
+            address(kept[start : start + step]),
+        )
     return kept
 
 
-def probabilities(sizes: Singles, density: float, epsilon: float) -> Singles:
-    """Return the probability that each element is kept, float32 as sizes[rows, row_length]."""
-    length = sizes.shape[1]
+def chances(length: int, density: float, epsilon: float) -> Singles:
+    """Return the probability that an element of a row is kept, float32[length], by its rank."""
     if length == 1:
-        return np.full(sizes.shape, density, dtype=np.float32)
-    order = np.argsort(sizes, axis=1, kind="stable")
+        return np.full(1, density, dtype=np.float32)
     share = np.arange(length, dtype=np.float32) / np.float32(length - 1)
-    chances = share * np.float32(2) * np.float32(epsilon) + np.float32(density - epsilon)
-    found = np.empty(sizes.shape, dtype=np.float32)
-    np.put_along_axis(found, order, np.broadcast_to(chances, sizes.shape), axis=1)
-    return found
+    return share * np.float32(2) * np.float32(epsilon) + np.float32(density - epsilon)
 
 
-def norms(sizes: Singles, kept: Bools) -> Iterator[float]:
-    """Yield the sum of the magnitudes, and that of those which are kept, in float64."""
-    yield float(sizes.sum(dtype=np.float64))
-    yield float(sizes.sum(dtype=np.float64, where=kept))
+def squares(values: Singles, kept: Bools) -> float:
+    """Return the sum of squares of those of float32[n] that are kept."""
+    lanes, found = np.empty(LANES, dtype=np.float64), np.empty(1, dtype=np.float64)
+    _squares(address(values), address(kept), values.size, address(lanes), address(found))
+    return float(found[0])
+
+
+def norms(values: Singles, kept: Bools) -> tuple[float, float]:
+    """Return the sum of the magnitudes of float32[n], and that of those which are kept."""
+    lanes, found = np.empty((2, LANES), dtype=np.float64), np.empty(2, dtype=np.float64)
+    _norms(address(values), address(kept), values.size, address(lanes), address(found))
+    before, after = found.tolist()
+    return before, after
+
+
+def even_norms(
+    base: npt.NDArray[np.uint8],
+    base_dtype: str,
+    row: npt.NDArray[np.uint8],
+    row_dtype: str,
+    n: int,
+    key: npt.NDArray[np.uint32],
+    first_index: int,
+    limit: int,
+) -> tuple[float, float]:
+    """Return `norms` of `deltas` and what `even` keeps of them, without keeping either."""
+    scratch = np.empty(3 * TILE + DRAWS, dtype=np.uint32)
+    lanes, found = np.empty((2, LANES), dtype=np.float64), np.empty(2, dtype=np.float64)
+    base, row = _elements(base, base_dtype, n), _elements(row, row_dtype, n)
+    _even_norms(
+        *(CODES[base_dtype], address(base), base.size),
+        *(CODES[row_dtype], address(row), row.size),
+        *(n, int(key[0]), int(key[1]), first_index, limit),
+        *(address(scratch), address(lanes), address(found)),
+    )
+    before, after = found.tolist()
+    return before, after

@@ -9,12 +9,22 @@ threshold, and of those that equal it the ones before an index: the same however
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from mstore.merge.arithmetic.masks import Bools, Singles
+from mstore.merge.arithmetic.tiles import TILE, address
+from mstore.numeric.code_cache import Pass
 
+_HERE: Final = Path(__file__)
+_spreads: Final = Pass(
+    "mstore.merge.arithmetic.spread_passes",
+    "spreads",
+    "piipp",
+    (_HERE.with_name("tiles.py"), _HERE.with_name("spread_passes.py")),
+)
 TOGETHER: Final = 1 << 16
 """Elements to work on at a time: temporary arrays are that large."""
 
@@ -27,18 +37,13 @@ class Cut(NamedTuple):
 
 
 def spreads(sides: Sequence[Singles | None], n: int) -> Singles:
-    """Return float32[n], the spread of n elements; sides: deltas of each expert, None for zeros."""
-    found = np.empty(n, dtype=np.float32)
-    for start in range(0, n, TOGETHER):
-        part = found[start : start + TOGETHER]
-        mean, squares = np.zeros(part.size), np.zeros(part.size)
-        with np.errstate(invalid="ignore", over="ignore"):
-            for number, side in enumerate(sides, 1):
-                own = 0.0 if side is None else side[start : start + TOGETHER].astype(np.float64)
-                gap = own - mean
-                mean = mean + gap / number
-                squares = squares + gap * (own - mean)
-            part[:] = squares / len(sides)
+    """Return float32[n], the spread of n elements.
+
+    sides: deltas of each expert, float32[n], contiguous; None for zeros.
+    """
+    found, scratch = np.empty(n, dtype=np.float32), np.empty((3, TILE), dtype=np.float64)
+    places = np.array([0 if one is None else address(one) for one in sides], dtype=np.int64)
+    _spreads(address(places), len(sides), n, address(scratch), address(found))
     return found
 
 

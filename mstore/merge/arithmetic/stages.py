@@ -75,6 +75,23 @@ def trim(count: int, threshold: Any, quota: int, at: int, scratch: Any) -> int:
 
 
 @compiled
+def _trim_whole_band(tile: Any, low: Any, low_quota: int, high: Any, high_quota: int) -> Any:
+    """Do `trim_band` where each threshold takes all of its ties, or none."""
+    # "Above" means "not below the next float32".  For infinity that is a NaN, which nothing
+    # reaches.
+    above_low, above_high = float_bits(low) + np.uint32(1), float_bits(high) + np.uint32(1)
+    least = low if low_quota < 0 else bits_float(above_low)
+    beyond = high if high_quota < 0 else bits_float(above_high)
+    lows, highs = np.uint32(0), np.uint32(0)
+    for i in range(tile.size):
+        magnitude = bits_float(tile[i] & MAGNITUDE)
+        lows = np.uint32(lows + np.uint32(magnitude == low))
+        highs = np.uint32(highs + np.uint32(magnitude == high))
+        tile[i] = tile[i] if (magnitude >= least) & (not magnitude >= beyond) else NOTHING
+    return np.int64(lows) if low_quota < 0 else 0, np.int64(highs) if high_quota < 0 else 0
+
+
+@compiled
 def trim_band(
     count: int, low: Any, low_quota: int, high: Any, high_quota: int, at: int, scratch: Any
 ) -> Any:
@@ -84,6 +101,9 @@ def trim_band(
     negative.
     """
     tile = scratch[at : at + count]
+    if low_quota <= 0 and high_quota <= 0:
+        return _trim_whole_band(tile, low, low_quota, high, high_quota)
+    # A quota ends in one tile of a tensor.
     lows, highs = np.int64(0), np.int64(0)
     for i in range(count):
         magnitude = bits_float(tile[i] & MAGNITUDE)

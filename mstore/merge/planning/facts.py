@@ -34,7 +34,7 @@ from mstore.merge.planning.spreads import Chunks, select
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
-from mstore.stats.analysis import measure_pair, measure_squares
+from mstore.stats.analysis import measure_apart, measure_pair, measure_squares
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
@@ -43,6 +43,10 @@ from mstore.store.catalog import Catalog
 Side = tuple[TensorId, Tensor]
 _SMALLEST_NORM: Final = 1e-7
 """Below this, a norm is not restored (as in mergekit)."""
+_APART: Final = blake3(b"apart").digest(length=16)
+"""Names the square of a distance of two experts."""
+_NORMS: Final = b"norms 2"
+"""Names how norms are summed: another order may round otherwise."""
 
 NEEDS_ANALYSIS: Final = phrase("run the command without {off}", off=Option("analyze", False))
 """The hint where something must be measured and nothing may be read."""
@@ -89,10 +93,13 @@ class Facts:
             for i in counted:
                 gram[i][i] = self._apart(name, base, sides[i], pool)
                 gram[i][0] = gram[0][i] = 0.0
-        for j, i in itertools.combinations(counted, 2):
-            if (j == 0 and not operation.compares_deltas) or (j > 0 and operation.method.pairs):
-                apart = self._apart(name, sides[j], sides[i], pool)
-                gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
+        between: dict[tuple[int, int], float] = {}
+        if not operation.compares_deltas:
+            between = {(0, i): self._apart(name, base, sides[i], pool) for i in counted[1:]}
+        if operation.method.pairs:
+            between |= self._between(name, sides, counted[1:], pool)
+        for (j, i), apart in between.items():
+            gram[i][j] = gram[j][i] = (gram[i][i] + gram[j][j] - apart) / 2
         return gram
 
     def restored(
@@ -112,7 +119,8 @@ class Facts:
                 factors.append(1.0)
                 continue
             chances = (operation.densities[k], operation.epsilons[k] if operation.is_ranked else -1)
-            mask = blake3(struct.pack("<2d", *chances) + keys[k].tobytes()).digest(length=16)
+            what = _NORMS + struct.pack("<2d", *chances) + keys[k].tobytes()
+            mask = blake3(what).digest(length=16)
             found = self._statistics.fact(base[0], expert[0], mask)
             if found is None:
                 if not self._analyze:
@@ -142,13 +150,12 @@ class Facts:
             first = number * chunk
             n = min(chunk, elements - first)
             own, data = read_base(number), read_other(number)
-            sizes = masks.magnitudes(own, base.dtype, data, other.dtype, n)
-            if operation.is_ranked:
-                kept = masks.ranked(sizes, key, first, row_length(base.shape), density, epsilon)
-            else:
-                kept = masks.even(key, first, n, operation.mask_limits[expert])
-            before, after = masks.norms(sizes, kept)
-            return before, after
+            sides = own, base.dtype, data, other.dtype, n
+            if not operation.is_ranked:
+                return masks.even_norms(*sides, key, first, operation.mask_limits[expert])
+            moved = masks.deltas(*sides)
+            kept = masks.ranked(moved, key, first, row_length(base.shape), density, epsilon)
+            return masks.norms(moved, kept)
 
         found = list(pool.map(norms, range(-(-elements // chunk))))
         before, after = (math.fsum(column) for column in zip(*found, strict=True))
@@ -189,10 +196,15 @@ class Facts:
         chunks = Chunks(self._catalog, records, self._meter)
 
         def count(number: int) -> npt.NDArray[np.int64]:
-            kept = [np.abs(one) >= np.float32(least) for one in chunks.deltas(number)]
-            numbers = np.sum(kept, axis=0)
-            many, lone = numbers > 1, numbers == 1
-            return np.array([[(own & many).sum(), (own & lone).sum()] for own in kept])
+            found = np.zeros((chunks.experts, 2), dtype=np.int64)
+            for deltas in chunks.deltas(number):
+                kept = [np.abs(one) >= np.float32(least) for one in deltas]
+                numbers = np.sum(kept, axis=0, dtype=np.uint8)
+                many, lone = numbers > 1, numbers == 1
+                found += [
+                    (np.count_nonzero(own & many), np.count_nonzero(own & lone)) for own in kept
+                ]
+            return found
 
         total = np.zeros((chunks.experts, 2), dtype=np.int64)
         for own in pool.map(count, chunks.numbers):
@@ -224,7 +236,7 @@ class Facts:
         # Sums in another order may round otherwise.
         what = struct.pack("<d", share) + b"".join(ids)
         keys = [
-            (ids[max(0, place)], blake3(b"spread%d" % place + what).digest(length=16))
+            (ids[max(0, place)], blake3(b"spread 2 %d" % place + what).digest(length=16))
             for place in range(-2, len(ids))
         ]
         found = [self._statistics.fact(base, id, key) for id, key in keys]
@@ -282,19 +294,48 @@ class Facts:
             raise _unknown(name)
         return _finite(name, self.squares(side, pool, meter))
 
-    def _apart(self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor) -> float:
-        """Return the square of the distance of two tensors."""
-        if one[0] == other[0]:
+    def _between(
+        self, name: str, sides: Sequence[Side], experts: Sequence[int], pool: ThreadPoolExecutor
+    ) -> dict[tuple[int, int], float]:
+        """Return the square of the distance of each two of the experts; all are read together."""
+        pairs = list(itertools.combinations(experts, 2))
+        found = {(j, i): self._known_apart(sides[j][0], sides[i][0]) for j, i in pairs}
+        missing = [pair for pair in pairs if found[pair] is None]
+        if missing:
+            if not self._analyze:
+                raise _unknown(name)
+            records = [record for _, record in sides]
+            measured = measure_apart(self._catalog, records, missing, pool, self._meter)
+            for (j, i), square in zip(missing, measured, strict=True):
+                ids = sides[j][0], sides[i][0]
+                self._statistics.put_fact(min(ids), max(ids), _APART, square)
+                found[j, i] = square
+        return {pair: _finite(name, square) for pair, square in found.items() if square is not None}
+
+    def _known_apart(self, one: TensorId, other: TensorId) -> float | None:
+        """Return the square of the distance of two tensors if it was measured."""
+        if one == other:
             return 0.0
-        table = self._statistics.pair(one[0], other[0])
-        if table is None:
-            table = self._statistics.pair(other[0], one[0])
-        if table is None:
+        # As a pair it may be known in either order.
+        for pair in ((one, other), (other, one)):
+            table = self._statistics.pair(*pair)
+            if table is not None:
+                return math.fsum(table.rows["sum_squares"].tolist())
+        return self._statistics.fact(min(one, other), max(one, other), _APART)
+
+    def _apart(self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor) -> float:
+        """Return the square of the distance of an expert from the base.
+
+        Planning needs the rest of the statistics of such a pair, too.
+        """
+        found = self._known_apart(one[0], other[0])
+        if found is None:
             if not self._analyze:
                 raise _unknown(name)
             table = self.measured(one, other, pool)
-        assert table is not None
-        return _finite(name, math.fsum(table.rows["sum_squares"].tolist()))
+            assert table is not None
+            found = math.fsum(table.rows["sum_squares"].tolist())
+        return _finite(name, found)
 
 
 def _shared_key(least: float, others: Sequence[TensorId]) -> tuple[bytes, bytes]:

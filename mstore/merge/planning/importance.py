@@ -9,6 +9,7 @@ the lower half in a second.  No pass keeps more than chunks, and the divergences
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -18,22 +19,24 @@ import numpy.typing as npt
 from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.spread import TOGETHER
+from mstore.numeric import halves
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.halves import Counts
 from mstore.numeric.singles import singles
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.store.catalog import Catalog
 
-_HALF: Final = 1 << 16
 _QUARTERS: Final = (1, 2, 3)
 _REACH: Final = np.float32(1.5)
-_Counts = npt.NDArray[np.int64]
 
 
 class _Look(NamedTuple):
-    """Of a chunk: the divergence of each row; elements with each upper half, and their squares."""
+    """Of a chunk: the divergences of rows, by piece; elements by upper half, and their squares."""
 
-    divergence: Singles
-    counts: _Counts
+    divergence: list[Singles]
+    counts: Counts
     squares: npt.NDArray[np.float64]
 
 
@@ -51,14 +54,18 @@ class _Rows:
         self.length = row_length(base.shape)
         self.numbers = range(-(-self.elements // self._chunk))
 
-    def read(self, number: int) -> tuple[Singles, Singles]:
-        """Return a chunk of both, float32[n]."""
-        n = min(self._chunk, self.elements - number * self._chunk)
-        base, expert = (
-            singles(read(number), dtype, n)
-            for read, dtype in zip(self._readers, self._dtypes, strict=True)
-        )
-        return base, expert
+    def read(self, number: int) -> Iterator[tuple[Singles, Singles]]:
+        """Yield a chunk of both in pieces of whole rows, float32[n]."""
+        elements = min(self._chunk, self.elements - number * self._chunk)
+        data = [read(number) for read in self._readers]
+        step = self.length * max(1, TOGETHER // self.length)
+        for start in range(0, elements, step):
+            n = min(step, elements - start)
+            base, expert = (
+                singles(one[start * ITEMSIZES[dtype] :], dtype, n)
+                for one, dtype in zip(data, self._dtypes, strict=True)
+            )
+            yield base, expert
 
 
 def select(
@@ -71,59 +78,47 @@ def select(
     rows = _Rows(catalog, base, expert, meter)
 
     def look(number: int) -> _Look:
-        mine, theirs = rows.read(number)
+        counts, divergence = halves.no_counts(), []
+        squares = np.zeros(counts.size)
         with np.errstate(invalid="ignore", over="ignore"):
-            divergence = divergences(mine, theirs, rows.length)
-            bits = importances(mine, theirs, divergence).view(np.uint32) >> 16
-            squares = np.square((theirs - mine).astype(np.float64))
-            return _Look(
-                divergence,
-                np.bincount(bits, minlength=_HALF),
-                np.bincount(bits, weights=squares, minlength=_HALF).astype(np.float64),
-            )
+            for mine, theirs in rows.read(number):
+                divergence.append(divergences(mine, theirs, rows.length))
+                bits = importances(mine, theirs, divergence[-1]).view(np.uint32)
+                halves.count_upper_squares(bits, theirs - mine, counts, squares)
+        return _Look(divergence, counts, squares)
 
     looks = list(pool.map(look, rows.numbers))
-    counts, squares = np.zeros(_HALF, dtype=np.int64), np.zeros(_HALF)
+    counts = halves.no_counts()
+    squares = np.zeros(counts.size)
     for one in looks:
         counts += one.counts
         squares += one.squares
     # Of infinity and of NaN, with either sign.
-    if counts[_upper(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
+    if counts[halves.half_of(np.float32(np.inf)) :].any() or not np.isfinite(squares).all():
         return math.nan, math.nan
-    ranks = [(rows.elements - 1) * quarter // 4 for quarter in _QUARTERS]
-    through = np.cumsum(counts)
-    tops = np.searchsorted(through, ranks, side="right")
-    wanted = sorted({*tops.tolist()})
+    # Of the rank int(q (n - 1)) from the smallest, 0; here from the largest, 1.
+    places = [
+        halves.place(counts, rows.elements - (rows.elements - 1) * quarter // 4)
+        for quarter in _QUARTERS
+    ]
+    wanted = sorted({top for top, _ in places})
 
-    def lower(number: int) -> _Counts:
-        mine, theirs = rows.read(number)
-        bits = importances(mine, theirs, looks[number].divergence).view(np.uint32)
-        return np.array([_below(bits, top) for top in wanted])
+    def lower(number: int) -> list[Counts]:
+        found = [halves.no_counts() for _ in wanted]
+        for (mine, theirs), own in zip(rows.read(number), looks[number].divergence, strict=True):
+            bits = importances(mine, theirs, own).view(np.uint32)
+            for top, counted in zip(wanted, found, strict=True):
+                halves.count_lower(bits, top, counted)
+        return found
 
-    found = np.zeros((len(wanted), _HALF), dtype=np.int64)
+    below = {top: halves.no_counts() for top in wanted}
     for some in pool.map(lower, rows.numbers):
-        found += some
-    below = dict(zip(wanted, found, strict=True))
+        for top, counted in zip(wanted, some, strict=True):
+            below[top] += counted
     first, median, third = (
-        _value(top, below[top], rank - int(through[top] - counts[top]))
-        for top, rank in zip(tops.tolist(), ranks, strict=True)
+        np.uint32(halves.joined(top, halves.place(below[top], rank)[0])).view(np.float32)
+        for top, rank in places
     )
     least = np.float32(median + _REACH * np.float32(third - first))
     # All elements that share the threshold's upper half are counted.
-    return float(least), math.fsum(squares[_upper(least) :].tolist())
-
-
-def _upper(value: np.float32) -> int:
-    """Return the upper half of a number's bits."""
-    return int(np.float32(value).view(np.uint32)) >> 16
-
-
-def _below(bits: npt.NDArray[np.uint32], top: int) -> _Counts:
-    """Count the lower halves of those that have this upper half: int64[65536]."""
-    return np.bincount(bits[bits >> 16 == top] & (_HALF - 1), minlength=_HALF)
-
-
-def _value(top: int, counts: _Counts, rank: int) -> np.float32:
-    """Return the number of this rank, from 0 for the smallest, among those of an upper half."""
-    place = int(np.searchsorted(np.cumsum(counts), rank, side="right"))
-    return np.uint32((top << 16) + place).view(np.float32)
+    return float(least), math.fsum(squares[halves.half_of(least) :].tolist())

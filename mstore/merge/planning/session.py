@@ -35,7 +35,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow
 
-PLANNER = 5
+PLANNER = 6
 """Increment whenever the same request leads to a different plan."""
 
 

@@ -9,7 +9,7 @@ reached.  No pass keeps more than chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ import numpy.typing as npt
 from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.masks import Bools, Singles
-from mstore.merge.arithmetic.spread import Cut, spreads
+from mstore.merge.arithmetic.spread import TOGETHER, Cut, spreads
 from mstore.merge.methods.parameters import single
+from mstore.numeric import halves
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.halves import Counts
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.store.catalog import Catalog
-
-_HALF = 1 << 16
-_Counts = npt.NDArray[np.int64]
 
 
 class Chunks:
@@ -46,17 +46,27 @@ class Chunks:
         self.numbers = range(-(-self.elements // self.length))
         self.experts = len(self._experts)
 
-    def deltas(self, number: int) -> list[Singles]:
-        """Read a chunk of base and experts, equal blocks once; return each expert's float32[n]."""
-        n = min(self.length, self.elements - number * self.length)
-        base = self._read_base(number)
-        seen = {self._blocks(self._base, number): np.zeros(n, dtype=np.float32)}
-        for expert in self._experts:
-            own = self._blocks(expert, number)
-            if own not in seen:
-                side = self._readers[expert.dtype, expert.blocks](number)
-                seen[own] = masks.deltas(base, self._base.dtype, side, expert.dtype, n)
-        return [seen[self._blocks(expert, number)] for expert in self._experts]
+    def deltas(self, number: int) -> Iterator[list[Singles]]:
+        """Read a chunk of base and experts, equal blocks once; yield the deltas of all, in pieces.
+
+        A piece is float32[n] of each expert, n at most `TOGETHER`.
+        """
+        elements = min(self.length, self.elements - number * self.length)
+        base, none = self._read_base(number), self._blocks(self._base, number)
+        keys = [self._blocks(expert, number) for expert in self._experts]
+        sides = {
+            key: (self._readers[expert.dtype, expert.blocks](number), expert.dtype)
+            for key, expert in dict(zip(keys, self._experts, strict=True)).items()
+            if key != none
+        }
+        size = ITEMSIZES[self._base.dtype]
+        for start in range(0, elements, TOGETHER):
+            n = min(TOGETHER, elements - start)
+            found = {none: np.zeros(n, dtype=np.float32)}
+            for key, (side, dtype) in sides.items():
+                at = side[start * ITEMSIZES[dtype] :]
+                found[key] = masks.deltas(base[start * size :], self._base.dtype, at, dtype, n)
+            yield [found[key] for key in keys]
 
     def _blocks(self, record: Tensor, number: int) -> tuple[Any, ...]:
         blocks = chunk_blocks(record, self.length, number, self._catalog.block_size)
@@ -77,29 +87,40 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
     The share is of the elements with a spread; their number is rounded down, as mergekit does.
     """
 
-    def upper(number: int) -> _Counts:
-        bits = _bits(chunks.deltas(number))
-        return np.bincount(bits[bits > 0] >> 16, minlength=_HALF)
+    def upper(number: int) -> Counts:
+        found = halves.no_counts()
+        for deltas in chunks.deltas(number):
+            bits = _bits(deltas)
+            halves.count_upper(bits, found)
+            # Without a spread.
+            found[0] -= bits.size - np.count_nonzero(bits)
+        return found
 
-    def lower(number: int) -> _Counts:
-        bits = _bits(chunks.deltas(number))
-        return np.bincount(bits[bits >> 16 == top] & (_HALF - 1), minlength=_HALF)
+    def lower(number: int) -> Counts:
+        found = halves.no_counts()
+        for deltas in chunks.deltas(number):
+            halves.count_lower(_bits(deltas), top, found)
+        return found
 
     def sums(number: int) -> _Sums:
-        deltas = chunks.deltas(number)
-        bits = _bits(deltas)
-        equal = bits == last
-        return _Sums(int(equal.sum()), _squares(deltas, bits > last), _squares(deltas, equal))
+        number_of_equal, above, at = 0, [], []
+        for deltas in chunks.deltas(number):
+            bits = _bits(deltas)
+            equal = bits == last
+            number_of_equal += int(equal.sum())
+            above.append(_squares(deltas, bits > last))
+            at.append(_squares(deltas, equal))
+        return _Sums(number_of_equal, _added(above), _added(at))
 
     high = _total(pool.map(upper, chunks.numbers))
     # In float32: mergekit multiplies so.
     count = int(single(single(int(high.sum())) * single(share)))
     if not count:
         return Cut(math.inf, 0), [0.0] * chunks.experts
-    top, left = _place(high, count)
+    top, left = halves.place(high, count)
     low = _total(pool.map(lower, chunks.numbers))
-    bottom, left = _place(low, left)
-    last = (top << 16) + bottom
+    bottom, left = halves.place(low, left)
+    last = halves.joined(top, bottom)
     value = float(np.uint32(last).view(np.float32))
     parts = list(pool.map(sums, chunks.numbers))
     kept = [part.above for part in parts]
@@ -107,13 +128,19 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
         return Cut(value, -1), _added([*kept, *(part.at for part in parts)])
     through = np.cumsum([part.equal for part in parts])
     end = int(np.searchsorted(through, left))
-    deltas = chunks.deltas(end)
-    places = np.flatnonzero(_bits(deltas) == last)[: left - int(through[end]) + parts[end].equal]
-    mask = np.zeros(len(deltas[0]), dtype=bool)
-    mask[places] = True
     kept += [part.at for part in parts[:end]]
-    before = end * chunks.length + int(places[-1]) + 1
-    return Cut(value, before), _added([*kept, _squares(deltas, mask)])
+    left -= int(through[end]) - parts[end].equal
+    before = end * chunks.length
+    for deltas in chunks.deltas(end):
+        places = np.flatnonzero(_bits(deltas) == last)[:left]
+        mask = np.zeros(len(deltas[0]), dtype=bool)
+        mask[places] = True
+        kept.append(_squares(deltas, mask))
+        left -= len(places)
+        if not left:
+            return Cut(value, before + int(places[-1]) + 1), _added(kept)
+        before += len(mask)
+    raise AssertionError("the counted elements are not there")
 
 
 def _bits(deltas: Sequence[Singles]) -> npt.NDArray[np.uint32]:
@@ -121,26 +148,16 @@ def _bits(deltas: Sequence[Singles]) -> npt.NDArray[np.uint32]:
     return spreads(deltas, len(deltas[0])).view(np.uint32)
 
 
-def _total(counts: Iterable[_Counts]) -> _Counts:
-    total = np.zeros(_HALF, dtype=np.int64)
+def _total(counts: Iterable[Counts]) -> Counts:
+    total = halves.no_counts()
     for one in counts:
         total += one
     return total
 
 
-def _place(counts: _Counts, rank: int) -> tuple[int, int]:
-    """Return where the element of this rank from the top is, and its rank there."""
-    through = np.cumsum(counts[::-1])
-    place = int(np.searchsorted(through, rank))
-    found = _HALF - 1 - place
-    return found, rank - int(through[place] - counts[found])
-
-
 def _squares(deltas: Sequence[Singles], mask: Bools) -> list[float]:
     """Return the sum of squares that a mask leaves of each expert."""
-    with np.errstate(invalid="ignore"):
-        kept = (one[mask].astype(np.float64) for one in deltas)
-        return [float((one * one).sum()) for one in kept]
+    return [masks.squares(one, mask) for one in deltas]
 
 
 def _added(sums: Sequence[Sequence[float]]) -> list[float]:

@@ -43,7 +43,7 @@ def _ranked(loaded: Loaded) -> Bytes:
     found = np.ones((len(task.row_of), task.n), dtype=np.uint8)
     for k, (row, (density, epsilon)) in enumerate(zip(task.row_of, tensor.mix.ranked, strict=True)):
         if row >= 0 and density < 1:
-            sizes = masks.magnitudes(
+            moved = masks.deltas(
                 loaded.sides[0],
                 tensor.base_dtype,
                 loaded.sides[1 + row],
@@ -51,7 +51,7 @@ def _ranked(loaded: Loaded) -> Bytes:
                 task.n,
             )
             chances = tensor.row_length, density, epsilon
-            found[k] = masks.ranked(sizes, tensor.keys[k], task.first_index, *chances)
+            found[k] = masks.ranked(moved, tensor.keys[k], task.first_index, *chances)
     return found
 
 
@@ -82,10 +82,17 @@ def _important(loaded: Loaded, cut: Cut) -> Bools:
     task, tensor = loaded.task, loaded.task.tensor
     if not task.rows:
         return np.zeros(task.n, dtype=np.bool_)
-    base = singles(loaded.sides[0], tensor.base_dtype, task.n)
-    expert = singles(loaded.sides[1], task.rows[0].dtype, task.n)
-    divergence = divergences(base, expert, tensor.row_length)
-    found: Bools = importances(base, expert, divergence) >= np.float32(cut.value)
+    found = np.empty(task.n, dtype=np.bool_)
+    dtypes = tensor.base_dtype, task.rows[0].dtype
+    step = tensor.row_length * max(1, TOGETHER // tensor.row_length)
+    for start in range(0, task.n, step):
+        n = min(step, task.n - start)
+        base, expert = (
+            singles(side[start * ITEMSIZES[dtype] :], dtype, n)
+            for side, dtype in zip(loaded.sides[:2], dtypes, strict=True)
+        )
+        divergence = divergences(base, expert, tensor.row_length)
+        found[start : start + n] = importances(base, expert, divergence) >= np.float32(cut.value)
     return found
 
 
