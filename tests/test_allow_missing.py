@@ -148,7 +148,7 @@ def test_a_plan_says_it(root: Path, store: Store) -> None:
     assert store.plan(replace(ALL, allow_missing=True)).plan == store.plan(ALL).plan
     store.merge(plan, name="m")
     recipe = store.recipe("m")
-    assert "# is left out. It takes --allow-missing." in recipe
+    assert "# unchanged there, and what the base lacks is left out." in recipe
     again = store.read_recipe(recipe).request
     with pytest.raises(Incompatible):
         store.plan(again)

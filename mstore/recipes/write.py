@@ -96,8 +96,8 @@ class _Writer:
             if patterns:
                 yield f"# {what}: {' '.join(map(json.dumps, patterns))}"
         if self._allow_missing:
-            yield "# A tensor that a model lacks counts as unchanged there; one that the base lacks"
-            yield "# is left out. It takes --allow-missing."
+            yield "# Tensors may be missing, and were allowed to be: what a model lacks counts as"
+            yield "# unchanged there, and what the base lacks is left out."
         yield f"merge_method: {plan.method}"
         if plan.layers:
             yield from self._slices()
