@@ -416,6 +416,18 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
     assert not named.notes
     again = family.store.combine_adapters({"mine": 1, "yours": 0.5}, "cat", name="both")
     assert (again.new_snapshot, again.snapshot, first.notes) == (False, first.snapshot, ())
+    odd = [("mine", 1), ("mine", 0), ("yours", 1)]
+    assert family.store.combine_adapters(odd, "cat", name="odd").notes == (
+        "mine has weight 0, so nothing of it is in the result",
+        "mine is given more than once",
+    )
+    for make in (
+        lambda: family.store.combine_adapters(["mine"], "cat", name="base"),
+        lambda: family.store.extract_lora("other", "base", name="a/model"),
+    ):
+        family.store.add(tmp_path / "base", name="a/model")
+        with pytest.raises(BadRequest, match="branch of a model"):
+            make()
     (note,) = family.store.combine_adapters(["mine", "theirs"], "cat", name="all").notes
     assert "mine of base, theirs of other" in note
     assert [one.role for one in family.store.show("all").parents] == ["expert", "expert"]
@@ -494,6 +506,7 @@ def test_bad_requests(family: Family) -> None:
     refused(family, no, "clamp must be in", method="svd", parameters={"clamp": 2})
     most = {"density": 0.5, "majority_sign_method": "most"}
     refused(family, no, "total or frequency, not 'most'", method="ties", parameters=most)
+    refused(family, no, "della merges models", "methods: cat,", "Store.merge", method="della")
     refused(family, no, "follows from the adapters", "svd", rank=3)
     refused(family, no, "a rank is 1 to 4096, not 0", method="svd", rank=0)
     refused(family, no, "name of its own", name="one")
@@ -570,6 +583,8 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "dare_ties density=0.5 majority_sign_method=total seed=3, rank 4: math=1, code=0.5" in (
         mstore.succeed("log", "drawn").out
     )
+    words = mstore("combine-adapters", *experts, "--svd-rank", "3", "--name", "wrong")
+    assert "--rank 32" in words.err
     wrong = mstore("combine-adapters", *experts, "--method", "ties", "--name", "wrong")
     assert wrong.status
     assert "--param density=0.5" in wrong.err

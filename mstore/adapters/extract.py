@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from mstore import fs
-from mstore.adapters.files import put_factor, put_files
+from mstore.adapters.files import branch_for_adapter, put_factor, put_files
 from mstore.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares_left, truncated
 from mstore.errors import BadRequest, Incompatible
@@ -40,7 +40,7 @@ from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 from mstore.store.derived import derived
-from mstore.store.transaction import Transaction, branch_to_move
+from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
 
 MOST: Final = 4096
@@ -115,7 +115,7 @@ def extract(
         raise BadRequest(
             "is one of the two models: the adapter needs a name of its own", where=Option("name")
         )
-    current = branch_to_move(catalog, name)
+    current = branch_for_adapter(catalog, name)
     ours, theirs = (_tensors(catalog, one, only, skip) for one in (base, expert))
     require_same_shapes(
         {tensor: record.shape for tensor, (_, record) in ours.items()},

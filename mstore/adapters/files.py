@@ -1,11 +1,13 @@
 """The files of an adapter that mstore makes: weights and config, in PEFT's form.
 
-Owns their names and bytes.  Does not own which tensors and settings an adapter has.
+Owns their names and bytes, and which branches may have them.  Does not own which tensors and
+settings an adapter has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -13,10 +15,14 @@ import numpy.typing as npt
 
 from mstore.adapters.config import CONFIG
 from mstore.checkpoint.small_files import json_bytes
+from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
+from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import new_header
-from mstore.store.transaction import Transaction
+from mstore.store.refs import Ref
+from mstore.store.transaction import Transaction, branch_to_move, tip_of
 from mstore.view import array_dtype
 
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -35,6 +41,24 @@ _SETTINGS: Final[Mapping[str, object]] = {
     "use_rslora": False,
     "use_dora": False,
 }
+
+
+def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
+    """Return what the branch points at that an adapter is to move, None if it is new.
+
+    Raises as `branch_to_move`, and BadRequest for a branch of a model.
+    """
+    current = branch_to_move(catalog, name)
+    tip, _ = tip_of(catalog, current)
+    if tip is not None:
+        # A damaged tip says nothing.
+        with suppress(NotFound, Corrupt):
+            if catalog.manifest(tip.manifest_id()).file(CONFIG) is None:
+                raise BadRequest(
+                    f"{name} is a branch of a model: an adapter needs one of its own",
+                    where=Option("name"),
+                )
+    return current
 
 
 def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dtype: str) -> Tensor:

@@ -8,13 +8,13 @@ module are in memory at a time; products come in runs, and the combined product 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from mstore.adapters.files import put_factor, put_files
+from mstore.adapters.files import branch_for_adapter, put_factor, put_files
 from mstore.adapters.low_rank import read_singles
 from mstore.adapters.targets import factor_names
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor
@@ -30,7 +30,7 @@ from mstore.phrases import Option, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.derived import derived
-from mstore.store.transaction import Transaction, branch_to_move
+from mstore.store.transaction import Transaction
 from mstore.view import array_dtype
 
 MOST: Final = 4096
@@ -102,7 +102,7 @@ def combine(
         raise BadRequest(
             "is one of the adapters: the result needs a name of its own", where=Option("name")
         )
-    current = branch_to_move(catalog, name)
+    current = branch_for_adapter(catalog, name)
     members = members_of(catalog, adapters)
     work = _Work.of(members, setting, rank, dtype)
     made = f"{setting}, rank {work.rank}: {_told(members)}"
@@ -110,7 +110,7 @@ def combine(
         run = _Run(catalog, transaction, members, setting, work, progress)
         manifest = run.manifest()
         base, notes = _base_of(catalog, members)
-        notes += work.notes(rank)
+        notes += (*_idle(members), *work.notes(rank))
         snapshot, record, move = derived(
             catalog,
             transaction,
@@ -155,6 +155,18 @@ def _check_rank(rank: int, setting: Setting) -> None:
 
 def _told(members: Sequence[Member]) -> str:
     return ", ".join(f"{one.name}={one.weight:g}" for one in members)
+
+
+def _idle(members: Sequence[Member]) -> Iterator[str]:
+    """Yield what is likely to be a mistake: an adapter without weight, or the same one twice."""
+    for number, one in enumerate(members):
+        if one.weight == 0:
+            yield f"{one.name} has weight 0, so nothing of it is in the result"
+        for other in members[:number]:
+            if other.products == one.products:
+                also = "" if other.name == one.name else f": it has the content of {other.name}"
+                yield f"{one.name} is given more than once{also}"
+                break
 
 
 def _base_of(

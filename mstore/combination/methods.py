@@ -24,8 +24,9 @@ from types import MappingProxyType
 from typing import Final, cast
 
 from mstore.errors import BadRequest, did_you_mean
+from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import SEED, Parameter, Range, Value
-from mstore.phrases import Option
+from mstore.phrases import Option, call, phrase
 
 TOTAL: Final = "total"
 """The sign of the sum of the elements, not weighted."""
@@ -117,6 +118,14 @@ def setting_of(name: str, given: Mapping[str, object]) -> Setting:
     Raises BadRequest for an unknown method or parameter, a value out of range, a missing density.
     """
     method = METHODS.get(name)
+    if method is None and name in registry.METHODS:
+        raise BadRequest(
+            f"{name} merges models, and combines no adapters; methods: {', '.join(METHODS)}",
+            hint=phrase(
+                "{merge} applies adapters to their base",
+                merge=call("merge", help=True),
+            ),
+        )
     if method is None:
         raise BadRequest(
             f"unknown method {name!r} of combinations; methods: {', '.join(METHODS)}",

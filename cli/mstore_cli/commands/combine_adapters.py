@@ -15,12 +15,22 @@ from mstore_cli.output import Screen, short
 from mstore_cli.session import Session
 from mstore_cli.sizes import format_seconds, format_size
 
+PEFT_WORDS = {
+    "--weights": MISTAKEN["--weight"],
+    "--adapters": "--expert REF=0.5, once for each adapter",
+    "--combination-type": "--method svd",
+    "--svd-rank": "--rank 32",
+    "--svd-clamp": "--param clamp=0.99",
+    "--majority-sign-method": "--param majority_sign_method=frequency",
+}
+"""What PEFT calls the options."""
+
 
 @command(
     example="mstore combine-adapters --expert math/lora --expert code/lora=0.5 --method svd "
     "--name both/lora",
     failure="an error; nothing was published",
-    mistaken=MISTAKEN,
+    mistaken={**MISTAKEN, **PEFT_WORDS},
 )
 def combine_adapters(
     session: Session,
