@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 from checkpoints import write_safetensors
@@ -464,3 +465,25 @@ def test_a_method_may_need_products_of_experts(
     b, e, f = (values.astype(np.float64) for values in (base, *experts))
     own = (e @ f) / (b @ b)
     assert np.allclose(found, (1 - 2 * own) * b + own * (e + f), rtol=1e-5, atol=1e-5)
+
+
+def test_a_delta_checkpoint_is_applied(tmp_path: Path) -> None:
+    """The sum of a base and a delta checkpoint, by `linear` without normalizing, is the fine-tune:
+    each element added in float32 and rounded once, without a warning."""
+    rng = np.random.default_rng(4)
+    base = {"w": families.cast(rng.standard_normal((300, 200)), "BF16")}
+    delta = {"w": families.cast(0.01 * rng.standard_normal((300, 200)), "F16")}
+    families.write_checkpoint(tmp_path / "base", base)
+    families.write_checkpoint(tmp_path / "delta", delta)
+    with Store.init(tmp_path / "store", block_size=families.BLOCK) as store:
+        for name in ("base", "delta"):
+            store.add(tmp_path / name, name=name)
+        asked = MergeRequest(
+            base="base", experts=["base", "delta"], method="linear", parameters={"normalize": False}
+        )
+        plan = store.plan(asked)
+        store.merge(plan, name="tuned")
+        found = store["tuned"].tensor("w")
+    wanted = families.cast(base["w"].astype("f4") + delta["w"].astype("f4"), "BF16")
+    assert np.array_equal(families.bits(found), families.bits(wanted))
+    assert plan.warnings == ()
