@@ -348,7 +348,10 @@ def test_experts_must_fit_the_base(tmp_path: Path) -> None:
             "cannot be merged into base: t03 is missing; t04 is missing; "
             "t05 has shape [3, 2], the base [2, 3]; extra is not in the base"
         )
-        assert refused.value.hint == "diff('base', 'odd'); skip=[PATTERN] leaves tensors out"
+        assert refused.value.hint == (
+            "diff('base', 'odd'); skip=[PATTERN] leaves tensors out, allow_missing=True merges the "
+            "others"
+        )
         with pytest.raises(Incompatible, match="t08 is missing; and 3 more"):
             store.plan(MergeRequest(base="base", experts=["few"], method="linear"))
 

@@ -117,8 +117,8 @@ def ranked(
 
     values: float32[rows, length], ranked by magnitude from the smallest, equal ones by index, any
     NaN last. draws: uint32[rows, length]. limits: uint64[length], by rank. digit: bits that the
-    sort takes at a time. keys, spare: uint64[length]. counters: uint32[33 // digit * 2^digit] or
-    more.
+    sort takes at a time. keys, spare: uint64[length]. counters: uint32[P * 2^digit], P the digits
+    of 32 bits.
     """
     values = carray(values_at, (rows, length), np.uint32)
     draws = carray(draws_at, (rows, length), np.uint32)

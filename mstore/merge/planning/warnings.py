@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning.stored_texts import MISSING_ALLOWED, few
+from mstore.merge.planning import stored_texts
+from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
@@ -121,7 +122,7 @@ def tokens_in_other_rows(
 
 def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     """Return warnings for experts that lack tensors of the base, or have others, and may."""
-    if MISSING_ALLOWED not in plan.notes:
+    if stored_texts.MISSING_ALLOWED not in plan.notes:
         return ()
     base = catalog.manifest(plan.base_id()).tensors()
     # What patterns leave out, and outputs use, is as it was asked for.
