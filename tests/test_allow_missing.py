@@ -189,6 +189,28 @@ def test_an_absent_tied_head(tmp_path: Path) -> None:
             assert not np.array_equal(embedding, families.bits(start["embed_tokens.weight"]))
 
 
+def test_a_plan_without_it_means_what_it_did(tmp_path: Path) -> None:
+    """A head that an expert lacks, and a pattern leaves out, is the base's own, although base and
+    expert would tie it: only a plan that allows missing tensors lets another stand for it."""
+    start = base()
+    start["lm_head.weight"] = start["embed_tokens.weight"]
+    part = expert(start, 7)
+    del part["lm_head.weight"]
+    for name, tensors in (("base", start), ("part", part)):
+        families.write_checkpoint(tmp_path / name, tensors)
+    asked = replace(TASK, experts=["part"], allow_missing=False, skip=["lm_head.*"])
+    with Store.init(tmp_path / "store", block_size=BLOCK) as store:
+        for name in ("base", "part"):
+            store.add(tmp_path / name, name=name)
+        found = merged(store, asked)
+        same({"head": found["lm_head.weight"]}, {"head": start["lm_head.weight"]})
+        same({"in": found["embed_tokens.weight"]}, {"in": part["embed_tokens.weight"]})
+        # Of one tensor, a pattern leaves out all names.
+        both = merged(store, replace(asked, allow_missing=True))
+        for name in ("lm_head.weight", "embed_tokens.weight"):
+            same({name: both[name]}, {name: start[name]})
+
+
 def test_the_command_line(store: Store) -> None:
     """`--allow-missing` of check-merge, plan and merge; the hint without it; it is in the plan."""
     mstore = Program(Path(store.path))

@@ -71,12 +71,9 @@ class Inputs:
 
     @classmethod
     def of(cls, catalog: Catalog, plan: Plan) -> Inputs:
-        """Return the inputs of a plan; raises as the class.
-
-        Whether models may lack tensors is judged when a plan is made.
-        """
+        """Return the inputs of a plan; raises as the class."""
         experts = [expert.manifest_id() for expert in plan.experts]
-        return cls(catalog, plan.base_id(), experts, fill=not plan.layers)
+        return cls(catalog, plan.base_id(), experts, fill=plan.allows_missing)
 
     @property
     def members(self) -> tuple[Names, ...]:

@@ -42,6 +42,16 @@ DROPPED = 5
 """They matter, but the output block is outside the top-p share, so it is the base's own."""
 
 
+MISSING_ALLOWED = (
+    "tensors that an expert lacks count as unchanged there, and those that the base lacks are left "
+    "out (--allow-missing)"
+)
+"""The note of a plan of models that lack tensors of the base, or have others.
+
+Of such a plan, and of no other, a tensor that an expert lacks stands for the base's.
+"""
+
+
 class Threshold(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Keep |d| > value, and of |d| == value the first `quota` by flat index (-1: all of them)."""
 
@@ -237,6 +247,11 @@ class Plan(Record, frozen=True, array_like=True, tag="plan/4"):
 
     def id(self) -> PlanId:
         return PlanId.of(self.encode())
+
+    @property
+    def allows_missing(self) -> bool:
+        """Whether a tensor that an expert lacks stands for the base's."""
+        return MISSING_ALLOWED in self.notes
 
     @property
     def operation(self) -> PlanOperation:

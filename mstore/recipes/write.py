@@ -33,19 +33,16 @@ def recipe_of(
     method: KnownMethod,
     tensors: Sequence[str],
     adapters: frozenset[bytes] = frozenset(),
-    *,
-    allow_missing: bool = False,
 ) -> str:
     """Return the recipe of a plan.
 
-    tensors: names of the base's tensors. adapters: the experts that are adapters of it.
-    allow_missing: others lack tensors of it, or have more. Raises BadRequest for a plan that no
-    recipe can state.
+    tensors: names of the base's tensors. adapters: the experts that are adapters of it. Raises
+    BadRequest for a plan that no recipe can state.
     """
     why = _why_not(plan, method)
     if why is not None:
         raise BadRequest(f"no recipe can state this merge: {why}")
-    return "\n".join(_Writer(plan, method, tensors, adapters, allow_missing).lines()) + "\n"
+    return "\n".join(_Writer(plan, method, tensors, adapters).lines()) + "\n"
 
 
 def _why_not(plan: Plan, method: KnownMethod) -> str | None:
@@ -74,11 +71,9 @@ class _Writer:
         method: KnownMethod,
         tensors: Sequence[str],
         adapters: frozenset[bytes],
-        allow_missing: bool,
     ) -> None:
         self._plan = plan
         self._adapters = adapters
-        self._allow_missing = allow_missing
         self._method = method
         self._tensors = tensors
         self._all = "\n".join(tensors)
@@ -95,7 +90,7 @@ class _Writer:
         for what, patterns in left_out:
             if patterns:
                 yield f"# {what}: {' '.join(map(json.dumps, patterns))}"
-        if self._allow_missing:
+        if plan.allows_missing:
             yield "# Tensors may be missing, and were allowed to be: what a model lacks counts as"
             yield "# unchanged there, and what the base lacks is left out."
         yield f"merge_method: {plan.method}"

@@ -18,7 +18,6 @@ from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
-from mstore.merge.planning.stored_texts import MISSING_ALLOWED
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
@@ -55,7 +54,7 @@ def request_of(
     dtypes = {tensor.dtype for tensor in catalog.tensors(list(tensors.values()))}
     first = first_names(
         tensors,
-        Inputs(catalog, base, list(manifests.values()), list(manifests), fill=True).experts,
+        Inputs(catalog, base, list(manifests.values()), list(manifests)).experts,
         tied=ties_embeddings(catalog, record),
     )
     return resolve(
@@ -163,8 +162,7 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
         for expert in plan.experts
         if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
     )
-    missing = MISSING_ALLOWED in plan.notes
-    return recipe_of(plan, method, names, adapters, allow_missing=missing)
+    return recipe_of(plan, method, names, adapters)
 
 
 def _rescaling(parameter: Parameter) -> KnownParameter:

@@ -18,11 +18,12 @@ from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.model import States
 from mstore.merge.planning.planner import Planner, Selection
 from mstore.merge.planning.request import Request
-from mstore.merge.planning.stored_texts import AT_EDGES, MISSING_ALLOWED
+from mstore.merge.planning.stored_texts import AT_EDGES
 from mstore.merge.planning.survey import Surveyor
 from mstore.merge.planning.surveyed import Survey
 from mstore.merge.planning.thresholds import Known, Thresholds
 from mstore.objects.plan import (
+    MISSING_ALLOWED,
     Criteria,
     Plan,
     PlanExpert,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from mstore.objects.plan import MISSING_ALLOWED
 from mstore.phrases import Option, phrase
 
 NOT_AMONG_ONLY: Final = "not among --only"
@@ -17,11 +18,6 @@ AT_EDGES: Final = (
     "elements (--no-analyze); the estimate counts them"
 )
 """The note of a plan that was made without reading what exact thresholds need."""
-MISSING_ALLOWED: Final = (
-    "tensors that an expert lacks count as unchanged there, and those that the base lacks are left "
-    "out (--allow-missing)"
-)
-"""The note of a plan of models whose tensors have other names."""
 _SKIP: Final = "--skip "
 _TOLD: Final = {
     NOT_AMONG_ONLY: phrase("not among {only}", only=Option("only")),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.merge.methods.registry import Operations
-from mstore.merge.planning import stored_texts
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
@@ -122,7 +121,7 @@ def tokens_in_other_rows(
 
 def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
     """Return warnings for experts that lack tensors of the base, or have others, and may."""
-    if stored_texts.MISSING_ALLOWED not in plan.notes:
+    if not plan.allows_missing:
         return ()
     base = catalog.manifest(plan.base_id()).tensors()
     # What patterns leave out, and outputs use, is as it was asked for.

@@ -39,7 +39,6 @@ from mstore.ids import ManifestId
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipes import recipe_text
-from mstore.merge.planning.stored_texts import MISSING_ALLOWED
 from mstore.merge.planning.warnings import LICENCE_TERMS, MergeWarning
 from mstore.objects.manifest import OPAQUE, File, Manifest
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED, Plan
@@ -287,9 +286,8 @@ class Papers:
     def _has_whole_recipe(self) -> bool:
         """Return whether the recipe beside the card, run alone, is this merge."""
         asked = self._plan.criteria
-        if self._form is not Form.CURRENT or asked.only or asked.skip:
-            return False
-        if MISSING_ALLOWED in self._plan.notes:
+        more = asked.only or asked.skip or self._plan.allows_missing
+        if self._form is not Form.CURRENT or more:
             return False
         return MERGEKIT in self.files_of_recipe()
 
@@ -305,7 +303,7 @@ class Papers:
         for option, patterns in (("--only", plan.criteria.only), ("--skip", plan.criteria.skip)):
             for pattern in patterns:
                 words += [option, pattern]
-        if MISSING_ALLOWED in plan.notes:
+        if plan.allows_missing:
             words.append("--allow-missing")
         return f"{shlex.join(words)} --name REF"
 
