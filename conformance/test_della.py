@@ -15,6 +15,7 @@ from subject import replay
 from test_elementwise import minus_zeros, outputs
 
 from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.random import mask_key
 
 CASES = [
     Case(method, *others)
@@ -44,16 +45,21 @@ def test_della(workplace: Workplace, case: Case) -> None:
 @pytest.mark.parametrize("shape", [(300, 128), (40, 1000), (5000,), (64, 2), (3, 30000)])
 @pytest.mark.parametrize(("density", "epsilon"), [(0.5, 0.15), (0.2, 0.199), (0.7, 0.01)])
 def test_probabilities(shape: tuple[int, ...], density: float, epsilon: float) -> None:
-    """Every element has mergekit's probability, bit for bit; of equal magnitudes in a row each has
-    one of theirs."""
+    """Every rank has mergekit's probability, bit for bit, and every element the draw and the rank
+    of theirs; of equal magnitudes in a row each has one of their ranks."""
     delta = torch.randn(shape, generator=torch.Generator().manual_seed(5))
     with chances() as seen:
         sparsify.della_magprune(delta, density, epsilon)
     (theirs,) = seen
     rows = delta.abs().reshape(theirs.shape).numpy()
-    ours = masks.probabilities(rows, density, epsilon)
+    length = rows.shape[1]
+    ours = np.broadcast_to(masks.chances(length, density, epsilon), rows.shape)
     assert np.array_equal(np.sort(ours, axis=1), np.sort(theirs.numpy(), axis=1))
-    for size, own, other in zip(rows, ours, theirs.numpy(), strict=True):
+    key = mask_key(5, 0, "t")
+    kept = masks.ranked(rows.reshape(-1), key, 0, length, density, epsilon).reshape(rows.shape)
+    drawn = masks.draws(key, 0, rows.size).reshape(rows.shape)
+    wanted = drawn < np.rint(theirs.numpy().astype(np.float64) * 2.0**32)
+    for size, own, other in zip(rows, kept, wanted, strict=True):
         values, counts = np.unique(size, return_counts=True)
         single = np.isin(size, values[counts == 1])
         assert np.array_equal(own[single], other[single])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from mstore.objects.plan import MISSING_ALLOWED
 from mstore.phrases import Option, phrase
 
 NOT_AMONG_ONLY: Final = "not among --only"
@@ -25,11 +24,6 @@ _TOLD: Final = {
         "some trim thresholds are bin edges of the magnitude histograms, which keep more than k "
         "elements ({off}); the estimate counts them",
         off=Option("analyze", False),
-    ),
-    MISSING_ALLOWED: phrase(
-        "tensors that an expert lacks count as unchanged there, and those that the base lacks are "
-        "left out ({allowed})",
-        allowed=Option("allow_missing", True),
     ),
 }
 
