@@ -75,8 +75,8 @@ class MergeRequest:
     each is made of, in the base and in all experts, or one name for the base and one per expert.
     layers: stack these layers in place of the base's, and merge nothing: (model, first layer, last
     layer + 1) of the base or of an expert, in the order of the output.
-    allow_missing: a tensor of the base that an expert lacks counts as unchanged there, and one that
-    only experts have is left out; otherwise both are errors.
+    allow_missing: the base's tensor counts for one that an expert lacks, and one that only experts
+    have is left out; otherwise both are errors.
     """
 
     base: Revision

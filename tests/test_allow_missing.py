@@ -119,7 +119,7 @@ def test_without_it_nothing_may_be_missing(store: Store) -> None:
     with pytest.raises(Incompatible, match=r"b\.w is missing; c\.w is missing; b\.extra is") as no:
         store.plan(replace(TASK, allow_missing=False))
     assert "allow_missing=True merges the others" in (no.value.hint or "")
-    with pytest.raises(Incompatible, match="none of the tensors of base") as no:
+    with pytest.raises(Incompatible, match=r"none of the tensors of base .*another model") as no:
         store.plan(replace(TASK, experts=["whole", "alien"]))
     assert no.value.where == "alien"
     stack = MergeRequest(
@@ -137,10 +137,11 @@ def test_a_plan_says_it(root: Path, store: Store) -> None:
     """The plan's note is part of its id, a warning names the expert and its tensors, and the plan
     runs in another store and from its recipe."""
     plan = store.plan(TASK)
-    allowed = "tensors may be missing: what an expert lacks counts as unchanged there"
+    allowed = "tensors may be missing: the base's count for what an expert lacks"
     assert any(note.startswith(allowed) for note in plan.notes)
     told = (
-        "part lacks b.w, c.w, unchanged there; has b.extra, z.extra, not in the base and left out"
+        "part lacks b.w, c.w: the base's count for them; "
+        "has b.extra, z.extra, not in the base and left out"
     )
     [warning] = [one for one in plan.warnings if one.kind == "other tensors"]
     assert (warning.expert, warning.text) == ("part", told)
@@ -148,14 +149,14 @@ def test_a_plan_says_it(root: Path, store: Store) -> None:
     assert store.plan(replace(ALL, allow_missing=True)).plan == store.plan(ALL).plan
     store.merge(plan, name="m")
     recipe = store.recipe("m")
-    assert "# unchanged there, and what the base lacks is left out." in recipe
+    assert "# lacks, and what the base lacks is left out." in recipe
     again = store.read_recipe(recipe).request
     with pytest.raises(Incompatible):
         store.plan(again)
     assert store.plan(replace(again, allow_missing=True)).plan == plan.plan
     skipped = store.plan(replace(TASK, skip=["c.*", "*.extra"]))
     [warning] = [one for one in skipped.warnings if one.kind == "other tensors"]
-    assert warning.text == "part lacks b.w, unchanged there"
+    assert warning.text == "part lacks b.w: the base's count for them"
     with Store.init(root / "other", block_size=BLOCK) as other:
         for name in ("base", "part", "whole"):
             other.add(root / name, name=name)
@@ -181,7 +182,10 @@ def test_an_absent_tied_head(tmp_path: Path) -> None:
             store.add(tmp_path / name, name=name)
         # Draws follow from a tensor's name.
         for method, parameters in (("linear", {}), ("dare_linear", {"density": 0.5})):
-            found = merged(store, replace(TASK, method=method, parameters=parameters))
+            asked = replace(TASK, method=method, parameters=parameters)
+            # The embedding stands for it, so nothing of it is missing.
+            assert not store.plan(asked).warnings
+            found = merged(store, asked)
             head, embedding = (
                 families.bits(found[n]) for n in ("lm_head.weight", "embed_tokens.weight")
             )
@@ -219,15 +223,18 @@ def test_the_command_line(store: Store) -> None:
     checked = mstore("check-merge", *models)
     assert checked.status == 1
     assert "or --allow-missing" in checked.out
+    other = mstore("check-merge", "--base", "base", "--expert", "alien", "--allow-missing")
+    assert "has no tensor of base: it is another model" in " ".join(other.out.split())
+    assert "hint" not in other.out
     allowed = mstore.succeed("check-merge", *models, "--allow-missing").out
-    assert "unchanged there" in allowed
+    assert "the base's count for them" in allowed
     refused = mstore("plan", *line)
     assert refused.status == 1
     assert "--allow-missing merges the others" in refused.err
     plan = mstore.succeed("plan", *line, "--allow-missing", "-q").out.strip()
     out = mstore.succeed("merge", *line, "--allow-missing", "--name", "m").out
-    assert "warning: part lacks b.w, c.w, unchanged there" in out
-    assert "note: tensors may be missing: what an expert lacks" in " ".join(out.split())
+    assert "warning: part lacks b.w, c.w: the base's count for them" in out
+    assert "note: tensors may be missing: the base's count" in " ".join(out.split())
     assert "--allow-missing --name REF" in mstore.succeed("cat", "m:README.md").out
     assert mstore("merge", "--plan", plan, "--allow-missing", "--name", "n").status == 2
     mstore.succeed("merge", "--plan", plan, "--name", "n")

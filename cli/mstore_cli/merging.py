@@ -156,7 +156,7 @@ AllowMissing = Annotated[
     bool,
     typer.Option(
         "--allow-missing",
-        help="Let experts lack tensors of the base (they count as unchanged there), or have others "
+        help="Let experts lack tensors of the base (the base's count for them), or have others "
         "(they are left out).",
     ),
 ]

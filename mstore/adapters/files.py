@@ -18,7 +18,7 @@ from mstore.checkpoint.small_files import json_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
+from mstore.phrases import Option, phrase
 from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import new_header
 from mstore.store.refs import Ref
@@ -57,6 +57,7 @@ def branch_for_adapter(catalog: Catalog, name: str) -> Ref | None:
                 raise BadRequest(
                     f"{name} is a branch of a model: an adapter needs one of its own",
                     where=Option("name"),
+                    hint=phrase("choose another {name}", name=Option("name")),
                 )
     return current
 

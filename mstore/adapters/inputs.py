@@ -24,6 +24,24 @@ from mstore.store.catalog import Catalog
 Names = Mapping[str, TensorId]
 
 
+def stand_ins(base: Names, own: Names) -> dict[str, TensorId]:
+    """Return what stands for each tensor of a base that a model lacks, if it may: the base's.
+
+    Of an embedding that the base has twice, a model may have one: it stands for both.
+    """
+    lacks = [name for name in base if name not in own]
+    if not lacks:
+        return {}
+    twice: dict[TensorId, TensorId] = {}
+    for name, id in base.items():
+        if name in own and EMBEDDINGS.search(name):
+            twice.setdefault(id, own[name])
+    return {
+        name: twice.get(base[name], base[name]) if EMBEDDINGS.search(name) else base[name]
+        for name in lacks
+    }
+
+
 class Inputs:
     """The base and the experts of one merge.
 
@@ -63,9 +81,9 @@ class Inputs:
                     where=where,
                     hint="the model is the base, and the adapter an expert",
                 )
-            lacks = tuple([name for name in self.base if name not in tensors])
-            found.append(self._filled(tensors, lacks) if fill and lacks else tensors)
-            lacking.append(lacks)
+            lacks = stand_ins(self.base, tensors)
+            found.append({**tensors, **lacks} if fill and lacks else tensors)
+            lacking.append(tuple(lacks))
         self.experts: tuple[Names, ...] = tuple(found)
         self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)
 
@@ -86,21 +104,6 @@ class Inputs:
             return self._catalog.tensors(ids)
         stored = iter(self._catalog.tensors([id for id in ids if id not in self._applied]))
         return [self._applied.get(id) or next(stored) for id in ids]
-
-    def _filled(self, own: Names, lacks: Sequence[str]) -> Names:
-        """Return a model's tensors, and what stands for those that it lacks.
-
-        Of an embedding that the base has twice, a model may have one: it stands for both.
-        """
-        twice: dict[TensorId, TensorId] = {}
-        for name, id in self.base.items():
-            if name in own and EMBEDDINGS.search(name):
-                twice.setdefault(id, own[name])
-        filled = dict(own)
-        for name in lacks:
-            id = self.base[name]
-            filled[name] = twice.get(id, id) if EMBEDDINGS.search(name) else id
-        return filled
 
     # -- adapters ------------------------------------------------------------------------------
 

@@ -121,10 +121,7 @@ def setting_of(name: str, given: Mapping[str, object]) -> Setting:
     if method is None and name in registry.METHODS:
         raise BadRequest(
             f"{name} merges models, and combines no adapters; methods: {', '.join(METHODS)}",
-            hint=phrase(
-                "{merge} applies adapters to their base",
-                merge=call("merge", help=True),
-            ),
+            hint=phrase("to apply adapters to their base: {merge}", merge=call("merge", help=True)),
         )
     if method is None:
         raise BadRequest(

@@ -43,8 +43,8 @@ DROPPED = 5
 
 
 MISSING_ALLOWED = (
-    "tensors may be missing: what an expert lacks counts as unchanged there, and what the base "
-    "lacks is left out"
+    "tensors may be missing: the base's count for what an expert lacks, and what the base lacks is "
+    "left out"
 )
 """The note of a plan of models that lack tensors of the base, or have others.
 

@@ -91,8 +91,8 @@ class _Writer:
             if patterns:
                 yield f"# {what}: {' '.join(map(json.dumps, patterns))}"
         if plan.allows_missing:
-            yield "# Tensors may be missing, and were allowed to be: what a model lacks counts as"
-            yield "# unchanged there, and what the base lacks is left out."
+            yield "# Tensors may be missing, as was allowed: the base's count for what a model"
+            yield "# lacks, and what the base lacks is left out."
         yield f"merge_method: {plan.method}"
         if plan.layers:
             yield from self._slices()

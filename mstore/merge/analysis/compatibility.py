@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.fit import is_any_adapter
-from mstore.adapters.inputs import Inputs
+from mstore.adapters.inputs import Inputs, stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.small_files import json_object
@@ -179,18 +179,29 @@ def _tensors(
     catalog: Catalog, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
     ours, theirs = (_records(catalog, one.manifest.tensors(), request) for one in (base, other))
+    lacks = stand_ins(base.manifest.tensors(), other.manifest.tensors())
     missing = [name for name in ours if name not in theirs]
+    if missing and len(missing) == len(ours):
+        yield _finding(other, "names", ERROR, f"has no tensor of {base.name}: it is another model")
+        return
     extra = [name for name in theirs if name not in ours]
     skips = phrase("leave them to the base with {skip}", skip=Option("skip"))
-    is_allowed = request.allow_missing and len(missing) < len(ours)
+    is_allowed = request.allow_missing
+    if is_allowed:
+        # Another one may stand for a tied embedding.
+        tensors = base.manifest.tensors()
+        missing = [name for name in missing if lacks.get(name) == tensors[name]]
     severity = WARNING if is_allowed else ERROR
     allow = Option("allow_missing")
     hint = None if is_allowed else phrase("{skips}, or {allow}", skips=skips, allow=allow)
     if missing:
-        told = ", unchanged there" if is_allowed else ""
+        told = ": the base's count for them" if is_allowed else ""
         yield _finding(other, "names", severity, f"lacks {_told(missing)}{told}", hint)
     if extra:
-        yield _finding(other, "names", severity, f"has {_told(extra)}, and the base has not", hint)
+        out = ": left out" if is_allowed else ""
+        yield _finding(
+            other, "names", severity, f"has {_told(extra)}, and the base has not{out}", hint
+        )
     differing = [
         name for name, one in ours.items() if name in theirs and theirs[name].shape != one.shape
     ]

@@ -108,9 +108,9 @@ class Surveyor:
                 lacks = ours.keys() & lacking
                 if lacks == ours.keys() and ours:
                     raise Incompatible(
-                        f"has none of the tensors of {request.base.name} that are merged",
+                        f"has none of the tensors of {request.base.name} that are merged: it is "
+                        "another model",
                         where=expert.name,
-                        hint=told_difference(request.base.name, expert.name),
                     )
                 has_missing |= bool(lacks) or not theirs.keys() <= ours.keys()
                 theirs = {name: shape for name, shape in theirs.items() if name in ours}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mstore.adapters.inputs import stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
 from mstore.merge.methods.registry import Operations
@@ -133,8 +134,11 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
         if is_adapter(own) and not is_adapter(base):
             continue
         told = []
-        if lacking := [name for name in base if name in merged and name not in own]:
-            told.append(f"lacks {few(lacking)}, unchanged there")
+        lacking = [
+            name for name, id in stand_ins(base, own).items() if name in merged and id == base[name]
+        ]
+        if lacking:
+            told.append(f"lacks {few(lacking)}: the base's count for them")
         others = own.keys() - base.keys() - used
         others -= left_to_base(dict.fromkeys(others), plan.criteria)
         if others:
