@@ -181,8 +181,8 @@ def main() -> None:
     for method in CASES:
         if arguments.method and method not in arguments.method:
             found |= {method: known[method]} if method in known else {}
-            continue
-        found[method] = bench.compare(method, arguments.rounds)
+        else:
+            found[method] = bench.compare(method, arguments.rounds)
         # After each: a run takes long, and what is measured is kept if it is ended.
         keep(arguments.results, "methods", results | {"methods": found})
     for store in bench.stores.values():
