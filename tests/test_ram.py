@@ -19,6 +19,7 @@ from test_kernels import KINDS, _family
 
 from mstore import MergeRequest, Store, TensorRule
 from mstore.errors import BadRequest
+from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.estimates import averaged
@@ -142,6 +143,14 @@ def test_counts_are_measured_once(place: Place, tmp_path: Path) -> None:
         assert store.plan(turned).analyze_bytes_read == 0
         fewer = dataclasses.replace(PLUS, experts=["e0", "e2"])
         assert store.plan(fewer).analyze_bytes_read > 0
+
+
+def test_counts_of_many_experts() -> None:
+    """Of 257 experts, as of three: who shares an element, and who moves it alone."""
+    for others in (2, 256):
+        own = np.array([True, True, False])
+        kept = [own, *(np.array([False, True, True]) for _ in range(others))]
+        assert shared_counts(kept) == [(1, 1), *[(2, 0)] * others]
 
 
 def test_a_budget_keeps_the_factors(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""Agreement: which elements several experts need, by their TALL masks (arXiv 2405.07813).
+"""Agreement: which elements several experts need, by their TALL masks (arXiv 2405.07813), or move.
 
 Float32, in the order of experts; an expert that is not read moves nothing, and needs nothing.
 """
@@ -37,3 +37,14 @@ def agreed(
                 count += np.abs(own) > np.float32(ratio) * np.abs(total - own)
     found: Bools = count >= least
     return found
+
+
+def shared_counts(kept: Sequence[Bools]) -> list[tuple[int, int]]:
+    """Return how many elements each expert moves that others move, too, and how many it alone does.
+
+    kept: bool[n] of each expert, those that it moves.
+    """
+    # There may be thousands of experts.
+    numbers = np.sum(kept, axis=0, dtype=np.uint16)
+    many, lone = numbers > 1, numbers == 1
+    return [(int(np.count_nonzero(own & many)), int(np.count_nonzero(own & lone))) for own in kept]

@@ -26,6 +26,7 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.agreement import shared_counts
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
@@ -199,11 +200,7 @@ class Facts:
             found = np.zeros((chunks.experts, 2), dtype=np.int64)
             for deltas in chunks.deltas(number):
                 kept = [np.abs(one) >= np.float32(least) for one in deltas]
-                numbers = np.sum(kept, axis=0, dtype=np.uint8)
-                many, lone = numbers > 1, numbers == 1
-                found += [
-                    (np.count_nonzero(own & many), np.count_nonzero(own & lone)) for own in kept
-                ]
+                found += shared_counts(kept)
             return found
 
         total = np.zeros((chunks.experts, 2), dtype=np.int64)
