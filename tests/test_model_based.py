@@ -33,7 +33,7 @@ from proof_models import BLOCK, MODEL, Files, merged_files, model_files, tensors
 
 from mstore import MergeRequest, fs
 from mstore.api import Store
-from mstore.checkpoint.declared import CARD
+from mstore.checkpoint.declared import CARD, MERGEKIT
 from mstore.errors import Conflict, MstoreError
 from mstore.ids import SnapshotId
 
@@ -310,7 +310,7 @@ class Stories(RuleBasedStateMachine):
             self._model.gone.discard(snapshot)
             known = self._model.files.get(snapshot)
             if step.files is not None:
-                files = self._with_card(snapshot, step.files) if step.merges else step.files
+                files = self._with_papers(snapshot, step.files) if step.merges else step.files
                 assert known is None or known == files
                 self._model.files[snapshot] = files
                 if self._store.show(str(snapshot)).virtual:
@@ -323,9 +323,17 @@ class Stories(RuleBasedStateMachine):
         if snapshot is not None:
             self._look_at(snapshot)
 
-    def _with_card(self, snapshot: SnapshotId, files: Files) -> Files:
-        """A merge's files: it has a card of its own, and its base's only if it is its base."""
+    def _with_papers(self, snapshot: SnapshotId, files: Files) -> Files:
+        """A merge's files: a card and a recipe of its own; its base's only if it is its base.
+
+        The recipe is the one that the store tells, if a recipe can state the merge.
+        """
         view = self._store.view(snapshot)
+        if MERGEKIT in view.files:
+            assert MERGEKIT not in files
+            recipe = self._store.recipe(str(snapshot)).encode()
+            assert b"".join(view.stream(MERGEKIT)) == recipe
+            files = files | {MERGEKIT: recipe}
         if CARD not in view.files:
             assert CARD not in files
             return files
