@@ -47,7 +47,7 @@ class Inputs:
 
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
     the experts, in their order; ids otherwise. fill: in a model that lacks tensors of the base, the
-    base's stand for them. lacking: their names, for each expert, in any case.
+    base's stand for them. lacking: their names, for each expert; none without `fill`.
 
     Raises Incompatible for an adapter that cannot be applied to the base, NotFound, Corrupt,
     StorageFailed.
@@ -81,8 +81,8 @@ class Inputs:
                     where=where,
                     hint="the model is the base, and the adapter an expert",
                 )
-            lacks = stand_ins(self.base, tensors)
-            found.append({**tensors, **lacks} if fill and lacks else tensors)
+            lacks = stand_ins(self.base, tensors) if fill else {}
+            found.append({**tensors, **lacks} if lacks else tensors)
             lacking.append(tuple(lacks))
         self.experts: tuple[Names, ...] = tuple(found)
         self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)

@@ -307,6 +307,29 @@ def square(
     _halve(lanes, 1)
 
 
+@compiled
+def _difference(
+    base_code: int,
+    base_bytes: Any,
+    expert_code: int,
+    expert_bytes: Any,
+    start: int,
+    count: int,
+    tiles: Any,
+) -> Any:
+    """Return the bits of d of a tile, zeros after its elements; uses the first three tiles."""
+    delta = tiles[2]
+    if base_code == BF16 and expert_code == BF16 and count == TILE:
+        base_halves = base_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
+        expert_halves = expert_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
+        _subtract_bfloats(expert_halves, base_halves, delta)
+    else:
+        _widen(base_code, base_bytes, start, count, tiles[0])
+        _widen(expert_code, expert_bytes, start, count, tiles[1])
+        _subtract(tiles[1], tiles[0], delta)
+    return delta
+
+
 @entry("ipiipiipp", floats, scratch)
 def apart(
     base_code: int,
@@ -323,19 +346,11 @@ def apart(
     base_bytes = carray(base_address, (base_length,), np.uint8)
     expert_bytes = carray(expert_address, (expert_length,), np.uint8)
     tiles = carray(tiles_address, (4, TILE), np.uint32)
-    base, expert, delta = tiles[0], tiles[1], tiles[2]
     lanes = carray(lanes_address, (QUARTER,), np.float64)
     lanes[:] = 0.0
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        if base_code == BF16 and expert_code == BF16 and count == TILE:
-            base_halves = base_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
-            expert_halves = expert_bytes[2 * start : 2 * (start + TILE)].view(np.uint16)
-            _subtract_bfloats(expert_halves, base_halves, delta)
-        else:
-            _widen(base_code, base_bytes, start, count, base)
-            _widen(expert_code, expert_bytes, start, count, expert)
-            _subtract(expert, base, delta)
+        delta = _difference(base_code, base_bytes, expert_code, expert_bytes, start, count, tiles)
         _add_squares(delta, lanes)
     _halve(lanes, 1)
 
@@ -358,15 +373,12 @@ def count_low(
     base_bytes = carray(base_address, (base_length,), np.uint8)
     expert_bytes = carray(expert_address, (expert_length,), np.uint8)
     tiles = carray(tiles_address, (4, TILE), np.uint32)
-    base, expert, delta = tiles[0], tiles[1], tiles[2]
     keys = carray(keys_address, (TILE,), np.uint16)
     low_hist = carray(low_address, (0x10000,), np.int64)
     wanted = np.uint32(bin_)
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        _widen(base_code, base_bytes, start, count, base)
-        _widen(expert_code, expert_bytes, start, count, expert)
-        _subtract(expert, base, delta)
+        delta = _difference(base_code, base_bytes, expert_code, expert_bytes, start, count, tiles)
         largest, smallest = _classify(delta, keys)
         if np.uint32(largest >> 16) < wanted or np.uint32(smallest >> 16) > wanted:
             continue

@@ -21,6 +21,7 @@ from mstore.checkpoint.small_files import json_object
 from mstore.errors import Incompatible
 from mstore.ids import TensorId
 from mstore.merge.planning.request import Input, Request
+from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.numeric.codes import ITEMSIZES
@@ -179,7 +180,6 @@ def _tensors(
     catalog: Catalog, base: _Model, other: _Model, request: Request
 ) -> Iterator[CompatibilityFinding]:
     ours, theirs = (_records(catalog, one.manifest.tensors(), request) for one in (base, other))
-    lacks = stand_ins(base.manifest.tensors(), other.manifest.tensors())
     missing = [name for name in ours if name not in theirs]
     if missing and len(missing) == len(ours):
         yield _finding(other, "names", ERROR, f"has no tensor of {base.name}: it is another model")
@@ -190,7 +190,8 @@ def _tensors(
     if is_allowed:
         # Another one may stand for a tied embedding.
         tensors = base.manifest.tensors()
-        missing = [name for name in missing if lacks.get(name) == tensors[name]]
+        filled = stand_ins(tensors, other.manifest.tensors())
+        missing = [name for name in missing if filled[name] == tensors[name]]
     severity = WARNING if is_allowed else ERROR
     allow = Option("allow_missing")
     hint = None if is_allowed else phrase("{skips}, or {allow}", skips=skips, allow=allow)
@@ -261,8 +262,7 @@ def _records(
 
 
 def _told(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return few(names, _NAMED)
 
 
 # -- configs and tokenizers --------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, Scratch, address
+from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, Scratch, address, rows_together
 from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
 
@@ -38,8 +38,6 @@ _norms: Final = Pass(_MODULE, "norms", "ppipp", _SOURCES)
 _even_norms: Final = Pass(_MODULE, "even_norms", "ipiipiiiiiippp", _SOURCES)
 _scratch: Final = Scratch()
 
-_TOGETHER: Final = 1 << 16
-"""Elements that are ranked at a time, at least: the temporary arrays are that large."""
 _LONG: Final = 2048
 """From so many elements on, a row is sorted by larger digits."""
 _DIGITS: Final = (8, 11)
@@ -112,7 +110,7 @@ def ranked(
     digit = _DIGITS[row_length >= _LONG]
     keys, spare = np.empty((2, row_length), dtype=np.uint64)
     counters = np.empty(-(-32 // digit) << digit, dtype=np.uint32)
-    step = row_length * max(1, _TOGETHER // row_length)
+    step = rows_together(row_length)
     for start in range(0, values.size, step):
         part = values[start : start + step]
         drawn = draws(key, first_index + start, part.size)

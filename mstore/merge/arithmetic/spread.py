@@ -25,8 +25,6 @@ _spreads: Final = Pass(
     "piipp",
     (_HERE.with_name("tiles.py"), _HERE.with_name("spread_passes.py")),
 )
-TOGETHER: Final = 1 << 16
-"""Elements to work on at a time: temporary arrays are that large."""
 
 
 class Cut(NamedTuple):

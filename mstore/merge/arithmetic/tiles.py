@@ -35,6 +35,8 @@ FOURTH: Final = EXPERT + 3 * STRIDE
 WEIGHTS: Final = EXPERT + GROUP * STRIDE
 TILES: Final = WEIGHTS + GROUP
 DRAWS: Final = TILE + 8
+TOGETHER: Final = 1 << 16
+"""Elements that numpy works on at a time: temporary arrays are that large."""
 LANES: Final = 64
 """Partial sums by index, from which attribution adds up a chunk's sums in order."""
 
@@ -71,6 +73,11 @@ def address(array: npt.NDArray[Any]) -> int:
     except (TypeError, ValueError):
         # Read-only or empty.
         return array.ctypes.data
+
+
+def rows_together(row_length: int) -> int:
+    """Return the elements of as many whole rows as are worked on at a time, one at least."""
+    return row_length * max(1, TOGETHER // row_length)
 
 
 class Scratch(threading.local):

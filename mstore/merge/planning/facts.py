@@ -317,7 +317,7 @@ class Facts:
         for pair in ((one, other), (other, one)):
             table = self._statistics.pair(*pair)
             if table is not None:
-                return math.fsum(table.rows["sum_squares"].tolist())
+                return _sum_of_squares(table)
         return self._statistics.fact(min(one, other), max(one, other), _APART)
 
     def _apart(self, name: str, one: Side, other: Side, pool: ThreadPoolExecutor) -> float:
@@ -331,8 +331,12 @@ class Facts:
                 raise _unknown(name)
             table = self.measured(one, other, pool)
             assert table is not None
-            found = math.fsum(table.rows["sum_squares"].tolist())
+            found = _sum_of_squares(table)
         return _finite(name, found)
+
+
+def _sum_of_squares(table: DeltaTable) -> float:
+    return math.fsum(table.rows["sum_squares"].tolist())
 
 
 def _shared_key(least: float, others: Sequence[TensorId]) -> tuple[bytes, bytes]:

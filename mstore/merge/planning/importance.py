@@ -17,13 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.meter import Meter
+from mstore.merge.arithmetic import pieces
 from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.arithmetic.masks import Singles
-from mstore.merge.arithmetic.spread import TOGETHER
 from mstore.numeric import halves
-from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.halves import Counts
-from mstore.numeric.singles import singles
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_reader, row_length, tensor_chunk
 from mstore.store.catalog import Catalog
@@ -54,18 +52,13 @@ class _Rows:
         self.length = row_length(base.shape)
         self.numbers = range(-(-self.elements // self._chunk))
 
-    def read(self, number: int) -> Iterator[tuple[Singles, Singles]]:
-        """Yield a chunk of both in pieces of whole rows, float32[n]."""
+    def read(self, number: int) -> Iterator[list[Singles]]:
+        """Yield a chunk of base and expert in pieces of whole rows, float32[n]."""
         elements = min(self._chunk, self.elements - number * self._chunk)
         data = [read(number) for read in self._readers]
-        step = self.length * max(1, TOGETHER // self.length)
-        for start in range(0, elements, step):
-            n = min(step, elements - start)
-            base, expert = (
-                singles(one[start * ITEMSIZES[dtype] :], dtype, n)
-                for one, dtype in zip(data, self._dtypes, strict=True)
-            )
-            yield base, expert
+        sides = list(zip(data, self._dtypes, strict=True))
+        for _, _, both in pieces.rows(sides, self.length, elements):
+            yield both
 
 
 def select(

@@ -247,8 +247,7 @@ def _rule_notes(plan: Plan) -> list[str]:
         notes.append(f"tensors that a rule merges otherwise: {named}")
     new = [one.name for one in plan.tensors if one.sources]
     if new:
-        more = f" and {len(new) - 3} more" if len(new) > 3 else ""
-        notes.append(f"tensors that the base does not have: {', '.join(new[:3])}{more}")
+        notes.append(f"tensors that the base does not have: {few(new)}")
     return notes
 
 

@@ -15,6 +15,7 @@ from mstore.ids import SnapshotId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.scores import Score, score_of
+from mstore.merge.planning.stored_texts import few
 from mstore.numeric.codes import output_dtype
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.shapes import literal_name, matching, require_patterns
@@ -50,8 +51,7 @@ class Rule:
 
 def told_patterns(patterns: Sequence[str]) -> str:
     """Return patterns as messages name them: a rule of a recipe may have thousands."""
-    more = f" and {len(patterns) - _NAMED} more" if len(patterns) > _NAMED else ""
-    return ", ".join(patterns[:_NAMED]) + more
+    return few(patterns, _NAMED)
 
 
 class Rules(Sequence[Rule]):

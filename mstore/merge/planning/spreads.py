@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.blocks.meter import Meter
-from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic import masks, pieces
 from mstore.merge.arithmetic.masks import Bools, Singles
-from mstore.merge.arithmetic.spread import TOGETHER, Cut, spreads
+from mstore.merge.arithmetic.spread import Cut, spreads
 from mstore.merge.methods.parameters import single
 from mstore.numeric import halves
-from mstore.numeric.codes import ITEMSIZES
 from mstore.numeric.halves import Counts
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
@@ -49,7 +48,7 @@ class Chunks:
     def deltas(self, number: int) -> Iterator[list[Singles]]:
         """Read a chunk of base and experts, equal blocks once; yield the deltas of all, in pieces.
 
-        A piece is float32[n] of each expert, n at most `TOGETHER`.
+        A piece is float32[n] of each expert, as `pieces.deltas` cuts them.
         """
         elements = min(self.length, self.elements - number * self.length)
         base, none = self._read_base(number), self._blocks(self._base, number)
@@ -59,13 +58,10 @@ class Chunks:
             for key, expert in dict(zip(keys, self._experts, strict=True)).items()
             if key != none
         }
-        size = ITEMSIZES[self._base.dtype]
-        for start in range(0, elements, TOGETHER):
-            n = min(TOGETHER, elements - start)
-            found = {none: np.zeros(n, dtype=np.float32)}
-            for key, (side, dtype) in sides.items():
-                at = side[start * ITEMSIZES[dtype] :]
-                found[key] = masks.deltas(base[start * size :], self._base.dtype, at, dtype, n)
+        cut = pieces.deltas((base, self._base.dtype), list(sides.values()), elements)
+        for start, end, moved in cut:
+            found = dict(zip(sides, moved, strict=True))
+            found[none] = np.zeros(end - start, dtype=np.float32)
             yield [found[key] for key in keys]
 
     def _blocks(self, record: Tensor, number: int) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ options as the command line does.  Reports say them with `phrased`, in the words
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from mstore.phrases import Option, phrase
@@ -40,7 +41,7 @@ def phrased(stored: str) -> str:
     return _TOLD.get(stored, stored)
 
 
-def few(names: list[str] | tuple[str, ...], most: int = 3) -> str:
+def few(names: Sequence[str], most: int = 3) -> str:
     """Name the first of several, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic import masks, pieces
 from mstore.merge.arithmetic.agreement import agreed
 from mstore.merge.arithmetic.importance import divergences, importances
 from mstore.merge.arithmetic.masks import Bools, Singles
-from mstore.merge.arithmetic.spread import TOGETHER, Cut, selected, spreads
+from mstore.merge.arithmetic.pieces import Stored
+from mstore.merge.arithmetic.spread import Cut, selected, spreads
 from mstore.merge.running.loading import Bytes, Loaded
-from mstore.numeric.codes import ITEMSIZES
-from mstore.numeric.singles import singles
 
 
 def masks_of(loaded: Loaded) -> Bytes | None:
@@ -58,10 +57,9 @@ def _ranked(loaded: Loaded) -> Bytes:
 def _varied(loaded: Loaded, cut: Cut) -> Bools:
     """Return bool[n]: the elements that the spread of what is loaded selects."""
     found = np.empty(loaded.task.n, dtype=np.bool_)
-    for start, sides in _pieces(loaded):
-        n = min(TOGETHER, found.size - start)
+    for start, end, sides in _pieces(loaded):
         at = loaded.task.first_index + start
-        found[start : start + n] = selected(spreads(sides, n), cut, at)
+        found[start:end] = selected(spreads(sides, end - start), cut, at)
     return found
 
 
@@ -70,10 +68,10 @@ def _needed(loaded: Loaded) -> Bools:
     mix = loaded.task.tensor.mix
     ratios, least = [ratio for ratio, _ in mix.needed], mix.needed[0][1]
     found = np.zeros(loaded.task.n, dtype=np.bool_)
-    for start, sides in _pieces(loaded):
+    for start, end, sides in _pieces(loaded):
         one = agreed(sides, mix.weights.tolist(), ratios, least)
         if one is not None:
-            found[start : start + one.size] = one
+            found[start:end] = one
     return found
 
 
@@ -83,32 +81,22 @@ def _important(loaded: Loaded, cut: Cut) -> Bools:
     if not task.rows:
         return np.zeros(task.n, dtype=np.bool_)
     found = np.empty(task.n, dtype=np.bool_)
-    dtypes = tensor.base_dtype, task.rows[0].dtype
-    step = tensor.row_length * max(1, TOGETHER // tensor.row_length)
-    for start in range(0, task.n, step):
-        n = min(step, task.n - start)
-        base, expert = (
-            singles(side[start * ITEMSIZES[dtype] :], dtype, n)
-            for side, dtype in zip(loaded.sides[:2], dtypes, strict=True)
-        )
+    sides = _stored(loaded)[:2]
+    for start, end, (base, expert) in pieces.rows(sides, tensor.row_length, task.n):
         divergence = divergences(base, expert, tensor.row_length)
-        found[start : start + n] = importances(base, expert, divergence) >= np.float32(cut.value)
+        found[start:end] = importances(base, expert, divergence) >= np.float32(cut.value)
     return found
 
 
-def _pieces(loaded: Loaded) -> Iterator[tuple[int, list[Singles | None]]]:
-    """Yield a start, and the deltas of each expert from there on, None for one that is not read."""
-    task, base = loaded.task, loaded.task.tensor.base_dtype
-    for start in range(0, task.n, TOGETHER):
-        n = min(TOGETHER, task.n - start)
-        moved = [
-            masks.deltas(
-                loaded.sides[0][start * ITEMSIZES[base] :],
-                base,
-                loaded.sides[1 + place][start * ITEMSIZES[row.dtype] :],
-                row.dtype,
-                n,
-            )
-            for place, row in enumerate(task.rows)
-        ]
-        yield start, [None if row < 0 else moved[row] for row in task.row_of]
+def _pieces(loaded: Loaded) -> Iterator[tuple[int, int, list[Singles | None]]]:
+    """Yield where a piece starts and ends, and the deltas of each expert, None for one not read."""
+    base, *rows = _stored(loaded)
+    for start, end, moved in pieces.deltas(base, rows, loaded.task.n):
+        yield start, end, [None if row < 0 else moved[row] for row in loaded.task.row_of]
+
+
+def _stored(loaded: Loaded) -> list[Stored]:
+    """Return the base and the rows that are loaded, with their element types."""
+    task = loaded.task
+    dtypes = [task.tensor.base_dtype, *(row.dtype for row in task.rows)]
+    return list(zip(loaded.sides[: len(dtypes)], dtypes, strict=True))

@@ -1,0 +1,52 @@
+"""Pieces: runs of a chunk's elements, so short that their temporary arrays take no new memory.
+
+Owns how stored bytes of several tensors are cut into pieces, and come as float32 or as deltas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.merge.arithmetic import masks
+from mstore.merge.arithmetic.masks import Singles
+from mstore.merge.arithmetic.tiles import TOGETHER, rows_together
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.singles import singles
+
+Stored = tuple[npt.NDArray[np.uint8], str]
+"""The bytes of a chunk, and their element type."""
+
+
+def deltas(
+    base: Stored, experts: Sequence[Stored], n: int
+) -> Iterator[tuple[int, int, list[Singles]]]:
+    """Yield pieces of n elements: where one starts and ends, and the delta of each expert there."""
+    for start in range(0, n, TOGETHER):
+        end = min(start + TOGETHER, n)
+        ours = _from(base, start)
+        yield (
+            start,
+            end,
+            [
+                masks.deltas(ours, base[1], _from(one, start), one[1], end - start)
+                for one in experts
+            ],
+        )
+
+
+def rows(
+    sides: Sequence[Stored], row_length: int, n: int
+) -> Iterator[tuple[int, int, list[Singles]]]:
+    """Yield pieces of whole rows of n elements: where one starts and ends, and each side there."""
+    step = rows_together(row_length)
+    for start in range(0, n, step):
+        end = min(start + step, n)
+        yield start, end, [singles(_from(one, start), one[1], end - start) for one in sides]
+
+
+def _from(side: Stored, start: int) -> npt.NDArray[np.uint8]:
+    data, dtype = side
+    return data[start * ITEMSIZES[dtype] :]
