@@ -74,7 +74,7 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
         left = self.left[start : start + rows]
         assert out.size >= 4 * n
         assert base.size >= n * ITEMSIZES[dtype]
-        sums = np.empty(TILE, dtype=np.float32)
+        sums = np.empty(2 * TILE, dtype=np.float32)
         _apply(
             CODES[dtype],
             base.ctypes.data,

@@ -17,20 +17,74 @@ from mstore.numeric.codes import F32
 from mstore.numeric.compiling import compiled, entry
 from mstore.numeric.floats import load_bits, quieten
 
+# The rows of a factor are slices of one flat array: of a part of a matrix, the compiler would not
+# know that elements are neighbours, and the loops would not be vectorised.
+
 
 @compiled
-def _add_four(sums: Any, weights: Any, rows: Any) -> None:
-    """Add four products to each sum, one after the other."""
+def _add_four(sums: Any, weights: Any, rows: Any, stride: int) -> None:
+    """Add four products to each sum, one after the other; rows are `stride` elements apart."""
+    n = sums.size
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
-    r0, r1, r2, r3 = rows[0], rows[1], rows[2], rows[3]
-    for j in range(sums.size):
+    r0, r1 = rows[:n], rows[stride : stride + n]
+    r2, r3 = rows[2 * stride : 2 * stride + n], rows[3 * stride : 3 * stride + n]
+    for j in range(n):
         sums[j] = (((sums[j] + w0 * r0[j]) + w1 * r1[j]) + w2 * r2[j]) + w3 * r3[j]
+
+
+@compiled
+def _add_four_twice(sums: Any, others: Any, v: Any, w: Any, rows: Any, stride: int) -> None:
+    """Do `_add_four` for two rows of the left factor at once: `v` to `sums`, `w` to `others`."""
+    n = sums.size
+    v0, v1, v2, v3 = v[0], v[1], v[2], v[3]
+    w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
+    others = others[:n]
+    r0, r1 = rows[:n], rows[stride : stride + n]
+    r2, r3 = rows[2 * stride : 2 * stride + n], rows[3 * stride : 3 * stride + n]
+    for j in range(n):
+        a, b, c, d = r0[j], r1[j], r2[j], r3[j]
+        sums[j] = (((sums[j] + v0 * a) + v1 * b) + v2 * c) + v3 * d
+        others[j] = (((others[j] + w0 * a) + w1 * b) + w2 * c) + w3 * d
 
 
 @compiled
 def _add_one(sums: Any, weight: Any, row: Any) -> None:
     for j in range(sums.size):
         sums[j] = sums[j] + weight * row[j]
+
+
+@compiled
+def _sums_of_row(sums: Any, left: Any, right: Any, stride: int) -> None:
+    """Compute the sums of one row; right: flat, from the first of their columns on."""
+    rank, n = left.size, sums.size
+    sums[:] = np.float32(0)
+    r = 0
+    while r + 4 <= rank:
+        _add_four(sums, left[r : r + 4], right[r * stride :], stride)
+        r += 4
+    while r < rank:
+        _add_one(sums, left[r], right[r * stride : r * stride + n])
+        r += 1
+
+
+@compiled
+def _sums_of_two_rows(
+    sums: Any, others: Any, left: Any, next_left: Any, right: Any, stride: int
+) -> None:
+    """Do `_sums_of_row` for two rows, which read the right factor once."""
+    rank, n = left.size, sums.size
+    sums[:] = np.float32(0)
+    others[:] = np.float32(0)
+    r = 0
+    while r + 4 <= rank:
+        part = right[r * stride :]
+        _add_four_twice(sums, others, left[r : r + 4], next_left[r : r + 4], part, stride)
+        r += 4
+    while r < rank:
+        part = right[r * stride : r * stride + n]
+        _add_one(sums, left[r], part)
+        _add_one(others, next_left[r], part)
+        r += 1
 
 
 @compiled
@@ -60,37 +114,42 @@ def apply(
     """Write elements [first, first + n) of a matrix: float32[n].
 
     base: the stored bytes of these elements. left: float32 from the row of the first of them on,
-    [rows, rank]. right: float32[rank, columns]. scale: float32[1]. sums: float32[TILE], scratch.
+    [rows, rank]. right: float32[rank, columns]. scale: float32[1]. sums: float32[2 * TILE],
+    scratch.
     """
     itemsize = 4 if code == F32 else 2
     stored = carray(base_address, (n * itemsize,), np.uint8)
     start = first // columns
     rows = (first + n - 1) // columns + 1 - start
     left = carray(left_address, (rows, rank), np.float32)
-    right = carray(right_address, (rank, columns), np.float32)
+    right = carray(right_address, (rank * columns,), np.float32)
     scale = carray(scale_address, (1,), np.float32)[0]
     out = carray(out_address, (n,), np.uint32)
-    sums_of = carray(sums_address, (TILE,), np.float32)
+    room = carray(sums_address, (2 * TILE,), np.float32)
     for tile in range(0, columns, TILE):
-        for i in range(rows):
+        width = min(TILE, columns - tile)
+        i = 0
+        while i < rows:
             # Flat positions of this row's part of the tile, within the run.
-            row = (start + i) * columns - first
-            a = max(row + tile, 0)
-            b = min(row + min(tile + TILE, columns), n)
-            if a >= b:
-                continue
-            sums = sums_of[: b - a]
-            sums[:] = np.float32(0)
-            part = right[:, a - row : b - row]
-            r = 0
-            while r + 4 <= rank:
-                _add_four(sums, left[i, r : r + 4], part[r : r + 4])
-                r += 4
-            while r < rank:
-                _add_one(sums, left[i, r], part[r])
-                r += 1
-            load_bits(code, stored, a, b - a, out, a)
-            _finish(sums, scale, out[a:b])
+            begin = (start + i) * columns + tile - first
+            a, b = max(begin, 0), min(begin + width, n)
+            if a < b:
+                sums = room[: b - a]
+                part = right[tile + a - begin :]
+                both = i + 1 < rows and a == begin and begin + columns + width <= n
+                if both:
+                    others = room[TILE : TILE + width]
+                    _sums_of_two_rows(sums, others, left[i], left[i + 1], part, columns)
+                else:
+                    _sums_of_row(sums, left[i], part, columns)
+                load_bits(code, stored, a, b - a, out, a)
+                _finish(sums, scale, out[a:b])
+                if both:
+                    i += 1
+                    a, b = a + columns, b + columns
+                    load_bits(code, stored, a, b - a, out, a)
+                    _finish(others, scale, out[a:b])
+            i += 1
 
 
 @entry("piip", floats)
