@@ -39,9 +39,11 @@ _SOURCES: Final = (
     _HERE.with_name("low_rank_passes.py"),
 )
 _apply: Final = Pass("mstore.adapters.low_rank_passes", "apply", "ipiippiippp", _SOURCES)
+_squares: Final = Pass("mstore.adapters.low_rank_passes", "squares", "pipiipp", _SOURCES)
 _scale_rows: Final = Pass("mstore.adapters.low_rank_passes", "scale_rows", "piip", _SOURCES)
 
 Singles = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -93,6 +95,21 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
             assert n % columns == 0
             own = self.magnitude[start : start + rows]
             _scale_rows(out.ctypes.data, rows, columns, own.ctypes.data)
+
+    def squares(self) -> tuple[Doubles, Doubles, Doubles]:
+        """Return sums of squares: of the rows of left @ right, those of left, the columns of right.
+
+        From the factors alone, without scale and magnitude: float64[rows], float64[rows] and
+        float64[columns].  A row of the product is off by at most (columns + 2 rank) 2^-52 times the
+        squares of its row of left and of all of right.
+        """
+        rows, rank = self.left.shape
+        columns = self.right.shape[1]
+        scratch = np.empty((rank + 1, rank), dtype=np.float64)
+        out = np.empty(2 * rows + columns, dtype=np.float64)
+        addresses = (self.left.ctypes.data, rows, self.right.ctypes.data, rank, columns)
+        _squares(*addresses, scratch.ctypes.data, out.ctypes.data)
+        return out[:rows], out[rows : 2 * rows], out[2 * rows :]
 
 
 class FactorCache:

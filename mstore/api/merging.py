@@ -91,6 +91,7 @@ class Merging(OpenStore):
             made.sources,
             made.costs,
             analyzed=made.analyzed,
+            factors=made.factors,
             memo=self._memo_expert_bytes(made.plan, made.costs),
             warnings=self._parents_warnings(made.plan, made.sources),
             kept=made.is_stored,

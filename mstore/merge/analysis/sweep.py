@@ -71,7 +71,8 @@ class SweepReport:
     measure_bytes_read: int
     """bytes read from experts to measure errors; 0 if they were not measured"""
     analyze_bytes_read: int
-    """bytes read to compute missing statistics"""
+    """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
+    products"""
     seconds: float
     """how long it took"""
 

@@ -414,6 +414,12 @@ class Operation:
         needs_gram = self.method.mix is not None and self.mixture is None
         return needs_gram or self.needs_norms or self.needs_counts or self.needs_squares
 
+    @property
+    def needs_only_norms(self) -> bool:
+        """Whether planning needs nothing of a delta but its norm, or more than that."""
+        whole = (Select.WHOLE, Select.DELTA, Select.DRAWN, Select.RANKED)
+        return self.select in whole and self.is_additive and self.method.mix is None
+
     def settle(self, gram: Gram) -> Operation:
         """Return the operation of a tensor whose inner products are `gram`: (K + 1) squared.
 

@@ -58,7 +58,8 @@ class PlanReport:
     memo_expert_bytes: int | None
     """planned bytes that the memo table saves; None if not looked up"""
     analyze_bytes_read: int
-    """bytes read to compute missing statistics"""
+    """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
+    products"""
     chunks_total: int
     """expert chunks in total; if all dtypes are equal, a chunk is a block"""
     chunks_equal_base: int
@@ -100,6 +101,7 @@ def plan_report(
     costs: Costs,
     *,
     analyzed: int = 0,
+    factors: int = 0,
     memo: int | None = None,
     warnings: tuple[MergeWarning, ...] = (),
     kept: bool = True,
@@ -107,18 +109,25 @@ def plan_report(
 ) -> PlanReport:
     """Return the report of a plan; counts are (expert, chunk) pairs, `costs` those in this store.
 
-    warnings: additional warnings about experts that the plan itself shows to be idle.
+    warnings: additional warnings about experts that the plan itself shows to be idle. factors: what
+    of `analyzed` are adapters, for the norms of their products.
     """
     counts: Counter[int] = Counter()
     for tensor in plan.tensors:
         for states in tensor.states:
             counts.update(states)
     notes = list(map(phrased, plan.notes))
-    if analyzed:
+    if factors:
+        notes.append(
+            f"{format_size(factors)} of adapters were read for the norms of their products, apart "
+            "from the budget"
+        )
+    if analyzed > factors:
         # Not a note of the plan: the next run of the same plan does not incur this cost.
         again = "and are not read for them again" if kept else "and what they told is not kept"
+        size = format_size(analyzed - factors)
         notes.append(
-            f"{format_size(analyzed)} of experts were read for statistics or exact thresholds that "
+            f"{size} of experts were read for statistics or exact thresholds that "
             f"were missing, apart from the budget, {again}"
         )
     if not kept:

@@ -36,7 +36,7 @@ from mstore.stats.store import StatsStore
 from mstore.store.catalog import Catalog
 from mstore.store.plan_rows import Overflow
 
-PLANNER = 6
+PLANNER = 7
 """Increment whenever the same request leads to a different plan."""
 
 
@@ -127,8 +127,13 @@ class Planning:
 
     @property
     def analyzed(self) -> int:
-        """Expert bytes read so far for missing statistics."""
-        return self._surveyor.analyzed.total
+        """Expert bytes read so far for missing statistics and for norms of products."""
+        return self._surveyor.analyzed.total + self.factors
+
+    @property
+    def factors(self) -> int:
+        """Bytes of adapters read so far for the norms of their products."""
+        return self._surveyor.factors.total
 
     @property
     def full_expert_bytes(self) -> int:

@@ -29,8 +29,9 @@ from mstore.store.plans import plan_ids, sources_of, store_plan
 class StoredPlan:
     """The plan of a request, its inputs under the request's names, and its costs in this store.
 
-    analyzed: expert bytes read for missing statistics.  is_stored: False if this user may only read
-    the store and it does not hold the plan.
+    analyzed: expert bytes read for missing statistics and for norms of adapters' products; factors:
+    those for norms.  is_stored: False if this user may only read the store and it does not hold the
+    plan.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class StoredPlan:
     costs: Costs
     analyzed: int
     is_stored: bool
+    factors: int = 0
 
 
 def plan_of_request(
@@ -95,7 +97,7 @@ def plan_of_request(
             memo.put_plan(key, id)
             memo.flush()
     is_stored = may_write or _is_stored(catalog, plan)
-    return StoredPlan(plan, sources, planned.costs, planning.analyzed, is_stored)
+    return StoredPlan(plan, sources, planned.costs, planning.analyzed, is_stored, planning.factors)
 
 
 def _is_stored(catalog: Catalog, plan: Plan) -> bool:

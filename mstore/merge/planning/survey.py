@@ -49,9 +49,10 @@ from mstore.objects.shapes import (
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, call, phrase
 from mstore.progress import Progress, ProgressCallback
-from mstore.stats.chunk import CHUNK, finite
+from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
 from mstore.stats.histogram import NAN_BIN, Histogram, Threshold, kept_squares, select
+from mstore.stats.products import product_rows
 from mstore.stats.store import StatsStore
 from mstore.stats.table import DeltaTable
 from mstore.store.catalog import Catalog
@@ -62,7 +63,11 @@ _ID_WORDS = ID_BYTES // 8
 
 
 class Surveyor:
-    """Gathers one survey.  `analyzed` counts the expert bytes read for missing statistics."""
+    """Gathers one survey.
+
+    analyzed: counts the expert bytes read for missing statistics.  factors: those read for the
+    norms of adapters' products.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class Surveyor:
         self._threads = threads
         self._progress = progress
         self.analyzed = Meter("analyzed")
+        self.factors = Meter("factors")
         self._missing: list[tuple[str, str]] = []
         self._unreliable: list[str] = []
         self._base_not_finite: list[str] = []
@@ -339,17 +345,21 @@ class Surveyor:
                 if id != base_id and not nothing
             )
         )
-        tables = dict(zip(wanted, self._statistics.pairs(wanted), strict=True))
+        bounded = self._product_rows(operation, (base_id, base), dict(pairs), wanted, chunk, pool)
+        measured = [pair for pair in wanted if pair not in bounded]
+        tables = dict(zip(measured, self._statistics.pairs(measured), strict=True))
         for number, (id, record) in enumerate(pairs):
             table = None
             moves = id != base_id and not operation.weightless[number]
-            if moves:
+            if moves and (base_id, id) not in bounded:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
-            rows, thresholds, band = self._numbers(
-                name, number, operation, chunk, len(ids), table, moves=moves
+            rows, thresholds, band = (
+                (bounded[base_id, id], (), math.nan)
+                if moves and (base_id, id) in bounded
+                else self._numbers(name, number, operation, chunk, len(ids), table, moves=moves)
             )
             if operation.is_important:
                 band = kept
@@ -403,6 +413,36 @@ class Surveyor:
             cost[k, wanted[k]] = lengths.sum(axis=1)
             done += len(mine)
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+
+    def _product_rows(
+        self,
+        operation: Operation,
+        base: tuple[TensorId, Tensor],
+        records: Mapping[TensorId, Tensor],
+        pairs: Sequence[tuple[TensorId, TensorId]],
+        chunk: int,
+        pool: ThreadPoolExecutor,
+    ) -> dict[tuple[TensorId, TensorId], Rows]:
+        """Return upper bounds on the rows of products, where planning needs no more of them."""
+        if not (self._request.analyze and operation.needs_only_norms):
+            return {}
+        products = [
+            (pair, record)
+            for pair in pairs
+            for record in (records[pair[1]],)
+            if isinstance(record, AppliedTensor) and record.magnitude is None
+        ]
+        if not products:
+            return {}
+        squares = self._facts.squares(base, pool)
+        elements = math.prod(base[1].shape)
+
+        def rows_of(record: AppliedTensor) -> Rows:
+            factors = low_rank.load_factors(self._catalog, record, self.factors)
+            return product_rows(factors, squares, elements, chunk)
+
+        found = pool.map(rows_of, [record for _, record in products])
+        return dict(zip([pair for pair, _ in products], found, strict=True))
 
     def _checked(
         self,

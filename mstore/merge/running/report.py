@@ -47,7 +47,8 @@ class MergeReport:
     resumed_expert_bytes: int
     """planned bytes that an interrupted run had already read"""
     analyze_bytes_read: int
-    """bytes read to compute missing statistics"""
+    """bytes of experts read to plan: for missing statistics, and adapters for the norms of their
+    products"""
     base_bytes_read: int
     """bytes read from the base"""
     bytes_written: int
