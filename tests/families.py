@@ -81,7 +81,7 @@ def layered(
     grid        steps of 1/8, so that deltas tie everywhere
     tied.*      two names, one content, in every member
     norm, scale, empty    less than a block, 0-d, no elements
-    inv_freq, steps       of dtypes that are not merged; expert 1 has other steps
+    inv_freq, steps       of dtypes that are not merged, changed by nobody
     """
     rng = np.random.default_rng(seed)
 
@@ -125,7 +125,7 @@ def layered(
         moved["model.scale"] += np.float32(0.5)
         expert = {name: cast(moved[name], dtype) for name in base}
         expert["model.inv_freq"] = base["model.inv_freq"]
-        expert["model.steps"] = base["model.steps"] + (k == 1)
+        expert["model.steps"] = base["model.steps"]
         experts.append(expert)
     return Family(base, tuple(experts))
 

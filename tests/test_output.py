@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from checkpoints import every_dtype_checkpoint, write_index, write_safetensors
 from families import BLOCK, Family
 from safetensors import deserialize
+from safetensors.numpy import save_file
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadName, Conflict, Incompatible
@@ -103,18 +105,15 @@ def test_tensors_keep_their_shards(store: Store) -> None:
 
 
 def test_what_is_not_merged_is_the_bases_own(store: Store) -> None:
-    """Tensors of other types are the base's; that an expert differs there is noted."""
+    """Tensors of other types, which are equal in all experts, are the base's."""
     report = merge(store, "merged", dtype="F32")
     merged, base = store.view("merged").tensors, store.view("base").tensors
     assert merged["model.steps"] == base["model.steps"]
     assert merged["model.inv_freq"] == base["model.inv_freq"]
-    assert [note for note in report.notes if "model." in note] == [
-        "model.steps is the base's own: dtype I64 is not merged"
-    ]
+    assert not [note for note in report.notes if "model." in note]
     explained = store.explain("merged")
     told = {item.name: item.treatment for item in explained.tensors}
-    assert told["model.steps"] == "copied: dtype I64 is not merged"
-    assert told["model.inv_freq"] == "unchanged"
+    assert told["model.steps"] == told["model.inv_freq"] == "unchanged"
     assert told["model.tied.embed_out"] == told["model.norm.weight"] == "merged"
 
 
@@ -170,6 +169,35 @@ def test_the_bases_own_dtype_changes_nothing(store: Store) -> None:
     asked = merge(store, "asked", dtype="bfloat16")
     assert asked.plan != plain.plan
     assert asked.manifest == plain.manifest
+
+
+@pytest.mark.parametrize("kind", ["int64", "float64", "bool"])
+def test_elements_without_arithmetic_must_be_equal(tmp_path: Path, kind: str) -> None:
+    """Integers that differ are an error that names them, before anything is read; a pattern leaves
+    them to the base."""
+    weight = np.arange(8, dtype=np.float32)
+    steps = (np.arange(4) % 2).astype(kind)
+    with Store.init(tmp_path / "store") as store:
+        for name, more in (("base", 0), ("tuned", 1)):
+            moved = (steps + more).astype(kind)
+            tensors = {"a.weight": weight + more, "a.steps": steps, "b.steps": moved}
+            folder = tmp_path / name
+            folder.mkdir()
+            save_file(tensors, folder / "model.safetensors")
+            store.add(folder, name=name)
+        asked = MergeRequest(base="base", experts=["tuned"], method="linear")
+        with pytest.raises(Incompatible, match=r"b\.steps") as refused:
+            store.plan(asked)
+        assert "a.steps" not in str(refused.value)
+        assert "tuned" in str(refused.value)
+        told = [one for one in store.check_merge(asked).findings if one.aspect == "dtypes"]
+        assert [(one.severity, "b.steps" in one.text) for one in told] == [("error", True)]
+        skipping = dataclasses.replace(asked, skip=["b.steps"])
+        assert store.check_merge(skipping).findings == ()
+        report = store.merge(store.plan(skipping), name="merged")
+        assert report.notes
+        assert (store["merged"].tensor("b.steps") == steps).all()
+        assert (store["merged"].tensor("a.weight") == weight + 1).all()
 
 
 def test_odd_headers_are_retyped(tmp_path: Path) -> None:

@@ -232,16 +232,22 @@ def _tensors(
         for name, record in theirs.items()
         if name in ours and record.dtype != ours[name].dtype
     )
-    odd = sorted(
-        {
-            record.dtype
-            for name, record in theirs.items()
-            if name in ours and record != ours[name] and record.dtype not in ITEMSIZES
-        }
-    )
+    odd = [
+        name
+        for name, record in theirs.items()
+        if name in ours
+        and record != ours[name]
+        and not {record.dtype, ours[name].dtype} <= ITEMSIZES.keys()
+    ]
     if odd:
+        kinds = {side[name].dtype for side in (ours, theirs) for name in odd}
         yield _finding(
-            other, "dtypes", WARNING, f"elements of {', '.join(odd)} are the base's: not merged"
+            other,
+            "dtypes",
+            ERROR,
+            f"elements of {', '.join(sorted(kinds - ITEMSIZES.keys()))} cannot be merged, and "
+            f"differ: {_told(odd)}",
+            skips,
         )
     if types:
         counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(types.items()))

@@ -24,7 +24,7 @@ from mstore.merge.methods.method import Operation
 from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
-from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, skipped
+from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, few, skipped
 from mstore.merge.planning.surveyed import (
     KEEPS_NONE,
     NOTHING_KEPT,
@@ -142,6 +142,9 @@ class Surveyor:
         first = first_names(inputs.base, inputs.experts, tied=tied)
         others = {name for found in experts for name in found}
         left_out = left_out_names(first, request.only, request.skip, others=others)
+        merged = [name for name in records if first[name] == name and name not in left_out]
+        for expert, found in zip(request.experts, experts, strict=True):
+            _require_types(records, found, merged, base=request.base.name, where=expert.name)
         copies = Counter(first.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
         done = 0
@@ -289,9 +292,6 @@ class Surveyor:
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
         if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
-            if any(changed):
-                odd = ", ".join(sorted({base.dtype, *dtypes} - ITEMSIZES.keys()))
-                self._copied.append((name, f"dtype {odd} is not merged"))
             return None
         elements = math.prod(base.shape)
         if elements == 0:
@@ -551,6 +551,34 @@ def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
 
 def _shapes(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}
+
+
+def _require_types(
+    base_records: Mapping[str, tuple[TensorId, Tensor]],
+    records: Mapping[str, tuple[TensorId, Tensor]],
+    names: Sequence[str],
+    *,
+    base: str,
+    where: str,
+) -> None:
+    """Raise Incompatible if elements differ from the base's that have no arithmetic here."""
+    odd: dict[str, set[str]] = {}
+    for name in names:
+        (base_id, own), (id, other) = base_records[name], records[name]
+        types = {own.dtype, other.dtype} - ITEMSIZES.keys()
+        if types and id != base_id:
+            odd[name] = types
+    if odd:
+        kinds = sorted(set().union(*odd.values()))
+        raise Incompatible(
+            f"elements of {', '.join(kinds)} cannot be merged, and differ from those of "
+            f"{base}: {few(list(odd))}",
+            where=where,
+            hint=phrase(
+                "{skip} leaves them as they are in the base",
+                skip=Option("skip", next(iter(odd)) if len(odd) == 1 else ("PATTERN",)),
+            ),
+        )
 
 
 def _without_nan(histogram: Histogram) -> Histogram:
