@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import reference
 from hypothesis import given
@@ -92,11 +93,38 @@ def test_norms_without_a_mask_in_memory(
     assert masks.even_norms(*sides, key, first, limit) == wanted
 
 
+def _rows(kind: str, n: int) -> npt.NDArray[np.float32]:
+    """Numbers of any size, or of few, or of almost one; many of them NaN, zeros, or far smaller."""
+    rng = np.random.default_rng(n)
+    near = np.float32(1) + rng.integers(0, 2**16, n).astype(np.float32) * np.float32(2.0**-23)
+    steps = rng.integers(-3, 4, n).astype(np.float32) * np.float32(2.0**-9)
+    small = near * np.float32(2.0**-30) * (steps != 0)
+    found = {
+        "any": plain(elements("F32", n, n), "F32"),
+        "steps": steps,
+        "near": near,
+        "small": np.where(rng.random(n) < 0.5, small, steps),
+        "zeros": np.zeros(n, dtype=np.float32),
+        "pairs": np.float32(1) + rng.integers(0, 99, n).astype(np.float32) * np.float32(2.0**-23),
+        "powers": np.ldexp(np.float32(1), -rng.integers(0, 60, n)).astype(np.float32),
+        "nan": np.where(
+            rng.random(n) < 0.5,
+            (0x7F800001 + rng.integers(0, 2**22, n)).astype(np.uint32),
+            steps.view(np.uint32),
+        ).view(np.float32),
+    }
+    return found[kind]
+
+
 @pytest.mark.parametrize("length", [1, 2, 300, 2047, 2048, 5000])
-def test_ranks_of_long_rows(length: int) -> None:
-    """Rows of any length, with infinities and NaN, which rank last: the masks of a stable sort."""
+@pytest.mark.parametrize(
+    "kind", ["any", "steps", "near", "small", "zeros", "pairs", "powers", "nan"]
+)
+def test_ranks_of_long_rows(length: int, kind: str) -> None:
+    """Rows of any length and of any sizes, with infinities and NaN, which rank last: the masks of a
+    stable sort."""
     rows, first = 7, 4 * length
-    values = plain(elements("F32", rows * length, length), "F32")
+    values = _rows(kind, rows * length)
     # Numpy sorts a NaN last; to Python it has no order.
     order = np.argsort(np.abs(values).reshape(rows, length), axis=1, kind="stable")
     places = np.argsort(order, axis=1).astype(np.float32)

@@ -18,7 +18,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import DRAWS, LANES, TILE, Scratch, address, rows_together
+from mstore.merge.arithmetic.tiles import (
+    DIGIT,
+    DRAWS,
+    LANES,
+    TILE,
+    Scratch,
+    address,
+    rows_together,
+)
 from mstore.numeric.code_cache import Pass
 from mstore.numeric.codes import CODES, ITEMSIZES
 
@@ -32,16 +40,14 @@ _SOURCES: Final = (
 _MODULE: Final = "mstore.merge.arithmetic.mask_passes"
 _words: Final = Pass(_MODULE, "words", "iiiip", _SOURCES)
 _deltas: Final = Pass(_MODULE, "deltas", "ipiipiipp", _SOURCES)
-_ranked: Final = Pass(_MODULE, "ranked", "pppiiipppp", _SOURCES)
+_ranked: Final = Pass(_MODULE, "ranked", "pppiiippppppp", _SOURCES)
 _squares: Final = Pass(_MODULE, "squares", "ppipp", _SOURCES)
 _norms: Final = Pass(_MODULE, "norms", "ppipp", _SOURCES)
 _even_norms: Final = Pass(_MODULE, "even_norms", "ipiipiiiiiippp", _SOURCES)
 _scratch: Final = Scratch()
 
-_LONG: Final = 2048
-"""From so many elements on, a row is sorted by larger digits."""
-_DIGITS: Final = (8, 11)
-"""Bits of a digit in short rows, and in long ones."""
+_BUCKETS: Final = (6, 11)
+"""The least and the most bits of the number of buckets that the sizes of a row are counted in."""
 
 Singles = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -107,16 +113,22 @@ def ranked(
     # Exact: a float32 times 2^32 fits a float64.
     limits = np.rint(chances(row_length, density, epsilon).astype(np.float64) * 2.0**32)
     limits = np.maximum(limits, 0).astype(np.uint64)
-    digit = _DIGITS[row_length >= _LONG]
+    bits = min(max(row_length.bit_length() - 2, _BUCKETS[0]), _BUCKETS[1])
+    sizes, open_to = (
+        np.empty(row_length, dtype=np.uint32),
+        np.empty(3 * row_length, dtype=np.uint32),
+    )
+    table = np.empty((1 << bits) + 1, dtype=np.uint64)
     keys, spare = np.empty((2, row_length), dtype=np.uint64)
-    counters = np.empty(-(-32 // digit) << digit, dtype=np.uint32)
+    counters = np.empty(-(-32 // DIGIT) << DIGIT, dtype=np.uint32)
     step = rows_together(row_length)
     for start in range(0, values.size, step):
         part = values[start : start + step]
         drawn = draws(key, first_index + start, part.size)
         _ranked(
             *(address(part), address(drawn), address(limits)),
-            *(part.size // row_length, row_length, digit),
+            *(part.size // row_length, row_length, bits),
+            *(address(sizes), address(open_to), address(table)),
             *(address(keys), address(spare), address(counters)),
             address(kept[start : start + step]),
         )
