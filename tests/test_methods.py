@@ -128,6 +128,14 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     assert refused.value.hint == "experts={REF: WEIGHT}"
 
 
+@pytest.mark.parametrize("name", ["svd", "cat", "dare_ties_svd"])
+def test_a_method_of_adapters_is_elsewhere(name: str) -> None:
+    """What only makes one adapter of several is no merge method: the error names what does that."""
+    with pytest.raises(BadRequest) as refused:
+        find(name)
+    assert "combine_adapters" in str(refused.value.hint)
+
+
 @pytest.mark.parametrize("weights", [[], [1.0, math.nan], [math.inf], [1e39], [1e400]])
 def test_weights_are_finite_float32(weights: list[float]) -> None:
     """No weights, or one that is no finite float32, is refused."""

@@ -395,7 +395,7 @@ class Merging(OpenStore):
                 else Costs(planned.full_expert_bytes, planned.planned_expert_bytes)
             )
             return merge_report(
-                plan_report(record, id, sources, costs, analyzed=analyzed, warnings=licences),
+                plan_report(record, id, sources, costs, warnings=licences),
                 None,
                 name=name,
                 snapshot=deferred.snapshot,

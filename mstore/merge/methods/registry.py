@@ -18,6 +18,7 @@ from mstore.errors import BadRequest, Unavailable, did_you_mean
 from mstore.merge import methods
 from mstore.merge.methods.method import Method, Operation
 from mstore.objects.plan import Plan, PlanOperation, PlanTensor
+from mstore.phrases import call, phrase
 
 _OTHERS: Final = {"bounds", "method", "parameters", "registry", "report"}
 
@@ -39,6 +40,9 @@ PARAMETERS_ELSEWHERE: Final = frozenset(
 )
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
 
+_OF_ADAPTERS: Final = frozenset(("cat", "svd", "magnitude_prune"))
+"""Names that PEFT has for making one adapter of several (`mstore.combination`)."""
+
 
 def find(name: str) -> Method:
     """Return the method of this name.
@@ -53,10 +57,10 @@ def find(name: str) -> Method:
     if name in others:
         return _load(others[name])
     known = (*METHODS, *sorted(others.keys() - METHODS.keys()))
-    raise BadRequest(
-        f"unknown method {name!r}; methods: {', '.join(known)}",
-        hint=did_you_mean(name.lower(), known),
-    )
+    hint = did_you_mean(name.lower(), known)
+    if name in _OF_ADAPTERS or name.endswith("_svd"):
+        hint = phrase("{combine} makes one adapter of several", combine=call("combine_adapters"))
+    raise BadRequest(f"unknown method {name!r}; methods: {', '.join(known)}", hint=hint)
 
 
 def operation(method: str, parameters: Mapping[str, object], weights: Sequence[float]) -> Operation:
