@@ -13,7 +13,10 @@ from typing import Any, Final
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from mstore.numeric import expansion
 from mstore.numeric.compiling import compiled, entry, inlined
+from mstore.numeric.expansion import IS_WIDE, TOGETHER, compress, expand
+from mstore.numeric.expansion import count as count64
 
 TILE: Final = 2048
 PART: Final = TILE // 4
@@ -32,8 +35,12 @@ INTEGERS: Final = 2
 _Steps = tuple[Callable[..., None], Callable[..., None]]
 
 
-def _steps(word: Any, bits: int) -> _Steps:
-    """Return (split, join) for elements of `bits` bits, as numba functions."""
+def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
+    """Return (split, join) for elements of `bits` bits, as numba functions.
+
+    is_wide: order 64 elements at a time, by instructions that not every processor has; the bytes
+    are the same.
+    """
     top = word(bits - 1)
     sign = word(1 << (bits - 1))
     one = word(1)
@@ -161,8 +168,66 @@ def _steps(word: Any, bits: int) -> _Steps:
                     )
                 tiles[lane * PART + j] = z
 
+    expand64, compress64 = expand(width), compress(width)
+
     @compiled
-    def split_floats(
+    def begin_classes(bases: Any, keys: Any, places: Any) -> None:
+        """Compute where each class begins; it is in every fourth of the places."""
+        n = bases.size
+        for place in range(places.size):
+            places[place] = np.uint32(0)
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            classify(bases[start : start + count], keys[:count])
+            whole = count - count % TOGETHER
+            for j in range(0, whole, TOGETHER):
+                count64(keys, places, j)
+            for j in range(whole, count):
+                take(places, keys[j], 0)
+        total = np.uint32(0)
+        for place in range(0, places.size, 4):
+            found = places[place]
+            places[place] = total
+            total = np.uint32(total + found)
+
+    @compiled
+    def split_floats_wide(
+        n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
+    ) -> None:
+        begin_classes(bases, keys, places)
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            tile, other = rooms[:count], rooms[TILE : TILE + count]
+            base = bases[start : start + count]
+            ordered(words[start : start + count], tile)
+            ordered(base, other)
+            subtract(tile, other)
+            classify(base, keys[:count])
+            whole = count - count % TOGETHER
+            for j in range(0, whole, TOGETHER):
+                compress64(keys, places, tile, n, planes, j)
+            scatter(tile[whole:], keys[whole:], 0, n, places, planes)
+
+    @compiled
+    def join_floats_wide(
+        n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
+    ) -> None:
+        begin_classes(bases, keys, places)
+        for start in range(0, n, TILE):
+            count = min(TILE, n - start)
+            tile, other = rooms[:count], rooms[TILE : TILE + count]
+            base = bases[start : start + count]
+            classify(base, keys[:count])
+            whole = count - count % TOGETHER
+            for j in range(0, whole, TOGETHER):
+                expand64(keys, places, planes, n, tile, j)
+            gather(tile[whole:], keys[whole:], 0, n, places, planes)
+            ordered(base, other)
+            add(tile, other)
+            unordered(tile, words[start : start + count])
+
+    @compiled
+    def split_floats_narrow(
         n: int, words: Any, bases: Any, planes: Any, rooms: Any, keys: Any, places: Any
     ) -> None:
         lane = n // 4
@@ -188,7 +253,7 @@ def _steps(word: Any, bits: int) -> _Steps:
         scatter(tile, keys, 3, n, places, planes)
 
     @compiled
-    def join_floats(
+    def join_floats_narrow(
         n: int, planes: Any, bases: Any, words: Any, rooms: Any, keys: Any, places: Any
     ) -> None:
         lane = n // 4
@@ -213,6 +278,9 @@ def _steps(word: Any, bits: int) -> _Steps:
         ordered(bases[4 * lane :], other)
         add(tile, other)
         unordered(tile, words[4 * lane :])
+
+    split_floats = split_floats_wide if is_wide else split_floats_narrow
+    join_floats = join_floats_wide if is_wide else join_floats_narrow
 
     @compiled
     def split(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
@@ -264,64 +332,64 @@ def _bytes(address: Any, length: int) -> Any:
     return carray(address, (length,), np.uint8)
 
 
-_split1, _join1 = _steps(np.uint8, 8)
-_split2, _join2 = _steps(np.uint16, 16)
-_split4, _join4 = _steps(np.uint32, 32)
-_split8, _join8 = _steps(np.uint64, 64)
+_split1, _join1 = steps(np.uint8, 8)
+_split2, _join2 = steps(np.uint16, 16)
+_split4, _join4 = steps(np.uint32, 32)
+_split8, _join8 = steps(np.uint64, 64)
 
 # One entry per width: a process compiles only those that it needs.
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def split1(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of one byte, with the base's, into planes."""
     size, room = n, _bytes(scratch, SCRATCH)
     _split1(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def join1(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of one byte."""
     size, room = n, _bytes(scratch, SCRATCH)
     _join1(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def split2(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 2 bytes, with the base's, into planes."""
     size, room = 2 * n, _bytes(scratch, SCRATCH)
     _split2(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def join2(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 2 bytes."""
     size, room = 2 * n, _bytes(scratch, SCRATCH)
     _join2(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def split4(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 4 bytes, with the base's, into planes."""
     size, room = 4 * n, _bytes(scratch, SCRATCH)
     _split4(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def join4(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 4 bytes."""
     size, room = 4 * n, _bytes(scratch, SCRATCH)
     _join4(mode, n, _bytes(planes, size), _bytes(base, size), _bytes(data, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def split8(mode: int, n: int, data: Any, base: Any, planes: Any, scratch: Any) -> None:
     """Split n elements of 8 bytes, with the base's, into planes."""
     size, room = 8 * n, _bytes(scratch, SCRATCH)
     _split8(mode, n, _bytes(data, size), _bytes(base, size), _bytes(planes, size), room)
 
 
-@entry("iipppp")
+@entry("iipppp", expansion)
 def join8(mode: int, n: int, planes: Any, base: Any, data: Any, scratch: Any) -> None:
     """Join planes, with the base's elements, to n elements of 8 bytes."""
     size, room = 8 * n, _bytes(scratch, SCRATCH)

@@ -35,7 +35,10 @@ from mstore.numeric.code_cache import Pass
 Bytes = npt.NDArray[np.uint8]
 
 _HERE: Final = Path(__file__)
-_SOURCES: Final = (_HERE.with_name("plane_passes.py"),)
+_SOURCES: Final = (
+    _HERE.parent.parent / "numeric" / "expansion.py",
+    _HERE.with_name("plane_passes.py"),
+)
 _MODULE: Final = "mstore.blocks.plane_passes"
 _WIDTHS: Final = (1, 2, 4, 8)
 _split: Final = {width: Pass(_MODULE, f"split{width}", "iipppp", _SOURCES) for width in _WIDTHS}

@@ -1,0 +1,72 @@
+"""Ordering by class: by wide vectors or one element at a time, the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mstore.blocks.plane_passes import FLOATS, SCRATCH, TILE, steps
+from mstore.numeric.expansion import IS_WIDE, TOGETHER
+
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+LENGTHS = (0, 1, 3, TOGETHER - 1, TOGETHER, TOGETHER + 1, TILE, TILE + 65, 3 * TILE + 200)
+Bytes = npt.NDArray[np.uint8]
+
+
+def _by_class(width: int, words: npt.NDArray[Any], base: npt.NDArray[Any]) -> Bytes:
+    """The planes as docs/format.md describes them, by numpy."""
+    bits = 8 * width
+    mask, top = (1 << bits) - 1, 1 << (bits - 1)
+    numbers = []
+    for x, b in zip(words.tolist(), base.tolist(), strict=True):
+        mapped = [v ^ mask if v & top else v | top for v in (x, b)]
+        d = (mapped[0] - mapped[1]) & mask
+        numbers.append(((d << 1) & mask) ^ (mask if d & top else 0))
+    classes = [((b << 1) & mask) >> (bits - 8) for b in base.tolist()]
+    order = sorted(range(len(numbers)), key=lambda j: classes[j])
+    raw = [numbers[j] for j in order]
+    return np.array([(v >> (8 * p)) & 255 for p in range(width) for v in raw], dtype=np.uint8)
+
+
+def _members(width: int, n: int, kind: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    rng = np.random.default_rng(n)
+    word = WORDS[width]
+    if kind == "any":
+        raw = rng.integers(0, 256, (2, n * width), dtype=np.uint8)
+        return raw[0].view(word), raw[1].view(word)
+    # As weights are: a few exponents, of both signs.
+    base = (rng.standard_normal(n) * 0.02).astype(np.float32).view(np.uint32)
+    base = (base >> np.uint32(max(0, 32 - 8 * width))).astype(word) << word(max(0, 8 * width - 32))
+    return base + rng.integers(0, 4, n).astype(word), base
+
+
+@pytest.mark.parametrize(
+    "is_wide",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not IS_WIDE, reason="the processor has no AVX-512 VBMI2")
+        ),
+    ],
+)
+@pytest.mark.parametrize("width", WORDS)
+def test_every_processor_writes_the_same_planes(width: int, is_wide: bool) -> None:
+    """Planes are those of the format, however they are made, and come back bit by bit."""
+    split, join = steps(WORDS[width], 8 * width, is_wide=is_wide)
+    scratch = np.empty(SCRATCH, dtype=np.uint8)
+    for n in LENGTHS:
+        for kind in ("any", "weights"):
+            words, base = _members(width, n, kind)
+            sides = [one.view(np.uint8) for one in (words, base)]
+            # Bytes after the planes stay as they are.
+            planes = np.full(n * width + TOGETHER, 7, dtype=np.uint8)
+            split(FLOATS, n, *sides, planes[: n * width], scratch)
+            assert planes[: n * width].tobytes() == _by_class(width, words, base).tobytes()
+            assert (planes[n * width :] == 7).all()
+            found = np.full(n * width + TOGETHER, 7, dtype=np.uint8)
+            join(FLOATS, n, planes[: n * width], sides[1], found[: n * width], scratch)
+            assert found[: n * width].tobytes() == sides[0].tobytes()
+            assert (found[n * width :] == 7).all()
