@@ -115,6 +115,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         found.snapshots[key] = str(report.snapshot)
         found.added[str(report.snapshot)] = files
     request = {"base": "m/base", "experts": ["m/one", ("m/two", 0.5)], "method": "ties"}
+    request["skip"] = ["ids"]
     store.plan(
         MergeRequest(**request, parameters={"density": 0.3})
     )  # in full, so that thresholds are exact
