@@ -7,13 +7,11 @@ from tables import MIB, Told, aim, machine, table, wall
 ABOUT = """\
 A model of {millions:.0f} M parameters in bf16 ({plain:.0f} MB) and LoRA adapters of rank {rank} on
 all linear layers, {adapter:.0f} MB each in float32. Both are fresh processes that read the same
-files from the page cache and write a whole model; they run in turn. mstore first measures what the
-adapters change, to plan; a store keeps that, and each round begins without it. PEFT loads the
-model, applies the adapters with `merge_and_unload` and saves it.
+files from the page cache and write a whole model; they run in turn. mstore reads the adapters
+twice: for the norms of their products, to plan (not with `--no-analyze`), and to merge. PEFT loads
+the model, applies the adapters with `merge_and_unload` and saves it.
 
-With one adapter most of PEFT's time is the start of its program. With eight, mstore measures longer
-than it merges: what would close that is to measure only where the plan depends on it, as
-`--no-analyze` does, and a product as fast as a matrix library's, whose sums have another order.
+With one adapter most of PEFT's time is the start of its program.
 """
 
 
