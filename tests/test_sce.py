@@ -20,6 +20,7 @@ from mstore import MergeRequest, Store
 from mstore.errors import BadRequest
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix, mix_chunk
 from mstore.merge.methods.registry import operation
+from mstore.merge.planning import spreads
 from mstore.objects.plan import Plan
 
 N = 3000
@@ -161,6 +162,24 @@ def test_facts_are_measured_once(place: Place, tmp_path: Path) -> None:
         again = store.plan(asked(0.2, analyze=False, budget="50%"))
         assert 0 < again.planned_expert_bytes <= again.full_expert_bytes / 2
         assert store.plan(asked(0.3)).analyze_bytes_read > 0
+
+
+def test_a_large_tensor_is_read_once_more(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the spreads of a tensor are kept or not, the plan is the same; keeping saves a read
+    of the experts."""
+    found = []
+    for most in (1 << 25, 0):
+        monkeypatch.setattr(spreads, "_MOST_KEPT", most)
+        with Store.init(tmp_path / str(most), block_size=families.BLOCK) as store:
+            for name in ("base", "e0", "e1", "e2"):
+                store.add(place.root / name, name=name, base=None if name == "base" else "base")
+            found.append(store.plan(asked(0.2)))
+    kept, again = found
+    assert kept.plan == again.plan
+    reads = again.analyze_bytes_read - kept.analyze_bytes_read
+    assert 0.9 < reads / kept.full_expert_bytes <= 1
 
 
 @pytest.mark.parametrize("share", [1.0, 0.2])

@@ -3,7 +3,8 @@
 Exactly k elements of a tensor are selected.  The threshold is found by the bits of the spreads,
 which order as the numbers do: the upper half in a first pass over all experts, the lower half in a
 second.  A third adds up squares, and finds the element with which the number of equal ones is
-reached.  No pass keeps more than chunks.
+reached.  Spreads of a tensor of up to 32 Mi elements are kept from the first pass on, so that the
+second reads nothing; of a larger one no pass keeps more than chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mstore.blocks.meter import Meter
 from mstore.merge.arithmetic import masks, pieces
@@ -22,10 +22,13 @@ from mstore.merge.arithmetic.masks import Bools, Singles
 from mstore.merge.arithmetic.spread import Cut, spreads
 from mstore.merge.methods.parameters import single
 from mstore.numeric import halves
-from mstore.numeric.halves import Counts
+from mstore.numeric.halves import Bits, Counts
 from mstore.objects.tensor import Tensor
 from mstore.stats.chunks import chunk_blocks, chunk_reader, tensor_chunk
 from mstore.store.catalog import Catalog
+
+_MOST_KEPT = 1 << 25
+"""Spreads of a tensor of up to so many elements are kept: 128 MiB."""
 
 
 class Chunks:
@@ -69,6 +72,37 @@ class Chunks:
         return record.dtype, *blocks
 
 
+class _Spreads:
+    """The bits of a tensor's spreads, chunk by chunk; those of few elements are kept in memory.
+
+    Any thread may ask for a chunk.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._keeps = chunks.elements <= _MOST_KEPT
+        self._kept: dict[int, list[Bits]] = {}
+
+    def bits(self, number: int) -> Iterable[Bits]:
+        """Return the bits of a chunk, in pieces: uint32[n]."""
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        found = (_bits(deltas) for deltas in self._chunks.deltas(number))
+        if not self._keeps:
+            return found
+        return self._kept.setdefault(number, list(found))
+
+    def with_deltas(self, number: int) -> Iterator[tuple[list[Singles], Bits]]:
+        """Yield the deltas of a chunk, and the bits of their spreads, in pieces."""
+        kept = self._kept.get(number)
+        pieces_of = self._chunks.deltas(number)
+        if kept is None:
+            yield from ((deltas, _bits(deltas)) for deltas in pieces_of)
+        else:
+            yield from zip(pieces_of, kept, strict=True)
+
+
 class _Sums(NamedTuple):
     """Of a chunk: elements at the threshold, and each expert's squares above it and at it."""
 
@@ -83,10 +117,11 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
     The share is of the elements with a spread; their number is rounded down, as mergekit does.
     """
 
+    spread = _Spreads(chunks)
+
     def upper(number: int) -> Counts:
         found = halves.no_counts()
-        for deltas in chunks.deltas(number):
-            bits = _bits(deltas)
+        for bits in spread.bits(number):
             halves.count_upper(bits, found)
             # Without a spread.
             found[0] -= bits.size - np.count_nonzero(bits)
@@ -94,14 +129,13 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
 
     def lower(number: int) -> Counts:
         found = halves.no_counts()
-        for deltas in chunks.deltas(number):
-            halves.count_lower(_bits(deltas), top, found)
+        for bits in spread.bits(number):
+            halves.count_lower(bits, top, found)
         return found
 
     def sums(number: int) -> _Sums:
         number_of_equal, above, at = 0, [], []
-        for deltas in chunks.deltas(number):
-            bits = _bits(deltas)
+        for deltas, bits in spread.with_deltas(number):
             equal = bits == last
             number_of_equal += int(equal.sum())
             above.append(_squares(deltas, bits > last))
@@ -127,8 +161,8 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
     kept += [part.at for part in parts[:end]]
     left -= int(through[end]) - parts[end].equal
     before = end * chunks.length
-    for deltas in chunks.deltas(end):
-        places = np.flatnonzero(_bits(deltas) == last)[:left]
+    for deltas, bits in spread.with_deltas(end):
+        places = np.flatnonzero(bits == last)[:left]
         mask = np.zeros(len(deltas[0]), dtype=bool)
         mask[places] = True
         kept.append(_squares(deltas, mask))
@@ -139,7 +173,7 @@ def select(chunks: Chunks, share: float, pool: ThreadPoolExecutor) -> tuple[Cut,
     raise AssertionError("the counted elements are not there")
 
 
-def _bits(deltas: Sequence[Singles]) -> npt.NDArray[np.uint32]:
+def _bits(deltas: Sequence[Singles]) -> Bits:
     """Return the spreads' bits."""
     return spreads(deltas, len(deltas[0])).view(np.uint32)
 
