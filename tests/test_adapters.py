@@ -578,6 +578,29 @@ def test_statistics_of_an_adapter(store: Store, tmp_path: Path) -> None:
     assert plan.planned_expert_bytes == first.expert_bytes_read
 
 
+def test_what_a_store_knows_changes_no_plan_of_a_sum(store: Store, tmp_path: Path) -> None:
+    """Norms of products follow from the factors, whether statistics are there or not; a budget and
+    its bound, too.  What is read for them counts as analysis."""
+    for seed, name in ((1, "one"), (2, "two")):
+        store.add(_adapter(seed, 4, [Q0, Q1, UP]).write(tmp_path / name), name=name)
+    asked = ask("task_arithmetic", "one", "two", budget="50%")
+    before = store.plan(asked)
+    assert before.error_bound
+    assert before.analyze_bytes_read == before.full_expert_bytes
+    store.analyze("one", base="base")
+    # Another request, so that the plan is made again.
+    changed = dataclasses.replace(asked, experts=["two", "one"])
+    store.plan(changed)
+    store.analyze("two", base="base")
+    with Store.init(tmp_path / "other", block_size=BLOCK) as other:
+        for name in ("base", "one", "two"):
+            other.add(tmp_path / name, name=name)
+        for name in ("one", "two"):
+            other.analyze(name, base="base")
+        again = other.plan(asked)
+    assert (again.plan, again.error_bound) == (before.plan, before.error_bound)
+
+
 def test_a_new_tensor_is_not_made_of_another_product(store: Store, tmp_path: Path) -> None:
     """A product belongs to its own tensor of the base: no other can stand below it."""
     store.add(_adapter(1, 4, [Q0]).write(tmp_path / "lora"), name="lora")

@@ -134,6 +134,22 @@ def test_ranks_of_long_rows(length: int, kind: str) -> None:
     assert np.array_equal(kept, drawn < np.rint(wanted * 2.0**32))
 
 
+@pytest.mark.parametrize("length", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("density", "epsilon"),
+    [(0.99999999, 1e-9), (0.5, 0.0), (0.5, 0.4999999999), (1e-12, 0.0), (0.2, 0.2 - 1e-12)],
+)
+def test_limits_at_the_ends(length: int, density: float, epsilon: float) -> None:
+    """A limit that rounds to every draw or to none, or is the same for all ranks."""
+    values = _rows("any", 5 * length)
+    order = np.argsort(np.abs(values).reshape(5, length), axis=1, kind="stable")
+    places = np.argsort(order, axis=1)
+    limits = np.rint(masks.chances(length, density, epsilon).astype(np.float64) * 2.0**32)
+    drawn = reference.draws(9, 0, "t", values.size).astype(np.float64)
+    kept = masks.ranked(values, mask_key(9, 0, "t"), 0, length, density, epsilon)
+    assert np.array_equal(kept, drawn < limits[places.reshape(-1)])
+
+
 @given(st.integers(1, 3000), st.integers(1, 9), st.integers(0, 1000))
 def test_spreads(n: int, experts: int, seed: int) -> None:
     """The population variance by Welford, in float64 and in order, rounded once."""

@@ -180,7 +180,9 @@ def test_elements_without_arithmetic_must_be_equal(tmp_path: Path, kind: str) ->
     with Store.init(tmp_path / "store") as store:
         for name, more in (("base", 0), ("tuned", 1)):
             moved = (steps + more).astype(kind)
-            tensors = {"a.weight": weight + more, "a.steps": steps, "b.steps": moved}
+            # Without elements, nothing differs.
+            none = np.zeros(0, dtype=kind if more else np.uint8)
+            tensors = {"a.weight": weight + more, "a.steps": steps, "b.steps": moved, "none": none}
             folder = tmp_path / name
             folder.mkdir()
             save_file(tensors, folder / "model.safetensors")
@@ -190,12 +192,12 @@ def test_elements_without_arithmetic_must_be_equal(tmp_path: Path, kind: str) ->
             store.plan(asked)
         assert "a.steps" not in str(refused.value)
         assert "tuned" in str(refused.value)
-        told = [one for one in store.check_merge(asked).findings if one.aspect == "dtypes"]
-        assert [(one.severity, "b.steps" in one.text) for one in told] == [("error", True)]
+        told = [one.text for one in store.check_merge(asked).findings if one.severity == "error"]
+        assert ["b.steps" in text for text in told] == [True]
         skipping = dataclasses.replace(asked, skip=["b.steps"])
-        assert store.check_merge(skipping).findings == ()
+        assert store.check_merge(skipping).mergeable
         report = store.merge(store.plan(skipping), name="merged")
-        assert report.notes
+        assert any("b.steps" in note for note in report.notes)
         assert (store["merged"].tensor("b.steps") == steps).all()
         assert (store["merged"].tensor("a.weight") == weight + 1).all()
 

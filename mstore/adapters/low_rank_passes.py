@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from mstore.adapters import low_rank
 from mstore.adapters.low_rank import TILE
 from mstore.numeric import floats
 from mstore.numeric.codes import F32
@@ -97,7 +98,7 @@ def _finish(sums: Any, scale: Any, bits: Any) -> None:
         bits[j] = quieten(bits[j])
 
 
-@entry("ipiippiippp", floats)
+@entry("ipiippiippp", floats, low_rank)
 def apply(
     code: int,
     base_address: Any,

@@ -3,7 +3,7 @@
 Bytes lie ordered by class, and within a class in the order of elements.  For 64 elements in turn,
 each class that they have gives, or takes, as many bytes as it has elements there.  Processors with
 AVX-512 VBMI2 do that for a class in one instruction (vpexpandb, vpcompressb); IS_WIDE tells whether
-this one has it.  Others must not call these functions.
+code is made for one that has it.  Otherwise these functions must not be called.
 
 The functions are numba intrinsics.  `keys`: uint8[>= at + 64], the classes of elements. `places`:
 uint32[4 * 256], in every fourth the place of the next byte of a class; it is advanced.  at: the
@@ -16,14 +16,17 @@ from typing import Any, Final
 
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 TOGETHER: Final = 64
 """Elements at a time."""
 
-IS_WIDE: Final = bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
+_ASKED: Final[Any] = config
+_IS_ASKED: Final = bool(_ASKED.ENABLE_AVX and not (_ASKED.CPU_NAME or _ASKED.CPU_FEATURES))
+"""Whether code is made for this processor, with all it has: numba's variables may say otherwise."""
+IS_WIDE: Final = _IS_ASKED and bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
 
 _BIT: Final = ir.IntType(1)
 _BYTE: Final = ir.IntType(8)

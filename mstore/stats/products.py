@@ -33,7 +33,8 @@ def product_rows(factors: Factors, base_squares: float, elements: int, chunk: in
     CHUNK[chunks], of numbers that are not exceeded: a chunk counts the rows of the matrix that it
     has a part of, `base_squares` (of the whole tensor) stand for each chunk's own, and every
     element as one that moves, unless none can.  The sketch is zero.  Factors without magnitudes.
-    A row is infinite if a factor or the base is not finite, or if the product may overflow.
+    A row is infinite if a factor, the scale or the base is not finite, or if the product, or its
+    sum with the base, may overflow.
     """
     assert factors.magnitude is None
     products, lefts, rights = (one.tolist() for one in factors.squares())
@@ -52,17 +53,20 @@ def product_rows(factors: Factors, base_squares: float, elements: int, chunk: in
         part = slice(first // columns, (end - 1) // columns + 1)
         row["base_squares"] = base_squares
         left, longest = math.sqrt(math.fsum(lefts[part])), math.sqrt(max(lefts[part]))
-        if left == 0 or right == 0:
+        is_sane = math.isfinite(left * right) and math.isfinite(scale)
+        if is_sane and (left == 0 or right == 0):
             continue
         row["nonzeros"] = end - first
         sums = most = norm = math.inf
-        if math.isfinite(left * right):
+        if is_sane:
             lost = (2 * rank + 4) * _TINY * (1 + scale)
             sums = longest * widest * (1 + added)
             most = (scale * sums + rounded) * _MORE + lost
             moved = math.sqrt(max(0.0, math.fsum(products[part]))) + added * left * right
             norm = (scale * moved + rounded) * _MORE + math.sqrt(end - first) * lost
-        if not (sums < _LARGEST and most < _LARGEST and norm < _LARGEST):
+        # An element of the expert may overflow, too.
+        largest = (base + most) * _MORE
+        if not (sums < _LARGEST and largest < _LARGEST and norm < _LARGEST):
             most = norm = math.inf
         row["sum_squares"] = norm * norm * _MORE
         row["sum_abs"] = norm * math.sqrt(end - first) * _MORE

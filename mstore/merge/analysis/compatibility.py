@@ -22,11 +22,12 @@ from mstore.errors import Incompatible
 from mstore.ids import TensorId
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.stored_texts import few
+from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
-from mstore.objects.shapes import EMBEDDINGS, chosen, require_matches
+from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
 from mstore.store.catalog import Catalog
@@ -232,12 +233,19 @@ def _tensors(
         for name, record in theirs.items()
         if name in ours and record.dtype != ours[name].dtype
     )
+    tensors = base.manifest.tensors()
+    tied = ties_embeddings(catalog, base.manifest)
+    first = first_names(tensors, [other.manifest.tensors()], tied=tied)
+    # A tied tensor is skipped by any of its names.
+    skipped = {first[name] for name in matching(first, request.skip)}
     odd = [
         name
         for name, record in theirs.items()
         if name in ours
         and record != ours[name]
         and not {record.dtype, ours[name].dtype} <= ITEMSIZES.keys()
+        and 0 not in record.shape
+        and first[name] not in skipped
     ]
     if odd:
         kinds = {side[name].dtype for side in (ours, theirs) for name in odd}

@@ -107,10 +107,9 @@ def _sort(keys: Any, spare: Any, counters: Any) -> Any:
 
 @compiled
 def _keep_below(draws: Any, limit: Any, kept: Any) -> None:
-    """Write which draws are below a limit under 2^32."""
-    below = np.uint32(limit)
+    """Write which draws are below a limit, which may be 2^32."""
     for i in range(draws.size):
-        kept[i] = draws[i] < below
+        kept[i] = np.uint64(draws[i]) < limit
 
 
 @compiled
@@ -204,7 +203,7 @@ def _rank(sizes: Any, place: Any) -> Any:
     return rank
 
 
-@entry("pppiiippppppp", floats)
+@entry("pppiiippppppp", floats, tiles)
 def ranked(
     values_at: Any,
     draws_at: Any,

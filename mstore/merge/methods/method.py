@@ -416,7 +416,7 @@ class Operation:
 
     @property
     def needs_only_norms(self) -> bool:
-        """Whether planning needs nothing of a delta but its norm, or more than that."""
+        """Whether planning needs nothing of deltas but numbers that their norms do not exceed."""
         whole = (Select.WHOLE, Select.DELTA, Select.DRAWN, Select.RANKED)
         return self.select in whole and self.is_additive and self.method.mix is None
 

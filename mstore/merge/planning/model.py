@@ -305,7 +305,8 @@ class Model:
         computed = np.isin(free, (READ, DROPPED)).any(axis=0)
         if not computed.any():
             return 0.0
-        # Every expert with statistics for a chunk has the same base sums in its row.
+        # Every expert with measured statistics for a chunk has the same base sums in its row; a
+        # product has those of the whole tensor.
         squares = np.where(grid.known, grid.column("base_squares"), 0.0).max(axis=0)[computed]
         largest = np.where(grid.known, grid.column("max_abs"), 0.0)[:, computed]
         if not largest_step(error, largest, np.sqrt(squares)) < MAX_SINGLE:

@@ -566,7 +566,7 @@ def _require_types(
     for name in names:
         (base_id, own), (id, other) = base_records[name], records[name]
         types = {own.dtype, other.dtype} - ITEMSIZES.keys()
-        if types and id != base_id:
+        if types and id != base_id and 0 not in own.shape:
             odd[name] = types
     if odd:
         kinds = sorted(set().union(*odd.values()))

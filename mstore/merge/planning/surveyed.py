@@ -35,12 +35,12 @@ class ExpertTensor:
 
     equal: bool[chunks], the chunk's blocks are the base's. twin: int64[chunks], the first expert
     with the same blocks there (usually itself). cost: int64[chunks], stored bytes of the blocks.
-    rows: CHUNK[chunks], None if statistics are missing. thresholds: where trimming cuts, then, for
-    methods that drop the largest elements, where those begin; empty if nothing is trimmed. surplus:
-    elements that trimming keeps beyond k because it may not read the data to find the exact cut: if
-    all of the expert is read, and if only part of it is. band: of the whole tensor, roughly the sum
-    of squares that two thresholds leave, or at most the one that a selection by importance leaves;
-    NaN for others.
+    rows: CHUNK[chunks], upper bounds for a product, None if statistics are missing. thresholds:
+    where trimming cuts, then, for methods that drop the largest elements, where those begin; empty
+    if nothing is trimmed. surplus: elements that trimming keeps beyond k because it may not read
+    the data to find the exact cut: if all of the expert is read, and if only part of it is. band:
+    of the whole tensor, roughly the sum of squares that two thresholds leave, or at most the one
+    that a selection by importance leaves; NaN for others.
     """
 
     pair: tuple[TensorId, TensorId]
