@@ -178,7 +178,8 @@ def dense_merge(sources: Path, disk: Path) -> Life:
             added = store.add(dense / "t2", name="t2", base="base", threads=1)
             life.acknowledge("t2", added.snapshot, files)
             plan = store.plan(
-                MergeRequest(base="base", experts=["t1", "t2"], method="linear"), threads=1
+                MergeRequest(base="base", experts=["t1", "t2"], method="linear", skip=["i"]),
+                threads=1,
             )
             life.plans.append((life.now, plan.plan))
             report = store.merge(plan, name="merged", threads=1)
@@ -192,7 +193,8 @@ def later_merge(sources: Path, disk: Path) -> Life:
     with Store.open(disk / "store") as store:
         with fs.observed(life.recording.observe):
             plan = store.plan(
-                MergeRequest(base="base", experts=["t1"], method="task_arithmetic"), threads=1
+                MergeRequest(base="base", experts=["t1"], method="task_arithmetic", skip=["i"]),
+                threads=1,
             )
             virtual = store.merge(plan, name="merged", virtual=True, threads=1)
             life.acknowledge("merged", virtual.snapshot)

@@ -154,6 +154,7 @@ class Worker:
                 base=f"base/{seed}",
                 experts=list(zip(experts, weights, strict=True)),
                 method="task_arithmetic",
+                skip=["i"],
             ),
             threads=1,
         )

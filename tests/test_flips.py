@@ -398,6 +398,7 @@ def small_store(root: Path) -> Path:
                 experts=["team/tuned"],
                 method="task_arithmetic",
                 parameters={"lambda": 0.5},
+                skip=["i"],
             ),
             threads=1,
         )

@@ -202,6 +202,7 @@ class Stories(RuleBasedStateMachine):
                     base=base,
                     experts=list(zip((first, second), weights, strict=True)),
                     method="task_arithmetic",
+                    skip=["i"],
                 ),
                 allow_noop=True,
                 threads=1,
