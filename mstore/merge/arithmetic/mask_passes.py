@@ -131,8 +131,8 @@ def _count(
     """Count elements by size, and list those whose rank decides: how many these are.
 
     table: for each bucket of sizes, in their order, its first rank, and in the upper half how many
-    elements it has, 0 if they are all of one size. open_to: place, bucket, and elements before it
-    in its bucket.
+    elements it has, 0 if they are all of one size. open_to: the places of the listed ones; then of
+    every element its bucket, and how many are before it there.
     """
     length, buckets = sizes.size, 1 << bits
     shift = np.uint32(_SIZE_BITS - _OCTAVES - bits)
