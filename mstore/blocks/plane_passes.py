@@ -205,7 +205,7 @@ def steps(word: Any, bits: int, *, is_wide: bool = IS_WIDE) -> _Steps:
             classify(base, keys[:count])
             whole = count - count % TOGETHER
             for j in range(0, whole, TOGETHER):
-                compress64(keys, places, tile, n, planes, j)
+                compress64(keys, places, planes, n, tile, j)
             scatter(tile[whole:], keys[whole:], 0, n, places, planes)
 
     @compiled

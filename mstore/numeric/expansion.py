@@ -125,6 +125,24 @@ count: Final[Any] = _count
 """count(keys, places, at): add the 64 elements from `at` on to the places of their classes."""
 
 
+class _Sides:
+    """Addresses of what `expand` and `compress` take: keys, places, words, and bytes of planes."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any) -> None:
+        def data(number: int, at: Any = None) -> Any:
+            return _data(context, builder, kinds[number], arguments[number], at)
+
+        *_, self._length, _, at = arguments
+        self._builder = builder
+        self._planes = data(2)
+        self.keys, self.places, self.words = data(0, at), data(1), data(4, at)
+
+    def plane(self, p: int, place: Any) -> Any:
+        """Return the address of a byte of plane p."""
+        start = self._builder.mul(self._length, ir.Constant(_WORD, p))
+        return self._builder.gep(self._planes, [self._builder.add(place, start)])
+
+
 def expand(width: int) -> Any:
     """Return expand(keys, places, planes, n, words, at), for elements of `width` bytes.
 
@@ -137,20 +155,15 @@ def expand(width: int) -> Any:
         _typing: Any, keys: Any, places: Any, planes: Any, n: Any, words: Any, at: Any
     ) -> Any:
         def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds, at = signature.args, arguments[5]
-            keys_at = _data(context, builder, kinds[0], arguments[0], at)
-            places_at = _data(context, builder, kinds[1], arguments[1])
-            planes_at = _data(context, builder, kinds[2], arguments[2])
-            words_at = _data(context, builder, kinds[4], arguments[4], at)
+            sides = _Sides(context, builder, signature.args, arguments)
             takes = [_BYTE.as_pointer(), _MASK, _BYTES]
             load = _declared(builder, "llvm.masked.expandload.*", _BYTES, takes)
-            classes = _Classes(builder, keys_at, places_at)
+            classes = _Classes(builder, sides.keys, sides.places)
             before = [classes.carried(_BYTES) for _ in range(width)]
             classes.begin()
             after = []
             for p, bytes_before in enumerate(before):
-                plane = builder.mul(arguments[3], ir.Constant(_WORD, p))
-                source = builder.gep(planes_at, [builder.add(classes.place, plane)])
+                source = sides.plane(p, classes.place)
                 after.append(builder.call(load, [source, classes.mask, bytes_before]))
             classes.end(zip(before, after, strict=True))
             kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
@@ -159,7 +172,7 @@ def expand(width: int) -> Any:
                 shift = ir.Constant(kind, [8 * p] * TOGETHER)
                 wide = own if width == 1 else builder.zext(own, kind)
                 whole = builder.or_(whole, builder.shl(wide, shift))
-            builder.store(whole, builder.bitcast(words_at, kind.as_pointer()), align=1)
+            builder.store(whole, builder.bitcast(sides.words, kind.as_pointer()), align=1)
             return context.get_dummy_value()
 
         return types.void(keys, places, planes, n, words, at), made
@@ -168,42 +181,36 @@ def expand(width: int) -> Any:
 
 
 def compress(width: int) -> Any:
-    """Return compress(keys, places, words, n, planes, at): the inverse of `expand`."""
+    """Return compress(keys, places, planes, n, words, at): the inverse of `expand`."""
 
     @intrinsic
     def found(
-        _typing: Any, keys: Any, places: Any, words: Any, n: Any, planes: Any, at: Any
+        _typing: Any, keys: Any, places: Any, planes: Any, n: Any, words: Any, at: Any
     ) -> Any:
         def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds, at = signature.args, arguments[5]
-            keys_at = _data(context, builder, kinds[0], arguments[0], at)
-            places_at = _data(context, builder, kinds[1], arguments[1])
-            words_at = _data(context, builder, kinds[2], arguments[2], at)
-            planes_at = _data(context, builder, kinds[4], arguments[4])
+            sides = _Sides(context, builder, signature.args, arguments)
             takes = [_BYTES, _BYTES, _MASK]
             pack = _declared(builder, "llvm.x86.avx512.mask.compress.*", _BYTES, takes)
             takes = [_BYTES, _BYTES.as_pointer(), _PLACE, _MASK]
             write = _declared(builder, "llvm.masked.store.*.p0", ir.VoidType(), takes)
             kind = ir.VectorType(ir.IntType(8 * width), TOGETHER)
-            whole = builder.load(builder.bitcast(words_at, kind.as_pointer()), align=1)
+            whole = builder.load(builder.bitcast(sides.words, kind.as_pointer()), align=1)
             own = []
             for p in range(width):
                 shifted = builder.lshr(whole, ir.Constant(kind, [8 * p] * TOGETHER))
                 own.append(shifted if width == 1 else builder.trunc(shifted, _BYTES))
-            classes = _Classes(builder, keys_at, places_at)
+            classes = _Classes(builder, sides.keys, sides.places)
             classes.begin()
             # The lowest bits, as many as the class has elements: 1 to 64.
             missing = builder.sub(ir.Constant(_WORD, TOGETHER), classes.count)
             written = builder.bitcast(builder.lshr(ir.Constant(_WORD, -1), missing), _MASK)
             for p in range(width):
                 packed = builder.call(pack, [own[p], ir.Constant(_BYTES, None), classes.mask])
-                plane = builder.mul(arguments[3], ir.Constant(_WORD, p))
-                target = builder.gep(planes_at, [builder.add(classes.place, plane)])
-                at = builder.bitcast(target, _BYTES.as_pointer())
-                builder.call(write, [packed, at, ir.Constant(_PLACE, 1), written])
+                target = builder.bitcast(sides.plane(p, classes.place), _BYTES.as_pointer())
+                builder.call(write, [packed, target, ir.Constant(_PLACE, 1), written])
             classes.end()
             return context.get_dummy_value()
 
-        return types.void(keys, places, words, n, planes, at), made
+        return types.void(keys, places, planes, n, words, at), made
 
     return found

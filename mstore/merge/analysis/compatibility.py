@@ -22,10 +22,10 @@ from mstore.errors import Incompatible
 from mstore.ids import TensorId
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.stored_texts import few
+from mstore.merge.planning.survey import odd_types
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.merge.planning.warnings import told_of_moved
 from mstore.merge.running.papers import conflicts, stated_licence
-from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
@@ -233,28 +233,25 @@ def _tensors(
         for name, record in theirs.items()
         if name in ours and record.dtype != ours[name].dtype
     )
-    tensors = base.manifest.tensors()
-    tied = ties_embeddings(catalog, base.manifest)
-    first = first_names(tensors, [other.manifest.tensors()], tied=tied)
-    # A tied tensor is skipped by any of its names.
-    skipped = {first[name] for name in matching(first, request.skip)}
-    odd = [
-        name
+    odd = {
+        name: kinds
         for name, record in theirs.items()
-        if name in ours
-        and record != ours[name]
-        and not {record.dtype, ours[name].dtype} <= ITEMSIZES.keys()
-        and 0 not in record.shape
-        and first[name] not in skipped
-    ]
+        if name in ours and (kinds := odd_types(ours[name], record))
+    }
+    if odd and request.skip:
+        # A tied tensor is skipped by any of its names.
+        tied = ties_embeddings(catalog, base.manifest)
+        names = base.manifest.tensors()
+        first = first_names(names, [other.manifest.tensors()], tied=tied)
+        skipped = {first[name] for name in matching(first, request.skip)}
+        odd = {name: kinds for name, kinds in odd.items() if first[name] not in skipped}
     if odd:
-        kinds = {side[name].dtype for side in (ours, theirs) for name in odd}
+        told = ", ".join(sorted(set().union(*odd.values())))
         yield _finding(
             other,
             "dtypes",
             ERROR,
-            f"elements of {', '.join(sorted(kinds - ITEMSIZES.keys()))} cannot be merged, and "
-            f"differ: {_told(odd)}",
+            f"elements of {told} cannot be merged, and differ: {_told(list(odd))}",
             skips,
         )
     if types:

@@ -114,10 +114,8 @@ def ranked(
     limits = np.rint(chances(row_length, density, epsilon).astype(np.float64) * 2.0**32)
     limits = np.maximum(limits, 0).astype(np.uint64)
     bits = min(max(row_length.bit_length() - 2, _BUCKETS[0]), _BUCKETS[1])
-    sizes, open_to = (
-        np.empty(row_length, dtype=np.uint32),
-        np.empty(3 * row_length, dtype=np.uint32),
-    )
+    sizes = np.empty(row_length, dtype=np.uint32)
+    open_to = np.empty((3, row_length), dtype=np.uint32)
     table = np.empty((1 << bits) + 1, dtype=np.uint64)
     keys, spare = np.empty((2, row_length), dtype=np.uint64)
     counters = np.empty(-(-32 // DIGIT) << DIGIT, dtype=np.uint32)

@@ -351,15 +351,16 @@ class Surveyor:
         for number, (id, record) in enumerate(pairs):
             table = None
             moves = id != base_id and not operation.weightless[number]
-            if moves and (base_id, id) not in bounded:
+            bound = bounded.get((base_id, id)) if moves else None
+            if moves and bound is None:
                 found = tables[base_id, id]
                 table = self._checked(name, number, base_id, base, id, record, chunk, pool, found)
                 if table is not None:
                     tables[base_id, id] = table
             rows, thresholds, band = (
-                (bounded[base_id, id], (), math.nan)
-                if moves and (base_id, id) in bounded
-                else self._numbers(name, number, operation, chunk, len(ids), table, moves=moves)
+                self._numbers(name, number, operation, chunk, len(ids), table, moves=moves)
+                if bound is None
+                else (bound, (), math.nan)
             )
             if operation.is_important:
                 band = kept
@@ -553,6 +554,12 @@ def _shapes(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int,
     return {name: record.shape for name, (_, record) in tensors.items()}
 
 
+def odd_types(base: Tensor, other: Tensor) -> set[str]:
+    """Return element types without arithmetic here of tensors that differ; none if they may."""
+    types = {base.dtype, other.dtype} - ITEMSIZES.keys()
+    return types if types and other != base and 0 not in base.shape else set()
+
+
 def _require_types(
     base_records: Mapping[str, tuple[TensorId, Tensor]],
     records: Mapping[str, tuple[TensorId, Tensor]],
@@ -562,12 +569,11 @@ def _require_types(
     where: str,
 ) -> None:
     """Raise Incompatible if elements differ from the base's that have no arithmetic here."""
-    odd: dict[str, set[str]] = {}
-    for name in names:
-        (base_id, own), (id, other) = base_records[name], records[name]
-        types = {own.dtype, other.dtype} - ITEMSIZES.keys()
-        if types and id != base_id and 0 not in own.shape:
-            odd[name] = types
+    odd = {
+        name: types
+        for name in names
+        if (types := odd_types(base_records[name][1], records[name][1]))
+    }
     if odd:
         kinds = sorted(set().union(*odd.values()))
         raise Incompatible(
