@@ -51,6 +51,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nearswap": {},
     "consensus": {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0},
     "arcee_fusion": {},
+    "fisher": {"floor": 0.0},
     "ram": {"epsilon": 1e-5},
     "sce": {"select_topk": 1.0},
     "ramplus_tl": {"epsilon": 1e-5, "r": 0.1, "alpha": 0.2},
@@ -97,6 +98,8 @@ def merge(
         elif method == "consensus":
             mixed = needed_by_several(parameters, weights, base, experts, absent)
             mixed, keep = single(base) + mixed, mixed == 0
+        elif method == "fisher":
+            mixed, keep = informed(parameters["floor"], weights, base, experts, absent)
         elif method == "arcee_fusion":
             d, least = delta(base, experts[0]), least_importance(base, experts[0], row)
             kept = (importance(base, experts[0], row) >= least) & ~absent[0]
@@ -108,6 +111,32 @@ def merge(
         else:
             mixed, keep = _additive(method, parameters, weights, base, experts, absent, tensor, row)
         return _result(base, mixed, keep, out_dtype or name_of(base)).reshape(shape)
+
+
+def informed(
+    floor: float,
+    weights: Sequence[float],
+    base: Array,
+    experts: Sequence[Array],
+    absent: Sequence[Mask],
+) -> tuple[Single, Mask]:
+    """The average by Fishers, and where it is the base.  Fishers are the second half of `experts`.
+
+    An expert whose Fisher is absent has no part; one that is absent itself is the base there.
+    """
+    half = len(experts) // 2
+    wide = single(base).astype(np.float64)
+    moved, divisor = np.zeros(base.size), np.zeros(base.size)
+    for k in range(half):
+        information = np.maximum(single(experts[half + k]), np.float32(floor)).astype(np.float64)
+        factor = information * np.float64(np.float32(weights[k]))
+        factor[absent[half + k]] = 0.0
+        divisor += factor
+        own = single(experts[k])
+        still = absent[k] | (_bits(own) == _bits(single(base))) | (factor == 0)
+        moved += np.where(still, 0.0, factor * (own.astype(np.float64) - wide))
+    mean = np.divide(moved, divisor, out=np.zeros(base.size), where=divisor > 0)
+    return (wide + mean).astype(np.float32), mean == 0
 
 
 def row_length(shape: Sequence[int]) -> int:

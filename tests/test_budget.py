@@ -59,11 +59,12 @@ METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {**ADDITIVE, **CO
 
 @dataclass
 class Place:
-    """A family and a store that holds it, experts added with their base."""
+    """A family and a store that holds it, experts added with their base; Fishers of some."""
 
     root: Path
     family: Family
     store: Store
+    fishers: list[Arrays] = dataclasses.field(default_factory=list)
 
     def plan(self, method: str, store: Store | None = None, **options: Any) -> PlanReport:
         parameters, weights = METHODS[method]

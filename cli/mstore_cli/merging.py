@@ -84,6 +84,16 @@ _METHOD = typer.Option(
     help=f"How experts are combined: {method_names.listed()}.",
     autocompletion=completion.methods,
 )
+MaybeFishers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fisher",
+        metavar="REF",
+        help="For `--method fisher`: the diagonal Fisher of an expert, as a checkpoint in the "
+        "store. One for each expert, in their order.",
+        autocompletion=completion.refs,
+    ),
+]
 Base = Annotated[str, _BASE]
 MaybeBase = Annotated[str | None, _BASE]
 MaybeExperts = Annotated[list[str] | None, _EXPERT]
@@ -194,7 +204,7 @@ def directories_told(request: MergeRequest) -> Iterator[None]:
     try:
         yield
     except NotFound as error:
-        named = (request.base, *(name for name, _ in request.weighted()))
+        named = (request.base, *(name for name, _ in request.weighted()), *request.fishers)
         where = error.where
         if where is None or where not in named or not Path(where).is_dir():
             raise
@@ -316,6 +326,7 @@ class Wanted:
     parameters: list[str] | None
     recipe: str | None
     vocab: str | None = None
+    fishers: list[str] | None = None
     _read: list[RecipeText] = dataclasses.field(default_factory=list, init=False)
 
     def is_complete(self) -> bool:
@@ -326,7 +337,8 @@ class Wanted:
         given = {"--base": self.base, "--expert": self.experts, "--method": self.method}
         if self.recipe is not None:
             told = [option for option, value in given.items() if value]
-            told += ["--param"] * bool(self.parameters) + ["--vocab"] * (self.vocab is not None)
+            told += ["--fisher"] * bool(self.fishers) + ["--param"] * bool(self.parameters)
+            told += ["--vocab"] * (self.vocab is not None)
             if told:
                 raise UsageError(
                     f"the recipe already says what to merge; leave out {', '.join(told)}",
@@ -337,7 +349,7 @@ class Wanted:
         missing = [option for option, value in given.items() if not value]
         if not missing:
             return True
-        if len(missing) == len(given) and not self.parameters:
+        if len(missing) == len(given) and not self.parameters and not self.fishers:
             return False
         raise UsageError(f"missing: {', '.join(missing)}", hint="mstore plan --help")
 
@@ -413,6 +425,7 @@ def make_request(
     return MergeRequest(
         base=wanted.base or "",
         experts=experts_of(wanted.experts or ()),
+        fishers=tuple(wanted.fishers or ()),
         method=wanted.method or "",
         parameters=parse_parameters(wanted.parameters or []),
         budget=None if budget is None else Budget(parse_budget(budget)),
@@ -485,6 +498,7 @@ def draw_plan(screen: Screen, report: PlanReport) -> None:
             ("method", f"{report.method} {parameters}".rstrip()),
             ("base", report.base),
             ("experts", experts),
+            ("Fishers", ", ".join(report.fishers) or None),
             ("layers", _layers(report)),
             ("ranked by", None if report.layers else report.score),
             ("budget", None if report.layers else budget),

@@ -25,6 +25,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
 _FLAGS: Final[Mapping[str, str]] = {
     "expert_budget": "--per-expert-budget",
     "experts": "--expert",
+    "fishers": "--fisher",
     "max_sparse_bytes": "--max-sparse",
     "output": "-o",
     "parameters": "--param",

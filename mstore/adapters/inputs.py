@@ -47,7 +47,9 @@ class Inputs:
 
     base: its tensors. experts: those of each expert, with the base's names. names: what errors call
     the experts, in their order; ids otherwise. fill: in a model that lacks tensors of the base, the
-    base's stand for them. lacking: their names, for each expert; none without `fill`.
+    base's stand for them. fishers: how many of the experts, the last ones, are Fishers of the
+    others: of what they lack, too, the base's hold the place. lacking: the names of what an expert
+    lacks, for each; none without `fill`, but for Fishers.
 
     Raises Incompatible for an adapter that cannot be applied to the base, NotFound, Corrupt,
     StorageFailed.
@@ -61,6 +63,7 @@ class Inputs:
         names: Sequence[str] = (),
         *,
         fill: bool = False,
+        fishers: int = 0,
     ) -> None:
         self._catalog = catalog
         self._applied: dict[TensorId, AppliedTensor] = {}
@@ -73,7 +76,15 @@ class Inputs:
             tensors: Names = manifest.tensors()
             where = names[number] if names else f"expert {number + 1}"
             has_config = manifest.file(CONFIG) is not None
+            is_fisher = number >= len(experts) - fishers
             if takes_adapters and is_any_adapter(tensors, self.base, has_config):
+                if fishers:
+                    raise Incompatible(
+                        "an adapter, and a Fisher is one of a whole model's tensors",
+                        where=where,
+                        hint="merge the adapter into the base alone, and give that merge and its "
+                        "Fisher",
+                    )
                 tensors = self._applied_to_base(manifest, where)
             elif not takes_adapters and not is_adapter(tensors):
                 raise Incompatible(
@@ -81,17 +92,27 @@ class Inputs:
                     where=where,
                     hint="the model is the base, and the adapter an expert",
                 )
-            lacks = stand_ins(self.base, tensors) if fill else {}
+            lacks = stand_ins(self.base, tensors) if fill or is_fisher else {}
             found.append({**tensors, **lacks} if lacks else tensors)
             lacking.append(tuple(lacks))
         self.experts: tuple[Names, ...] = tuple(found)
         self.lacking: tuple[tuple[str, ...], ...] = tuple(lacking)
+        self.fishers = fishers
 
     @classmethod
-    def of(cls, catalog: Catalog, plan: Plan) -> Inputs:
-        """Return the inputs of a plan; raises as the class."""
+    def of(cls, catalog: Catalog, plan: Plan, fishers: int) -> Inputs:
+        """Return the inputs of a plan, of which so many are Fishers; raises as the class."""
         experts = [expert.manifest_id() for expert in plan.experts]
-        return cls(catalog, plan.base_id(), experts, fill=plan.allows_missing)
+        return cls(catalog, plan.base_id(), experts, fill=plan.allows_missing, fishers=fishers)
+
+    @property
+    def models(self) -> tuple[Names, ...]:
+        """Each expert, without the Fishers."""
+        return self.experts[: len(self.experts) - self.fishers]
+
+    def has(self, expert: int, name: str) -> bool:
+        """Return whether an expert's tensor is its own: nothing holds its place."""
+        return name not in self.lacking[expert] or self.experts[expert][name] != self.base[name]
 
     @property
     def members(self) -> tuple[Names, ...]:

@@ -142,6 +142,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         'MergeRequest(base="llama", experts=["code"], method="ties")',
     ),
     "Revision": _REVISION,
+    "Sequence[Revision]": Kind(_list(_REVISION.fits), "a list of revisions"),
     "Mapping[str, object]": _PARAMETERS,
     "Mapping[str, object] | None": _PARAMETERS.optional(),
     "Sequence[TensorRule]": Kind(

@@ -16,7 +16,7 @@ from mstore.api.arguments import check_fields, checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, call, phrase
 from mstore.requests import BASE, UNION, MergeRequest, RecipeRequest, Vocabulary
 from mstore.store import damage
 from mstore.store import layout as layouts
@@ -148,6 +148,14 @@ class Merging(OpenStore):
 
         # Nothing is stored for a merge that cannot be planned.
         resolved = self._resolved(request)
+        if resolved.fishers:
+            raise BadRequest(
+                "Fishers are those of models with the tokens that they have now",
+                where=Option("vocabulary"),
+                hint=phrase(
+                    "{align} first, then a Fisher of each aligned model", align=call("align")
+                ),
+            )
         check_fields("Vocabulary", vocabulary)
         named = [request.base, *(revision for revision, _ in request.weighted())]
         models = list(zip(named, _inputs(resolved), strict=True))
@@ -276,6 +284,7 @@ class Merging(OpenStore):
             request,
             base=self._input(request.base),
             experts=[self._input(revision) for revision, _ in experts],
+            fishers=[self._input(revision) for revision in request.fishers],
         )
 
     def _parents_warnings(self, plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:

@@ -7,6 +7,7 @@
     squares      TensorId                                    -> sum of squares f64, check
                  base TensorId + expert TensorId             -> another fact about the difference
                  + hash of what it is, 16 bytes                 (`merge.planning.facts`), f64, check
+                 TensorId + hash of what it is, 16 bytes     -> sums over its chunks, f64, check
     thresholds   base TensorId + expert TensorId + k u64     -> value f32, quota u64, check
     ties         base TensorId + expert TensorId + k u64     -> elements with |d| = value in each
                  + elements a chunk u64                         chunk, u32, up to the one in which
@@ -51,6 +52,7 @@ _SQUARES = struct.Struct(">d")
 _THRESHOLD = struct.Struct(">fQ")
 _KEEP = struct.Struct(">QQ")
 _TIES = np.dtype(">u4")
+_SUMS = np.dtype(">f8")
 
 
 class StatsStore:
@@ -203,6 +205,17 @@ class StatsStore:
     def put_fact(self, base: TensorId, expert: TensorId, what: bytes, value: float) -> None:
         """Add such a fact."""
         self._put("squares", base + expert + what, _SQUARES.pack(value))
+
+    def sums(self, tensor: TensorId, what: bytes) -> npt.NDArray[np.float64] | None:
+        """Return sums over the chunks of a tensor, or None.  what: 16 bytes that stand for them."""
+        value = self._get("squares", tensor + what)
+        if value is None or len(value) % _SUMS.itemsize:
+            return None
+        return np.frombuffer(value, dtype=_SUMS).astype(np.float64)
+
+    def put_sums(self, tensor: TensorId, what: bytes, sums: npt.NDArray[np.float64]) -> None:
+        """Add such sums."""
+        self._put("squares", tensor + what, sums.astype(_SUMS).tobytes())
 
     def threshold(self, base: TensorId, expert: TensorId, keep: int) -> tuple[float, int] | None:
         """Return the exact magnitude of the `keep`-th largest delta and its quota, or None."""

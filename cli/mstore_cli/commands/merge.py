@@ -21,6 +21,7 @@ from mstore_cli.merging import (
     MaxError,
     MaybeBase,
     MaybeExperts,
+    MaybeFishers,
     MaybeMethod,
     NoAnalyze,
     Only,
@@ -78,6 +79,7 @@ def merge(
     recipe: RecipeFile = None,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
+    fisher: MaybeFishers = None,
     method: MaybeMethod = None,
     param: Parameters = None,
     budget: Budget = None,
@@ -126,7 +128,7 @@ def merge(
     name, and is merged as REF.NAME.
     """
     request: MergeRequest | None = None
-    wanted = Wanted(base, expert, method, param, recipe, vocab)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
     if plan is None:
         if not wanted.is_complete():
             raise UsageError("give --plan, --recipe, or --base, --expert and --method", hint=HELP)
@@ -148,7 +150,7 @@ def merge(
         option is not None and option is not False and option != []
         for option in (
             *(base, expert, method, param, recipe, budget, max_error, dtype, no_analyze),
-            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab),
+            *(score, only, skip, allow_missing, per_expert_budget, top_p, vocab, fisher),
         )
     ):
         raise UsageError("--plan already says what to merge; leave out the plan options", hint=HELP)

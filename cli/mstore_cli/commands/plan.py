@@ -21,6 +21,7 @@ from mstore_cli.merging import (
     MaxError,
     MaybeBase,
     MaybeExperts,
+    MaybeFishers,
     MaybeMethod,
     NoAnalyze,
     Only,
@@ -61,6 +62,7 @@ def plan(
     recipe: RecipeFile = None,
     base: MaybeBase = None,
     expert: MaybeExperts = None,
+    fisher: MaybeFishers = None,
     method: MaybeMethod = None,
     param: Parameters = None,
     budget: Budget = None,
@@ -114,7 +116,7 @@ def plan(
         raise UsageError("--measure and --svg belong to --sweep", hint=HELP)
     if svg is not None:
         plots.require()
-    wanted = Wanted(base, expert, method, param, recipe, vocab)
+    wanted = Wanted(base, expert, method, param, recipe, vocab, fisher)
     if not wanted.is_complete():
         raise UsageError("give --recipe, or --base, --expert and --method", hint=HELP)
     request = make_request(

@@ -8,6 +8,7 @@ before rounding to the output) into contributions: m = m_0 + sum of m_k, with
     m_k = w_k (e_k - b) / sum of w                for methods that mix whole experts
     m_k = v (e_k - b)                             for `nearswap`, v e_k + (1 - v) b in float32
     m_k = s_k / n, w_k s_k if n = 1               for means of the n experts that move an element
+    m_k = w_k F_k d_k / sum of w F                for averages by Fishers, whose own m_k are 0
     m_0 = (sum of w - 1) b                        for whole experts without normalize, else 0
 
 Sparsification, draws and elections are those of `merge.arithmetic`, in the same float32 and the

@@ -26,6 +26,7 @@ from mstore.merge.arithmetic.tiles import (
     DRAWS,
     EXPERT,
     FUSED,
+    INFORMED,
     LANES,
     NEAR,
     TILE,
@@ -38,6 +39,7 @@ from mstore.numeric.floats import bits_float, load_bits
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
 _SMALLEST: Final = np.float32(1e-6)
+_INFINITY: Final = np.float32(np.inf)
 
 
 @compiled
@@ -147,6 +149,31 @@ def _accumulate(count: int, part: Any, total: Any, products: Any, squares: Any) 
     return moved
 
 
+@compiled
+def _inform(count: int, weight: Any, floor: Any, tile: Any, fisher: Any, total: Any) -> None:
+    """Write an expert's factors, as `informed_passes` does, and add them to their sums."""
+    for i in range(count):
+        value = bits_float(tile[i])
+        value = value if (value >= _ZERO) & (value < _INFINITY) else _ZERO
+        value = value if value > floor else floor
+        fisher[i] = np.float64(value) * np.float64(weight)
+        total[i] += fisher[i]
+
+
+@compiled
+def _informed(count: int, base: Any, tile: Any, fisher: Any, part: Any) -> None:
+    for i in range(count):
+        gap = np.float64(bits_float(tile[i])) - np.float64(bits_float(base[i]))
+        moves = (tile[i] != base[i]) & (fisher[i] > 0.0)
+        part[i] = fisher[i] * gap if moves else 0.0
+
+
+@compiled
+def _invert(count: int, divisor: Any, factor: Any) -> None:
+    for i in range(count):
+        factor[i] = 1.0 / divisor[i] if divisor[i] > 0.0 else 0.0
+
+
 @entry("ppppppp", floats, philox, stages, tiles, arguments)
 def attribute(
     arguments_at: Any,
@@ -211,6 +238,21 @@ def attribute(
         numbers[:] = 0.0
         for k in range(experts):
             p = row_of[k]
+            if kind == INFORMED:
+                half = experts // 2
+                if k >= half:
+                    # A Fisher adds nothing of its own.
+                    parts[k, :count] = 0.0
+                    continue
+                fisher = row_of[half + k]
+                if fisher < 0:
+                    continue
+                load_bits(row_codes[fisher], rows[fisher], start, count, tile, 0)
+                _inform(count, weights[k], factors[1], tile, parts[half + k], numbers)
+                if p >= 0:
+                    load_bits(row_codes[p], rows[p], start, count, tile, 0)
+                    _informed(count, bases, tile, parts[half + k], parts[k])
+                continue
             if p < 0:
                 continue
             load_bits(row_codes[p], rows[p], start, count, tile, 0)
@@ -250,6 +292,8 @@ def attribute(
                 _vote(count, early, weights[k], tile, mixed[k], votes)
         if kind == CONSENSUS:
             _side_factors(count, lam, normalize, late, votes, factor)
+        elif kind == INFORMED:
+            _invert(count, numbers, factor)
         else:
             factor[:count] = np.float64(lam) / np.float64(divisor)
         _begin(count, surplus, bases, own, total)

@@ -24,6 +24,7 @@ from mstore.ids import PlanId, SnapshotId
 from mstore.merge.analysis.attribution import Attribution, attribute
 from mstore.merge.analysis.explain import require_tensor
 from mstore.merge.analysis.layers import layers_of
+from mstore.merge.methods.registry import fishers_of
 from mstore.merge.planning.costs import costs_of
 from mstore.merge.planning.validate import check_fits
 from mstore.merge.running.commit import inputs_held
@@ -167,8 +168,10 @@ def blame(
         measured = run.attributions(tensor)
     sources = sources_of_merge(catalog, plan_id, plan, record).experts
     who = [(source.name, e.weight) for source, e in zip(sources, plan.experts, strict=True)]
+    # Fishers change nothing by themselves.
+    who = who[: len(who) - fishers_of(plan)]
     layers = layers_of(names)
-    nothing = Measured(0, Attribution.nothing(len(who)))
+    nothing = Measured(0, Attribution.nothing(len(plan.experts)))
     tensors = []
     sums: dict[str, Measured] = {}
     counts: Counter[str] = Counter()
@@ -279,7 +282,8 @@ class _Run:
         """Return the experts with their weights in one planned tensor."""
         if name not in self._weights:
             return who
-        return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=True)]
+        # Fishers come last, and are not among them.
+        return [(own, weight) for (own, _), weight in zip(who, self._weights[name], strict=False)]
 
     def attributions(self, tensor: str | None) -> dict[str, Measured]:
         """Measure each planned tensor, or the one that `tensor` was merged as."""

@@ -106,7 +106,9 @@ class _Model:
 def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
     """Compare the experts of a request with its base; see `Store.check_merge`."""
     began = time.monotonic()
-    base, *others = models = [_model(catalog, one) for one in (request.base, *request.experts)]
+    # Fishers are no models: whether they fit, planning says.
+    experts = request.experts[: len(request.experts) - request.fishers]
+    base, *others = models = [_model(catalog, one) for one in (request.base, *experts)]
     every = {tensor for one in models for tensor in one.manifest.tensors()}
     require_matches(every, request.only, request.skip)
     names = chosen(dict.fromkeys(base.manifest.tensors(), ()), request.only, request.skip).keys()
@@ -122,7 +124,7 @@ def check_merge(catalog: Catalog, request: Request) -> CompatibilityReport:
         found.append(CompatibilityFinding(single, "licences", WARNING, f"{told}: {text}", None))
     return CompatibilityReport(
         base=base.name,
-        experts=tuple(expert.name for expert in request.experts),
+        experts=tuple(expert.name for expert in experts),
         mergeable=all(one.severity != ERROR for one in found),
         tensors=len(names),
         findings=tuple(found),

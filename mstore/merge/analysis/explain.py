@@ -15,6 +15,7 @@ from mstore.adapters.inputs import Inputs, Names
 from mstore.errors import Corrupt, NotFound, StorageFailed, did_you_mean
 from mstore.ids import SnapshotId
 from mstore.merge.analysis.layers import layers_of
+from mstore.merge.methods import registry
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.costs import told_costs
 from mstore.merge.planning.report import PlanReport, plan_report
@@ -327,7 +328,7 @@ class _Explainer:
 def _experts_of(catalog: Catalog, plan: Plan) -> tuple[Names, ...]:
     """Return the tensors of each expert; those of an adapter that was pruned are its own."""
     try:
-        return Inputs.of(catalog, plan).experts
+        return Inputs.of(catalog, plan, registry.fishers_of(plan)).experts
     except (NotFound, Corrupt, StorageFailed):
         return tuple(catalog.manifest(one.manifest_id()).tensors() for one in plan.experts)
 

@@ -64,6 +64,8 @@ class SweepReport:
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
     """pairs of ref and weight"""
+    fishers: tuple[str, ...]
+    """refs of the experts' Fishers, in their order; empty for methods that take none"""
     full_expert_bytes: int
     """bytes that a merge without a budget would read from experts"""
     points: tuple[SweepPoint, ...]
@@ -143,8 +145,12 @@ def sweep(
         experts=tuple(
             (expert.name, weight)
             for expert, weight in zip(
-                planning.request.experts, planning.request.operation.given, strict=True
+                planning.request.experts, planning.request.operation.given, strict=False
             )
+        ),
+        fishers=tuple(
+            expert.name
+            for expert in planning.request.experts[len(planning.request.operation.given) :]
         ),
         full_expert_bytes=full,
         points=points,

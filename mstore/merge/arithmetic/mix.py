@@ -9,7 +9,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mstore.merge.arithmetic.tiles import ADDITIVE, ALONE, AVERAGED, CONSENSUS, DIRECT, FUSED, NEAR
+from mstore.merge.arithmetic.tiles import (
+    ADDITIVE,
+    ALONE,
+    AVERAGED,
+    CONSENSUS,
+    DIRECT,
+    FUSED,
+    INFORMED,
+    NEAR,
+)
 from mstore.merge.methods.method import Operation
 
 _NEEDED: Final = 3
@@ -21,7 +30,8 @@ class Mix:
     """One operation in the form that the kernel takes.
 
     `weights` is float32[K], or float32[K + 1] with the base first if that is a summand itself
-    (`has_base`); `factors` is float32[2]: fixed divisor, lambda (NEAR: its reach); `flags` is
+    (`has_base`); INFORMED: K of experts and K of their Fishers, the same again; `factors` is
+    float32[2]: fixed divisor, lambda (NEAR: its reach; INFORMED: the floor); `flags` is
     int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
     or by variance, 2: by rank, 3: by what experts need, 4: by importance).
     One per weight:
@@ -51,9 +61,13 @@ class Mix:
             kind = FUSED if operation.is_fused else CONSENSUS
         elif operation.is_averaged:
             kind = AVERAGED
+        elif operation.is_informed:
+            kind = INFORMED
         if operation.is_near:
             kind = NEAR
         scale = operation.reach if operation.is_near else operation.scale
+        if operation.is_informed:
+            scale = operation.floor
         keeps = operation.keeps_base if operation.is_whole else operation.normalizes
         cuts = operation.is_trimmed + operation.is_band + operation.is_above
         random = operation.is_drawn + operation.is_ranked + operation.is_varied
@@ -62,12 +76,15 @@ class Mix:
         has_base = operation.is_whole and operation.mixture is not None
         both = zip(operation.densities, operation.epsilons, strict=True)
         weights = (operation.base_weight, *operation.weights) if has_base else operation.weights
+        rescales, limits = operation.rescales, operation.mask_limits
+        if operation.is_informed:
+            weights, rescales, limits = weights * 2, rescales * 2, limits * 2
         return cls(
             weights=np.array(weights, dtype=np.float32),
             factors=np.array((operation.divisor, scale), dtype=np.float32),
             flags=np.array(flags, dtype=np.int64),
-            rescales=np.array((1.0,) * has_base + operation.rescales, dtype=np.float32),
-            mask_limits=(2**32,) * has_base + operation.mask_limits,
+            rescales=np.array((1.0,) * has_base + rescales, dtype=np.float32),
+            mask_limits=(2**32,) * has_base + limits,
             has_base=has_base,
             ranked=tuple(both) if operation.is_ranked else (),
             needed=tuple((ratio, operation.least_needed) for ratio in operation.need_ratios)
@@ -81,8 +98,13 @@ class Mix:
         return bool(self.flags[3] == _IMPORTANT)
 
     @property
+    def is_informed(self) -> bool:
+        """Whether it averages by Fishers (`informed`)."""
+        return bool(self.flags[0] == INFORMED)
+
+    @property
     def experts(self) -> int:
-        """How many experts it mixes, K."""
+        """How many experts it mixes, K; Fishers count as experts."""
         return self.weights.size - self.has_base
 
     def signature(self) -> bytes:

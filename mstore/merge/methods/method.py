@@ -35,6 +35,8 @@ expert, combines what it selected, and finishes:
                         w_k if `normalize`
               FUSED     sum of the w_k selected_k of those that have the sign of the sum of all
                         selected_k, over the sum of their w_k, which is at least 1e-6
+              INFORMED  sum of the w_k F_k d_k, over the sum of the w_k F_k, in float64; F_k is the
+                        element of expert k's Fisher, at least `floor`.  0 if that sum is 0
     finish    WHOLE, NEAR: the sum itself.  Others: b + lambda * sum
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
@@ -97,6 +99,7 @@ class Combine(Enum):
     ELECTED = "elected"
     AVERAGED = "averaged"
     FUSED = "fused"
+    INFORMED = "informed"
 
 
 Gram = Sequence[Sequence[float]]
@@ -120,7 +123,9 @@ class Method:
     has; only with Combine.AVERAGED. weigh: computes the weights of experts from the sums of squares
     of what is selected, and the number of elements; only with Combine.FUSED. experts: how many it
     takes, None for any number from `least` on. weighted: whether experts have weights. weight: the
-    parameter that is the weight of each, if they have none. refuses: parameters of mergekit's
+    parameter that is the weight of each, if they have none. fishers: whether each expert comes with
+    a diagonal Fisher: a plan then lists all experts, and after them their Fishers in the same order
+    (`registry.fishers_of`); only with Combine.INFORMED. refuses: parameters of mergekit's
     method that this one has not, the value that changes nothing, and why. mind: what to say where a
     merge leaves something out.
     """
@@ -140,6 +145,7 @@ class Method:
     experts: int | None = None
     weighted: bool = True
     weight: str | None = None
+    fishers: bool = False
     least: int = 1
     refuses: tuple[tuple[str, bool, str], ...] = ()
     mind: str | None = None
@@ -208,6 +214,11 @@ class Method:
                 # One meaning, one plan.
                 parameters[name] = value[0]
         rounded, frozen = _rounded(weights), MappingProxyType(parameters)
+        if self.fishers and min(rounded) < 0:
+            raise BadRequest(
+                f"a weight of {self.name} is not negative: it divides by sums of them",
+                where=Option("experts"),
+            )
         if self.weight is None:
             return Operation(self, frozen, rounded)
         own = parameters[self.weight]
@@ -285,6 +296,11 @@ class Operation:
                     one=Option("parameters", {"k": 1}),
                 ),
             )
+
+    @property
+    def listed(self) -> tuple[float, ...]:
+        """The weights as a plan lists them: those that were asked for, and 1 for each Fisher."""
+        return self.given + (1.0,) * len(self.given) if self.method.fishers else self.given
 
     @property
     def select(self) -> Select:
@@ -365,6 +381,16 @@ class Operation:
     def is_fused(self) -> bool:
         """Whether what elects is not weighed; weights count after the election."""
         return self.method.combine is Combine.FUSED
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether Fishers say how much each element of an expert counts."""
+        return self.method.combine is Combine.INFORMED
+
+    @property
+    def floor(self) -> float:
+        """The least that an element of a Fisher counts as, a float32."""
+        return single(float(self._one("floor", 0.0)))
 
     @property
     def is_averaged(self) -> bool:

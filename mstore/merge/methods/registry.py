@@ -86,7 +86,7 @@ class Operations:
     def match(self, plan: Plan) -> bool:
         """Return whether the plan's records are as these operations would be written."""
         return all(
-            tuple(sorted(made.parameters.items())) == one.parameters and made.given == one.weights
+            tuple(sorted(made.parameters.items())) == one.parameters and made.listed == one.weights
             for made, one in zip(self._all, _operations(plan), strict=True)
         ) and all(
             self._all[tensor.operation].needs_facts == (tensor.mixture is not None)
@@ -100,6 +100,18 @@ class Operations:
         return [self._all[number] for number in numbers or [0]]
 
 
+def fishers_of(plan: Plan) -> int:
+    """Return how many of a plan's experts are Fishers of the others: none, or the last half.
+
+    Raises as `find`, and BadRequest if there is not one for each expert.
+    """
+    if not find(plan.method).fishers:
+        return 0
+    if len(plan.experts) % 2:
+        raise BadRequest("not a sound plan: an expert has no Fisher")
+    return len(plan.experts) // 2
+
+
 def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
     own = plan.operation
     if plan.layers:
@@ -109,7 +121,10 @@ def _operations(plan: Plan) -> tuple[PlanOperation, ...]:
 
 
 def _made(one: PlanOperation) -> Operation:
-    return operation(one.method, dict(one.parameters), one.weights)
+    method, weights = find(one.method), one.weights
+    if method.fishers:
+        weights = weights[: len(weights) // 2]
+    return method.apply(dict(one.parameters), weights)
 
 
 def names() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from mstore.adapters.inputs import Inputs
 from mstore.adapters.low_rank import stored_bytes
 from mstore.errors import Corrupt, NotFound
 from mstore.ids import ID_BYTES
+from mstore.merge.methods import registry
 from mstore.merge.planning.survey import Words, chunk_ids, twins
 from mstore.merge.planning.surveyed import Bools, Counts
 from mstore.objects.applied import AppliedTensor
@@ -37,7 +38,7 @@ def costs_of(catalog: Catalog, plan: Plan) -> Costs:
 
     Blocks that several experts share in a chunk are read, and counted, once.
     """
-    inputs = Inputs.of(catalog, plan)
+    inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
     experts = inputs.experts
     blocks: list[Words] = []
     read: list[Bools] = []

@@ -5,7 +5,7 @@ and with others, squares of what a variance selects, quartiles of importance, an
 the base and of experts, or of deltas.  The last follow from sums of squares of tensors and of their
 differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
 measured once is not read again.  Deltas are small next to the base: their products follow from
-differences alone, never from products of whole tensors.  Trim thresholds are facts, too
+differences alone, never from products of whole tensors.  Sums of Fishers are facts of one tensor.  Trim thresholds are facts, too
 (`thresholds`).
 """
 
@@ -27,11 +27,13 @@ from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.agreement import shared_counts
+from mstore.merge.arithmetic.informed import sum_of, unsound_fisher
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
 from mstore.merge.planning import importance
 from mstore.merge.planning.spreads import Chunks, select
+from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import Mixture
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option, phrase
@@ -46,6 +48,7 @@ _SMALLEST_NORM: Final = 1e-7
 """Below this, a norm is not restored (as in mergekit)."""
 _APART: Final = blake3(b"apart").digest(length=16)
 """Names the square of a distance of two experts."""
+_FISHER: Final = b"fisher"
 _NORMS: Final = b"norms 2"
 """Names how norms are summed: another order may round otherwise."""
 
@@ -161,6 +164,32 @@ class Facts:
         found = list(pool.map(norms, range(-(-elements // chunk))))
         before, after = (math.fsum(column) for column in zip(*found, strict=True))
         return 1.0 if min(before, after) < _SMALLEST_NORM else before / after
+
+    def fisher(
+        self, where: str, id: TensorId, record: Tensor, chunk: int, pool: ThreadPoolExecutor
+    ) -> npt.NDArray[np.float64] | None:
+        """Return the sums of a Fisher's tensor over chunks; None if they may not be measured.
+
+        Raises Incompatible, with `where`, for elements that are negative, infinite or NaN.
+        """
+        what = blake3(_FISHER + chunk.to_bytes(8, "little")).digest(length=16)
+        chunks = -(-math.prod(record.shape) // chunk)
+        found = self._statistics.sums(id, what)
+        if found is not None and len(found) == chunks:
+            return found
+        if not self._analyze:
+            return None
+        read = chunk_reader(self._catalog, record, chunk, self._meter)
+
+        def total(number: int) -> float:
+            data = read(number)
+            return sum_of(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+
+        sums = np.array(list(pool.map(total, range(chunks))), dtype=np.float64)
+        if np.isnan(sums).any():
+            raise unsound_fisher(where)
+        self._statistics.put_sums(id, what, sums)
+        return sums
 
     def counted(
         self, name: str, operation: Operation, sides: Sequence[Side], pool: ThreadPoolExecutor

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mstore.merge.planning.fishers import FisherGrid
 from mstore.merge.planning.surveyed import ExpertTensor, Survey, SurveyedTensor
 from mstore.stats.chunk import CHUNK
 
@@ -29,7 +30,8 @@ class Grid:
     float64[C], of each chunk. copies: float64[C], how many names the chunk's tensor has. equal,
     known: bool[K, C], the blocks are the base's; statistics exist. twin, cost: int64[K, C] (see
     `ExpertTensor`). rows: CHUNK[C] per expert, zeros if not known. threshold: float64[K, C], where
-    trimming cuts, and `ceiling`, from where all is dropped; NaN for no threshold.
+    trimming cuts, and `ceiling`, from where all is dropped; NaN for no threshold. fishers: of the
+    experts, if each has one.
     """
 
     starts: Ints
@@ -43,13 +45,14 @@ class Grid:
     rows: tuple[np.ndarray[Any, Any], ...]
     threshold: Floats
     ceiling: Floats
+    fishers: FisherGrid | None = None
 
     @classmethod
     def of(cls, survey: Survey) -> Grid:
         """Build the grid of a survey."""
         tensors = survey.tensors
         chunks = np.array([tensor.chunks for tensor in tensors], dtype=np.int64)
-        experts = range(len(survey.experts))
+        experts = range(len(survey.experts) - survey.fishers)
         sides = [[tensor.experts[k] for tensor in tensors] for k in experts]
         tensor = np.repeat(np.arange(len(tensors)), chunks)
         return cls(
@@ -64,6 +67,9 @@ class Grid:
             rows=tuple(map(_rows, sides)),
             threshold=_spread(_cuts(sides, 0), tensor, np.float64),
             ceiling=_above(_spread(_cuts(sides, 1), tensor, np.float64)),
+            fishers=FisherGrid.of([[e.fisher for e in side if e.fisher] for side in sides])
+            if survey.fishers
+            else None,
         )
 
     def part(self, tensors: Sequence[int]) -> Grid:
@@ -82,6 +88,7 @@ class Grid:
             rows=tuple(rows[own] for rows in self.rows),
             threshold=self.threshold[:, own],
             ceiling=self.ceiling[:, own],
+            fishers=None if self.fishers is None else self.fishers.part(own),
         )
 
     @property

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,13 +31,15 @@ from typing import Any
 import numpy as np
 
 from mstore.errors import BadRequest
+from mstore.merge.methods.method import Operation
 from mstore.merge.planning.greedy import Ranking, Units
 from mstore.merge.planning.grid import Bools, Floats, Grid, Ints, added
+from mstore.merge.planning.informed import InformedModel
 from mstore.merge.planning.model import Model, States
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.scores import lottery, seed
 from mstore.merge.planning.stored_texts import few
-from mstore.merge.planning.surveyed import Survey
+from mstore.merge.planning.surveyed import Survey, SurveyedTensor
 from mstore.numeric.codes import ITEMSIZES
 from mstore.objects.plan import DROPPED, OMITTED, READ, SHARED
 from mstore.phrases import Option, phrase
@@ -87,13 +89,18 @@ def _parts(survey: Survey, grid: Grid, request: Request) -> list[_Part]:
         numbers.setdefault(id(tensor.operation), []).append(number)
     if len(numbers) <= 1:
         operation = survey.tensors[0].operation if survey.tensors else request.operation
-        return [_Part(Model(operation, grid, survey.tensors), slice(None))]
+        return [_Part(_model(operation, grid, survey.tensors), slice(None))]
     parts = []
     for members in numbers.values():
         tensors = [survey.tensors[number] for number in members]
         columns = np.flatnonzero(np.isin(grid.tensor, members))
-        parts.append(_Part(Model(tensors[0].operation, grid.part(members), tensors), columns))
+        parts.append(_Part(_model(tensors[0].operation, grid.part(members), tensors), columns))
     return parts
+
+
+def _model(operation: Operation, grid: Grid, tensors: Sequence[SurveyedTensor]) -> Model:
+    kind = InformedModel if operation.is_informed else Model
+    return kind(operation, grid, tensors)
 
 
 class Planner:
@@ -107,7 +114,7 @@ class Planner:
         self._request = request
         self._grid = Grid.of(survey)
         self._parts = _parts(survey, self._grid, request)
-        self._own = np.arange(len(survey.experts))[:, None]
+        self._own = np.arange(self._grid.shape[0])[:, None]
         self._applied = self._in_applied_tensors()
         self._free_states = self._joined(np.uint8, lambda part: part.model.free())
         leaders = self._led(self._free_states)
@@ -166,7 +173,7 @@ class Planner:
         bound, estimate = self._errors(states)
         left_out = (states == OMITTED) | (states == DROPPED)
         return Selection(
-            states=tuple(self._grid.split(states)),
+            states=tuple(self._grid.split(self._listed(states))),
             omitted=self._omitted(left_out),
             full=not left_out.any(),
             budget=budget,
@@ -178,6 +185,11 @@ class Planner:
             error_estimate=estimate,
             notes=self._notes(left_out, chosen),
         )
+
+    def _listed(self, states: States) -> States:
+        """Return the states of all that a plan lists: those of Fishers after those of experts."""
+        fishers = self._grid.fishers
+        return states if fishers is None else fishers.split(states, self._grid.equal)
 
     def _bytes(self, budget: int | float | None) -> int | None:
         return int(budget * self.full_expert_bytes) if isinstance(budget, float) else budget
@@ -198,9 +210,11 @@ class Planner:
         """Return the bytes of each expert's chunks, at rest and plain: [K, C].
 
         An adapter's tensors are read for all chunks at once: their bytes are at the first one that
-        leads.
+        leads.  With Fishers, what leads pays for all that it brings.
         """
         grid, plain = self._grid, self._grid.elements * self._itemsizes()
+        if grid.fishers is not None:
+            return grid.fishers.costs(grid.equal, grid.cost, plain, grid.elements, leaders)
         if not self._applied.any():
             return grid.cost, plain
         cost = grid.cost.copy()
@@ -455,19 +469,24 @@ class Planner:
         return [(name, elements) for _, name, elements in sorted(found)]
 
     def _omitted(self, left_out: Bools) -> tuple[tuple[float, ...], ...]:
-        """Return the norms of what is left out, per tensor and expert; -1 if unknown."""
+        """Return the norms of what is left out, per tensor and expert; -1 if unknown.
+
+        A Fisher has no delta.
+        """
         squares, starts = self._squares, self._grid.starts
         # A tensor of one chunk needs no sum.
         with np.errstate(invalid="ignore"):
             roots = np.where(np.isfinite(squares), np.sqrt(squares), -1.0)
         alone = list(map(tuple, np.where(left_out, roots, 0.0).T.tolist()))
+        of_fishers = (0.0,) * self._survey.fishers
         return tuple(
-            alone[start]
+            alone[start] + of_fishers
             if end - start == 1
             else tuple(
                 _norm(own[mask]) if mask.any() else 0.0
                 for own, mask in zip(squares[:, start:end], left_out[:, start:end], strict=True)
             )
+            + of_fishers
             for start, end in itertools.pairwise(starts.tolist())
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstore.ids import PlanId
-from mstore.merge.methods.registry import Operations
+from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.costs import Costs
 from mstore.merge.planning.stored_texts import few, phrased
 from mstore.merge.planning.warnings import MergeWarning, idle_experts, overflow_warnings
@@ -33,6 +33,8 @@ class PlanReport:
     """the model merged into"""
     experts: tuple[tuple[str, float], ...]
     """pairs of ref and weight"""
+    fishers: tuple[str, ...]
+    """refs of the experts' Fishers, in their order; empty for methods that take none"""
     parameters: dict[str, float | int | bool | str | tuple[float, ...]]
     """every parameter of the method, defaults included"""
     layers: tuple[tuple[str, int, int], ...]
@@ -163,6 +165,7 @@ def plan_report(
     notes += _without_part(plan, sources)
     notes += _rule_notes(plan)
     notes += _copied_notes(plan)
+    models = len(plan.experts) - fishers_of(plan)
     return PlanReport(
         plan=id,
         method=plan.method,
@@ -170,7 +173,8 @@ def plan_report(
         experts=tuple(
             (source.name, expert.weight)
             for source, expert in zip(sources.experts, plan.experts, strict=True)
-        ),
+        )[:models],
+        fishers=tuple(source.name for source in sources.experts[models:]),
         parameters=dict(plan.parameters),
         layers=_layers(plan, sources),
         score=plan.criteria.score,

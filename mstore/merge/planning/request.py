@@ -123,7 +123,8 @@ class Request:
     output's blocks that may differ from the base's, in (0, 1], or None. rules: as asked, in order.
     outputs: the sources of tensors that the base does not have, by name. layers: runs of layers to
     stack, as (member, first, last + 1), members counted from the base, 0. allow_missing: experts
-    may lack tensors of the base, or have others.
+    may lack tensors of the base, or have others. fishers: how many of `experts`, the last ones, are
+    the Fishers of the others, in their order: none, or half of them.
     """
 
     base: Input
@@ -142,6 +143,7 @@ class Request:
     outputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layers: tuple[tuple[int, int, int], ...] = ()
     allow_missing: bool = False
+    fishers: int = 0
 
     def rule_of(self, tensor: str) -> Rule | None:
         """Return the first rule that names a tensor of the output."""
@@ -153,16 +155,20 @@ class Request:
         return (self.operation, *(rule.operation for rule in self.rules))
 
 
-def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Request:
+def resolve(
+    asked: MergeRequest, *, base: Input, experts: Sequence[Input], fishers: Sequence[Input] = ()
+) -> Request:
     """Check everything that can be checked without looking at a tensor.
 
-    base, experts: the snapshots of the revisions in `asked`, in its order.  Raises BadRequest.
+    base, experts, fishers: the snapshots of the revisions in `asked`, in its order.  Raises
+    BadRequest.
     """
     weights = [weight for _, weight in asked.weighted()]
     # A stack has no arithmetic, so its method does not count experts.
     counted = weights[:1] if asked.layers else weights
     operation = registry.operation(asked.method, asked.parameters, counted)
     rules = Rules([_rule(asked, rule, weights) for rule in asked.rules])
+    _check_fishers(operation, rules, len(weights), len(fishers))
     error, share = asked.max_error, asked.top_p
     if share is not None:
         for one in (operation, *(rule.operation for rule in rules)):
@@ -171,7 +177,7 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         raise BadRequest(f"the error limit must be a number of 0 or more, not {error!r}")
     return Request(
         base=base,
-        experts=tuple(experts),
+        experts=(*experts, *fishers),
         operation=operation,
         budget=_limit(asked.budget, "budget"),
         max_error=error,
@@ -183,10 +189,37 @@ def resolve(asked: MergeRequest, *, base: Input, experts: Sequence[Input]) -> Re
         expert_budget=_limit(asked.expert_budget, "expert_budget"),
         top_p=None if share is None else float(share),
         rules=rules,
-        outputs=tuple(_output(name, asked.outputs[name], len(weights)) for name in asked.outputs),
+        outputs=tuple(
+            _output(name, asked.outputs[name], len(weights), fishers=bool(fishers))
+            for name in asked.outputs
+        ),
         layers=_layers(asked, operation),
         allow_missing=asked.allow_missing,
+        fishers=len(fishers),
     )
+
+
+def _check_fishers(operation: Operation, rules: Rules, experts: int, fishers: int) -> None:
+    """Raise BadRequest unless there is a Fisher for each expert, or the method takes none."""
+    method = operation.method
+    for rule in rules:
+        other = rule.operation.method
+        if other.fishers != method.fishers:
+            which = method if method.fishers else other
+            raise BadRequest(
+                f"{which.name} takes a Fisher for each expert, so it is the method of all tensors "
+                "or of none",
+                where=f"the rule for {rule}",
+            )
+    if method.fishers and fishers != experts:
+        raise BadRequest(
+            f"{method.name} takes a Fisher for each expert, in the order of the experts: "
+            f"{experts}, not {fishers}",
+            where=Option("fishers"),
+            hint=Option("fishers", "REF"),
+        )
+    if fishers and not method.fishers:
+        raise BadRequest(f"{method.name} takes no Fishers", where=Option("fishers"))
 
 
 def _layers(asked: MergeRequest, operation: Operation) -> tuple[tuple[int, int, int], ...]:
@@ -256,8 +289,13 @@ def _rule(asked: MergeRequest, rule: TensorRule, weights: Sequence[float]) -> Ru
     return Rule(patterns, operation, dtype)
 
 
-def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str, tuple[str, ...]]:
-    """Return an output's name, and the names of its sources, the base's first."""
+def _output(
+    name: str, sources: str | Sequence[str], experts: int, *, fishers: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return an output's name, and the names of its sources, the base's first.
+
+    fishers: each expert has one, whose tensor has the name of the expert's.
+    """
     # A lone surrogate is not printable, either.
     sound = name.isprintable() and 0 < len(name.encode()) <= DEFAULT_LIMITS.name_bytes
     if not sound or name == METADATA_KEY:
@@ -273,7 +311,7 @@ def _output(name: str, sources: str | Sequence[str], experts: int) -> tuple[str,
             f"{len(named)}",
             where=name,
         )
-    return name, named
+    return name, named + named[1:] if fishers else named
 
 
 def _patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:

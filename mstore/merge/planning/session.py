@@ -237,7 +237,7 @@ def _record(
         base=survey.base,
         experts=tuple(
             PlanExpert(manifest, weight)
-            for manifest, weight in zip(survey.experts, request.operation.given, strict=True)
+            for manifest, weight in zip(survey.experts, request.operation.listed, strict=True)
         ),
         dtype=request.dtype,
         block_size=survey.block_size,
@@ -266,7 +266,7 @@ _Key = tuple[str, tuple[tuple[str, Value], ...], tuple[float, ...]]
 
 def _shape(operation: Operation) -> _Key:
     """Return what tells operations apart in a plan: all but the mixture of one tensor."""
-    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.given
+    return operation.method.name, tuple(sorted(operation.parameters.items())), operation.listed
 
 
 def _numbered(survey: Survey, request: Request) -> tuple[list[int], tuple[PlanOperation, ...]]:

@@ -67,7 +67,7 @@ class SmallSurvey:
         self._request = request
         # A rule's tensors are surveyed one by one, and so are those that need other facts.
         own = request.operation
-        others = own.needs_facts or own.is_band or own.is_important
+        others = own.needs_facts or own.is_band or own.is_important or own.is_informed
         self._plain = not (request.rules or others) and own.is_even
         self._trims = request.operation.is_trimmed
         self._weightless = request.operation.weightless

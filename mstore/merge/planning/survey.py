@@ -22,6 +22,7 @@ from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
 from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
+from mstore.merge.planning.fishers import Fisher, grouped
 from mstore.merge.planning.request import Request
 from mstore.merge.planning.small import TOGETHER, Candidate, SmallSurvey
 from mstore.merge.planning.stored_texts import NOT_AMONG_ONLY, few, skipped
@@ -100,14 +101,23 @@ class Surveyor:
         expert_ids = [catalog.snapshot(e.snapshot).manifest_id() for e in request.experts]
         base = catalog.manifest(base_id)
         names = [expert.name for expert in request.experts]
-        inputs = Inputs(catalog, base_id, expert_ids, names, fill=request.allow_missing)
+        inputs = Inputs(
+            *(catalog, base_id, expert_ids, names),
+            fill=request.allow_missing,
+            fishers=request.fishers,
+        )
+        self._inputs = inputs
         records = _tensors(inputs, inputs.base)
-        experts = []
+        experts: list[dict[str, tuple[TensorId, Tensor]]] = []
         has_missing = False
-        for expert, ids, lacking in zip(
-            request.experts, inputs.experts, inputs.lacking, strict=True
+        for number, (expert, ids, lacking) in enumerate(
+            zip(request.experts, inputs.experts, inputs.lacking, strict=True)
         ):
             found = _tensors(inputs, ids)
+            if number >= len(inputs.models):
+                has_missing |= self._check_fisher(number, records, found, experts)
+                experts.append(found)
+                continue
             ours = chosen(_shapes(records), request.only, request.skip)
             theirs = chosen(_shapes(found), request.only, request.skip)
             if request.allow_missing:
@@ -139,11 +149,11 @@ class Surveyor:
         small: list[Candidate] = []
         self._require_rules(records)
         tied = ties_embeddings(catalog, base)
-        first = first_names(inputs.base, inputs.experts, tied=tied)
+        first = first_names(inputs.base, inputs.models, tied=tied)
         others = {name for found in experts for name in found}
         left_out = left_out_names(first, request.only, request.skip, others=others)
         merged = [name for name in records if first[name] == name and name not in left_out]
-        for expert, found in zip(request.experts, experts, strict=True):
+        for expert, found in zip(request.experts, experts[: len(inputs.models)], strict=False):
             _require_types(records, found, merged, base=request.base.name, where=expert.name)
         copies = Counter(first.values())
         total = sum(record.nbytes for _, record in records.values()) or 1
@@ -188,7 +198,68 @@ class Surveyor:
             idle_rules=self._idle_rules({*first.values()} - left_out.keys()),
             squares=self._squares_of,
             has_missing=has_missing,
+            fishers=request.fishers,
         )
+
+    def _check_fisher(
+        self,
+        number: int,
+        base: Mapping[str, tuple[TensorId, Tensor]],
+        found: Mapping[str, tuple[TensorId, Tensor]],
+        models: Sequence[Mapping[str, tuple[TensorId, Tensor]]],
+    ) -> bool:
+        """Check a Fisher's tensors, and return whether it lacks some that an expert moves.
+
+        Only these are needed.  Raises Incompatible for tensors that are missing and must not be, or
+        that the base does not have, for other shapes, and for elements that are no numbers.
+        """
+        request, where = self._request, self._request.experts[number].name
+        count = len(request.experts) - request.fishers
+        wanted = chosen(_shapes(base), request.only, request.skip)
+        sources = {source for _, own in request.outputs for source in own}
+        numbers = {
+            name: id
+            for name, (id, record) in base.items()
+            if (name in wanted or name in sources) and record.dtype in ITEMSIZES
+        }
+        moved = {
+            name
+            for name, id in numbers.items()
+            if any(one[name][0] != id for one in models[:count] if name in one)
+        }
+        lacks = [name for name in moved if not self._inputs.has(number, name)]
+        others = [
+            name
+            for name in chosen(_shapes(found), request.only, request.skip)
+            if name not in base and name not in sources
+        ]
+        told = {"lacks": sorted(lacks), "has, and the base does not,": sorted(others)}
+        for verb, names in told.items():
+            if names and not request.allow_missing:
+                allowed = Option("allow_missing", True)
+                raise Incompatible(
+                    f"{verb} {few(names)}: a Fisher has the tensors of the model",
+                    where=where,
+                    hint=phrase(
+                        "{allowed} leaves an expert out of the tensors that its Fisher lacks",
+                        allowed=allowed,
+                    ),
+                )
+        if moved and len(lacks) == len(moved):
+            raise Incompatible(
+                f"has none of the tensors of {request.base.name} that are merged: it is the Fisher "
+                "of another model",
+                where=where,
+            )
+        for name in numbers:
+            record = found[name][1]
+            if record.shape != base[name][1].shape or record.dtype not in ITEMSIZES:
+                raise Incompatible(
+                    f"{name} is {record.dtype} {list(record.shape)}: a Fisher has the model's "
+                    f"shape, {list(base[name][1].shape)}, and is {', '.join(sorted(ITEMSIZES))}",
+                    where=where,
+                )
+        return bool(lacks or others)
 
     def _together(
         self, small: Sequence[Candidate], pool: ThreadPoolExecutor
@@ -289,6 +360,8 @@ class Surveyor:
         rule = self._request.rule_of(name)
         operation = self._request.operation if rule is None else rule.operation
         dtype = None if rule is None else rule.dtype
+        count = len(pairs) - self._request.fishers
+        pairs, fishers = pairs[:count], pairs[count:]
         changed = [id != base_id for id, _ in pairs]
         dtypes = [record.dtype for _, record in pairs]
         if not {base.dtype, *dtypes} <= ITEMSIZES.keys():
@@ -324,7 +397,7 @@ class Surveyor:
         chunk = tensor_chunk(
             self._catalog.block_size,
             base,
-            [record for _, record in pairs],
+            [record for _, record in (*pairs, *fishers)],
             output,
             whole=operation.needs_rows,
         )
@@ -336,6 +409,10 @@ class Surveyor:
                 equal[number] = (side == ids).all(axis=1)
         twin = twins(sides, dtypes)
         cost = self._costs(sides, equal, twin, [record for _, record in pairs])
+        informed: Sequence[Fisher | None] = [None] * len(pairs)
+        if fishers:
+            named = sources or (name,) * (1 + 2 * count)
+            informed, twin = self._fishers(*(named, operation, fishers, chunk, (equal, twin), pool))
         experts: list[ExpertTensor] = []
         # One lookup for all of them; several experts may share a tensor.
         wanted = list(
@@ -377,6 +454,7 @@ class Surveyor:
                     thresholds,
                     self._surplus((base_id, id), number, operation, thresholds, elements, chunk),
                     band,
+                    informed[number],
                 )
             )
         return SurveyedTensor(
@@ -414,6 +492,42 @@ class Surveyor:
             cost[k, wanted[k]] = lengths.sum(axis=1)
             done += len(mine)
         return np.where(equal, 0, np.take_along_axis(cost, twin, axis=0))
+
+    def _fishers(
+        self,
+        names: Sequence[str],
+        operation: Operation,
+        fishers: Sequence[tuple[TensorId, Tensor]],
+        chunk: int,
+        models: tuple[Bools, Counts],
+        pool: ThreadPoolExecutor,
+    ) -> tuple[list[Fisher], Counts]:
+        """Return the Fishers of one tensor's experts, and the first of those that share blocks.
+
+        names: of the tensor in the base, in each expert and in each Fisher. models: equal and twin
+        of the experts.
+        """
+        equal, twin = models
+        count = len(fishers)
+        own = np.broadcast_to(np.arange(count)[:, None], equal.shape)
+        # What is not read is not shared.
+        twin = np.where(equal, own, twin)
+        records = [record for _, record in fishers]
+        sides = [chunk_ids(record, chunk, self._catalog.block_size) for record in records]
+        mates = twins(sides, [record.dtype for record in records])
+        cost = self._costs(sides, np.zeros_like(equal), mates, records)
+        found = []
+        for k, (id, record) in enumerate(fishers):
+            is_there = self._inputs.has(count + k, names[1 + count + k])
+            sums = None
+            # Where no expert moves, no Fisher counts.
+            if is_there and not equal.all() and not operation.weightless[k]:
+                where = f"{self._request.experts[count + k].name}: {names[1 + count + k]}"
+                sums = self._facts.fisher(where, id, record, chunk, pool)
+            found.append(
+                Fisher(mates[k], cost[k], sums, ITEMSIZES[record.dtype], is_there, twin[k])
+            )
+        return found, grouped((twin, mates))
 
     def _product_rows(
         self,
@@ -550,7 +664,7 @@ def _tensors(inputs: Inputs, ids: Names) -> dict[str, tuple[TensorId, Tensor]]:
     return dict(zip(ids, zip(ids.values(), records, strict=True), strict=True))
 
 
-def _shapes(tensors: dict[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: record.shape for name, (_, record) in tensors.items()}
 
 

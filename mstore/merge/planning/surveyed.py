@@ -16,6 +16,7 @@ import numpy as np
 from mstore.ids import ManifestId, TensorId
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Operation
+from mstore.merge.planning.fishers import Fisher
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.tensor import Tensor
 from mstore.stats.histogram import Threshold
@@ -40,7 +41,8 @@ class ExpertTensor:
     if nothing is trimmed. surplus: elements that trimming keeps beyond k because it may not read
     the data to find the exact cut: if all of the expert is read, and if only part of it is. band:
     of the whole tensor, roughly the sum of squares that two thresholds leave, or at most the one
-    that a selection by importance leaves; NaN for others.
+    that a selection by importance leaves; NaN for others. fisher: of an expert that has one; `twin`
+    is then the first expert that shares the blocks of the tensor or of its Fisher.
     """
 
     pair: tuple[TensorId, TensorId]
@@ -52,6 +54,7 @@ class ExpertTensor:
     thresholds: tuple[Threshold, ...]
     surplus: tuple[int, int] = (0, 0)
     band: float = math.nan
+    fisher: Fisher | None = None
 
     @property
     def is_applied(self) -> bool:
@@ -101,7 +104,7 @@ class Survey:
     of statistics with rows that are not finite. base_not_finite: tensors of the base with elements
     that are infinite or NaN. squares: sum of squares of each tensor of the base. idle_rules:
     patterns of rules that no tensor follows. has_missing: an expert lacks tensors of the base, or
-    has others.
+    has others. fishers: how many of the experts, the last ones, are Fishers of the others.
     """
 
     base: ManifestId
@@ -116,3 +119,4 @@ class Survey:
     idle_rules: tuple[str, ...] = ()
     squares: Mapping[str, float] = field(default_factory=dict)
     has_missing: bool = False
+    fishers: int = 0

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from mstore.errors import Corrupt, StorageFailed
 from mstore.ids import TensorId
+from mstore.merge.methods import registry
 from mstore.objects.manifest import Manifest
 from mstore.objects.plan import Criteria, Plan
 from mstore.objects.shapes import EMBEDDINGS, matching
@@ -60,6 +61,8 @@ def names_of_plan(
         if not lenient:
             raise
         tied = False
+    # What Fishers say of two names does not make them two tensors.
+    experts = experts[: len(experts) - registry.fishers_of(plan)]
     first = first_names(base, experts, tied=tied)
     planned = {tensor.name for tensor in plan.tensors}
     new = {tensor.name: tensor.name for tensor in plan.tensors if tensor.sources}

@@ -18,7 +18,7 @@ from mstore.merge.planning.scores import SCORES
 from mstore.merge.planning.tied import names_of_plan
 from mstore.numeric.codes import CODES
 from mstore.objects.applied import AppliedTensor
-from mstore.objects.plan import DROPPED, Plan, PlanTensor
+from mstore.objects.plan import BELOW, DROPPED, OMITTED, READ, SHARED, Plan, PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.phrases import call, phrase
 from mstore.sizes import format_size
@@ -49,7 +49,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
     if plan.dtype not in (None, *CODES) or not operations.match(plan):
         raise BadRequest("not a sound plan: its parameters are not a planner's")
     _check_criteria(plan)
-    inputs = Inputs.of(catalog, plan)
+    inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
     first = names_of_plan(catalog, plan, inputs.base, inputs.experts)
     seen: set[str] = set()
     members = inputs.members
@@ -69,6 +69,7 @@ def check_fits(catalog: Catalog, plan: Plan) -> None:
         for number, tensor in enumerate(tensors):
             own = records[number * len(members) : (number + 1) * len(members)]
             _check_tensor(plan, tensor, own, operations.of(tensor))
+            _check_fishers(tensor, inputs)
 
 
 def _check_stack(plan: Plan, inputs: Inputs) -> None:
@@ -137,6 +138,27 @@ def _check_tensor(
         or len(tensor.omitted) != len(plan.experts)
     ):
         raise _unfit(tensor)
+
+
+def _check_fishers(tensor: PlanTensor, inputs: Inputs) -> None:
+    """Check that what is read of an expert is read of its Fisher, too, and that it has one."""
+    count = inputs.fishers
+    for k in range(count):
+        expert, fisher = tensor.states[k], tensor.states[count + k]
+        if any(state not in _WITH[own] for own, state in zip(expert, fisher, strict=True)):
+            raise _unfit(tensor)
+        is_used = not _READ.isdisjoint(fisher)
+        if is_used and not inputs.has(count + k, tensor.source(1 + count + k)):
+            raise _unfit(tensor)
+
+
+_READ: Final = frozenset((READ, SHARED))
+_UNREAD: Final = frozenset((BELOW, OMITTED, DROPPED))
+_WITH: Final = (_READ, _READ, _READ | _UNREAD, _UNREAD, _UNREAD, _UNREAD)
+"""By the state of an expert's chunk: what that of its Fisher may be.
+
+A Fisher counts where the expert is the base's, too.
+"""
 
 
 def _unfit(tensor: PlanTensor) -> BadRequest:

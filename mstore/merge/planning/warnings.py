@@ -6,6 +6,7 @@ explanation agree.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 from mstore.adapters.inputs import stand_ins
 from mstore.adapters.targets import is_adapter
 from mstore.errors import Incompatible
-from mstore.merge.methods.registry import Operations
+from mstore.merge.methods.registry import Operations, fishers_of
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.tied import left_to_base
 from mstore.numeric.codes import LARGEST
 from mstore.objects.manifest import File, Manifest
-from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.objects.plan import BELOW, DROPPED, EQUAL, OMITTED, READ, SHARED, Plan, PlanExpert
 from mstore.objects.shapes import EMBEDDINGS
 from mstore.objects.snapshot import BASE
 from mstore.store.catalog import Catalog
-from mstore.store.plan_rows import Overflow, Sources
+from mstore.store.plan_rows import Overflow, Source, Sources
 from mstore.vocabulary import tokenizer as tokenizers
 from mstore.vocabulary.tokenizer import TokenDifferences, Tokenizer
 
@@ -66,7 +67,7 @@ def idle_experts(plan: Plan, sources: Sources) -> tuple[MergeWarning, ...]:
         )
     return tuple(
         MergeWarning(kind, sources.experts[k].name, text)
-        for k in range(len(plan.experts))
+        for k in range(len(plan.experts) - fishers_of(plan))
         for kind, text in _of(plan, sources, k)
     )
 
@@ -101,7 +102,7 @@ def tokens_in_other_rows(
     base, path = catalog.manifest(plan.base_id()), tokenizers.TOKENIZER
     known: dict[File | None, Tokenizer | None] = {}
     found = []
-    for expert, source in zip(plan.experts, sources.experts, strict=True):
+    for expert, source in _models(plan, sources):
         model = catalog.manifest(expert.manifest_id())
         sides = []
         # Fine-tunes mostly have the base's file, which need not be read.
@@ -128,8 +129,15 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
     # What patterns leave out, and outputs use, is as it was asked for.
     merged = base.keys() - left_to_base(base, plan.criteria)
     used = {source for tensor in plan.tensors for source in tensor.sources}
+    models = len(plan.experts) - fishers_of(plan)
+    moved = {
+        name
+        for expert in plan.experts[:models]
+        for name, id in catalog.manifest(expert.manifest_id()).tensors().items()
+        if base.get(name) != id
+    }
     found = []
-    for expert, source in zip(plan.experts, sources.experts, strict=True):
+    for k, (expert, source) in enumerate(zip(plan.experts, sources.experts, strict=True)):
         own = catalog.manifest(expert.manifest_id()).tensors()
         if is_adapter(own) and not is_adapter(base):
             continue
@@ -137,8 +145,12 @@ def other_tensors(catalog: Catalog, plan: Plan, sources: Sources) -> tuple[Merge
         lacking = [
             name for name, id in stand_ins(base, own).items() if name in merged and id == base[name]
         ]
+        if k >= models:
+            # What no expert moves needs no Fisher.
+            lacking = [name for name in lacking if name in moved]
         if lacking:
-            told.append(f"lacks {few(lacking)}: the base's count for them")
+            so = "the base's count for them" if k < models else "its expert has no part in them"
+            told.append(f"lacks {few(lacking)}: {so}")
         others = own.keys() - base.keys() - used
         others -= left_to_base(dict.fromkeys(others), plan.criteria)
         if others:
@@ -167,6 +179,12 @@ def _tokenizer(catalog: Catalog, model: Manifest) -> Tokenizer | None:
         return tokenizers.tokenizer_of(catalog, model, "")
     except Incompatible:
         return None
+
+
+def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanExpert, Source]]:
+    """Yield the experts that are no Fishers."""
+    both = zip(plan.experts, sources.experts, strict=True)
+    yield from itertools.islice(both, len(plan.experts) - fishers_of(plan))
 
 
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
@@ -221,7 +239,7 @@ def _diluting(plan: Plan) -> str:
     """Return what an expert without a delta still changes if weights are divided by their sum."""
     # Consensus divides by the weights that agree, which never include an expert without a delta.
     used = Operations(plan).used(plan)
-    divides = any(one.normalizes and not one.is_elected for one in used)
+    divides = any(one.is_informed or (one.normalizes and not one.is_elected) for one in used)
     if divides and len(plan.experts) > 1:
         return " but to take weight from the others"
     return ""

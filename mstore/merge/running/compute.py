@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.merge.arithmetic.arguments import Chunk
+from mstore.merge.arithmetic.informed import average, unsound_fisher
 from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
 from mstore.merge.running.selecting import masks_of
@@ -20,9 +21,16 @@ from mstore.merge.running.selecting import masks_of
 def blend(
     loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int], out: Bytes
 ) -> tuple[int, ...]:
-    """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
+    """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`.
+
+    Raises Incompatible for a Fisher that is negative or not finite.
+    """
     tensor = loaded.task.tensor
     chunk = chunk_of(loaded, quotas)
+    if tensor.mix.is_informed:
+        if average(tensor.mix, chunk, out, tensor.out_dtype):
+            raise unsound_fisher(tensor.name)
+        return ()
     return mix_chunk(tensor.mix, *chunk, out, tensor.out_dtype, masks_of(loaded))
 
 

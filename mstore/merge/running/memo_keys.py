@@ -9,7 +9,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            the place in the tensor, and the mask limit where experts have different ones; for
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
-           count; for one by what experts need, what makes it a need, and of how many
+           count; for one by what experts need, what makes it a need, and of how many; for an
+           average by Fishers, which expert's Fisher it is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -162,9 +163,14 @@ class MemoKeys:
         for k, expert in enumerate(members.experts):
             slots = range(k, len(quotas), experts)
             limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
+            who = k.to_bytes(2, "little") if operation.is_whole else b""
+            if operation.is_informed:
+                # A Fisher counts without its expert, where that is the base's.
+                half = experts // 2
+                who = (k % half).to_bytes(2, "little") + bytes([k >= half])
             fixed = b"".join(
                 (
-                    k.to_bytes(2, "little") if operation.is_whole else b"",
+                    who,
                     _text(expert.dtype),
                     weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],

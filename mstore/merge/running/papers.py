@@ -36,6 +36,7 @@ from mstore.checkpoint.declared import (
 )
 from mstore.errors import BadRequest
 from mstore.ids import ManifestId
+from mstore.merge.methods import registry
 from mstore.merge.methods.parameters import written
 from mstore.merge.planning.noop import is_base, is_retyped
 from mstore.merge.planning.recipes import recipe_text
@@ -98,9 +99,9 @@ in its own content; those of its parents' contents can, and `mstore show ID` tak
 class Parent:
     """A parent as its own files describe it.
 
-    role: base, or expert N from 1 on. name: from its card; for the base also the name that all
-    experts' cards give their base; None if there is none. licence: what its card states, None for
-    nothing. texts: its licence files.
+    role: base, expert N from 1 on, or Fisher N, of that expert: it is no model. name: from its
+    card; for the base also the name that all experts' cards give their base; None if there is none.
+    licence: what its card states, None for nothing. texts: its licence files.
     """
 
     role: str
@@ -137,6 +138,7 @@ class Papers:
         self._catalog = catalog
         self._plan = plan
         self._form = form
+        self._fishers = registry.fishers_of(plan)
 
     def files(self) -> tuple[tuple[File, ...], dict[str, bytes]]:
         """Return the merge's files taken from parents, without the card; and new files by path."""
@@ -170,15 +172,21 @@ class Papers:
 
     @cached_property
     def parents(self) -> tuple[Parent, ...]:
-        """Base and experts, in the plan's order."""
+        """Base, experts and their Fishers, in the plan's order."""
         plan = self._plan
-        ids = [plan.base_id(), *(expert.manifest_id() for expert in plan.experts)]
-        weights = [None, *(expert.weight for expert in plan.experts)]
-        found = [
-            self._parent("base" if number == 0 else f"expert {number}", id, weight)
-            for number, (id, weight) in enumerate(zip(ids, weights, strict=True))
-        ]
+        count = len(plan.experts) - self._fishers
+        found = [self._parent("base", plan.base_id(), None)]
+        for number, expert in enumerate(plan.experts):
+            is_fisher = number >= count
+            role = f"Fisher {number - count + 1}" if is_fisher else f"expert {number + 1}"
+            weight = None if is_fisher else expert.weight
+            found.append(self._parent(role, expert.manifest_id(), weight))
         return tuple(found)
+
+    @property
+    def models(self) -> tuple[Parent, ...]:
+        """The parents without Fishers: whose licences and names count."""
+        return self.parents[: len(self.parents) - self._fishers]
 
     @cached_property
     def _named(self) -> tuple[Parent, ...]:
@@ -188,7 +196,7 @@ class Papers:
 
     def licence_warnings(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield warnings: the parents concerned (0 the base, experts from 1 on), and the text."""
-        return conflicts([parent.licence for parent in self.parents])
+        return conflicts([parent.licence for parent in self.models])
 
     def is_card_of(self, id: ManifestId) -> bool:
         """Return whether a content has exactly this card."""
@@ -204,7 +212,7 @@ class Papers:
     def _front_matter(self) -> Iterator[str]:
         yield "---"
         yield "base_model:"
-        for label in dict.fromkeys(parent.label for parent in self._named):
+        for label in dict.fromkeys(parent.label for parent in self._named[: len(self.models)]):
             # Quoted: YAML reads an unquoted id of digits only, or with one e, as a number.
             yield f"- {json.dumps(label)}"
         yield "base_model_relation: merge"
@@ -213,7 +221,7 @@ class Papers:
         yield from ("tags:", "- merge", "- mstore", "---")
 
     def _licence_lines(self) -> Iterator[str]:
-        stated = [parent.licence for parent in self.parents]
+        stated = [parent.licence for parent in self.models]
         if self._is_one_licence():
             yield f"license: {json.dumps(stated[0])}"
         elif any(stated):
@@ -255,7 +263,7 @@ class Papers:
             models = len({member for member, _ in plan.layers})
             of = "one model" if models == 1 else f"{models} models"
             return f"# A stack of {len(plan.layers)} layers of {of}"
-        return f"# A merge of {len(plan.experts)} models by {plan.method}"
+        return f"# A merge of {len(self.models) - 1} models by {plan.method}"
 
     def _how(self) -> Iterator[str]:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
@@ -293,8 +301,10 @@ class Papers:
 
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
-        for expert in plan.experts:
+        for expert in plan.experts[: len(self.models) - 1]:
             words += ["--expert", f"{expert.manifest_id().hex()}={_number(expert.weight)}"]
+        for fisher in plan.experts[len(self.models) - 1 :]:
+            words += ["--fisher", fisher.manifest_id().hex()]
         words += ["--method", plan.method]
         for key, value in plan.parameters:
             words += ["--param", f"{key}={written(value)}"]
@@ -318,8 +328,8 @@ class Papers:
     # -- licences ------------------------------------------------------------------------------
 
     def _is_one_licence(self) -> bool:
-        first = self.parents[0].licence
-        return first not in (None, "other") and all(p.licence == first for p in self.parents)
+        first = self.models[0].licence
+        return first not in (None, "other") and all(p.licence == first for p in self.models)
 
     def _licence_files(self) -> list[File]:
         return [
@@ -347,7 +357,7 @@ class Papers:
 
     def _name_of_base(self) -> str | None:
         found: set[str | None] = set()
-        for expert in self._plan.experts:
+        for expert in self._plan.experts[: len(self.models) - 1]:
             if expert.manifest == self._plan.base:
                 continue
             id = expert.manifest_id()

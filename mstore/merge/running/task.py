@@ -29,6 +29,7 @@ from mstore.ids import ID_BYTES, BlockId, TensorId
 from mstore.merge.arithmetic.kernels import UNLIMITED, Mix
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
+from mstore.merge.methods import registry
 from mstore.merge.methods.method import Operation
 from mstore.merge.methods.registry import Operations
 from mstore.merge.planning.tied import names_of_plan
@@ -210,7 +211,7 @@ class Tasks:
         self._operations = Operations(plan)
         self._mixes: dict[int | str, Mix] = {}
         self._members: dict[str, Members] = {}
-        self.inputs = Inputs.of(catalog, plan)
+        self.inputs = Inputs.of(catalog, plan, registry.fishers_of(plan))
         self._base, self._experts = self.inputs.base, self.inputs.experts
         self._factors = FactorCache(catalog, expert_meter)
         count = len(plan.experts)

@@ -1,0 +1,78 @@
+"""Informed averages: a chunk of base, experts and their Fishers in, a chunk of output out.
+
+For a base element b, and the experts k whose Fishers F_k are there, in their order and in float64:
+
+    output = b + sum of w_k F_k (e_k - b) / sum of w_k F_k
+
+F_k is at least the floor; an expert that is not there is equal to the base, and one whose bits are
+the base's adds nothing to the first sum.  Where either sum is 0, the output has the base's bits.
+The sum of base and quotient is rounded to float32, and that to the output's type.  In float64 no
+product of these underflows or overflows, so Fishers as small as float32 holds count in full, and an
+average of one expert is that expert, bit for bit, unless it is 2^26 times smaller than the base.
+
+A Fisher that is negative, infinite or NaN counts as 0, and is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.errors import Incompatible
+from mstore.merge.arithmetic.arguments import Chunk, pack
+from mstore.merge.arithmetic.mix import Mix
+from mstore.merge.arithmetic.tiles import TOGETHER
+from mstore.numeric.code_cache import Pass
+from mstore.numeric.codes import ITEMSIZES
+from mstore.numeric.singles import singles
+
+_HERE: Final = Path(__file__)
+_informed: Final = Pass(
+    "mstore.merge.arithmetic.informed_passes",
+    "informed",
+    "p",
+    (
+        _HERE.parents[2] / "numeric" / "codes.py",
+        _HERE.parents[2] / "numeric" / "floats.py",
+        _HERE.with_name("tiles.py"),
+        _HERE.with_name("arguments.py"),
+        _HERE.with_name("informed_passes.py"),
+    ),
+)
+
+
+def sum_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> float:
+    """Return the sum of n elements of a Fisher, in order; NaN if one of them is no information."""
+    total = 0.0
+    for start in range(0, n, TOGETHER):
+        count = min(TOGETHER, n - start)
+        part = singles(data[start * ITEMSIZES[dtype] :], dtype, count)
+        # Not `any below 0`: a NaN is not.
+        if not ((part >= 0) & (part < np.inf)).all():
+            return math.nan
+        # One after the other: the same bits on every machine.
+        total += float(np.cumsum(part, dtype=np.float64)[-1])
+    return total
+
+
+def unsound_fisher(where: str) -> Incompatible:
+    """Return the error for a Fisher that has other elements than information of 0 or more."""
+    return Incompatible(
+        "a Fisher has elements that are negative, infinite or NaN",
+        where=where,
+        hint="the mean of squared gradients, in a type that holds it",
+    )
+
+
+def average(mix: Mix, chunk: Chunk, out: npt.NDArray[np.uint8], out_dtype: str) -> int:
+    """Average a chunk into `out`; return how many elements of Fishers are no information.
+
+    chunk, out: as for `kernels.mix_chunk`, the Fishers after the experts.  Raises as that does.
+    """
+    packed = pack(mix, chunk, out, out_dtype)
+    _informed(packed.at)
+    return packed.read_ties()[0]

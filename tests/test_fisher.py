@@ -1,0 +1,407 @@
+"""fisher: averages by diagonal Fishers, which are checkpoints beside the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import reference
+from families import BLOCK, Arrays, Family
+from test_budget import Place, make
+
+from mstore import MergeRequest, Store, TensorRule, Vocabulary
+from mstore.errors import BadRequest, Incompatible
+from mstore.merge.methods.registry import operation
+from mstore.objects.plan import BELOW, EQUAL, OMITTED, READ, SHARED, Plan
+
+SHAPES = {"a": (70, 1024), "b": (50, 1000), "still": (40, 1000), "tiny": (7,)}
+MOVED = ("a", "b", "tiny")
+WEIGHTS = (1.0, 0.5, 0.75)
+FISHERS = ("f0", "f1", "f2")
+
+
+def asked(**options: Any) -> MergeRequest:
+    given: dict[str, Any] = {
+        "base": "base",
+        "experts": list(zip(("e0", "e1", "e2"), WEIGHTS, strict=True)),
+        "fishers": FISHERS,
+        "method": "fisher",
+    }
+    return MergeRequest(**(given | options))
+
+
+def informations(rng: np.random.Generator, dtype: str, sizes: dict[str, tuple[int, ...]]) -> Arrays:
+    """As they are: over many powers of ten, and zero in places."""
+    found = {}
+    for name, shape in sizes.items():
+        values = 10.0 ** rng.uniform(-14, -4, shape) * (rng.random(shape) < 0.8)
+        found[name] = families.cast(values, dtype)
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Three experts of two types, and Fishers of two.  Expert 0 has the base's second chunk of b,
+    and only expert 1 moves what lies at the end of a."""
+    rng = np.random.default_rng(4)
+    base = {name: families.cast(rng.standard_normal(one), "BF16") for name, one in SHAPES.items()}
+    experts = []
+    for own in ("BF16", "F32", "BF16"):
+        moved = {"still": base["still"]}
+        for name in MOVED:
+            step = 0.05 * rng.standard_normal(SHAPES[name])
+            moved[name] = families.cast(base[name].astype(np.float32) + step, own)
+        experts.append(moved)
+    experts[0]["b"][32:] = base["b"][32:]
+    for k in (0, 2):
+        experts[k]["a"][64:] = base["a"][64:]
+    family = Family(base, tuple(experts))
+    made = make(tmp_path_factory.mktemp("family"), family)
+    made.fishers = [informations(rng, own, SHAPES) for own in ("F32", "BF16", "F32")]
+    # Nobody knows anything of the last rows.
+    for one in made.fishers:
+        one["tiny"][5:] = 0
+    with made.store:
+        for name, one in zip(FISHERS, made.fishers, strict=True):
+            families.write_checkpoint(made.root / name, one)
+            made.store.add(made.root / name, name=name)
+        yield made
+
+
+def wanted(place: Place, name: str, weights: Any = WEIGHTS, floor: float = 0.0, **more: Any) -> Any:
+    sides = [one[name] for one in (*place.family.experts, *place.fishers)]
+    return reference.merge(
+        "fisher", {"floor": floor}, weights, place.family.base[name], sides, out_dtype="F32", **more
+    )
+
+
+def same(found: Any, exact: Any) -> bool:
+    return np.array_equal(found.view(np.uint32), exact.view(np.uint32))
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-6])
+def test_a_merge_equals_the_reference(place: Place, floor: float) -> None:
+    """Bit for bit the definition, whole, virtual and replayed."""
+    plan = place.store.plan(asked(parameters={"floor": floor}, dtype="F32"))
+    assert plan.fishers == FISHERS
+    assert [name for name, _ in plan.experts] == ["e0", "e1", "e2"]
+    done = place.store.merge(plan, name="merged", memo=False)
+    assert done.expert_bytes_read == plan.planned_expert_bytes == plan.full_expert_bytes
+    assert place.store.replay("merged").same
+    place.store.merge(plan, name="virtual", virtual=True)
+    for name in SHAPES:
+        exact = wanted(place, name, floor=floor)
+        for ref in ("merged", "virtual"):
+            assert same(place.store[ref].tensor(name), exact), (ref, name)
+    base = place.family.base["tiny"].astype(np.float32)
+    assert (place.store["merged"].tensor("tiny")[5:] == base[5:]).all() == (floor == 0)
+
+
+def test_the_formula_is_that_of_the_paper(place: Place) -> None:
+    """sum w F theta / sum w F, of whole experts, in exact enough arithmetic."""
+    place.store.merge(place.store.plan(asked(dtype="F32")), name="merged")
+    for name in MOVED:
+        above, below = np.zeros(SHAPES[name]), np.zeros(SHAPES[name])
+        for weight, one, fisher in zip(WEIGHTS, place.family.experts, place.fishers, strict=True):
+            factor = weight * fisher[name].astype(np.float64)
+            above += factor * one[name].astype(np.float64)
+            below += factor
+        known = below > 0
+        found = place.store["merged"].tensor(name)[known]
+        assert np.allclose(found, above[known] / below[known], rtol=3e-7, atol=0)
+        assert known.mean() > 0.9 or name == "tiny"
+
+
+@pytest.mark.parametrize("share", ["20%", "50%", "80%"])
+def test_an_expert_is_read_with_its_fisher_or_not_at_all(place: Place, share: str) -> None:
+    """Under a budget what is left out of an expert is left out of both sums."""
+    plan = place.store.plan(asked(dtype="F32", budget=share))
+    assert 0 < plan.planned_expert_bytes <= plan.budget_bytes < plan.full_expert_bytes
+    done = place.store.merge(plan, name="part", memo=False)
+    assert done.expert_bytes_read == plan.planned_expert_bytes
+    place.store.merge(plan, name="virtual", virtual=True)
+    left = 0
+    for tensor in place.store._catalog.record(Plan, plan.plan).tensors:
+        n = place.family.base[tensor.name].size
+        for expert, fisher in zip(tensor.states[:3], tensor.states[3:], strict=True):
+            for own, theirs in zip(expert, fisher, strict=True):
+                assert (theirs in (READ, SHARED)) == (own in (READ, SHARED)) or own == EQUAL
+                left += theirs == OMITTED
+        absent = [
+            np.repeat(np.frombuffer(states, np.uint8) > 1, tensor.chunk_elements)[:n]
+            for states in tensor.states
+        ]
+        exact = wanted(place, tensor.name, absent=absent)
+        for ref in ("part", "virtual"):
+            assert same(place.store[ref].tensor(tensor.name), exact), tensor.name
+    assert left
+    place.store.merge(place.store.plan(asked(dtype="F32")), name="full")
+    parts = ({name: place.store[ref].tensor(name) for name in SHAPES} for ref in ("part", "full"))
+    error = place.relative_error(*parts)
+    assert plan.error_bound is None
+    assert plan.error_estimate is not None
+    assert 0.25 * error < plan.error_estimate < 4 * error
+
+
+def test_stored_differences_are_read_like_others(place: Place) -> None:
+    """Where experts are stored as differences, and Fishers compressed, the result is the same, and
+    the budget is kept in bytes at rest."""
+    with Store.init(place.root / "differences", block_size=BLOCK) as store:
+        for name in ("base", "e0", "e1", "e2", *FISHERS):
+            base = "base" if name.startswith("e") else None
+            store.add(place.root / name, name=name, base=base)
+        plan = store.plan(asked(dtype="F32", budget="60%"))
+        done = store.merge(plan, name="part", memo=False)
+        assert done.expert_bytes_read == plan.planned_expert_bytes <= (plan.budget_bytes or 0)
+        store.merge(store.plan(asked(dtype="F32")), name="full")
+        for name in SHAPES:
+            assert same(store["full"].tensor(name), wanted(place, name))
+
+
+def test_what_cannot_count_is_not_read(place: Place) -> None:
+    """Where no expert moves, no Fisher is read; an expert that is the base's is read as its Fisher
+    alone; one without weight or without information there not at all."""
+    rng = np.random.default_rng(9)
+    nothing = informations(rng, "F32", SHAPES)
+    nothing["a"][:32] = 0
+    families.write_checkpoint(place.root / "nothing", nothing)
+    place.store.add(place.root / "nothing", name="nothing")
+    plan = place.store.plan(
+        asked(experts=["e0", "e1", ("e2", 0.0)], fishers=["nothing", "f1", "f2"])
+    )
+    found = {one.name: one for one in place.store._catalog.record(Plan, plan.plan).tensors}
+    assert "still" not in found
+    a, b = found["a"].states, found["b"].states
+    # 16 rows of a are a block of Fisher, 32 one of bfloat16.
+    assert list(a[0][:2]) == [BELOW, READ]
+    assert list(a[3][:2]) == [BELOW, READ]
+    assert list(a[0][2:]) == [EQUAL]
+    assert list(a[3][2:]) == [READ]
+    assert set(a[2] + b[2]) <= {BELOW, EQUAL}
+    assert set(a[5] + b[5]) == {BELOW}
+
+
+def test_shared_halves_are_read_once(place: Place) -> None:
+    """Experts that share their own blocks or those of Fishers pay for these once, at any budget,
+    and a full budget in bytes is a merge without one."""
+    cases = (
+        (["e0", "e0", "e2"], ["f0", "f1", "f2"]),
+        (["e0", "e1", "e2"], ["f0", "f0", "f0"]),
+        (["e0", "e0", "e2"], ["f0", "f2", "f2"]),
+        (["e0", "e0", "e2"], ["f0", "f0", "f2"]),
+    )
+    for experts, fishers in cases:
+        own = asked(experts=experts, fishers=fishers, dtype="F32")
+        full = place.store.plan(own)
+        whole = place.store.merge(full, name="whole", memo=False)
+        assert whole.expert_bytes_read == full.planned_expert_bytes
+        again = place.store.plan(own)
+        assert again.full_expert_bytes == full.full_expert_bytes
+        exact = dataclasses.replace(own, budget=full.full_expert_bytes)
+        limited = place.store.merge(place.store.plan(exact), name="exact", memo=False)
+        assert limited.manifest == whole.manifest
+        for share in ("30%", "70%"):
+            plan = place.store.plan(dataclasses.replace(own, budget=share))
+            assert plan.planned_expert_bytes <= (plan.budget_bytes or 0)
+            done = place.store.merge(plan, name="part", memo=False)
+            assert done.expert_bytes_read == plan.planned_expert_bytes
+
+
+def test_one_expert_is_that_expert(place: Place) -> None:
+    """Where it has any information, whatever its weight; else the base."""
+    plan = place.store.plan(asked(experts=[("e1", 0.3)], fishers=["f1"], dtype="F32"))
+    place.store.merge(plan, name="one")
+    for name in MOVED:
+        known = place.fishers[1][name].astype(np.float32) > 0
+        base = place.family.base[name].astype(np.float32)
+        exact = np.where(known, place.family.experts[1][name], base)
+        assert same(place.store["one"].tensor(name), exact)
+
+
+def test_what_is_remembered_knows_whose_fisher_it_is(place: Place) -> None:
+    """With other Fishers, a swapped pair, a floor or an expert less, a merge with the memo table is
+    that without."""
+    for experts, fishers, floor in (
+        (["e0", "e1"], ["f0", "f1"], 0.0),
+        (["e0", "e1"], ["f1", "f0"], 0.0),
+        (["e0", "e1"], ["f0", "f1"], 1e-7),
+        (["e0", ("e1", 0.5)], ["f0", "f1"], 0.0),
+        (["e0"], ["f1"], 0.0),
+        (["e1", "e0"], ["f0", "f1"], 0.0),
+        (["e0", "e1", "e2"], ["f0", "f1", "f2"], 0.0),
+        (["e0", "e2", "e1"], ["f1", "f0", "f2"], 0.0),
+    ):
+        own = asked(experts=experts, fishers=fishers, parameters={"floor": floor})
+        plan = place.store.plan(own)
+        done = place.store.merge(plan, name="remembered")
+        assert place.store.merge(plan, name="anew", memo=False).manifest == done.manifest
+
+
+def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
+    """And what one moves if that is allowed: then the expert has no part in it, with any floor."""
+    short = {name: one for name, one in place.fishers[0].items() if name != "still"}
+    families.write_checkpoint(place.root / "short", short)
+    place.store.add(place.root / "short", name="short")
+    names = ["short", "f1", "f2"]
+    merged = place.store.merge(place.store.plan(asked(fishers=names)), name="short-merged")
+    usual = place.store.merge(place.store.plan(asked()), name="usual")
+    found, exact = (place.store._catalog.manifest(one.manifest) for one in (merged, usual))
+    assert found.tensors() == exact.tensors()
+    # Tensors that are only converted need none, either.
+    place.store.merge(place.store.plan(asked(fishers=names, dtype="F32")), name="wide")
+    base = place.family.base["still"].astype(np.float32)
+    assert same(place.store["wide"].tensor("still"), base)
+    families.write_checkpoint(place.root / "shorter", {"a": short["a"], "tiny": short["tiny"]})
+    place.store.add(place.root / "shorter", name="shorter")
+    names[0] = "shorter"
+    with pytest.raises(Incompatible, match="lacks b: a Fisher has the tensors"):
+        place.store.plan(asked(fishers=names))
+    for floor in (0.0, 1e-6):
+        own = asked(fishers=names, allow_missing=True, parameters={"floor": floor}, dtype="F32")
+        plan = place.store.plan(own)
+        told = [one.text for one in plan.warnings if one.kind == "other tensors"]
+        assert told == ["shorter lacks b: its expert has no part in them"]
+        place.store.merge(plan, name="lacking")
+        gone = np.ones(SHAPES["b"], dtype=bool)
+        here = np.zeros(SHAPES["b"], dtype=bool)
+        exact = wanted(place, "b", floor=floor, absent=[gone, here, here, gone, here, here])
+        assert same(place.store["lacking"].tensor("b"), exact)
+        assert place.store.replay("lacking").same
+
+
+@pytest.mark.parametrize("value", [-1e-9, np.nan, np.inf])
+def test_what_is_no_information_is_refused(place: Place, value: float) -> None:
+    """By the plan, which names tensor and Fisher, and without analysis by the merge."""
+    bad = {name: one.copy() for name, one in place.fishers[0].items()}
+    bad["b"][30, 1] = value
+    name = f"bad{value}".replace("-", "")
+    families.write_checkpoint(place.root / name, bad)
+    place.store.add(place.root / name, name=name)
+    own = asked(fishers=[name, "f1", "f2"])
+    with pytest.raises(Incompatible, match=r"negative, infinite or NaN") as error:
+        place.store.plan(own)
+    assert error.value.where == f"{name}: b"
+    plan = place.store.plan(dataclasses.replace(own, analyze=False))
+    before = place.store.refs()
+    with pytest.raises(Incompatible, match=r"negative, infinite or NaN"):
+        place.store.merge(plan, name="unsound", memo=False)
+    assert place.store.refs() == before
+
+
+def test_what_is_refused(place: Place) -> None:
+    """Too few Fishers, other methods, negative weights, other shapes and names, adapters' words."""
+    store = place.store
+    for options, says in (
+        ({"fishers": ["f0"]}, "in the order of the experts: 3, not 1"),
+        ({"fishers": []}, "3, not 0"),
+        ({"method": "linear"}, "linear takes no Fishers"),
+        ({"experts": [("e0", -1.0), "e1", "e2"]}, "not negative"),
+        ({"rules": [TensorRule(tensors="a", method="linear")]}, "of all tensors or of none"),
+        ({"parameters": {"floor": -1}}, "floor must be in"),
+        ({"score": "trimmed"}, "trims nothing"),
+    ):
+        with pytest.raises(BadRequest, match=says):
+            store.plan(asked(**options))
+    with pytest.raises(BadRequest, match="of all tensors or of none"):
+        store.plan(
+            MergeRequest(
+                base="base",
+                experts=["e0"],
+                method="linear",
+                rules=[TensorRule(tensors="a", method="fisher")],
+            )
+        )
+    with pytest.raises(BadRequest, match="tokens that they have now"):
+        store.align(asked(), Vocabulary())
+    for name, change, says in (
+        ("shape", {"a": place.fishers[0]["a"].T.copy()}, r"a is F32 \[1024, 70\]"),
+        ("doubles", {"a": place.fishers[0]["a"].astype(np.float64)}, r"a is F64"),
+        ("more", {"other": place.fishers[0]["a"]}, "has, and the base does not, other"),
+    ):
+        families.write_checkpoint(place.root / name, place.fishers[0] | change)
+        store.add(place.root / name, name=name)
+        with pytest.raises(Incompatible, match=says):
+            store.plan(asked(fishers=[name, "f1", "f2"]))
+    families.write_checkpoint(place.root / "alien", {"other": place.fishers[0]["a"]})
+    store.add(place.root / "alien", name="alien")
+    with pytest.raises(Incompatible, match="Fisher of another model"):
+        store.plan(asked(fishers=["alien", "f1", "f2"], allow_missing=True))
+    with pytest.raises(BadRequest, match="not negative"):
+        operation("fisher", {}, [-1.0])
+
+
+def test_rules_may_have_floors_and_weights_of_their_own(place: Place) -> None:
+    """A tensor's own parameters and weights count for it alone."""
+    rule = TensorRule(tensors="b", parameters={"floor": 1e-5}, weights=(0.0, 2.0, 1.0))
+    place.store.merge(place.store.plan(asked(rules=[rule], dtype="F32")), name="ruled")
+    assert same(place.store["ruled"].tensor("a"), wanted(place, "a"))
+    exact = wanted(place, "b", weights=(0.0, 2.0, 1.0), floor=1e-5)
+    gone = np.ones(SHAPES["b"], dtype=bool)
+    here = np.zeros(SHAPES["b"], dtype=bool)
+    exact = wanted(
+        *(place, "b", (0.0, 2.0, 1.0), 1e-5), absent=[gone, here, here, gone, here, here]
+    )
+    assert same(place.store["ruled"].tensor("b"), exact)
+    assert place.store.replay("ruled").same
+
+
+def test_outputs_have_the_fishers_of_their_sources(place: Place) -> None:
+    """A new tensor is made of a named one, whose Fisher counts."""
+    plan = place.store.plan(asked(outputs={"again": "a"}, dtype="F32"))
+    place.store.merge(plan, name="more")
+    assert same(place.store["more"].tensor("again"), wanted(place, "a"))
+
+
+def test_shares_of_the_change_add_up(place: Place) -> None:
+    """Blame is of experts only, their shares add up to one, and are those of the definition."""
+    plan = place.store.plan(asked(dtype="F32"))
+    place.store.merge(plan, name="merged")
+    told = place.store.blame("merged")
+    assert [one.expert for one in told.experts] == ["e0", "e1", "e2"]
+    assert told.base_share == 0
+    assert sum(one.share or 0 for one in told.experts) == pytest.approx(1, abs=1e-12)
+    (of_a,) = (one for one in told.tensors if one.name == "a")
+    base = place.family.base["a"].astype(np.float64)
+    factors = [
+        weight * one["a"].astype(np.float64)
+        for weight, one in zip(WEIGHTS, place.fishers, strict=True)
+    ]
+    total = sum(factors)
+    parts = [
+        factor * (one["a"].astype(np.float64) - base) / np.where(total > 0, total, 1)
+        for factor, one in zip(factors, place.family.experts, strict=True)
+    ]
+    whole = sum(parts)
+    for part, one in zip(parts, of_a.experts, strict=True):
+        assert one.norm == pytest.approx(np.linalg.norm(part), rel=1e-9)
+        assert one.share == pytest.approx((part * whole).sum() / (whole * whole).sum(), rel=1e-9)
+    told_by_plan = place.store.explain("merged")
+    assert told_by_plan.plan.fishers == FISHERS
+
+
+def test_a_larger_share_of_the_budget_goes_to_who_knows_more(place: Place) -> None:
+    """Of two experts that move alike, the one whose Fisher is larger is read first."""
+    base = place.family.base
+    rng = np.random.default_rng(1)
+    for k in range(2):
+        step = 0.05 * rng.standard_normal(SHAPES["a"])
+        moved = base | {"a": families.cast(base["a"].astype(np.float32) + step, "BF16")}
+        size = 1e-6 if k else 1e-9
+        known = {"a": families.cast(size * (1 + rng.random(SHAPES["a"])), "F32")}
+        families.write_checkpoint(place.root / f"m{k}", moved)
+        families.write_checkpoint(place.root / f"k{k}", known)
+        place.store.add(place.root / f"m{k}", name=f"m{k}", base="base")
+        place.store.add(place.root / f"k{k}", name=f"k{k}")
+    plan = place.store.plan(
+        asked(experts=["m0", "m1"], fishers=["k0", "k1"], budget="50%", allow_missing=False)
+    )
+    (tensor,) = place.store._catalog.record(Plan, plan.plan).tensors
+    assert set(tensor.states[1]) == {READ}
+    assert set(tensor.states[0]) == {OMITTED}
+    # Little is lost with who knows little.
+    assert plan.error_share_estimate is not None
+    assert plan.error_share_estimate < 0.01
