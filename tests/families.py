@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,44 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Family:
-    """A base and experts; every expert has the base's tensors."""
+    """A base and experts; every expert has the base's tensors.  So has its Fisher, if any."""
 
     base: Arrays
     experts: tuple[Arrays, ...]
+    fishers: tuple[Arrays, ...] = ()
 
     def write(self, root: Path) -> Path:
         """Write ROOT/base and ROOT/e0, ROOT/e1, ...; the experts in fewer shards than the base."""
         write_checkpoint(root / "base", self.base, shards=3)
         for number, expert in enumerate(self.experts):
             write_checkpoint(root / f"e{number}", expert, shards=1 + number % 2, note=f"e{number}")
+        for number, fisher in enumerate(self.fishers):
+            write_checkpoint(root / f"f{number}", fisher)
         return root
+
+    def informed(self, seed: int = 0, dtypes: Sequence[str] = ("F32", "BF16", "F32")) -> Family:
+        """Return it with Fishers: over some powers of ten, many zero, and all of some blocks."""
+        rng = np.random.default_rng(seed)
+        fishers = []
+        for _, dtype in zip(self.experts, dtypes, strict=True):
+            own = {}
+            for name, array in self.base.items():
+                known = 10.0 ** rng.uniform(-4, 1, array.shape) * (rng.random(array.shape) < 0.8)
+                flat = known.reshape(-1)
+                flat[: BLOCK // 2 * int(rng.integers(0, 2))] *= float(rng.integers(0, 2))
+                own[name] = cast(known, dtype)
+            fishers.append(own)
+        return replace(self, fishers=tuple(fishers))
 
     @property
     def names(self) -> list[str]:
         """e0, e1, ...: how `write` calls the experts."""
         return [f"e{number}" for number in range(len(self.experts))]
+
+    @property
+    def fisher_names(self) -> list[str]:
+        """f0, f1, ...: how `write` calls the Fishers."""
+        return [f"f{number}" for number in range(len(self.fishers))]
 
 
 # -- arrays ------------------------------------------------------------------------------------
@@ -234,7 +256,8 @@ def expected(
     """
     merged = {}
     for name, base in family.base.items():
-        sides = [base, *(expert[name] for expert in family.experts)]
+        others = family.experts + family.fishers if method == "fisher" else family.experts
+        sides = [base, *(expert[name] for expert in others)]
         is_merged = {_NAMES[side.dtype] for side in sides} <= reference.DTYPES.keys()
         if not base.size or not is_merged:
             # Without elements there is a type all the same.

@@ -48,6 +48,7 @@ ADDITIVE = {
 CONSENSUS = {
     "sce": ({"select_topk": 0.4}, (1.0, 1.0, 1.0)),
     "consensus": ({"tall_mask_lambda": 0.2}, (1.0, 0.5, 0.75)),
+    "fisher": ({}, (1.0, 0.5, 0.75)),
     "ram": ({"epsilon": 0.01}, (1.0, 1.0, 1.0)),
     "ramplus_tl": ({"epsilon": 0.01, "r": 0.5, "alpha": 1.0}, (1.0, 1.0, 1.0)),
     "ties": ({"density": 0.3}, (1.0, 0.5, 0.75)),
@@ -59,12 +60,11 @@ METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {**ADDITIVE, **CO
 
 @dataclass
 class Place:
-    """A family and a store that holds it, experts added with their base; Fishers of some."""
+    """A family and a store that holds it, experts added with their base."""
 
     root: Path
     family: Family
     store: Store
-    fishers: list[Arrays] = dataclasses.field(default_factory=list)
 
     def plan(self, method: str, store: Store | None = None, **options: Any) -> PlanReport:
         parameters, weights = METHODS[method]
@@ -77,6 +77,7 @@ class Place:
                 experts=list(zip(self.family.names, weights, strict=False)),
                 method=method,
                 parameters=parameters,
+                fishers=self.family.fisher_names if method == "fisher" else (),
                 **options,
             ),
             allow_noop=True,
@@ -106,19 +107,22 @@ def make(root: Path, family: Family, *, with_base: bool = True) -> Place:
     store.add(root / "base", name="base")
     for name in family.names:
         store.add(root / name, name=name, base="base" if with_base else None)
+    for name in family.fisher_names:
+        store.add(root / name, name=name)
     return Place(root, family, store)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=200))
+    family = families.layered(rows=200).informed(dtypes=("BF16", "BF16", "BF16"))
+    made = make(tmp_path_factory.mktemp("family"), family)
     with made.store:
         yield made
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    family = families.layered(8, expert_dtypes=("F32", "BF16", "F16"), rows=100)
+    family = families.layered(8, expert_dtypes=("F32", "BF16", "F16"), rows=100).informed()
     made = make(tmp_path_factory.mktemp("mixed"), family)
     with made.store:
         yield made

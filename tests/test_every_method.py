@@ -25,7 +25,7 @@ from mstore.reports import PlanReport
 
 LARGE = 4 * families.BLOCK
 EXPERTS = 3
-ALIKE = families.layered(6, rows=90)
+ALIKE = families.layered(6, rows=90).informed()
 DRAWS = 2
 """Draws of parameters that every run tries; the long lane tries more."""
 CASES = [
@@ -60,13 +60,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Experts that change all, parts or nothing of a tensor, that share blocks, and are of other
     types."""
     root = tmp_path_factory.mktemp("family")
-    family = families.layered(5, expert_dtypes=("BF16", "F32", "BF16"), rows=90)
+    family = families.layered(5, expert_dtypes=("BF16", "F32", "BF16"), rows=90).informed()
     family.write(root)
     stores = []
     for size in (families.BLOCK, LARGE):
         store = Store.init(root / f"store{size}", block_size=size)
         for name in ("base", *family.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
+        for name in family.fisher_names:
+            store.add(root / name, name=name)
         stores.append(store)
     yield Place(family, *stores)
     for store in stores:
@@ -97,7 +99,8 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
     count = method.experts or draw.randint(max(method.least, 2), EXPERTS)
     experts = draw.sample([f"e{k}" for k in range(EXPERTS)], count)
     # Directions that balance out have no mean.
-    choices = [1.0, 0.5, 0.7] if method.mix is not None else [1.0, 0.5, -0.25, 0.7]
+    balanced = method.mix is None and not method.fishers
+    choices = [1.0, 0.5, -0.25, 0.7] if balanced else [1.0, 0.5, 0.7]
     weights = [draw.choice(choices) if method.weighted else 1.0 for _ in experts]
     for _ in range(100):
         given = {one.name: value(one, draw, count) for one in method.parameters}
@@ -110,6 +113,7 @@ def asked(method: Method, draw: random.Random) -> MergeRequest:
             experts=list(zip(experts, weights, strict=True)),
             method=method.name,
             parameters=given,
+            fishers=[one.replace("e", "f") for one in experts] if method.fishers else (),
             dtype="F32",
         )
     raise AssertionError(f"no parameters fit {method.name}")
@@ -180,6 +184,8 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with Store.init(root / "store", block_size=families.BLOCK) as store:
         for name in ("base", *ALIKE.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
+        for name in ALIKE.fisher_names:
+            store.add(root / name, name=name)
         yield store
 
 
@@ -195,7 +201,7 @@ def test_blocks_of_the_base_are_free(name: str, seed: int, alike: Store) -> None
     experts = [ALIKE.experts[int(name[1:])] for name, _ in request.experts]
     for tensor in plan.tensors:
         base = ALIKE.base[tensor.name].ravel()
-        for own, states in zip(experts, tensor.states, strict=True):
+        for own, states in zip(experts, tensor.states[: len(experts)], strict=True):
             side, wide = own[tensor.name].ravel(), max(1, tensor.chunk_elements)
             for number, state in enumerate(states):
                 at = slice(number * wide, (number + 1) * wide)

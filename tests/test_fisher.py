@@ -59,21 +59,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     experts[0]["b"][32:] = base["b"][32:]
     for k in (0, 2):
         experts[k]["a"][64:] = base["a"][64:]
-    family = Family(base, tuple(experts))
-    made = make(tmp_path_factory.mktemp("family"), family)
-    made.fishers = [informations(rng, own, SHAPES) for own in ("F32", "BF16", "F32")]
-    # Nobody knows anything of the last rows.
-    for one in made.fishers:
+    fishers = tuple(informations(rng, own, SHAPES) for own in ("F32", "BF16", "F32"))
+    # Nobody knows anything of the last elements.
+    for one in fishers:
         one["tiny"][5:] = 0
+    made = make(tmp_path_factory.mktemp("family"), Family(base, tuple(experts), fishers))
     with made.store:
-        for name, one in zip(FISHERS, made.fishers, strict=True):
-            families.write_checkpoint(made.root / name, one)
-            made.store.add(made.root / name, name=name)
         yield made
 
 
 def wanted(place: Place, name: str, weights: Any = WEIGHTS, floor: float = 0.0, **more: Any) -> Any:
-    sides = [one[name] for one in (*place.family.experts, *place.fishers)]
+    sides = [one[name] for one in (*place.family.experts, *place.family.fishers)]
     return reference.merge(
         "fisher", {"floor": floor}, weights, place.family.base[name], sides, out_dtype="F32", **more
     )
@@ -106,7 +102,9 @@ def test_the_formula_is_that_of_the_paper(place: Place) -> None:
     place.store.merge(place.store.plan(asked(dtype="F32")), name="merged")
     for name in MOVED:
         above, below = np.zeros(SHAPES[name]), np.zeros(SHAPES[name])
-        for weight, one, fisher in zip(WEIGHTS, place.family.experts, place.fishers, strict=True):
+        for weight, one, fisher in zip(
+            WEIGHTS, place.family.experts, place.family.fishers, strict=True
+        ):
             factor = weight * fisher[name].astype(np.float64)
             above += factor * one[name].astype(np.float64)
             below += factor
@@ -216,7 +214,7 @@ def test_one_expert_is_that_expert(place: Place) -> None:
     plan = place.store.plan(asked(experts=[("e1", 0.3)], fishers=["f1"], dtype="F32"))
     place.store.merge(plan, name="one")
     for name in MOVED:
-        known = place.fishers[1][name].astype(np.float32) > 0
+        known = place.family.fishers[1][name].astype(np.float32) > 0
         base = place.family.base[name].astype(np.float32)
         exact = np.where(known, place.family.experts[1][name], base)
         assert same(place.store["one"].tensor(name), exact)
@@ -243,7 +241,7 @@ def test_what_is_remembered_knows_whose_fisher_it_is(place: Place) -> None:
 
 def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
     """And what one moves if that is allowed: then the expert has no part in it, with any floor."""
-    short = {name: one for name, one in place.fishers[0].items() if name != "still"}
+    short = {name: one for name, one in place.family.fishers[0].items() if name != "still"}
     families.write_checkpoint(place.root / "short", short)
     place.store.add(place.root / "short", name="short")
     names = ["short", "f1", "f2"]
@@ -276,7 +274,7 @@ def test_a_fisher_may_lack_what_no_expert_moves(place: Place) -> None:
 @pytest.mark.parametrize("value", [-1e-9, np.nan, np.inf])
 def test_what_is_no_information_is_refused(place: Place, value: float) -> None:
     """By the plan, which names tensor and Fisher, and without analysis by the merge."""
-    bad = {name: one.copy() for name, one in place.fishers[0].items()}
+    bad = {name: one.copy() for name, one in place.family.fishers[0].items()}
     bad["b"][30, 1] = value
     name = f"bad{value}".replace("-", "")
     families.write_checkpoint(place.root / name, bad)
@@ -318,15 +316,15 @@ def test_what_is_refused(place: Place) -> None:
     with pytest.raises(BadRequest, match="tokens that they have now"):
         store.align(asked(), Vocabulary())
     for name, change, says in (
-        ("shape", {"a": place.fishers[0]["a"].T.copy()}, r"a is F32 \[1024, 70\]"),
-        ("doubles", {"a": place.fishers[0]["a"].astype(np.float64)}, r"a is F64"),
-        ("more", {"other": place.fishers[0]["a"]}, "has, and the base does not, other"),
+        ("shape", {"a": place.family.fishers[0]["a"].T.copy()}, r"a is F32 \[1024, 70\]"),
+        ("doubles", {"a": place.family.fishers[0]["a"].astype(np.float64)}, r"a is F64"),
+        ("more", {"other": place.family.fishers[0]["a"]}, "has, and the base does not, other"),
     ):
-        families.write_checkpoint(place.root / name, place.fishers[0] | change)
+        families.write_checkpoint(place.root / name, place.family.fishers[0] | change)
         store.add(place.root / name, name=name)
         with pytest.raises(Incompatible, match=says):
             store.plan(asked(fishers=[name, "f1", "f2"]))
-    families.write_checkpoint(place.root / "alien", {"other": place.fishers[0]["a"]})
+    families.write_checkpoint(place.root / "alien", {"other": place.family.fishers[0]["a"]})
     store.add(place.root / "alien", name="alien")
     with pytest.raises(Incompatible, match="Fisher of another model"):
         store.plan(asked(fishers=["alien", "f1", "f2"], allow_missing=True))
@@ -368,7 +366,7 @@ def test_shares_of_the_change_add_up(place: Place) -> None:
     base = place.family.base["a"].astype(np.float64)
     factors = [
         weight * one["a"].astype(np.float64)
-        for weight, one in zip(WEIGHTS, place.fishers, strict=True)
+        for weight, one in zip(WEIGHTS, place.family.fishers, strict=True)
     ]
     total = sum(factors)
     parts = [

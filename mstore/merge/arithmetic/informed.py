@@ -45,18 +45,23 @@ _informed: Final = Pass(
 )
 
 
-def sum_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> float:
-    """Return the sum of n elements of a Fisher, in order; NaN if one of them is no information."""
-    total = 0.0
+def sums_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> tuple[float, float]:
+    """Return the sum of n elements of a Fisher and that of their squares, in order.
+
+    NaN if one of them is no information.
+    """
+    total = squares = 0.0
     for start in range(0, n, TOGETHER):
         count = min(TOGETHER, n - start)
         part = singles(data[start * ITEMSIZES[dtype] :], dtype, count)
         # Not `any below 0`: a NaN is not.
         if not ((part >= 0) & (part < np.inf)).all():
-            return math.nan
+            return math.nan, math.nan
+        wide = part.astype(np.float64)
         # One after the other: the same bits on every machine.
-        total += float(np.cumsum(part, dtype=np.float64)[-1])
-    return total
+        total += float(np.cumsum(wide)[-1])
+        squares += float(np.cumsum(wide * wide)[-1])
+    return total, squares
 
 
 def unsound_fisher(where: str) -> Incompatible:

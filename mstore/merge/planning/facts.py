@@ -5,8 +5,8 @@ and with others, squares of what a variance selects, quartiles of importance, an
 the base and of experts, or of deltas.  The last follow from sums of squares of tensors and of their
 differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
 measured once is not read again.  Deltas are small next to the base: their products follow from
-differences alone, never from products of whole tensors.  Sums of Fishers are facts of one tensor.  Trim thresholds are facts, too
-(`thresholds`).
+differences alone, never from products of whole tensors.  Sums of Fishers are facts of one tensor.  Trim
+thresholds are facts, too (`thresholds`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mstore.errors import BadRequest
 from mstore.ids import TensorId
 from mstore.merge.arithmetic import masks
 from mstore.merge.arithmetic.agreement import shared_counts
-from mstore.merge.arithmetic.informed import sum_of, unsound_fisher
+from mstore.merge.arithmetic.informed import sums_of, unsound_fisher
 from mstore.merge.arithmetic.random import mask_keys
 from mstore.merge.arithmetic.spread import Cut
 from mstore.merge.methods.method import Gram, Operation
@@ -168,27 +168,29 @@ class Facts:
     def fisher(
         self, where: str, id: TensorId, record: Tensor, chunk: int, pool: ThreadPoolExecutor
     ) -> npt.NDArray[np.float64] | None:
-        """Return the sums of a Fisher's tensor over chunks; None if they may not be measured.
+        """Return the sums of a Fisher's tensor over chunks, and of its squares: float64[2, chunks].
+
+        None if they are not known and may not be measured.
 
         Raises Incompatible, with `where`, for elements that are negative, infinite or NaN.
         """
         what = blake3(_FISHER + chunk.to_bytes(8, "little")).digest(length=16)
         chunks = -(-math.prod(record.shape) // chunk)
         found = self._statistics.sums(id, what)
-        if found is not None and len(found) == chunks:
-            return found
+        if found is not None and len(found) == 2 * chunks:
+            return found.reshape(2, chunks)
         if not self._analyze:
             return None
         read = chunk_reader(self._catalog, record, chunk, self._meter)
 
-        def total(number: int) -> float:
+        def totals(number: int) -> tuple[float, float]:
             data = read(number)
-            return sum_of(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
+            return sums_of(data, record.dtype, len(data) // ITEMSIZES[record.dtype])
 
-        sums = np.array(list(pool.map(total, range(chunks))), dtype=np.float64)
+        sums = np.array(list(pool.map(totals, range(chunks))), dtype=np.float64).T
         if np.isnan(sums).any():
             raise unsound_fisher(where)
-        self._statistics.put_sums(id, what, sums)
+        self._statistics.put_sums(id, what, sums.ravel())
         return sums
 
     def counted(

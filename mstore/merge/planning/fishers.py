@@ -29,8 +29,8 @@ class Fisher:
     """The Fisher of one expert's tensor, by chunk.
 
     twin: int64[chunks], the first expert whose Fisher has the same blocks there. cost: int64
-    [chunks], stored bytes. sums: float64[chunks], of its elements; None if they are not known.
-    item_size: bytes of an element. is_there: False if the Fisher lacks the tensor: its expert then
+    [chunks], stored bytes. sums, squares: float64[chunks], of its elements; None if they are not
+    known. item_size: bytes of an element. is_there: False if the Fisher lacks the tensor: its expert then
     takes no part in it. model_twin: the first expert that differs from the base there and whose own
     blocks are the same.
     """
@@ -38,6 +38,7 @@ class Fisher:
     twin: Counts
     cost: Counts
     sums: Floats | None
+    squares: Floats | None
     item_size: int
     is_there: bool
     model_twin: Counts
@@ -45,11 +46,12 @@ class Fisher:
 
 @dataclass(frozen=True, slots=True)
 class FisherGrid:
-    """The Fishers of a grid's experts, [K, C] each; see `Fisher`.  sums: NaN if not known."""
+    """The Fishers of a grid's experts, [K, C] each; see `Fisher`.  Sums are NaN if not known."""
 
     twin: Counts
     cost: Counts
     sums: Floats
+    squares: Floats
     item_size: Counts
     is_there: Bools
     model_twin: Counts
@@ -71,6 +73,7 @@ class FisherGrid:
             joined("twin", np.int64),
             joined("cost", np.int64),
             joined("sums", np.float64),
+            joined("squares", np.float64),
             joined("item_size", np.int64),
             joined("is_there", bool),
             joined("model_twin", np.int64),

@@ -1,14 +1,26 @@
 """The model of an average by Fishers: what leaving experts out costs.
 
-An expert's share of an element is w_k F_k over the sum of these.  Only the sums of Fishers over
-chunks are known, so an element is taken to have its chunk's mean.  With deltas that are orthogonal,
-the full merge minus the one without the experts O, of which R are left, is then, squared,
+An expert's share of an element is s_k = w_k F_k over the sum of these.  With deltas that are
+orthogonal, the full merge minus the one without the experts O, of which R are left, is, squared,
 
-    sum over O of (s_k |d_k|)^2 + sum over R of (s_k (S_O / S_R) |d_k|)^2,
+    sum over O of s_k^2 d_k^2 + sum over R of (S_O r_k)^2 d_k^2,     r_k = s_k / S_R,
 
 with S the sums of shares: where some are left out, those that are left weigh more.  So an expert
-that is equal to the base counts, too.  An estimate, no bound: shares of single elements may be
-anything.
+that is equal to the base counts, too.
+
+**The model.** Known of Fishers are their sums over a chunk, and of their squares.  Shares are taken
+to be distributed over its elements as those of Gamma variables are (Dirichlet), independently of
+deltas: with means m_k that are the shares of the sums, and a concentration a, the sum of (mean)^2 /
+variance over the experts.  Then r_k is independent of S_O, and with mean M of a share, or of a sum
+of shares, of concentration c,
+
+    E[s^2] = M^2 + M (1 - M) / (1 + c),
+
+c = a for the shares, and a times the mean of S_R for the r_k.  If Fishers hardly vary, an expert
+has its mean share everywhere; if few elements have all of one, it has either all of an element or
+nothing of it.
+
+An estimate, no bound: shares of single elements may be anything.
 """
 
 from __future__ import annotations
@@ -37,6 +49,7 @@ class InformedModel(Model):
         self._fishers: FisherGrid = grid.fishers
         self._counts = self.free() == READ
         self._parts = self._informed()
+        self._concentration = self._concentrated()
         self.roots = self._alone()
 
     def free(self) -> States:
@@ -66,6 +79,16 @@ class InformedModel(Model):
         parts: Floats = np.where(self._counts, weights * np.where(known, means, 1.0), 0.0)
         return parts
 
+    def _concentrated(self) -> Floats:
+        """Return the concentration of shares, float64[C]: infinite where Fishers do not vary."""
+        fishers, elements = self._fishers, self._grid.elements
+        with np.errstate(invalid="ignore", divide="ignore"):
+            varies = fishers.squares * elements / (fishers.sums * fishers.sums) - 1.0
+            own = np.where(varies > 0, 1.0 / varies, np.inf)
+        # Who takes no part, or is not known, does not make shares more even.
+        known = self._counts & ~np.isnan(varies)
+        return added(np.where(known, own, 0.0))
+
     def _finite(self) -> Floats:
         """Return ||d_k||^2 times the names of the tensor, 0 where it is not known."""
         squares = self.squares * self._grid.copies
@@ -73,15 +96,11 @@ class InformedModel(Model):
 
     def _alone(self) -> Floats:
         """Return what leaving out one expert alone costs: float64[K, C]; infinite if unknown."""
-        parts = self._parts
-        total = added(parts)
-        share = parts / np.where(total > 0, total, 1.0)
-        own = share * share * self._finite()
-        others = np.maximum(added(own) - own, 0.0)
-        rest = total - parts
-        with np.errstate(over="ignore"):
-            grown = np.where(rest > 0, parts / np.where(rest > 0, rest, 1.0), 0.0)
-            roots = np.sqrt(own + grown * grown * others)
+        roots = np.zeros(self._grid.shape)
+        for k in range(len(roots)):
+            out = np.zeros_like(self._counts)
+            out[k] = self._counts[k]
+            roots[k] = np.sqrt(self.likely(out, self._counts & ~out))
         known = np.isfinite(self.squares) & np.isfinite(roots)
         return np.where(self._counts, np.where(known, roots, np.inf), 0.0)
 
@@ -96,17 +115,16 @@ class InformedModel(Model):
 
     def likely(self, left_out: Bools, taken: Bools) -> Floats:
         """Return the expected square of the error of leaving these out, per chunk: float64[C]."""
-        there = left_out | taken
-        parts = np.where(there, self._parts, 0.0)
-        total, out = added(parts), added(np.where(left_out, parts, 0.0))
-        rest = added(np.where(taken, parts, 0.0))
-        share = parts / np.where(total > 0, total, 1.0)
-        with np.errstate(over="ignore"):
-            grown = np.where(rest > 0, out / np.where(rest > 0, rest, 1.0), 0.0)
-            squares = share * share * self._finite()
-            return added(np.where(left_out, squares, 0.0)) + grown * grown * added(
-                np.where(taken, squares, 0.0)
-            )
+        out, rest = np.where(left_out, self._parts, 0.0), np.where(taken, self._parts, 0.0)
+        total, kept = added(out + rest), added(rest)
+        squares, concentration = self._finite(), self._concentration
+        own = _square(_over(out, total), concentration) * squares
+        lost = _square(_over(total - kept, total), concentration)
+        with np.errstate(invalid="ignore"):
+            # Infinity times nothing: there is no share then.
+            left = np.nan_to_num(concentration * _over(kept, total), nan=0.0, posinf=np.inf)
+        others = _square(_over(rest, kept), left) * squares
+        return added(own) + lost * added(others)
 
     def overflow(
         self, dtype: str | None, squares: Mapping[str, float]
@@ -124,3 +142,15 @@ class InformedModel(Model):
                 worst = math.inf if math.isnan(reach) else reach
                 found.append((-worst, tensor.name, tensor.elements))
         return found
+
+
+def _over(part: Floats, whole: Floats) -> Floats:
+    """Return part / whole, 0 where the whole is 0."""
+    share: Floats = np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), 0.0)
+    return share
+
+
+def _square(mean: Floats, concentration: Floats) -> Floats:
+    """Return the mean square of shares of this mean and concentration."""
+    found: Floats = mean * mean + mean * (1.0 - mean) / (1.0 + concentration)
+    return found

@@ -519,14 +519,15 @@ class Surveyor:
         found = []
         for k, (id, record) in enumerate(fishers):
             is_there = self._inputs.has(count + k, names[1 + count + k])
-            sums = None
+            sums, squares = None, None
             # Where no expert moves, no Fisher counts.
             if is_there and not equal.all() and not operation.weightless[k]:
                 where = f"{self._request.experts[count + k].name}: {names[1 + count + k]}"
-                sums = self._facts.fisher(where, id, record, chunk, pool)
-            found.append(
-                Fisher(mates[k], cost[k], sums, ITEMSIZES[record.dtype], is_there, twin[k])
-            )
+                measured = self._facts.fisher(where, id, record, chunk, pool)
+                if measured is not None:
+                    sums, squares = measured
+            size = ITEMSIZES[record.dtype]
+            found.append(Fisher(mates[k], cost[k], sums, squares, size, is_there, twin[k]))
         return found, grouped((twin, mates))
 
     def _product_rows(
