@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ class Family:
             write_checkpoint(root / f"f{number}", fisher)
         return root
 
-    def informed(self, seed: int = 0, dtypes: Sequence[str] = ("F32", "BF16", "F32")) -> Family:
+    def informed(self, seed: int = 0, dtypes: Sequence[str] = ("F32", "BF16")) -> Family:
         """Return it with Fishers: over some powers of ten, many zero, and all of some blocks."""
         rng = np.random.default_rng(seed)
         fishers = []
-        for _, dtype in zip(self.experts, dtypes, strict=True):
+        for _, dtype in zip(self.experts, cycle(dtypes), strict=False):
             own = {}
             for name, array in self.base.items():
                 known = 10.0 ** rng.uniform(-4, 1, array.shape) * (rng.random(array.shape) < 0.8)

@@ -11,7 +11,7 @@ import families
 import numpy as np
 import pytest
 from cli_runs import Program
-from families import BLOCK, Array, Arrays
+from families import BLOCK, Array, Arrays, Family
 from test_every_method import asked
 
 from mstore import MergeRequest, Store
@@ -51,6 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models["part"] = {name: part[name] for name in part if name not in ("b.w", "c.w")}
     models["part"] |= {"b.extra": part["b.w"], "z.extra": part["c.w"]}
     models["alien"] = {"x.w": part["a.w"]}
+    models["fisher"] = Family(models["base"], (part,)).informed(dtypes=("F32",)).fishers[0]
     for name, tensors in models.items():
         families.write_checkpoint(directory / name, tensors)
         (directory / name / "tokenizer.json").unlink()
@@ -60,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(root: Path) -> Iterator[Store]:
     with Store.init(root / "store", block_size=BLOCK) as store:
-        for name in ("base", "whole", "filled", "part", "alien"):
+        for name in ("base", "whole", "filled", "part", "alien", "fisher"):
             store.add(root / name, name=name)
         yield store
 
@@ -84,6 +85,8 @@ def test_a_missing_tensor_counts_as_the_bases(name: str, store: Store) -> None:
     weights = [weight for _, weight in request.weighted()]
     names = ["part", "whole"][: len(weights)] + ["base"] * (len(weights) - 2)
     request = replace(request, experts=list(zip(names, weights, strict=True)))
+    if request.fishers:
+        request = replace(request, fishers=["fisher"] * len(weights))
     filled = [("filled" if one == "part" else one, weight) for one, weight in request.weighted()]
     for budget in (None, 0.5):
         lacking = replace(request, allow_missing=True, budget=budget)

@@ -26,8 +26,8 @@ from mstore.reports import BlameReport, ExpertBlame
 Array = np.ndarray[Any, np.dtype[Any]]
 Double = np.ndarray[Any, np.dtype[np.float64]]
 
-MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=100)
-ALIKE = families.layered(rows=100)
+MIXED = families.layered(5, expert_dtypes=("F32", "BF16", "F16"), rows=100).informed()
+ALIKE = families.layered(rows=100).informed()
 WEIGHTS = (1.0, 0.5, -0.25)
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
@@ -53,6 +53,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fused": ("sce", {}, {"budget": 0.6}),
     "selects": ("sce", {"select_topk": 0.3}, {}),
     "needed": ("consensus", {"tall_mask_lambda": 0.3, "lambda": 0.8}, {"budget": 0.6}),
+    "informed": ("fisher", {}, {"budget": 0.6}),
+    "floors": ("fisher", {"floor": 0.1}, {"dtype": "F32"}),
     "important": ("arcee_fusion", {}, {}),
     "safe": ("safe", {"threshold": 0.02, "alpha": 0.3}, {}),
     "stock": ("model_stock", {}, {}),
@@ -72,7 +74,14 @@ def weights_of(way: str) -> dict[str, float]:
         return {"e0": 1.0, "e2": 1.0}
     if WAYS[way][0] in ("model_stock", "karcher", "ram", "ramplus_tl", "sce"):
         return {f"e{k}": 1.0 for k in range(len(WEIGHTS))}
+    if WAYS[way][0] == "fisher":
+        return {f"e{k}": abs(weight) for k, weight in enumerate(WEIGHTS)}
     return {f"e{k}": weight for k, weight in enumerate(WEIGHTS)}
+
+
+def fishers_of(way: str) -> list[str]:
+    """Their Fishers, for a method that takes some."""
+    return [name.replace("e", "f") for name in weights_of(way)] * (WAYS[way][0] == "fisher")
 
 
 # -- the same in numpy, float64, whole tensors -----------------------------------------------------
@@ -104,6 +113,16 @@ def contributions(
         moved = reference.swapped(reference.single(base), side, given["t"]).astype(np.float64)
         still = absent[0] | (reference.delta(base, experts[0]) == 0)
         return np.zeros(b.size), [np.where(still, 0.0, moved - b)]
+    if method == "fisher":
+        half = len(experts) // 2
+        parts, total = [], np.zeros(b.size)
+        for k in range(half):
+            fisher = np.maximum(reference.single(experts[half + k]), given.get("floor", 0.0))
+            factor = np.where(absent[half + k], 0.0, fisher.astype(np.float32)) * float(w[k])
+            gap = reference.single(experts[k]).astype(np.float64) - b
+            parts.append(np.where(absent[k], 0.0, factor.astype(np.float64) * gap))
+            total += factor
+        return np.zeros(b.size), [part / np.where(total > 0, total, 1.0) for part in parts]
     if method in ("consensus", "arcee_fusion"):
         deltas = [
             np.where(gone, np.float32(0), reference.delta(base, expert))
@@ -223,15 +242,16 @@ def store(family: families.Family, tmp_path_factory: pytest.TempPathFactory) -> 
     with Store.init(root / "store", block_size=BLOCK) as store:
         for name in ("base", *family.names):
             store.add(root / name, name=name, base=None if name == "base" else "base")
+        for name in family.fisher_names:
+            store.add(root / name, name=name)
         yield store
 
 
 def merge(store: Store, way: str) -> Plan:
     method, parameters, options = WAYS[way]
     experts = list(weights_of(way).items())
-    plan = store.plan(
-        MergeRequest(base="base", experts=experts, method=method, parameters=parameters, **options)
-    )
+    models = {"base": "base", "experts": experts, "fishers": fishers_of(way)}
+    plan = store.plan(MergeRequest(**models, method=method, parameters=parameters, **options))
     store.merge(plan, name="merged")
     return store._catalog.record(Plan, plan.plan)
 
@@ -258,6 +278,7 @@ def test_shares_are_those_of_the_definition(
     assert [one.name for one in report.tensors] == [planned.name for planned in plan.tensors]
     merged = store.view("merged")
     experts = [family.experts[int(name[1:])] for name in weights_of(way)]
+    experts += [family.fishers[int(name[1:])] for name in fishers_of(way)]
     for planned, one in zip(plan.tensors, report.tensors, strict=True):
         base = family.base[planned.name].ravel()
         mixture = planned.mixture

@@ -114,7 +114,7 @@ def make(root: Path, family: Family, *, with_base: bool = True) -> Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    family = families.layered(rows=200).informed(dtypes=("BF16", "BF16", "BF16"))
+    family = families.layered(rows=200).informed(dtypes=("BF16",))
     made = make(tmp_path_factory.mktemp("family"), family)
     with made.store:
         yield made

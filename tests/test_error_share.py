@@ -26,7 +26,7 @@ TOLD = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=100))
+    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=100).informed())
     with made.store:
         yield made
 

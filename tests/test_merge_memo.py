@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ram": {"epsilon": 0.2},
     "sce": {"select_topk": 0.4},
     "consensus": {"k": 1, "tall_mask_lambda": 0.4},
+    "fisher": {},
 }
 
 
@@ -52,10 +53,17 @@ class Place:
     def plan(
         self, method: str, experts: Sequence[Any], *, allow_noop: bool = False, **options: Any
     ) -> PlanReport:
-        """A plan with this module's parameters."""
+        """A plan with this module's parameters; a later expert has the Fisher of the last."""
+        names = [one if isinstance(one, str) else one[0] for one in experts]
+        fishers = [name.replace("e", "f") if name[1:].isdigit() else "f1" for name in names]
         return self.store.plan(
             MergeRequest(
-                base="base", experts=experts, method=method, parameters=METHODS[method], **options
+                base="base",
+                experts=experts,
+                method=method,
+                parameters=METHODS[method],
+                fishers=fishers if method == "fisher" else (),
+                **options,
             ),
             allow_noop=allow_noop,
         )
@@ -100,12 +108,15 @@ def family(seed: int, experts: int, dtype: str = "BF16") -> Family:
 
 
 def make(root: Path, made: Family) -> Place:
-    """A store with the whole family."""
+    """A store with the whole family, and Fishers."""
+    made = made.informed()
     made.write(root)
     store = Store.init(root / "store", block_size=BLOCK, codec="raw")
     store.add(root / "base", name="base")
     for name in made.names:
         store.add(root / name, name=name, base="base")
+    for name in made.fisher_names:
+        store.add(root / name, name=name)
     return Place(store, len(made.experts))
 
 

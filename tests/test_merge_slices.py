@@ -50,6 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ramplus_tl": {"epsilon": 0.2},
     "sce": {"select_topk": 0.3},
     "consensus": {"tall_mask_lambda": 0.4},
+    "fisher": {},
     "karcher": {},
 }
 SMALL = 3 * BLOCK
@@ -83,11 +84,14 @@ def store(
     if request.param == "mixed":
         wide = {name: array.astype(np.float32) for name, array in family.experts[2].items()}
         family = Family(family.base, (*family.experts[:2], wide))
+    family = family.informed(dtypes=("F32" if request.param == "mixed" else "BF16",))
     family.write(root)
     with Store.init(root / "store", block_size=BLOCK, codec="raw") as store:
         store.add(root / "base", name="base")
         for name in family.names:
             store.add(root / name, name=name, base="base")
+        for name in family.fisher_names:
+            store.add(root / name, name=name)
         yield store
 
 
@@ -99,6 +103,7 @@ def plan_of(store: Store, method: str, **options: Any) -> Plan:
             experts=["e0", "e1", "e2"],
             method=method,
             parameters=METHODS[method],
+            fishers=["f0", "f1", "f2"] if method == "fisher" else [],
             **options,
         )
     )

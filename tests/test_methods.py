@@ -50,6 +50,7 @@ singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
         ("passthrough", {"scale": 1.0}),
         ("arcee_fusion", {}),
         ("consensus", {"k": 2, "tall_mask_lambda": 1.0, "lambda": 1.0}),
+        ("fisher", {"floor": 0.0}),
         ("ram", {"epsilon": 1e-5}),
         ("sce", {"select_topk": 1.0}),
         ("ramplus_tl", {"r": 0.1, "alpha": 0.2, "epsilon": 1e-5}),
@@ -231,7 +232,7 @@ def test_coefficients_bound_what_omission_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce", "consensus"]
+    "method", ["ties", "dare_ties", "breadcrumbs_ties", "ram", "sce", "consensus", "fisher"]
 )
 def test_what_others_decide_has_no_coefficients(method: str) -> None:
     """A method that elects signs, counts needs or divides by who moves an element has no certified

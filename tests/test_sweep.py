@@ -17,7 +17,7 @@ SHARES = (0.1, 0.35, 0.6, 1.0)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=120))
+    made = make(tmp_path_factory.mktemp("family"), families.layered(rows=120).informed())
     with made.store:
         yield made
 
@@ -25,7 +25,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def asked(place: Place, method: str) -> dict[str, Any]:
     parameters, weights = METHODS[method]
     experts = list(zip(place.family.names, weights, strict=False))
-    return {"base": "base", "experts": experts, "method": method, "parameters": parameters}
+    fishers = place.family.fisher_names if method == "fisher" else []
+    models = {"base": "base", "experts": experts, "fishers": fishers}
+    return models | {"method": method, "parameters": parameters}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -25,7 +25,7 @@ from mstore.objects.plan import Plan
 from mstore.objects.virtual import VirtualTensor
 from mstore.view import BlockCache, SnapshotView, VirtualBlock
 
-FAMILY = families.layered(rows=160)
+FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {"method": "linear"},
     "task_arithmetic": {"method": "task_arithmetic", "parameters": {"lambda": 0.7}},
@@ -59,6 +59,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "consensus",
         "parameters": {"tall_mask_lambda": 0.3},
         "experts": ["e0", "e1", "e2"],
+        "budget": 0.6,
+    },
+    "fisher": {"method": "fisher", "fishers": FAMILY.fisher_names, "dtype": "float32"},
+    "fisher on a budget": {
+        "method": "fisher",
+        "fishers": FAMILY.fisher_names,
+        "parameters": {"floor": 0.01},
         "budget": 0.6,
     },
     "arcee_fusion": {"method": "arcee_fusion", "experts": ["e1"], "budget": 0.7},
@@ -98,6 +105,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.add(root / "base", name="base")
         for name in FAMILY.names:
             store.add(root / name, name=name, base="base")
+        for name in FAMILY.fisher_names:
+            store.add(root / name, name=name)
     shutil.copytree(root / "store", root / "clean")
     return root
 

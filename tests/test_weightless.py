@@ -29,7 +29,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     moved = [base["w"].astype(np.float32) + rng.standard_normal((160, 1024)) for _ in range(2)]
     moved[1][0, :2] = np.nan, np.inf
     experts = tuple({"w": families.cast(one, "BF16")} for one in moved)
-    made = make(tmp_path_factory.mktemp("family"), Family(base, experts), with_base=False)
+    made = make(
+        tmp_path_factory.mktemp("family"), Family(base, experts).informed(), with_base=False
+    )
     with made.store:
         yield made
 
@@ -44,8 +46,9 @@ def test_weight_0_is_free(method: str, place: Place) -> None:
         # Who has no weight needs nothing.
         parameters["k"] = 1
     asked = {"base": "base", "method": method, "parameters": parameters}
-    alone = place.store.plan(MergeRequest(**asked, experts=["e0"]))
-    both = place.store.plan(MergeRequest(**asked, experts=["e0", ("e1", 0.0)]))
+    fishers = ["f0", "f1"] if method == "fisher" else []
+    alone = place.store.plan(MergeRequest(**asked, experts=["e0"], fishers=fishers[:1]))
+    both = place.store.plan(MergeRequest(**asked, experts=["e0", ("e1", 0.0)], fishers=fishers))
     assert both.analyze_bytes_read == 0
     assert both.full_expert_bytes == both.planned_expert_bytes == alone.full_expert_bytes
     assert both.error_share_estimate == 0.0

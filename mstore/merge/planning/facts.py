@@ -5,8 +5,8 @@ and with others, squares of what a variance selects, quartiles of importance, an
 the base and of experts, or of deltas.  The last follow from sums of squares of tensors and of their
 differences, <a, b> = (|a|^2 + |b|^2 - |a - b|^2) / 2, which statistics keep by content: what was
 measured once is not read again.  Deltas are small next to the base: their products follow from
-differences alone, never from products of whole tensors.  Sums of Fishers are facts of one tensor.  Trim
-thresholds are facts, too (`thresholds`).
+differences alone, never from products of whole tensors.  Sums of Fishers are facts of one tensor.
+Trim thresholds are facts, too (`thresholds`).
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class Fisher:
 
     twin: int64[chunks], the first expert whose Fisher has the same blocks there. cost: int64
     [chunks], stored bytes. sums, squares: float64[chunks], of its elements; None if they are not
-    known. item_size: bytes of an element. is_there: False if the Fisher lacks the tensor: its expert then
-    takes no part in it. model_twin: the first expert that differs from the base there and whose own
-    blocks are the same.
+    known. item_size: bytes of an element. is_there: False if the Fisher lacks the tensor: its
+    expert then takes no part in it. model_twin: the first expert that differs from the base there
+    and whose own blocks are the same.
     """
 
     twin: Counts
