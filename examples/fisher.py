@@ -66,7 +66,7 @@ def diagonal(
         likelihood = -torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         gradients = torch.autograd.grad(likelihood, list(parameters.values()))
         for total, gradient in zip(sums.values(), gradients, strict=True):
-            total += gradient.square()
+            total.add_(gradient.square())
         tokens += len(targets)
     return {name: total / tokens for name, total in sums.items()}
 
