@@ -19,6 +19,9 @@ Families of random numbers, three experts of half a million elements:
     grid          steps of a few sizes, in bf16 and in fp32
     undecided     two experts move every element apart by one step, and a light third one decides
 
+Fishers of these are random over ten powers of ten, a tenth of them zero; those of the trained
+family are what `examples/fisher.py` makes of 256 windows of what each expert was trained on.
+
 `ratios` are measured over estimated error: above 1 the merge is further off than was estimated.
 `looked` are the bytes read to know the ties under a budget, once a density, over what the merge
 without a budget reads.
@@ -88,6 +91,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("sce", {"select_topk": share}) for share in (1.0, 0.5, 0.1)),
     *(("consensus", {"tall_mask_lambda": ratio}) for ratio in (0.2, 1.0)),
     ("consensus", {"k": 1}),
+    *(("fisher", {"floor": floor}) for floor in (0.0, 1e-6)),
     ("arcee_fusion", {}),
     *(("safe", {"threshold": 0.5, "alpha": alpha}) for alpha in (0.0, 0.5)),
 )
@@ -187,24 +191,56 @@ def write(directory: Path, model: Model) -> None:
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def fishers(models: Sequence[Model]) -> list[Model]:
+    """What each expert is said to know of its elements."""
+    rng = np.random.default_rng(17)
+
+    def known(array: Array) -> Array:
+        values = 10.0 ** rng.uniform(-12, -2, array.shape) * (rng.random(array.shape) < 0.9)
+        return values.astype(np.float32)
+
+    # "a" would be written as bf16, which is as good.
+    return [{name: known(array) for name, array in one.items()} for one in models[1:]]
+
+
+def fisher_of(trained: Path, name: str) -> Path:
+    """The Fisher of a trained expert, made now if it is not there."""
+    path = trained / f"{name}-fisher"
+    if not path.exists():
+        from family import DOMAINS, load, read_corpus
+        from fisher import diagonal, windows_of, write
+
+        domain = next(one for one in DOMAINS if one.name == name)
+        windows = windows_of(read_corpus(domain).training.tolist(), 256, 128)
+        write(diagonal(load(trained / name), windows), path)
+    return path
+
+
 def set_up(work: Path, family: str, trained: Path) -> tuple[mstore.Store, list[str]]:
-    """A store of the family, and its experts."""
+    """A store of the family with the Fishers of its experts, and its experts."""
     root = work / "estimates"
     shutil.rmtree(root, ignore_errors=True)
     if family == TRAINED:
         told = json.loads((trained / "family.json").read_text())
         directories = {name: trained / name for name in told["members"]}
+        known = {name: fisher_of(trained, name) for name in told["members"] if name != "base"}
     else:
-        directories = {}
-        for number, model in enumerate(FAMILIES[family]()):
+        directories, known = {}, {}
+        models = FAMILIES[family]()
+        for number, model in enumerate(models):
             name = f"e{number}" if number else "base"
             directories[name] = root / name
             write(root / name, model)
+        for number, model in enumerate(fishers(models), start=1):
+            known[f"e{number}"] = root / f"e{number}-fisher"
+            write(known[f"e{number}"], model)
     root.mkdir(parents=True, exist_ok=True)
     store = mstore.Store.init(root / "store", block_size=BLOCK_SIZE)
     store.add(directories.pop("base"), name="base")
     for name, directory in directories.items():
         store.add(directory, name=name, base="base")
+    for name, directory in known.items():
+        store.add(directory, name=f"{name}-fisher")
     return store, list(directories)
 
 
@@ -226,6 +262,7 @@ def compare(
                 base="base",
                 experts=list(zip(experts, weights[:count], strict=False)),
                 method=method,
+                fishers=[f"{name}-fisher" for name in experts] if METHODS[method].fishers else (),
                 parameters=parameters,
             ),
             shares=SHARES,
