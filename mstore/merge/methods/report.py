@@ -96,6 +96,8 @@ def _facts(method: Method) -> tuple[str, ...]:
         return ("counts of elements that experts move alone, and with others",)
     if method.weigh is not None:
         return ("squares of the deltas that are selected, and where the selection ends",)
+    if method.fishers:
+        return ("sums of the experts' Fishers, and of their squares, chunk by chunk",)
     if method.select is Select.IMPORTANT:
         return ("quartiles of the importance of elements",)
     if method.select is Select.TRIMMED:
