@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
 import pytest
 import reference
+from cli_runs import Program
 from families import BLOCK, Arrays, Family
+from msgspec import structs
 from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
 from mstore.errors import BadRequest, Incompatible
 from mstore.merge.methods.registry import operation
-from mstore.objects.plan import BELOW, EQUAL, OMITTED, READ, SHARED, Plan
+from mstore.merge.planning.validate import check_fits
+from mstore.objects.plan import (
+    BELOW,
+    EQUAL,
+    OMITTED,
+    READ,
+    SHARED,
+    Plan,
+    PlanExpert,
+    PlanTensor,
+)
 
 SHAPES = {"a": (70, 1024), "b": (50, 1000), "still": (40, 1000), "tiny": (7,)}
 MOVED = ("a", "b", "tiny")
@@ -75,6 +88,15 @@ def wanted(place: Place, name: str, weights: Any = WEIGHTS, floor: float = 0.0, 
     )
 
 
+def absent_in(place: Place, tensor: PlanTensor) -> list[Any]:
+    """The elements of each expert, and of each Fisher, that a plan does not read."""
+    n = place.family.base[tensor.name].size
+    return [
+        np.repeat(np.frombuffer(states, np.uint8) > SHARED, tensor.chunk_elements)[:n]
+        for states in tensor.states
+    ]
+
+
 def same(found: Any, exact: Any) -> bool:
     return np.array_equal(found.view(np.uint32), exact.view(np.uint32))
 
@@ -124,16 +146,11 @@ def test_an_expert_is_read_with_its_fisher_or_not_at_all(place: Place, share: st
     place.store.merge(plan, name="virtual", virtual=True)
     left = 0
     for tensor in place.store._catalog.record(Plan, plan.plan).tensors:
-        n = place.family.base[tensor.name].size
         for expert, fisher in zip(tensor.states[:3], tensor.states[3:], strict=True):
             for own, theirs in zip(expert, fisher, strict=True):
                 assert (theirs in (READ, SHARED)) == (own in (READ, SHARED)) or own == EQUAL
                 left += theirs == OMITTED
-        absent = [
-            np.repeat(np.frombuffer(states, np.uint8) > 1, tensor.chunk_elements)[:n]
-            for states in tensor.states
-        ]
-        exact = wanted(place, tensor.name, absent=absent)
+        exact = wanted(place, tensor.name, absent=absent_in(place, tensor))
         for ref in ("part", "virtual"):
             assert same(place.store[ref].tensor(tensor.name), exact), tensor.name
     assert left
@@ -332,6 +349,38 @@ def test_what_is_refused(place: Place) -> None:
         operation("fisher", {}, [-1.0])
 
 
+def test_recipes_name_no_fishers(place: Place) -> None:
+    """A recipe of this method is refused, with its line; a merge by it has none, and its card says
+    the command that makes it again."""
+    recipe = "merge_method: fisher\nbase_model: base\nmodels: [{model: e0}]\n"
+    with pytest.raises(BadRequest, match="recipes name no Fishers") as error:
+        place.store.read_recipe(recipe)
+    assert error.value.where == "the recipe, line 1"
+    place.store.merge(place.store.plan(asked()), name="merged")
+    with pytest.raises(BadRequest, match="recipes name no Fishers"):
+        place.store.recipe("merged")
+    files = {one.path for one in place.store.files("merged")}
+    assert "mergekit_config.yml" not in files
+    card = place.store["merged"].read("README.md").decode()
+    assert "# A merge of 3 models by fisher" in card
+    ids = [place.store[name].manifest.hex() for name in FISHERS]
+    assert " ".join(f"--fisher {id}" for id in ids) in card
+    assert card.split("---")[1].count('- "') == 4
+    command = next(one for one in card.splitlines() if one.startswith("mstore merge"))
+    words = command.split()
+    experts = [
+        one.split("=")
+        for one, before in zip(words[1:], words, strict=False)
+        if before == "--expert"
+    ]
+    again = asked(
+        base=words[words.index("--base") + 1],
+        experts=[(name, float(weight)) for name, weight in experts],
+        fishers=ids,
+    )
+    assert place.store.plan(again).plan == place.store.plan(asked()).plan
+
+
 def test_rules_may_have_floors_and_weights_of_their_own(place: Place) -> None:
     """A tensor's own parameters and weights count for it alone."""
     rule = TensorRule(tensors="b", parameters={"floor": 1e-5}, weights=(0.0, 2.0, 1.0))
@@ -345,6 +394,118 @@ def test_rules_may_have_floors_and_weights_of_their_own(place: Place) -> None:
     )
     assert same(place.store["ruled"].tensor("b"), exact)
     assert place.store.replay("ruled").same
+
+
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.5}, {"expert_budget": "20%"}, {"max_error": 0.01}], ids=str
+)
+def test_other_limits_leave_out_pairs_too(place: Place, limits: dict[str, Any]) -> None:
+    """A share of blocks, a budget for each expert, an allowed error: the result is the reference of
+    what is read."""
+    plan = place.store.plan(asked(**limits, dtype="F32"))
+    assert 0 < plan.planned_expert_bytes < plan.full_expert_bytes
+    done = place.store.merge(plan, name="limited", memo=False)
+    assert done.expert_bytes_read == plan.planned_expert_bytes
+    for tensor in place.store._catalog.record(Plan, plan.plan).tensors:
+        exact = wanted(place, tensor.name, absent=absent_in(place, tensor))
+        assert same(place.store["limited"].tensor(tensor.name), exact), tensor.name
+    if "max_error" in limits:
+        assert (plan.error_estimate or 0) <= limits["max_error"]
+
+
+def test_a_plan_that_reads_one_without_the_other_is_refused(place: Place) -> None:
+    """Also one that reads a Fisher that is not there."""
+    made = place.store.plan(asked(dtype="F32"))
+    plan = place.store._catalog.record(Plan, made.plan)
+    check_fits(place.store._catalog, plan)
+    (number,) = (n for n, one in enumerate(plan.tensors) if one.name == "b")
+
+    def changed(expert: int, state: int) -> Plan:
+        states = list(plan.tensors[number].states)
+        states[expert] = bytes([state]) + states[expert][1:]
+        tensors = list(plan.tensors)
+        tensors[number] = structs.replace(tensors[number], states=tuple(states))
+        return structs.replace(plan, tensors=tuple(tensors))
+
+    for expert, state in ((0, OMITTED), (3, OMITTED), (3, EQUAL), (0, BELOW)):
+        with pytest.raises(BadRequest, match="does not fit this tensor"):
+            check_fits(place.store._catalog, changed(expert, state))
+    lacking = {name: one for name, one in place.family.fishers[0].items() if name != "b"}
+    families.write_checkpoint(place.root / "lacks-b", lacking)
+    place.store.add(place.root / "lacks-b", name="lacks-b")
+    other = PlanExpert(place.store["lacks-b"].manifest, 1.0)
+    experts = (*plan.experts[:3], other, *plan.experts[4:])
+    with pytest.raises(BadRequest, match="does not fit this tensor"):
+        check_fits(place.store._catalog, structs.replace(plan, experts=experts))
+    with pytest.raises(BadRequest, match="not a sound plan"):
+        check_fits(place.store._catalog, structs.replace(plan, experts=plan.experts[:5]))
+
+
+def test_a_plan_elsewhere_is_the_same(place: Place, tmp_path: Path) -> None:
+    """Exported and imported, in a store of other codecs: the same plan, the same merge."""
+    plan = place.store.plan(asked(budget="60%"))
+    merged = place.store.merge(plan, name="here", memo=False)
+    with Store.init(tmp_path / "elsewhere", block_size=BLOCK) as other:
+        for name in ("base", "e0", "e1", "e2", *FISHERS):
+            other.add(place.root / name, name=name)
+        taken = other.import_plan(place.store.export_plan(str(plan.plan)))
+        assert taken.plan == plan.plan
+        assert len(taken.fishers) == len(taken.experts) == 3
+        assert other.merge(taken, name="there").manifest == merged.manifest
+
+
+def test_tied_names_have_one_fisher(tmp_path: Path) -> None:
+    """That of the first name, also if a Fisher says something else of the other, or nothing."""
+    family = families.layered(3, rows=70).informed()
+    less = [
+        {name: one for name, one in fisher.items() if name != "model.tied.embed_out"}
+        for fisher in family.fishers
+    ]
+    made = make(tmp_path, family)
+    with made.store as store:
+        for k, fisher in enumerate(less):
+            families.write_checkpoint(tmp_path / f"less{k}", fisher)
+            store.add(tmp_path / f"less{k}", name=f"less{k}")
+        exact = families.expected(family, "fisher", {}, WEIGHTS)
+        for names in (FISHERS, ["less0", "less1", "less2"]):
+            store.merge(store.plan(asked(fishers=names)), name="tied")
+            found = {name: store["tied"].tensor(name) for name in exact}
+            assert families.differences(found, exact) == []
+            assert store.replay("tied").same
+
+
+def test_what_people_type(place: Place) -> None:
+    """`--fisher` once for each expert; a plan shows them, and one too many is refused."""
+    mstore = Program(place.store.path)
+    words = ["--base", "base", "--method", "fisher"]
+    for expert, fisher in zip(("e0", "e1=0.5", "e2"), FISHERS, strict=True):
+        words += ["--expert", expert, "--fisher", fisher]
+    shown = mstore.succeed("plan", *words)
+    assert any(line.split() == ["Fishers", "f0,", "f1,", "f2"] for line in shown.lines)
+    document = mstore.succeed("plan", *words, "--json").document
+    assert document["fishers"] == list(FISHERS)
+    assert document["experts"] == [["e0", 1.0], ["e1", 0.5], ["e2", 1.0]]
+    mstore.succeed("merge", *words, "--name", "typed")
+    swept = mstore.succeed("plan", *words, "--sweep", "--json").document
+    assert swept["fishers"] == list(FISHERS)
+    refused = mstore("plan", *words, "--fisher", "f0")
+    assert refused.status == 1
+    assert "in the order of the experts: 3, not 4" in refused.err
+    assert "--fisher" in refused.err
+    lost = mstore("plan", *words[:-1], str(place.root / "f2"))
+    assert "it is a directory" in lost.err
+    assert mstore("merge", "--plan", "typed", "--fisher", "f0", "--name", "x").status == 2
+
+
+def test_checks_compare_models_only(place: Place) -> None:
+    """A Fisher has no config and no tokenizer, and needs none."""
+    for name, tensors in (("plain", place.family.base), ("tuned", place.family.experts[0])):
+        families.write_checkpoint(place.root / name, tensors)
+        (place.root / name / "tokenizer.json").unlink()
+        place.store.add(place.root / name, name=name)
+    report = place.store.check_merge(asked(base="plain", experts=["tuned"], fishers=["f0"]))
+    assert report.experts == ("tuned",)
+    assert report.findings == ()
 
 
 def test_outputs_have_the_fishers_of_their_sources(place: Place) -> None:

@@ -21,6 +21,7 @@ from mstore.merge.planning.noop import is_retyped
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
+from mstore.phrases import Option
 from mstore.recipes.layout import layers_of
 from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
@@ -150,6 +151,8 @@ def known_method(method: Method) -> KnownMethod:
 
 def recipe_text(catalog: Catalog, plan: Plan) -> str:
     """Return the recipe of a plan.  Raises BadRequest if no recipe can state it."""
+    if registry.fishers_of(plan):
+        raise BadRequest("no recipe can state this merge: recipes name no Fishers")
     names = list(catalog.manifest(plan.base_id()).tensors())
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.
@@ -183,7 +186,13 @@ def _rescaling(parameter: Parameter) -> KnownParameter:
 
 def _method(recipe: Recipe) -> KnownMethod:
     try:
-        method = known_method(registry.find(recipe.method.text))
+        found = registry.find(recipe.method.text)
+        if found.fishers:
+            raise BadRequest(
+                f"recipes name no Fishers, and {found.name} takes one for each expert",
+                hint=Option("fishers", "REF"),
+            )
+        method = known_method(found)
     except BadRequest as error:
         error.locate(at(recipe.where, recipe.method.line))
         raise
