@@ -695,7 +695,7 @@ def test_below_the_threshold_costs_nothing(tmp_path: Path) -> None:
 def bare(place: Place, tmp_path: Path) -> Iterator[Place]:
     """The same family in a store that took no statistics."""
     (tmp_path / "bare").mkdir()
-    for name in ("base", *place.family.names):
+    for name in ("base", *place.family.names, *place.family.fisher_names):
         (tmp_path / "bare" / name).symlink_to(place.root / name)
     made = make(tmp_path / "bare", place.family, with_base=False)
     with made.store:

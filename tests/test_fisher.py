@@ -226,6 +226,19 @@ def test_shared_halves_are_read_once(place: Place) -> None:
             assert done.expert_bytes_read == plan.planned_expert_bytes
 
 
+def test_what_is_not_read_is_not_shared(place: Place) -> None:
+    """Experts that are both the base's in a block have their Fishers chosen one by one."""
+    found = set()
+    for percent in range(5, 100, 5):
+        plan = place.store.plan(asked(budget=f"{percent}%"), allow_noop=True)
+        (tensor,) = (
+            one for one in place.store._catalog.record(Plan, plan.plan).tensors if one.name == "a"
+        )
+        assert (tensor.states[0][-1], tensor.states[2][-1]) == (EQUAL, EQUAL)
+        found.add((tensor.states[3][-1], tensor.states[5][-1]))
+    assert found & {(READ, OMITTED), (OMITTED, READ)}
+
+
 def test_one_expert_is_that_expert(place: Place) -> None:
     """Where it has any information, whatever its weight; else the base."""
     plan = place.store.plan(asked(experts=[("e1", 0.3)], fishers=["f1"], dtype="F32"))
