@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from test_budget import Place, make
 
 from mstore import MergeRequest, Store, TensorRule, Vocabulary
 from mstore.errors import BadRequest, Incompatible
+from mstore.merge.arithmetic.informed import sums_of
 from mstore.merge.methods.registry import operation
 from mstore.merge.planning.validate import check_fits
 from mstore.objects.plan import (
@@ -360,6 +362,31 @@ def test_what_is_refused(place: Place) -> None:
         store.plan(asked(fishers=["alien", "f1", "f2"], allow_missing=True))
     with pytest.raises(BadRequest, match="not negative"):
         operation("fisher", {}, [-1.0])
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("n", [1, 7, 65536, 150_001])
+def test_sums_are_those_of_all_elements(dtype: str, n: int) -> None:
+    """Of the first n elements and of their squares, whatever lies behind them; zero has either
+    sign, and of what is no information there is no sum."""
+    rng = np.random.default_rng(n)
+    values = families.cast(10.0 ** rng.uniform(-7, 4, n + 3), dtype)
+    values[0] = -0.0
+    data = values.view(np.uint8)
+    wide = values[:n].astype(np.float64)
+    exact = math.fsum(wide), math.fsum(wide * wide)
+    assert sums_of(data, dtype, n) == pytest.approx(exact, rel=1e-14)
+    for bad in (-1e-6, np.nan, np.inf):
+        values[n - 1] = bad
+        assert np.isnan(sums_of(data, dtype, n)).all()
+
+
+def test_the_weight_of_the_only_expert_has_no_effect(place: Place) -> None:
+    """And a plan says so."""
+    told = "the weight of e1 has no effect: it is the only one, and the method divides"
+    for weight, wanted in ((0.5, 1), (1.0, 0)):
+        plan = place.store.plan(asked(experts=[("e1", weight)], fishers=["f1"]))
+        assert sum(note.startswith(told) for note in plan.notes) == wanted
 
 
 def test_recipes_name_no_fishers(place: Place) -> None:

@@ -46,22 +46,30 @@ _informed: Final = Pass(
 
 
 def sums_of(data: npt.NDArray[np.uint8], dtype: str, n: int) -> tuple[float, float]:
-    """Return the sum of n elements of a Fisher and that of their squares, in order.
+    """Return the sum of n elements of a Fisher and that of their squares, the same on any machine.
 
     NaN if one of them is no information.
     """
     total = squares = 0.0
+    wide = np.zeros(TOGETHER)
     for start in range(0, n, TOGETHER):
         count = min(TOGETHER, n - start)
         part = singles(data[start * ITEMSIZES[dtype] :], dtype, count)
-        # Not `any below 0`: a NaN is not.
-        if not ((part >= 0) & (part < np.inf)).all():
+        # Of a NaN both comparisons are false.
+        if not (part.min() >= 0 and part.max() < np.inf):
             return math.nan, math.nan
-        wide = part.astype(np.float64)
-        # One after the other: the same bits on every machine.
-        total += float(np.cumsum(wide)[-1])
-        squares += float(np.cumsum(wide * wide)[-1])
+        wide[:count], wide[count:] = part, 0.0
+        total += _halved(wide)
+        squares += _halved(wide * wide)
     return total, squares
+
+
+def _halved(values: npt.NDArray[np.float64]) -> float:
+    """Return the sum of 2^k values: of their halves, element by element, again and again."""
+    while values.size > 1:
+        half = values.size // 2
+        values = values[:half] + values[half:]
+    return float(values[0])
 
 
 def unsound_fisher(where: str) -> Incompatible:

@@ -158,7 +158,7 @@ def plan_report(
     if _divides_by_only_weight(plan):
         notes.append(
             f"the weight of {sources.experts[0].name} has no effect: it is the only one, and "
-            "normalize divides by the sum of all"
+            f"{'the method' if used[0].is_informed else 'normalize'} divides by the sum of all"
         )
     if leaves_out:
         notes += dict.fromkeys(one.method.mind for one in used if one.method.mind is not None)
@@ -213,8 +213,9 @@ def plan_report(
 def _divides_by_only_weight(plan: Plan) -> bool:
     """Return whether a merge of one expert states a weight that its own sum takes away."""
     (first, *others) = Operations(plan).used(plan)
-    alone = len(plan.experts) == 1 and plan.experts[0].weight not in (0.0, 1.0)
-    return alone and not others and first.normalizes
+    alone = len(plan.experts) - fishers_of(plan) == 1
+    stated = alone and plan.experts[0].weight not in (0.0, 1.0)
+    return stated and not others and (first.normalizes or first.is_informed)
 
 
 def _layers(plan: Plan, sources: Sources) -> tuple[tuple[str, int, int], ...]:
