@@ -75,7 +75,7 @@ def test_several_documents() -> None:
         ("a: 1\nmerge_method: x\na: 2\n", 3, "given twice"),
         ("merge_method: ties\nmodel: []\n", 2, "has no key 'model'"),
         ("merge_method: ties\nmodels:\n- a\n", 3, "a model is a mapping"),
-        ("merge_method: ties\nbase_model: a+lora\nmodels:\n- model: a\n", 2, "starts from"),
+        ("merge_method: ties\nmodels: [{model: a}]\ntokenizer_source: a+b\n", 3, "no tokens"),
         ("merge_method: ties\nmodels:\n- model: a+b+c\n", 3, "one adapter"),
         ("merge_method: ties\nmodels:\n- model: a+\n", 3, "MODEL+ADAPTER"),
         ("merge_method: ties\nmodels:\n- model:\n    model: a\n    lora: []\n", 5, "adapter"),

@@ -365,14 +365,13 @@ parameters: {{{parameters}}}
 @pytest.mark.parametrize(
     ("changes", "line", "what"),
     [
-        ({"first": "[0, 3]", "second": "[0, 3]"}, 4, "all 4 layers in order"),
-        ({"first": "[0, 5]", "second": "[0, 5]"}, 4, "layers 0 to 4"),
-        ({"first": "[1, 4]", "second": "[1, 4]"}, 4, "layers 1 to 3"),
-        ({"second": "[0, 3]"}, 4, "different layers"),
+        ({"first": "[0, 5]", "second": "[0, 5]"}, 5, "base has 4 layers, not 5"),
+        ({"second": "[0, 3]"}, 4, "as many layers each: base 4, math 3"),
         ({"other": "base"}, 6, "given twice"),
-        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "different models"),
-        ({"more": "  base_model: math\n- sources:\n  - {model: base, layer_range: [0, 4]}\n  "
-                  "- {model: math, layer_range: [0, 4]}"}, 4, "different base models"),
+        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "source, the first 2"),
+        ({"more": "- sources: [{model: math, layer_range: [0, 4]}]"}, 7, "base is not among"),
+        ({"first": "[0, 2]", "second": "[2, 4]", "more": "  - {model: base, layer_range: [2, 4]}"},
+         7, "given twice"),
         ({"method": "arcee_fission"}, 1, "unknown method 'arcee_fission'"),
         ({"method": "fisher"}, 1, "unknown method"),
         ({"parameters": "s: 1"}, 8, "no parameter 's'"),

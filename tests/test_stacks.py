@@ -177,20 +177,11 @@ def test_a_recipe_of_slices_is_a_stack(store: Store) -> None:
     assert again.plan == plan.plan
 
 
-@pytest.mark.parametrize(
-    ("change", "line", "word"),
-    [
-        (("scale: 1.0", "scale: 0.5"), 10, "without scale"),
-        (("model: m1", "model: m0+m1"), 6, "not of an adapter"),
-    ],
-)
-def test_slices_that_cannot_be_stacked(
-    store: Store, change: tuple[str, str], line: int, word: str
-) -> None:
-    """What a stack cannot do is refused by the line of the recipe."""
-    with pytest.raises(BadRequest, match=word) as caught:
-        store.read_recipe(RECIPE.replace(*change))
-    assert f"line {line}" in str(caught.value)
+def test_layers_that_a_model_lacks(store: Store) -> None:
+    """A slice of layers that its model does not have is refused by its line."""
+    with pytest.raises(BadRequest, match="m1 has 4 layers, not 5") as caught:
+        store.read_recipe(RECIPE.replace("[1, 4]", "[1, 5]"))
+    assert "line 7" in str(caught.value)
 
 
 def test_all_layers_in_order_are_no_stack(store: Store) -> None:

@@ -72,7 +72,7 @@ class _Document:
             where=self._where,
             line=node.line,
             method=self._text(fields["merge_method"], "merge_method"),
-            base=self._maybe(fields, "base_model", self._model_name),
+            base=self._maybe(fields, "base_model", self._adapted),
             models=models,
             slices=slices,
             settings=self._settings(fields),
@@ -89,8 +89,7 @@ class _Document:
         fields = self._fields(node, "a model", ("model", "parameters"))
         if "model" not in fields:
             raise self._refused("an item of models names its model", node)
-        model = self._model_name(fields["model"], adapters=True)
-        return Source(model, self._settings(fields), None, line=node.line)
+        return Source(self._adapted(fields["model"]), self._settings(fields), None, line=node.line)
 
     def _slice(self, node: Node) -> Slice:
         known = ("sources", "parameters", "base_model", "residual_weight")
@@ -99,7 +98,7 @@ class _Document:
         sources = self._list(fields, "sources", self._source)
         if not sources:
             raise self._refused("a slice has sources", node)
-        base = self._maybe(fields, "base_model", self._model_name)
+        base = self._maybe(fields, "base_model", self._adapted)
         return Slice(sources, self._settings(fields), base, node.line)
 
     def _source(self, node: Node) -> Source:
@@ -108,7 +107,7 @@ class _Document:
             if key not in fields:
                 raise self._refused(f"a source of a slice has its {key}", node)
         return Source(
-            self._model_name(fields["model"], adapters=True),
+            self._adapted(fields["model"]),
             self._settings(fields),
             self._range(fields["layer_range"]),
             node.line,
@@ -123,20 +122,25 @@ class _Document:
             "a layer_range is two whole numbers, from which to before which layer", node
         )
 
-    def _model_name(self, node: Node, *, adapters: bool = False) -> Text:
-        """Return a model's name; adapters: it may be MODEL+ADAPTER."""
+    def _model_name(self, node: Node) -> Text:
+        """Return the name of a model without an adapter."""
+        name = self._adapted(node)
+        if name.adapter() is not None:
+            raise self._refused(
+                "a model with an adapter (MODEL+ADAPTER) is one of models or the base_model, and "
+                "gives no tokens",
+                node,
+            )
+        return name
+
+    def _adapted(self, node: Node) -> Text:
+        """Return the name of a model, or MODEL+ADAPTER."""
         name, lora = self._model_and_lora(node)
         parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
         if not all(parts):
             raise self._refused("a model with an adapter is MODEL+ADAPTER", node)
         if len(parts) > 2:
             raise self._refused("a model has one adapter at most", node)
-        if len(parts) > 1 and not adapters:
-            raise self._refused(
-                "a model with an adapter (MODEL+ADAPTER) is one of models, not what the merge "
-                "starts from",
-                node,
-            )
         return Text("+".join(parts), name.line)
 
     def _model_and_lora(self, node: Node) -> tuple[Text, Text | None]:

@@ -206,10 +206,14 @@ class _Resolver:
         self._vocabulary()
         if self._stacked:
             return {}, (1.0,)
-        try:
-            parameters, weights = self._values(_Tensor("", 0, 0.0))
-        except _Missing:
-            return None
+        found = []
+        for number in range(len(self._slices)):
+            try:
+                found.append(self._values(_Tensor("", number, 0.0)))
+            except _Missing:
+                if number == 0:
+                    return None
+        parameters, weights = found[0]
         return dict(parameters), weights
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
@@ -292,21 +296,11 @@ class _Resolver:
                 sources += (Source(recipe.base, {}, None, recipe.base.line),)
             self._require_different(sources)
             return (Slice(sources, {}, None, recipe.line),)
-        first, *others = recipe.slices
+        first = recipe.slices[0]
         self._stacked = self._is_stack(recipe.slices)
         if self._stacked:
             return recipe.slices
         self._require_different(first.sources)
-        for part in others:
-            if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
-                self._refuse(
-                    "slices of different models are only stacked as they are: by a method of one "
-                    "expert, with one source each",
-                    part.line,
-                )
-        bases = {str(part.base or recipe.base or self._base) for part in recipe.slices}
-        if bases != {str(self._base)}:
-            self._refuse("slices with different base models are not supported", first.line)
         if not self._method.takes_base and str(self._base) not in {
             str(s.model) for s in first.sources
         }:
@@ -317,10 +311,7 @@ class _Resolver:
         return recipe.slices
 
     def _is_stack(self, slices: Sequence[Slice]) -> bool:
-        """Return whether the slices take layers of models as they are, in an order of their own.
-
-        Raises BadRequest for what no stack can do.
-        """
+        """Return whether the slices take layers of models as they are, in an order of their own."""
         if not self._method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
         runs = [(str(part.sources[0].model), part.sources[0].layers) for part in slices]
@@ -331,20 +322,7 @@ class _Resolver:
             place = layers[1]
         else:
             count = None if self._layout is None else sum(self._layout.stacks.values())
-            if count in (None, place):
-                return False
-        scopes = [self._recipe.settings]
-        scopes += [scope for part in slices for scope in (part.settings, part.sources[0].settings)]
-        for settings in scopes:
-            for name, setting in settings.items():
-                for condition in setting.conditions:
-                    values = condition.value
-                    values = values if isinstance(values, tuple) else (values,)
-                    if name in self._method.parameters and any(value != 1 for value in values):
-                        self._refuse(f"layers are stacked without {name}", condition.line)
-        for part in slices:
-            if part.sources[0].model.adapter() is not None:
-                self._refuse("a slice is of a model, not of an adapter", part.line)
+            return count not in (None, place)
         return True
 
     def _require_different(self, sources: Sequence[Source]) -> None:
@@ -355,7 +333,7 @@ class _Resolver:
             known.add(source.model.text)
 
     def _require_all_layers(self, slices: Sequence[Slice]) -> None:
-        """Raise BadRequest unless the slices are all layers in order, of all models alike."""
+        """Raise BadRequest unless the slices are the base's layers (`recipes.prepared`)."""
         if self._layout is None:
             return
         stacks = self._layout.stacks
@@ -366,23 +344,11 @@ class _Resolver:
                 slices[0].line,
             )
         (count,) = stacks.values()
-        place = 0
-        for part in slices:
-            ranges = {source.layers for source in part.sources if source.layers is not None}
-            wanted = f"slices that do not keep all {count} layers in order are not supported"
-            if len(ranges) != 1:
-                self._refuse(f"{wanted}: the sources of this one have different layers", part.line)
-            ((first, last),) = ranges
-            if first != place or last > count:
-                self._refuse(
-                    f"{wanted}: this one has layers {first} to {last - 1}, after the first {place}",
-                    part.line,
-                )
-            place = last
-        if place != count:
+        _, end = slices[-1].sources[0].layers or (0, count)
+        if end != count:
             self._refuse(
-                f"slices that do not keep all {count} layers in order are not supported: these "
-                f"have the first {place}",
+                f"the slices have {end} layers in all, and {self._base} has {count}: its files "
+                "are for as many",
                 slices[-1].line,
             )
 
@@ -393,9 +359,7 @@ class _Resolver:
             return tuple(models.values())
         sources = self._slices[0].sources
         if self._method.takes_base:
-            every = tuple(source.model for source in sources)
-            self._require_adapters_of_base(every)
-            return every
+            return tuple(source.model for source in sources)
         for part in self._slices:
             for source in part.sources:
                 if str(source.model) == str(self._base):
@@ -403,24 +367,9 @@ class _Resolver:
                         if name in PER_MODEL:
                             self._note(f"{name} of the base model has no effect", setting.line)
         experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
-        self._require_adapters_of_base(experts)
         if not experts:
             self._refuse("no model but the base takes part", self._recipe.line)
         return experts
-
-    def _require_adapters_of_base(self, experts: Sequence[Text]) -> None:
-        """Raise BadRequest for an adapter of another model: it is applied to the merge's base."""
-        if self._layout is None:
-            # Which names are one model is known only once the models are.
-            return
-        for one in experts:
-            is_ours = self._models[one.model().text] == self._models[self._base.text]
-            if one.adapter() is not None and not is_ours:
-                self._refuse(
-                    f"an adapter is one of the base, {self._base}, and not of {one.model()}: merge "
-                    "it into its model first",
-                    one.line,
-                )
 
     # -- parameters ----------------------------------------------------------------------------
 

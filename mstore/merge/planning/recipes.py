@@ -12,19 +12,21 @@ from msgspec import structs
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
-from mstore.errors import BadName, BadRequest, NotFound
-from mstore.ids import ManifestId
+from mstore.errors import BadRequest, NotFound
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
+from mstore.merge.planning.prepared import Preparation, manifests_of, prepared
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
+from mstore.phrases import Call
 from mstore.recipes.layout import layers_of
 from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
-from mstore.recipes.recipe import Recipe, Text
+from mstore.recipes.prepared import prepare
+from mstore.recipes.recipe import Recipe
 from mstore.recipes.resolve import (
     KnownMethod,
     KnownParameter,
@@ -38,16 +40,36 @@ from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 
 
+def preparations(
+    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
+) -> tuple[Preparation, ...]:
+    """Return what a recipe needs first, in order; see `Store.prepare_recipe`."""
+    recipe = chosen(parse(text, where), document)
+    # Nothing is stored for a recipe that cannot be planned.
+    _check(recipe)
+    _, found = prepared(catalog, recipe, _method(recipe), _revisions(recipe, models))
+    return found
+
+
 def request_of(
     catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
 ) -> RecipeRequest:
     """Return the merge that a recipe asks for; see `Store.read_recipe`."""
     recipe = chosen(parse(text, where), document)
     method = _method(recipe)
-    revisions = {one.text: models.get(one.text, one.text) for one in recipe.named()}
-    manifests = {
-        one.text: _manifest(catalog, one, revisions[one.text], where) for one in recipe.named()
-    }
+    revisions = _revisions(recipe, models)
+    recipe, first_made = prepared(catalog, recipe, method, revisions)
+    for one in first_made:
+        try:
+            catalog.resolve(one.ref)
+        except NotFound as error:
+            raise NotFound(
+                f"the recipe needs {one.name}, which is not made yet",
+                where=where,
+                hint=Call("prepare_recipe", ("TEXT",)),
+            ) from error
+        revisions[one.name] = one.ref
+    manifests = manifests_of(catalog, recipe, revisions)
     base = manifests[base_of(recipe, needs_base=not method.takes_base).text]
     record = catalog.manifest(base)
     tensors = record.tensors()
@@ -69,12 +91,8 @@ def request_of(
     )
 
 
-def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> ManifestId:
-    try:
-        return catalog.snapshot(catalog.resolve(revision)).manifest_id()
-    except (NotFound, BadName) as error:
-        place = at(where, model.line)
-        raise NotFound(f"no model {model} in this store", where=place) from error
+def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
+    return {one.text: models.get(one.text, one.text) for one in recipe.named()}
 
 
 def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
@@ -99,7 +117,10 @@ def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
 
 
 def _check(recipe: Recipe) -> None:
-    own = check(recipe, _method(recipe), known_parameters=_parameters())
+    method = _method(recipe)
+    # What a model has is not known yet; a name alone says which one it is.
+    recipe, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: None)
+    own = check(recipe, method, known_parameters=_parameters())
     if own is not None:
         try:
             registry.operation(recipe.method.text, *own)
