@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from small_layers import NAMES, member
 
 from mstore import Store
 from mstore.errors import BadRequest, NotFound
+from mstore.merge.methods import registry
+from mstore.merge.planning.recipes import known_method
+from mstore.recipes.parse import parse
+from mstore.recipes.prepared import prepare
 
 MODELS = ("base", "math", "code")
 
@@ -167,6 +172,58 @@ def test_most_recipes_need_nothing(store: Store) -> None:
     for text in (whole, plain):
         assert store.prepare_recipe(text) == ()
         assert store.read_recipe(text).request.base == "base"
+
+
+@pytest.mark.parametrize(
+    ("text", "made", "slices"),
+    [
+        ("passthrough a[0:3]; passthrough a+l[2:4]", ["a with l"], "a[0:3]; a with l[2:4]"),
+        ("linear a[0:4] a+l[0:4]", [], "a[0:4] a+l[0:4]"),
+        ("linear b+l[0:4] c[0:4]", [], "b+l[0:4] c[0:4]"),
+        ("linear c[0:4] b+l[0:4]", ["b with l"], "c[0:4] b with l[0:4]"),
+        (
+            "linear a[0:1] b+l[0:1]; b+l[1:4] a[1:4]",
+            ["b with l"],
+            "a[0:1] b with l[0:1]; a[1:4] b with l[1:4]",
+        ),
+        (
+            "linear a+l[0:1] b[0:1]; c[1:4] a+l[0:3]",
+            ["a with l", "a with l[0:1], c[1:4]", "b[0:1], a with l[0:3]"],
+            (
+                "a with l[0:1], c[1:4][0:1] b[0:1], a with l[0:3][0:1]; "
+                "a with l[0:1], c[1:4][1:4] b[0:1], a with l[0:3][1:4]"
+            ),
+        ),
+    ],
+)
+def test_what_is_made_and_what_is_left(text: str, made: list[str], slices: str) -> None:
+    """Only adapters of other models are applied, and only models of other layers stacked."""
+    method, _, runs = text.partition(" ")
+    parts = [
+        [re.fullmatch(r"(.*)\[(.):(.)\]", run) for run in part.split()] for part in runs.split("; ")
+    ]
+    (recipe,) = parse(
+        f"merge_method: {method}\nslices:\n"
+        + "".join(
+            "- sources:\n"
+            + "".join(f"  - {{model: {m[1]}, layer_range: [{m[2]}, {m[3]}]}}\n" for m in part if m)
+            for part in parts
+        ),
+        "recipe",
+    )
+    found, needed = prepare(
+        recipe,
+        known_method(registry.find(method)),
+        same=lambda one, other: one.text == other.text,
+        layers=lambda _: 4,
+    )
+    assert [one.name for one in needed] == made
+    assert slices == "; ".join(
+        " ".join(
+            f"{one.model}[{one.layers[0]}:{one.layers[1]}]" for one in part.sources if one.layers
+        )
+        for part in found.slices
+    )
 
 
 def test_on_the_command_line(store: Store, tmp_path: Path) -> None:

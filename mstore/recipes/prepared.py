@@ -83,9 +83,11 @@ class _Preparation:
     def prepared(self) -> tuple[Recipe, tuple[Needed, ...]]:
         recipe = self.recipe
         self._require_layers()
-        if recipe.slices and not self._is_plain_stack() and not self._keeps_all():
-            recipe = self._of_stacks()
-        recipe = self._without_adapters(recipe)
+        is_plain = False
+        if recipe.slices and not self._keeps_all():
+            is_plain = self._is_plain_stack()
+            recipe = recipe if is_plain else self._of_stacks()
+        recipe = self._without_adapters(recipe, has_experts=not is_plain)
         tokenizer = recipe.tokenizer
         if tokenizer is not None and tokenizer.source.text in self.renamed:
             new = replace(tokenizer, source=self.renamed[tokenizer.source.text])
@@ -223,15 +225,18 @@ class _Preparation:
 
     # -- adapters ------------------------------------------------------------------------------
 
-    def _without_adapters(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with adapters of its base only: others are applied first."""
+    def _without_adapters(self, recipe: Recipe, *, has_experts: bool) -> Recipe:
+        """Return the recipe with adapters of its base only: others are applied first.
+
+        has_experts: false for a stack, which takes layers of models and adds nothing to them.
+        """
         base = base_of(recipe, needs_base=not self.method.takes_base)
 
         def source(one: Source) -> Source:
             model = one.model
-            if model.adapter() is None or (
-                base.adapter() is None and self.same(model.model(), base)
-            ):
+            if model.adapter() is None:
+                return one
+            if has_experts and base.adapter() is None and self.same(model.model(), base):
                 return one
             return replace(one, model=self._applied(model))
 
