@@ -88,11 +88,20 @@ class _Preparation:
             is_plain = self._is_plain_stack()
             recipe = recipe if is_plain else self._of_stacks()
         recipe = self._without_adapters(recipe, has_experts=not is_plain)
+        return self._with_tokenizer(recipe), tuple(self.needed.values())
+
+    def _with_tokenizer(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the tokenizer of a model that takes part, if its own was made."""
         tokenizer = recipe.tokenizer
-        if tokenizer is not None and tokenizer.source.text in self.renamed:
-            new = replace(tokenizer, source=self.renamed[tokenizer.source.text])
-            recipe = replace(recipe, tokenizer=new)
-        return recipe, tuple(self.needed.values())
+        if tokenizer is None:
+            return recipe
+        sources = (*recipe.models, *(one for part in recipe.slices for one in part.sources))
+        known = {source.model.text for source in sources}
+        name = tokenizer.source
+        # An adapter may have been applied to a model whose layers are then stacked.
+        while name.text in self.renamed and name.text not in known:
+            name = self.renamed[name.text]
+        return replace(recipe, tokenizer=replace(tokenizer, source=name))
 
     # -- slices --------------------------------------------------------------------------------
 

@@ -93,5 +93,3 @@ tokenizer_source: b
 merge_method: linear
 models: [{model: *b, parameters: {weight: .5}}, {model: c, parameters: {weight: !!float 1}}]
 """.replace(b"*b", b"b")
-    # A pattern that takes minutes to compile.
-    yield b"merge_method: '" + b"*a" * 20_000 + b"'\nmodels: [{model: a}]\n"
