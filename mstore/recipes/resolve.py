@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 
 from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
-from mstore.recipes.layout import Layout, is_last
+from mstore.recipes.layout import Layout
 from mstore.recipes.nodes import at
 from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
 from mstore.recipes.setting import Given, Kind, NotThatKind
@@ -218,6 +218,7 @@ class _Resolver:
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
         self.check()
+        self._note_layers()
         if self._stacked:
             return self._stack()
         found = {name: self._values(self._place(name)) for name in tensors}
@@ -321,8 +322,10 @@ class _Resolver:
                 break
             place = layers[1]
         else:
-            count = None if self._layout is None else sum(self._layout.stacks.values())
-            return count not in (None, place)
+            layout = self._layout
+            main = None if layout is None else layout.main
+            if layout is None or (main is not None and layout.stacks[main] == place):
+                return False
         return True
 
     def _require_different(self, sources: Sequence[Source]) -> None:
@@ -336,14 +339,13 @@ class _Resolver:
         """Raise BadRequest unless the slices are the base's layers (`recipes.prepared`)."""
         if self._layout is None:
             return
-        stacks = self._layout.stacks
-        if len(stacks) != 1:
-            what = ", ".join(f"{name} ({count})" for name, count in stacks.items()) or "none"
+        if self._layout.main is None:
             self._refuse(
-                f"slices need a model with one stack of layers; {self._base} has: {what}",
+                "slices need a model with one stack of layers, or a config.json that counts those "
+                f"of its text model; {self._base} has: {self._layout.listed()}",
                 slices[0].line,
             )
-        (count,) = stacks.values()
+        count = self._layout.stacks[self._layout.main]
         _, end = slices[-1].sources[0].layers or (0, count)
         if end != count:
             self._refuse(
@@ -436,15 +438,16 @@ class _Resolver:
                 self._refuse(f"{self._method.name} does not rescale", condition.line)
 
     def _place(self, name: str) -> _Tensor:
-        found = None if self._layout is None else self._layout.layer(name)
-        if found is None:
-            return _Tensor(name, len(self._slices) - 1 if is_last(name) else 0, 0.0)
+        assert self._layout is not None
+        found = self._layout.layer(name)
+        if found is None or self._layout.part(name) is None:
+            number = len(self._slices) - 1 if self._layout.is_last(name) else 0
+            return _Tensor(name, number, 0.0 if found is None else _place_in(*found))
         layer, count = found
         for number, part in enumerate(self._slices):
             first, last = part.sources[0].layers or (0, count)
             if first <= layer < last:
-                length = last - first
-                return _Tensor(name, number, (layer - first) / (length - 1) if length > 1 else 1.0)
+                return _Tensor(name, number, _place_in(layer - first, last - first))
         raise AssertionError(name)
 
     def _values(self, tensor: _Tensor) -> tuple[Values, tuple[float, ...]]:
@@ -571,8 +574,29 @@ class _Resolver:
             chat_template=told,
         )
 
+    def _note_layers(self) -> None:
+        """Say how layers are counted, if that is no matter of course and the recipe counts them."""
+        scopes = [self._recipe.settings]
+        for part in self._slices:
+            scopes += [part.settings, *(source.settings for source in part.sources)]
+        gradients = [
+            one.line
+            for settings in scopes
+            for setting in settings.values()
+            for one in setting.conditions
+            if isinstance(one.value, tuple) and len(one.value) > 1
+        ]
+        told = None if self._layout is None else self._layout.told()
+        if told is not None and (gradients or self._recipe.slices):
+            self._note(told, (gradients or [self._slices[0].line])[0])
+
     def _note(self, what: str, line: int) -> None:
         self._notes.setdefault(f"{at(self._recipe.where, line)}: {what}")
 
     def _refuse(self, what: str, line: int) -> NoReturn:
         raise BadRequest(what, where=at(self._recipe.where, line))
+
+
+def _place_in(layer: int, count: int) -> float:
+    """Return the place t of a layer among so many."""
+    return layer / (count - 1) if count > 1 else 1.0
