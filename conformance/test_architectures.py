@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from mstore import Store
 from mstore.recipes.layout import Layout, layers_of
+from mstore.recipes.modules import Modules
 
 LAYERS = 3
 EXPERTS = 2
@@ -170,6 +171,21 @@ def test_the_main_stack_is_the_text_models(template: str) -> None:
     assert layout.stacks[layout.main] == LAYERS
     (text, *_) = modules.values()
     assert any(name.startswith(f"{layout.main}.0.") for name in text)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_modules_are_those_of_the_template(template: str) -> None:
+    """Every tensor is in the module where mergekit has it."""
+    architecture = TEMPLATES[template]
+    config, fields = configured(architecture)
+    wanted = {
+        name: module
+        for module, one in architecture.modules.items()
+        for name, _ in places(one, config, "every")
+    }
+    modules = Modules.of(Layout.of(wanted, layers_of(fields)), list(architecture.modules))
+    assert modules is not None
+    assert {name: modules.module(name) for name in wanted} == wanted
 
 
 def test_every_difference_is_one() -> None:
@@ -417,7 +433,38 @@ modules:
   vision_tower: {{{{models: [{{{{model: "{{one}}"}}}}]}}}}
   multi_modal_projector: {{{{models: [{{{{model: "{{one}}"}}}}]}}}}
 """
+MIXED = """\
+modules:
+  text_decoder:
+    models:
+    - model: {one}
+      parameters: {{weight: [0.2, 0.8]}}
+    - model: {two}
+      parameters: {{weight: 0.5}}
+    parameters: {{normalize: false}}
+  vision_tower: {{models: [{{model: "{two}"}}], parameters: {{weight: 0.5}}}}
+  multi_modal_projector:
+    models: [{{model: "{one}"}}]
+dtype: float32
+parameters: {{weight: 1.0}}
+"""
 PASSTHROUGH = "merge_method: passthrough\ndtype: float32\n"
+
+
+@pytest.mark.parametrize(
+    "head", ["merge_method: linear", "merge_method: task_arithmetic\nbase_model: {one}"]
+)
+def test_modules_of_different_models(head: str, tmp_path: Path) -> None:
+    """Both make each module of its own models."""
+    recipe = f"{head}\n{MIXED}"
+    pair = Pair(tmp_path, make_picogemma3)
+    assert_same(pair.ours(recipe), pair.theirs(recipe))
+
+
+def test_a_stack_in_a_module(tmp_path: Path) -> None:
+    """Both stack the slices of a module."""
+    pair = Pair(tmp_path, make_picogemma3)
+    assert_same(pair.ours(MODULES + PASSTHROUGH), pair.theirs(MODULES + PASSTHROUGH))
 
 
 def test_a_stack_of_a_text_model(tmp_path: Path) -> None:

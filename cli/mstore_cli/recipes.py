@@ -137,7 +137,7 @@ class _Models:
                 directories[model.text] = self._directory(model)
         base: str | None = None
         # Models whose layers are stacked may have fewer layers than the first.
-        is_stack = len({one.layers for part in recipe.slices for one in part.sources}) > 1
+        is_stack = len({one.layers for one in recipe.every_source()}) > 1
         for model in recipe.named():
             if model.text in directories:
                 own = None if is_stack else base

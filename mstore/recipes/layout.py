@@ -27,7 +27,7 @@ COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
 """Parts of a config that are those of the text model."""
 
-_AHEAD: Final = frozenset(
+AHEAD: Final = frozenset(
     (
         *("vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "visual"),
         *("image_encoder", "embed_tokens_extend", "embed_vision", "embed_audio", "vpm", "apm"),
@@ -37,7 +37,7 @@ _AHEAD: Final = frozenset(
     )
 )
 """Parts of a model that make input for its text model."""
-_BEHIND: Final = frozenset(("mtp",))
+BEHIND: Final = frozenset(("mtp",))
 """Parts of a model that follow its last layer: they predict further tokens."""
 
 _HEADS: Final = frozenset(
@@ -122,9 +122,9 @@ class Layout:
         stacks = list(self.stacks) if self.main is None else [self.main]
         own = {word for stack in stacks for word in stack.split(".")}
         path = name.split(".")
-        if any(word in _BEHIND - own for word in path) or self.part(name) is not None:
+        if any(word in BEHIND - own for word in path) or self.part(name) is not None:
             return True
-        if self.main is not None and any(word in _AHEAD - own for word in path):
+        if self.main is not None and any(word in AHEAD - own for word in path):
             return False
         if any(word in _HEADS for word in path) or _DECODER.fullmatch(name):
             return True
@@ -162,7 +162,7 @@ def _main(stacks: Mapping[str, int], layers: int | None) -> str | None:
     """
     if len(stacks) == 1:
         return next(iter(stacks))
-    found = [one for one in stacks if not (_AHEAD | _BEHIND).intersection(one.split("."))]
+    found = [one for one in stacks if not (AHEAD | BEHIND).intersection(one.split("."))]
     if len(found) != 1 or layers is None or stacks[found[0]] < layers:
         return None
     return found[0]

@@ -17,6 +17,7 @@ from mstore.recipes.nodes import (
     read_documents,
 )
 from mstore.recipes.recipe import (
+    Module,
     Recipe,
     Settings,
     Slice,
@@ -60,14 +61,13 @@ class _Document:
 
     def recipe(self, node: Node) -> Recipe:
         fields = self._fields(node, "a recipe", _KEYS)
-        if isinstance(found := fields.get("modules"), Items | Entries):
-            raise self._refused("modules are not supported", found)
         if "merge_method" not in fields:
             raise self._refused("a recipe names its merge_method", node)
         models = self._list(fields, "models", self._model)
         slices = self._list(fields, "slices", self._slice)
-        if bool(models) == bool(slices):
-            raise self._refused("a recipe has either models or slices", node)
+        modules = self._modules(fields.get("modules"))
+        if sum(map(bool, (models, slices, modules))) != 1:
+            raise self._refused("a recipe has one of models, slices and modules", node)
         return Recipe(
             where=self._where,
             line=node.line,
@@ -75,6 +75,7 @@ class _Document:
             base=self._maybe(fields, "base_model", self._adapted),
             models=models,
             slices=slices,
+            modules=modules,
             settings=self._settings(fields),
             dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
             out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
@@ -100,6 +101,23 @@ class _Document:
             raise self._refused("a slice has sources", node)
         base = self._maybe(fields, "base_model", self._adapted)
         return Slice(sources, self._settings(fields), base, node.line)
+
+    def _modules(self, node: Node | None) -> tuple[Module, ...]:
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Entries):
+            raise self._refused("modules are parts of the model by name", node)
+        return tuple(self._module(key, value) for key, value in node.entries)
+
+    def _module(self, key: Scalar, node: Node) -> Module:
+        name = Text(str(key.value), key.line)
+        what = f"the module {name.text[:_SHOWN]}"
+        fields = self._fields(node, what, ("models", "slices", "parameters"))
+        models = self._list(fields, "models", self._model)
+        slices = self._list(fields, "slices", self._slice)
+        if bool(models) == bool(slices):
+            raise self._refused(f"{what} has either models or slices", key)
+        return Module(name, models, slices, self._settings(fields))
 
     def _source(self, node: Node) -> Source:
         fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))

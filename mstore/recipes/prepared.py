@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 
 from mstore.errors import BadRequest
 from mstore.recipes.nodes import at
-from mstore.recipes.recipe import Recipe, Slice, Source, Text
+from mstore.recipes.recipe import Module, Recipe, Settings, Slice, Source, Text
 from mstore.recipes.resolve import KnownMethod, base_of
 
 _UNCHANGED: Final = 1
@@ -83,11 +83,11 @@ class _Preparation:
     def prepared(self) -> tuple[Recipe, tuple[Needed, ...]]:
         recipe = self.recipe
         self._require_layers()
-        is_plain = False
-        if recipe.slices and not self._keeps_all():
-            is_plain = self._is_plain_stack()
-            recipe = recipe if is_plain else self._of_stacks()
-        recipe = self._without_adapters(recipe, has_experts=not is_plain)
+        is_stack = False
+        if recipe.slices and not self._keeps_all(recipe.slices, self.layers):
+            is_stack = self._is_plain_stack(recipe.slices)
+            recipe = recipe if is_stack else self._of_stacks()
+        recipe = self._without_adapters(recipe, is_stack=is_stack)
         return self._with_tokenizer(recipe), tuple(self.needed.values())
 
     def _with_tokenizer(self, recipe: Recipe) -> Recipe:
@@ -95,8 +95,7 @@ class _Preparation:
         tokenizer = recipe.tokenizer
         if tokenizer is None:
             return recipe
-        sources = (*recipe.models, *(one for part in recipe.slices for one in part.sources))
-        known = {source.model.text for source in sources}
+        known = {source.model.text for source in recipe.every_source()}
         name = tokenizer.source
         # An adapter may have been applied to a model whose layers are then stacked.
         while name.text in self.renamed and name.text not in known:
@@ -115,12 +114,24 @@ class _Preparation:
                     source.line,
                 )
 
-    def _is_plain_stack(self) -> bool:
+    def _is_stack(self, module: Module) -> bool:
+        """Return whether a module is a stack; raise BadRequest if it would need stacks first."""
+        # How many layers such a part of a model has, resolving knows.
+        if not module.slices or self._keeps_all(module.slices, lambda _: None):
+            return False
+        if not self._is_plain_stack(module.slices, module.settings):
+            self._refuse(
+                "slices of a module keep all layers of the same models in order, or take them as "
+                "they are",
+                module.slices[0].line,
+            )
+        return True
+
+    def _is_plain_stack(self, slices: Sequence[Slice], *more: Settings) -> bool:
         """Return whether layers are taken as they are: such a recipe needs no other stack."""
-        slices = self.recipe.slices
         if not self.method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
-        scopes = [self.recipe.settings]
+        scopes = [self.recipe.settings, *more]
         scopes += [scope for part in slices for scope in (part.settings, part.sources[0].settings)]
         return not any(
             value != _UNCHANGED
@@ -131,9 +142,11 @@ class _Preparation:
             for value in _values(condition.value)
         )
 
-    def _keeps_all(self) -> bool:
+    def _keeps_all(
+        self, slices: Sequence[Slice], layers: Callable[[Text], int | None]
+    ) -> bool:
         """Return whether the slices are all layers in order, of the same models."""
-        first, *_ = slices = self.recipe.slices
+        first = slices[0]
         names = [source.model.text for source in first.sources]
         bases = {self._base_of(part) for part in slices}
         place = 0
@@ -146,7 +159,7 @@ class _Preparation:
             if start != place:
                 return False
             place = end
-        counts = {self.layers(source.model.model()) for source in first.sources}
+        counts = {layers(source.model.model()) for source in first.sources}
         return len(bases) == 1 and counts <= {place, None}
 
     def _of_stacks(self) -> Recipe:
@@ -234,32 +247,46 @@ class _Preparation:
 
     # -- adapters ------------------------------------------------------------------------------
 
-    def _without_adapters(self, recipe: Recipe, *, has_experts: bool) -> Recipe:
+    def _without_adapters(self, recipe: Recipe, *, is_stack: bool) -> Recipe:
         """Return the recipe with adapters of its base only: others are applied first.
 
-        has_experts: false for a stack, which takes layers of models and adds nothing to them.
+        A stack takes layers of models, and adds nothing to them.
         """
         base = base_of(recipe, needs_base=not self.method.takes_base)
 
-        def source(one: Source) -> Source:
-            model = one.model
-            if model.adapter() is None:
-                return one
-            if has_experts and base.adapter() is None and self.same(model.model(), base):
-                return one
-            return replace(one, model=self._applied(model))
+        def is_expert(model: Text) -> bool:
+            return base.adapter() is None and self.same(model.model(), base)
+
+        def applied(sources: Sequence[Source], is_stack: bool = False) -> tuple[Source, ...]:
+            return tuple(
+                replace(one, model=self._applied(one.model))
+                if one.model.adapter() is not None and (is_stack or not is_expert(one.model))
+                else one
+                for one in sources
+            )
+
+        def of_slices(slices: Sequence[Slice], is_stack: bool) -> tuple[Slice, ...]:
+            return tuple(
+                replace(
+                    part,
+                    sources=applied(part.sources, is_stack),
+                    base=None if part.base is None else self._applied(part.base),
+                )
+                for part in slices
+            )
 
         return replace(
             recipe,
             base=None if recipe.base is None else self._applied(recipe.base),
-            models=tuple(source(one) for one in recipe.models),
-            slices=tuple(
+            models=applied(recipe.models),
+            slices=of_slices(recipe.slices, is_stack),
+            modules=tuple(
                 replace(
-                    part,
-                    sources=tuple(source(one) for one in part.sources),
-                    base=None if part.base is None else self._applied(part.base),
+                    one,
+                    models=applied(one.models),
+                    slices=of_slices(one.slices, self._is_stack(one)),
                 )
-                for part in recipe.slices
+                for one in recipe.modules
             ),
         )
 

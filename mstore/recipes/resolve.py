@@ -80,8 +80,8 @@ class KnownMethod:
     weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
     it, is an input like the others. baseless: a parameter that is false for merges without a base
     model; a recipe says that by naming none. is_alone: whether its one expert may state each
-    parameter itself. refused: parameters of mergekit's method that it does not have, with the value
-    that changes nothing and the reason.
+    parameter itself. partial: whether an expert of weight 0 is as none. refused: parameters of
+    mergekit's method that it does not have, with the value that changes nothing and the reason.
     """
 
     name: str
@@ -90,6 +90,7 @@ class KnownMethod:
     takes_base: bool
     baseless: str | None = None
     is_alone: bool = False
+    partial: bool = False
     refused: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
@@ -153,7 +154,7 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
     needs_base: without base_model the recipe is refused; else the base is the model that the
     tokenizer is from, or the first one: the result's other files are from there.
     """
-    own = next((part.base for part in recipe.slices if part.base is not None), recipe.base)
+    own = next((part.base for part in recipe.every_slice() if part.base is not None), recipe.base)
     if own is not None:
         return own
     if not needs_base and recipe.tokenizer is not None and recipe.tokenizer.model is not None:
@@ -162,8 +163,7 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
         raise BadRequest(
             f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
         )
-    sources = (*recipe.models, *(one for part in recipe.slices for one in part.sources))
-    return sources[0].model.model()
+    return recipe.every_source()[0].model.model()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,8 @@ def prepared(
 
     def layers(model: Text) -> int | None:
         record = catalog.manifest(manifests[model.text])
-        stacks = Layout.of(record.tensors(), layers_of(config_of(catalog, record))).stacks
-        return next(iter(stacks.values())) if len(stacks) == 1 else None
+        layout = Layout.of(record.tensors(), layers_of(config_of(catalog, record)))
+        return None if layout.main is None else layout.stacks[layout.main]
 
     def same(one: Text, other: Text) -> bool:
         return manifests[one.text] == manifests[other.text]

@@ -23,17 +23,12 @@ from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
 from mstore.phrases import Call
 from mstore.recipes.layout import layers_of
+from mstore.recipes.modular import check, resolve
 from mstore.recipes.nodes import at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
 from mstore.recipes.recipe import Recipe
-from mstore.recipes.resolve import (
-    KnownMethod,
-    KnownParameter,
-    base_of,
-    check,
-    resolve,
-)
+from mstore.recipes.resolve import KnownMethod, KnownParameter, base_of
 from mstore.recipes.write import recipe_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
@@ -165,6 +160,7 @@ def known_method(method: Method) -> KnownMethod:
         takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
+        partial=method.weighted and method.experts is None,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 
@@ -208,7 +204,9 @@ def _method(recipe: Recipe) -> KnownMethod:
     except BadRequest as error:
         error.locate(at(recipe.where, recipe.method.line))
         raise
-    has_base = recipe.base is not None or any(part.base is not None for part in recipe.slices)
+    has_base = recipe.base is not None or any(
+        part.base is not None for part in recipe.every_slice()
+    )
     return method if has_base or method.baseless is None else method.without_base()
 
 
