@@ -522,7 +522,8 @@ class _Resolver:
         for_tensor = f" for {tensor.name}" if tensor.name else ""
         line = self._recipe.method.line if model is None else model.line
         what = f"{self._method.name} needs the {name}{of_model}{for_tensor}"
-        raise _Missing(what, where=at(self._recipe.where, line))
+        hint = f"parameters: {{{name}: 0.5}}"
+        raise _Missing(what, where=at(self._recipe.where, line), hint=hint)
 
     # -- the rest ------------------------------------------------------------------------------
 

@@ -120,8 +120,19 @@ def _check(recipe: Recipe) -> None:
         try:
             registry.operation(recipe.method.text, *own)
         except BadRequest as error:
+            wanted = registry.find(recipe.method.text).experts
+            if wanted is not None and len(own[1]) != wanted:
+                error.advise(_models_of(recipe, wanted))
             error.locate(at(recipe.where, recipe.method.line))
             raise
+
+
+def _models_of(recipe: Recipe, count: int) -> str:
+    """Return what a recipe with so many experts says."""
+    names = [str(one.model) for one in recipe.every_source() if str(one.model) != str(recipe.base)]
+    names = [*dict.fromkeys(names), "MODEL"]
+    told = ", ".join(f"{{model: {name}}}" for name in names[:count])
+    return f"models: [{told}]"
 
 
 def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
