@@ -206,6 +206,28 @@ def test_slices_and_parameters_of_modules(store: Store) -> None:
         assert found[name] == wanted, name
 
 
+def test_slices_without_modules(store: Store) -> None:
+    """Slices are of the text model; all else before its layers is as in the first slice, and a
+    gradient there runs over the other stack."""
+    text = """\
+merge_method: slerp
+base_model: base
+slices:
+- sources: [{model: base, layer_range: [0, 1]}, {model: one, layer_range: [0, 1]}]
+  parameters: {t: [{filter: fc1, value: [0.1, 0.9]}, {value: 0.25}]}
+- sources: [{model: base, layer_range: [1, 3]}, {model: one, layer_range: [1, 3]}]
+parameters: {t: 0.5}
+"""
+    request = store.read_recipe(text).request
+    found = dict.fromkeys(NAMES, request.parameters["t"])
+    for rule in request.rules:
+        found |= dict.fromkeys(rule.patterns(), rule.parameters["t"])
+    assert [found[f"vision_tower.encoder.layers.{n}.fc1.weight"] for n in (0, 1)] == [0.1, 0.9]
+    ups = [f"language_model.model.layers.{n}.mlp.up_proj.weight" for n in range(3)]
+    assert [found[name] for name in ups] == [0.25, 0.5, 0.5]
+    assert [found[name] for name in (EMBED, SEE, BRIDGE, NORM)] == [0.25, 0.25, 0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     ("text", "change", "line", "what"),
     [
