@@ -142,9 +142,7 @@ class _Preparation:
             for value in _values(condition.value)
         )
 
-    def _keeps_all(
-        self, slices: Sequence[Slice], layers: Callable[[Text], int | None]
-    ) -> bool:
+    def _keeps_all(self, slices: Sequence[Slice], layers: Callable[[Text], int | None]) -> bool:
         """Return whether the slices are all layers in order, of the same models."""
         first = slices[0]
         names = [source.model.text for source in first.sources]
