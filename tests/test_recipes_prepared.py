@@ -162,6 +162,55 @@ def test_nothing_is_made_for_a_wrong_recipe(
     assert {ref.name for ref in store.refs()} == set(MODELS)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("base_model: base\nmodels: [{model: code+math}]", 3, "math is no adapter"),
+        ("base_model: base\nmodels: [{model: base+math}]", 3, "math is no adapter"),
+        ("base_model: code+math\nmodels: [{model: base}]", 2, "math is no adapter"),
+    ],
+)
+def test_what_is_no_adapter(store: Store, text: str, line: int, what: str) -> None:
+    """MODEL+MODEL is refused by its line: the first would be lost."""
+    text = f"merge_method: task_arithmetic\n{text}\nparameters: {{weight: 1.0}}\n"
+    for call in (store.prepare_recipe, store.read_recipe):
+        with pytest.raises(BadRequest, match=what) as caught:
+            call(text)
+        assert f"line {line}" in str(caught.value)
+
+
+def test_filters_without_tensors_are_told(store: Store) -> None:
+    """A filter that names no tensor, mostly a typing error, has a note with its line."""
+    text = EXPANDED.replace("q_proj", "q_prj")
+    store.prepare_recipe(text)
+    (note,) = store.read_recipe(text, where="r.yml").notes
+    assert note == "r.yml, line 9: no tensor has q_prj in its name"
+
+
+def test_the_card_and_the_recipe_tell_of_stacks(store: Store) -> None:
+    """The recipe says how each stack was made; its base is not called by what it was made of."""
+    made(store, APART)
+    card, recipe = (store["made"].read(name).decode() for name in CARD_AND_RECIPE)
+    assert recipe == store.recipe("made")
+    ids = {name: store[name].manifest.hex() for name in MODELS}
+    stacks = [one.ref for one in store.prepare_recipe(APART)]
+    for ref, runs in zip(
+        stacks,
+        ((("base", "[0, 2]"), ("base", "[0, 1]")), (("math", "[1, 3]"), ("code", "[3, 4]"))),
+        strict=True,
+    ):
+        told = recipe.partition(f"# {store[ref].manifest.hex()} is a stack of layers:")[2]
+        for name, layers in runs:
+            assert f'#     - model: "{ids[name]}"\n#       layer_range: {layers}' in told
+    assert "| base | not named by its card |" in card
+    assert card.startswith("---")
+    assert "# A merge of one model by task_arithmetic" in card
+    assert store.replay("made").same
+
+
+CARD_AND_RECIPE = ("README.md", "mergekit_config.yml")
+
+
 def test_most_recipes_need_nothing(store: Store) -> None:
     """Slices of all layers, and plain stacks, need no other model."""
     whole = APART[: APART.index("- sources")] + (
@@ -188,10 +237,10 @@ def test_most_recipes_need_nothing(store: Store) -> None:
         ),
         (
             "linear a+l[0:1] b[0:1]; c[1:4] a+l[0:3]",
-            ["a with l", "a with l[0:1], c[1:4]", "b[0:1], a with l[0:3]"],
+            ["a with l", "(a with l)[0:1], c[1:4]", "b[0:1], (a with l)[0:3]"],
             (
-                "a with l[0:1], c[1:4][0:1] b[0:1], a with l[0:3][0:1]; "
-                "a with l[0:1], c[1:4][1:4] b[0:1], a with l[0:3][1:4]"
+                "(a with l)[0:1], c[1:4][0:1] b[0:1], (a with l)[0:3][0:1]; "
+                "(a with l)[0:1], c[1:4][1:4] b[0:1], (a with l)[0:3][1:4]"
             ),
         ),
     ],

@@ -404,9 +404,9 @@ parameters: {{{parameters}}}
     ("changes", "line", "what"),
     [
         ({"first": "[0, 5]", "second": "[0, 5]"}, 5, "base has 4 layers, not 5"),
-        ({"second": "[0, 3]"}, 4, "as many layers each: base 4, math 3"),
+        ({"second": "[0, 3]"}, 4, "same number of layers, not 4 of base, 3 of math"),
         ({"other": "base"}, 6, "given twice"),
-        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "source, the first 2"),
+        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "and the first slice 2"),
         ({"more": "- sources: [{model: math, layer_range: [0, 4]}]"}, 7, "base is not among"),
         ({"first": "[0, 2]", "second": "[2, 4]", "more": "  - {model: base, layer_range: [2, 4]}"},
          7, "given twice"),

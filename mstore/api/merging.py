@@ -154,7 +154,7 @@ class Merging(OpenStore):
             merged = self.merge(
                 plan,
                 name=one.ref,
-                message=f"{one.name}, for {where}",
+                message=one.name,
                 threads=threads,
                 progress=progress,
             )

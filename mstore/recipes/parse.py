@@ -123,7 +123,7 @@ class _Document:
         fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))
         for key in ("model", "layer_range"):
             if key not in fields:
-                raise self._refused(f"a source of a slice has its {key}", node)
+                raise self._refused(f"a source of a slice needs its {key}", node)
         return Source(
             self._adapted(fields["model"]),
             self._settings(fields),
@@ -137,7 +137,7 @@ class _Document:
             if _is_whole(first) and _is_whole(last) and 0 <= first < last:
                 return first, last
         raise self._refused(
-            "a layer_range is two whole numbers, from which to before which layer", node
+            "a layer_range is [first, end]: two whole numbers, the end larger than the first", node
         )
 
     def _model_name(self, node: Node) -> Text:

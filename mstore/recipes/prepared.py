@@ -50,7 +50,7 @@ class Stacked:
     @property
     def name(self) -> str:
         """What the recipe calls it from then on."""
-        return ", ".join(f"{model}[{first}:{end}]" for model, first, end in self.runs)
+        return ", ".join(f"{_joined(model)}[{first}:{end}]" for model, first, end in self.runs)
 
 
 Needed = Applied | Stacked
@@ -168,13 +168,15 @@ class _Preparation:
         for part, sources in zip(slices, placed, strict=True):
             if len(sources) != number:
                 self._refuse(
-                    f"this slice has {_count(len(sources), 'source')}, the first {number}: a merge "
-                    "has as many in each",
+                    f"this slice has {_count(len(sources), 'source')} and the first slice "
+                    f"{number}: each slice needs the same number",
                     part.line,
                 )
             if len({_length(source) for source in sources}) > 1:
-                told = ", ".join(f"{one.model} {_length(one)}" for one in sources)
-                self._refuse(f"the sources of a slice have as many layers each: {told}", part.line)
+                told = ", ".join(f"{_length(one)} of {one.model}" for one in sources)
+                self._refuse(
+                    f"the sources of a slice need the same number of layers, not {told}", part.line
+                )
         names = [self._stack([sources[place] for sources in placed]) for place in range(number)]
         rewritten = []
         start = 0
@@ -199,7 +201,9 @@ class _Preparation:
         base = self._base_of(part)
         if base is None:
             if not self.method.takes_base:
-                self._refuse(f"{self.recipe.method} needs a base_model in each slice", part.line)
+                some = any(self._base_of(one) is not None for one in self.recipe.slices)
+                where = " in each slice" if some else ""
+                self._refuse(f"{self.recipe.method} needs a base_model{where}", part.line)
         else:
             own = [source for source in sources if source.model.text == base]
             if not own:
@@ -210,7 +214,7 @@ class _Preparation:
         known: set[str] = set()
         for source in sources:
             if source.model.text in known:
-                self._refuse(f"{source.model} is given twice", source.model.line)
+                self._refuse(f"{source.model} is given twice in one slice", source.model.line)
             known.add(source.model.text)
         first = self.recipe.slices[0]
         if part is first or self._base_of(first) != base:
@@ -305,6 +309,11 @@ class _Preparation:
 
     def _refuse(self, what: str, line: int) -> NoReturn:
         raise BadRequest(what, where=at(self.recipe.where, line))
+
+
+def _joined(model: Text) -> str:
+    """Return a model's name as a part of a longer one."""
+    return f"({model})" if " " in model.text else model.text
 
 
 def _length(source: Source) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from mstore.recipes.setting import Setting
+from mstore.recipes.setting import Condition, Setting
 from mstore.requests import BASE, UNION
 
 _PLUS: Final = "+"
@@ -126,7 +126,7 @@ class Recipe:
     def named(self) -> tuple[Text, ...]:
         """Return every model and adapter that the recipe names, once, the base first."""
         found: dict[str, Text] = {}
-        for one in self._all_names():
+        for one in self.names():
             for part in (one.model(), one.adapter()):
                 if part is not None:
                     found.setdefault(part.text, part)
@@ -141,7 +141,17 @@ class Recipe:
         models = self.models + tuple(model for one in self.modules for model in one.models)
         return (*models, *(one for part in self.every_slice() for one in part.sources))
 
-    def _all_names(self) -> Iterator[Text]:
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what is written for parameters, in all scopes."""
+        scopes = [self.settings, *(module.settings for module in self.modules)]
+        scopes += [part.settings for part in self.every_slice()]
+        scopes += [source.settings for source in self.every_source()]
+        for settings in scopes:
+            for setting in settings.values():
+                yield from setting.conditions
+
+    def names(self) -> Iterator[Text]:
+        """Yield the names of models as they are written, MODEL+ADAPTER too; the base first."""
         if self.base is not None:
             yield self.base
         for part in self.every_slice():

@@ -12,7 +12,8 @@ from typing import Final
 
 from blake3 import blake3
 
-from mstore.errors import BadName, NotFound
+from mstore.adapters.targets import is_adapter
+from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import ManifestId, SnapshotId
 from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.nodes import at
@@ -26,7 +27,8 @@ from mstore.store.configs import config_of
 _BELOW: Final = "prepared/"
 """The models are branches below this name."""
 _APPLY: Final = "task_arithmetic"
-_STACK: Final = "passthrough"
+STACK: Final = "passthrough"
+"""The method of stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def prepared(
 ) -> tuple[Recipe, tuple[Preparation, ...]]:
     """Return the recipe as it is once its models are made, and what makes them."""
     manifests = manifests_of(catalog, recipe, revisions)
+    _require_adapters(catalog, recipe, manifests)
 
     def layers(model: Text) -> int | None:
         record = catalog.manifest(manifests[model.text])
@@ -105,6 +108,23 @@ def prepared(
     return recipe, tuple(found)
 
 
+def _require_adapters(
+    catalog: Catalog, recipe: Recipe, manifests: Mapping[str, ManifestId]
+) -> None:
+    """Raise BadRequest for MODEL+ADAPTER where the first is no model, or the second no adapter."""
+    for one in recipe.names():
+        adapter = one.adapter()
+        if adapter is None:
+            continue
+        for part, wanted in ((one.model(), False), (adapter, True)):
+            if is_adapter(catalog.manifest(manifests[part.text]).tensors()) != wanted:
+                raise BadRequest(
+                    f"{one} is a model and an adapter of it, and {part} is "
+                    + ("no adapter" if wanted else "an adapter"),
+                    where=at(recipe.where, one.line),
+                )
+
+
 def _request_for(needed: Needed, revisions: Mapping[str, str]) -> MergeRequest:
     """Return the merge that makes a model."""
     if isinstance(needed, Applied):
@@ -116,7 +136,7 @@ def _request_for(needed: Needed, revisions: Mapping[str, str]) -> MergeRequest:
     base = revisions[needed.base.text]
     runs = [(revisions[model.text], first, end) for model, first, end in needed.runs]
     others = dict.fromkeys(model for model, _, _ in runs if model != base)
-    return MergeRequest(base=base, experts=list(others) or [base], method=_STACK, layers=runs)
+    return MergeRequest(base=base, experts=list(others) or [base], method=STACK, layers=runs)
 
 
 def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> ManifestId:

@@ -6,25 +6,28 @@ Owns what `mstore.recipes` must be told.  Does not own what a recipe means.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from msgspec import structs
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.declared import MERGEKIT
 from mstore.errors import BadRequest, NotFound
+from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
-from mstore.merge.planning.prepared import Preparation, manifests_of, prepared
+from mstore.merge.planning.prepared import STACK, Preparation, manifests_of, prepared
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
 from mstore.phrases import Call
 from mstore.recipes.layout import layers_of
 from mstore.recipes.modular import check, resolve
-from mstore.recipes.nodes import at
+from mstore.recipes.nodes import DEFAULT_LIMITS, at
 from mstore.recipes.parse import parse
 from mstore.recipes.prepared import prepare
 from mstore.recipes.recipe import Recipe
@@ -74,7 +77,7 @@ def request_of(
         Inputs(catalog, base, list(manifests.values()), list(manifests)).experts,
         tied=ties_embeddings(catalog, record),
     )
-    return resolve(
+    found = resolve(
         recipe,
         list(tensors),
         method,
@@ -84,6 +87,12 @@ def request_of(
         tied={name: other for name, other in first.items() if name != other},
         dtypes=dtypes & CODES.keys(),
     )
+    idle = tuple(
+        f"{at(where, one.line)}: no tensor has {one.filter} in its name"
+        for one in recipe.conditions()
+        if one.filter is not None and not any(one.matches(name) for name in tensors)
+    )
+    return replace(found, notes=(*found.notes, *idle))
 
 
 def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
@@ -176,8 +185,11 @@ def known_method(method: Method) -> KnownMethod:
     )
 
 
-def recipe_text(catalog: Catalog, plan: Plan) -> str:
-    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it."""
+def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
+
+    tells_stacks: with comments that say how models that are stacks of layers were made.
+    """
     names = list(catalog.manifest(plan.base_id()).tensors())
     if not is_retyped(catalog, plan):
         # Whether the type was asked for does not change the merge, so it must not change its files.
@@ -190,7 +202,27 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
         for expert in plan.experts
         if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
     )
-    return recipe_of(plan, method, names, adapters)
+    text = recipe_of(plan, method, names, adapters)
+    if tells_stacks and not plan.layers:
+        members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
+        text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
+    return text
+
+
+def _stack_told(catalog: Catalog, member: ManifestId) -> str:
+    """Return comments with the recipe of a model, if it is a stack of layers that a merge made."""
+    raw = catalog.read_small(catalog.manifest(member).file(MERGEKIT), DEFAULT_LIMITS.max_bytes)
+    try:
+        text = (raw or b"").decode()
+        (recipe,) = parse(text, MERGEKIT)
+    except (UnicodeDecodeError, ValueError, BadRequest):
+        # Of another program, or of none: it says nothing that could be told here.
+        return ""
+    if recipe.method.text != STACK or not recipe.slices:
+        return ""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    told = "".join(f"#   {line}\n" for line in lines)
+    return f"#\n# {member.hex()} is a stack of layers:\n{told}"
 
 
 def _rescaling(parameter: Parameter) -> KnownParameter:

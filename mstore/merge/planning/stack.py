@@ -174,8 +174,8 @@ def _require_shapes(
     for (like, _, number, source), one, other in zip(wanted, ours, theirs, strict=True):
         if isinstance(other, AppliedTensor):
             raise Incompatible(
-                f"{members[number].name} is an adapter: merge it into its base first, and stack "
-                "the layers of the result",
+                f"{members[number].name} is an adapter: merge it into its base first (in a "
+                "recipe: MODEL+ADAPTER), and stack the layers of the result",
                 where="layers",
             )
         if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -182,10 +182,7 @@ def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
         yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, or added up, the base is a model like the others.
     if own.manifest == plan.base and all(
-        one.is_whole
-        and not (one.is_near or one.compares_deltas)
-        and (one.method.mix is not None or one.is_alone or not one.normalizes)
-        for one in used
+        one.is_whole and not (one.is_near or one.compares_deltas) for one in used
     ):
         return
     if own.manifest == plan.base:
