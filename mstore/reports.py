@@ -16,6 +16,7 @@ from mstore.add import AddReport
 from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
 from mstore.backup.clone import CloneReport
+from mstore.casting.cast import CastReport
 from mstore.check.affected import Affected
 from mstore.check.findings import Problem
 from mstore.check.fsck import CheckReport
@@ -79,6 +80,7 @@ __all__ = [
     "AnalyzeReport",
     "BackupReport",
     "BlameReport",
+    "CastReport",
     "CheckReport",
     "CheckoutReport",
     "CloneReport",
