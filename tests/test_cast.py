@@ -545,16 +545,43 @@ def test_what_overflows_is_counted(
     assert report.overflowed == count
 
 
-def test_a_product_that_overflows_is_counted(store: Store, tmp_path: Path) -> None:
-    """A weight and a scale whose product float32 cannot hold: infinite, and counted."""
+@pytest.mark.parametrize(
+    ("dtype", "became", "value"),
+    [("float64", "infinite", np.inf), ("float8_e4m3fn", "448 or -448, the largest there is", 448)],
+)
+def test_a_product_that_overflows_is_counted(
+    store: Store, tmp_path: Path, dtype: str, became: str, value: float
+) -> None:
+    """A weight and a scale whose product float32 cannot hold: counted, and told apart."""
     tensors = {
-        "a.weight": np.array([[1.0, 448.0, -448.0]]).astype(KINDS["F8_E4M3"]),
+        "a.weight": np.array([[0.0, 448.0, -448.0]]).astype(KINDS["F8_E4M3"]),
         "a.weight_scale": np.array([1e37], np.float32),
     }
     store.add(save(tmp_path / "m", tensors), name="m")
-    report = store.cast("m", dtype="float64", name="out")
+    report = store.cast("m", dtype=dtype, name="out")
+    told = f"2 products are too large for float32 and became {became}: a.weight 2"
+    assert report.notes == (told,)
     assert report.overflowed == 2
-    assert store["out"].tensor("a.weight").tolist() == [[np.float32(1e37), np.inf, -np.inf]]
+    found = store["out"].tensor("a.weight").astype(np.float64)
+    assert found.tolist() == [[0, value, -value]]
+
+
+def test_a_directory_without_a_config_may_hold_other_weights(store: Store, tmp_path: Path) -> None:
+    """What lies below a quantized model without a config of its own is cast as it is; what is
+    quantized there has the config of the model."""
+    path = save(
+        tmp_path / "m", {"a.weight": W, "a.weight_scale": ONE}, {"quantization_config": FP8}
+    )
+    (path / "more").mkdir()
+    write(path / "more" / "x.safetensors", {"b.weight": normal(3), "b.weight_scale": ONE})
+    store.add(path, name="m")
+    store.cast("m", dtype="bfloat16", name="out")
+    kinds = {one.name: one.dtype for one in store.tensors("out")}
+    assert kinds == dict.fromkeys(("a.weight", "b.weight", "b.weight_scale"), "BF16")
+    write(path / "more" / "x.safetensors", {"b.qweight": np.ones(3, np.int64)})
+    store.add(path, name="m")
+    with pytest.raises(Incompatible, match="without weights in fp8"):
+        store.cast("m", dtype="bfloat16", name="out")
 
 
 W = np.ones((4, 6), KINDS["F8_E4M3"])
@@ -703,6 +730,11 @@ def test_adapters_say_how_to_cast(store: Store, tmp_path: Path) -> None:
         store.cast(name, dtype="float32", name=f"single/{name}")
     assert store.extract_lora("single/f64", "single/base", name="lora", rank=4).products == 1
     store.cast("lora", dtype="float64", name="lora64")
+    # It is still an adapter of its base.
+    store.cast("lora64", dtype="float32", name="lora32")
+    request = MergeRequest(base="single/base", experts=["lora32"], method="linear")
+    assert store.plan(request).warnings == ()
+    assert [one.role for one in store.log("lora32")[0].parents] == ["base", "expert"]
     for base in ("base", "single/base"):
         request = MergeRequest(base=base, experts=["lora64"], method="linear")
         with pytest.raises(Incompatible, match="adapter to elements of F64") as refused:

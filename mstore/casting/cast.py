@@ -14,18 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mstore.adapters.targets import is_adapter
 from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of, scales_of
-from mstore.casting.streaming import Caster, Job
+from mstore.casting.streaming import Caster, CastTensor, Job
 from mstore.checkpoint.declared import CONFIG
 from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.dtypes import DTYPES, nbytes
 from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
-from mstore.numeric.codes import CASTABLE, CASTS, EIGHT_BITS
+from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.shapes import chosen, require_matches
-from mstore.objects.snapshot import BASE, Parent
+from mstore.objects.snapshot import BASE, EXPERT, Parent
 from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import Progress, ProgressCallback
@@ -65,7 +66,7 @@ class CastReport:
     scales_dropped: int
     """scales and what goes with them, which the model has no more"""
     overflowed: int
-    """elements that were too large for the type"""
+    """elements that were too large for the type, or for float32 when multiplied by their scales"""
     notes: tuple[str, ...]
     """what the type could not hold, and what changed beside tensors, as text"""
     plain_bytes: int
@@ -112,7 +113,7 @@ def cast(
             branch,
             current,
             made,
-            (Parent(BASE, model[1]),),
+            _parents(catalog, model[1], manifest),
             message=message or f"{model[0]} in {told}",
             action=f"cast: {model[0]} to {told}",
         )
@@ -131,8 +132,8 @@ def cast(
         scaled=len(plan.scaled),
         shared=plan.shared,
         scales_dropped=plan.dropped,
-        overflowed=sum(run.overflowed.values()),
-        notes=(*_idle(plan, told), *_overflow(run.overflowed, dtype), *run.notes),
+        overflowed=sum(run.overflowed.values()) + sum(run.products.values()),
+        notes=(*_idle(plan, told), *_overflow(run.overflowed, run.products, dtype), *run.notes),
         plain_bytes=made.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
@@ -144,18 +145,33 @@ def _idle(plan: _Plan, told: str) -> Iterator[str]:
         yield f"every tensor that could be cast is of {told} already"
 
 
-def _overflow(overflowed: Mapping[str, int], dtype: str) -> Iterator[str]:
-    """Yield what became of elements that were too large."""
-    total = sum(overflowed.values())
-    if not total:
-        return
+def _parents(catalog: Catalog, id: SnapshotId, manifest: Manifest) -> tuple[Parent, ...]:
+    """Return the source as the base; if it is an adapter, its base stays the adapter's."""
+    if not is_adapter(manifest.tensors()):
+        return (Parent(BASE, id),)
+    bases = [one for one in catalog.snapshot(id).parents if one.role == BASE]
+    return (*bases[:1], Parent(EXPERT, id))
+
+
+def _overflow(
+    overflowed: Mapping[str, int], products: Mapping[str, int], dtype: str
+) -> Iterator[str]:
+    """Yield what became of elements that were too large, and of products with scales."""
     became = "infinite"
     if dtype == "F8_E4M3":
         became = "448 or -448, the largest there is"
-    where = ", ".join(f"{name} {count}" for name, count in list(overflowed.items())[:_NAMED])
-    more = f" and {len(overflowed) - _NAMED} more tensors" if len(overflowed) > _NAMED else ""
-    what = "1 element is" if total == 1 else f"{total} elements are"
-    yield f"{what} too large for {CASTS[dtype]} and became {became}: {where}{more}"
+    if overflowed:
+        yield _too_large("element", f"{CASTS[dtype]} and became {became}", overflowed)
+    if products:
+        yield _too_large("product", f"float32 and became {became}", products)
+
+
+def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    where = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:_NAMED])
+    more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
+    many = f"1 {what} is" if total == 1 else f"{total} {what}s are"
+    return f"{many} too large for {told}: {where}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +231,8 @@ class _Plan:
         for directory, files in directories.items():
             own = posixpath.join(directory, CONFIG)
             path = own if manifest.file(own) is not None else CONFIG
-            self._take(catalog, directory, files, config_of(catalog, manifest, path))
+            config = config_of(catalog, manifest, path)
+            self._take(catalog, directory, files, config, inherited=path != own)
         for file in manifest.files:
             if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG:
                 self._take_config(catalog, file)
@@ -226,13 +243,20 @@ class _Plan:
         directory: str,
         files: Sequence[File],
         config: Mapping[str, object],
+        *,
+        inherited: bool,
     ) -> None:
-        """Decide on the tensors of a directory."""
+        """Decide on the tensors of a directory.  inherited: the config is not its own."""
         tensors: dict[str, Tensor] = {}
         for file in files:
             for part in file.tensors():
                 tensors.setdefault(str(part.name), self._records[part.tensor_id()])
-        scales = scales_of(tensors, quantization_of(config), self._where)
+        stated = quantization_of(config)
+        kinds = {record.dtype for record in tensors.values()}
+        if inherited and kinds <= CODES.keys():
+            # An adapter or a part in a directory of its own, which is not quantized.
+            stated = None
+        scales = scales_of(tensors, stated, self._where)
         left = [name for name in scales.of if name not in self._wanted]
         if left:
             raise BadRequest(f"{left[0]} has scales, and cannot be left out", where=Option("skip"))
@@ -291,7 +315,7 @@ def _without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
 class _Run:
     """Casts the tensors of a plan, and makes the output's files.
 
-    overflowed: elements that were too large, by tensor.
+    overflowed, products: how many elements, and products with scales, were too large, by tensor.
     """
 
     def __init__(
@@ -310,12 +334,13 @@ class _Run:
         self._ahead = ahead
         self._progress = progress
         self._new: dict[TensorId, Tensor] = {}
-        self._known: dict[tuple[TensorId, Scale | None], tuple[Part, int]] = {}
+        self._known: dict[tuple[TensorId, Scale | None], tuple[Part, CastTensor]] = {}
         slots = (slot for own in plan.files.values() for slot in own)
         cast = {(slot.part.tensor, slot.scale): slot for slot in slots if slot.target is not None}
         self._total = sum(slot.source.nbytes for slot in cast.values()) or 1
         self._done = 0
         self.overflowed: dict[str, int] = {}
+        self.products: dict[str, int] = {}
         self.notes: list[str] = []
 
     def manifest(self) -> Manifest:
@@ -357,16 +382,18 @@ class _Run:
         for key, one, id in zip(jobs, found, ids, strict=True):
             part = Part(names[key], id, one.record.nbytes)
             self._new[part.tensor_id()] = one.record
-            self._known[key] = part, one.overflowed
+            self._known[key] = part, one
         parts = (header, *map(self._part, slots))
         return File(file.path, SAFETENSORS, sum(part.nbytes for part in parts), parts)
 
     def _part(self, slot: _Slot) -> Part:
         if slot.target is None:
             return slot.part
-        part, overflowed = self._known[slot.part.tensor_id(), slot.scale]
-        if overflowed:
-            self.overflowed[slot.name] = overflowed
+        part, found = self._known[slot.part.tensor_id(), slot.scale]
+        if found.overflowed:
+            self.overflowed[slot.name] = found.overflowed
+        if found.products:
+            self.products[slot.name] = found.products
         return Part(slot.name, part.tensor, part.nbytes)
 
     def _records(self, files: Sequence[File]) -> list[Tensor]:

@@ -46,10 +46,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class CastTensor:
-    """A new tensor, and how many of its elements were too large for its type."""
+    """A new tensor, and how much was too large.
+
+    overflowed: elements, for its type. products: of weights and scales, for float32.
+    """
 
     record: Tensor
     overflowed: int
+    products: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class _Done:
     ids: list[BlockId]
     encoded: list[Encoded | None]
     overflowed: int
+    products: int
 
 
 class Caster:
@@ -89,7 +94,7 @@ class Caster:
         tick: called with the bytes that were read.
         """
         ids: list[list[BlockId]] = [[] for _ in jobs]
-        overflowed = [0] * len(jobs)
+        overflowed, products = [0] * len(jobs), [0] * len(jobs)
         scales: dict[int, Buffer] = {}
 
         def submitted(group: _Group) -> Future[_Done]:
@@ -109,12 +114,14 @@ class Caster:
                 self._transaction.put_blocks(blocks, path)
                 ids[group.job] += found.ids
                 overflowed[group.job] += found.overflowed
+                products[group.job] += found.products
                 tick(group.count * SIZES[job.source.dtype])
         return [
             CastTensor(
-                Tensor(job.target.dtype, job.target.shape, job.target.nbytes, b"".join(own)), lost
+                Tensor(job.target.dtype, job.target.shape, job.target.nbytes, b"".join(own)),
+                *lost,
             )
-            for job, own, lost in zip(jobs, ids, overflowed, strict=True)
+            for job, own, *lost in zip(jobs, ids, overflowed, products, strict=True)
         ]
 
     def _mapped(self, record: Tensor) -> Buffer:
@@ -139,6 +146,9 @@ class Caster:
                 apply(values.view(np.float32), group.first, job.scale, scale)
                 lost = int(np.count_nonzero(np.isinf(values)) - before)
         data, overflowed = narrowed(values, self._dtype)
+        if self._dtype == "F8_E4M3":
+            # There infinite elements count, and these became so here.
+            overflowed -= lost
         plain = data.data
         spans = partition(len(plain), self._catalog.block_size)
         blocks = [plain[at : at + length] for at, length in spans]
@@ -149,7 +159,7 @@ class Caster:
             None if is_known else encode(block, elements, policy)
             for block, is_known in zip(blocks, known, strict=True)
         ]
-        return _Done(ids, encoded, overflowed + lost)
+        return _Done(ids, encoded, overflowed, lost)
 
     def _read(self, record: Tensor, group: _Group) -> npt.NDArray[np.uint8]:
         each = self._catalog.block_size // SIZES[record.dtype]
