@@ -387,6 +387,23 @@ def test_tensors_of_the_type_are_shared_and_not_read(
     assert not set(read) & {id for name in kept for id in before[name].block_ids()}
 
 
+def test_new_tensors_lie_as_in_their_file(tmp_path: Path) -> None:
+    """In a raw store the new file is one run of a pack, pages on pages, as an added one is."""
+    tensors = {"a": normal(150, 300), "b": normal(7), "c": normal(200, 200, seed=1)}
+    with Store.init(tmp_path / "store", block_size=BLOCK, codec="raw") as store:
+        store.add(save(tmp_path / "m", tensors), name="m")
+        store.cast("m", dtype="bfloat16", name="out")
+        header, *found = store.view("out").physical_extents("model.safetensors")
+        assert header.offset == 0
+        places = [(one.offset, one.location) for one in found]
+        (first, begin), *_ = places
+        assert begin is not None
+        assert begin.offset % 4096 == first % 4096
+        for offset, place in places:
+            assert place is not None
+            assert place.offset - begin.offset == offset - first
+
+
 def test_the_index_of_shards_is_written_again(store: Store, tmp_path: Path) -> None:
     """Sizes are the new ones, scales are in no shard, and their weights may be in another one."""
     path = tmp_path / "m"
@@ -672,6 +689,16 @@ def test_bad_requests(store: Store, tmp_path: Path) -> None:
     store.add(tmp_path / "f4", name="f4")
     with pytest.raises(Incompatible, match="elements of F4 cannot be cast: a"):
         store.cast("f4", dtype="bfloat16")
+
+
+def test_a_name_that_cannot_be_is_refused_first(store: Store, tmp_path: Path) -> None:
+    """A name below or above a ref is refused before anything is read."""
+    store.add(save(tmp_path / "m", {"a": normal(9)}), name="team/m")
+    ticks: list[Any] = []
+    for name in ("team/m/cast", "team"):
+        with pytest.raises(Conflict, match="is a ref, so"):
+            store.cast("team/m", dtype="bfloat16", name=name, progress=ticks.append)
+    assert ticks == []
 
 
 def test_plain_fp8_needs_no_scales(store: Store, tmp_path: Path) -> None:
