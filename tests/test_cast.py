@@ -735,6 +735,12 @@ def test_merges_say_how_to_cast(store: Store, tmp_path: Path) -> None:
         assert hint in str(error.value.hint), (base, expert)
         found = store.check_merge(request(base, expert)).findings
         assert any(hint in str(one.hint) for one in found), (base, expert)
+    other = {**scaled, "a.weight": -scaled["a.weight"]}
+    store.add(save(tmp_path / "f8b", other), name="f8b")
+    with pytest.raises(Incompatible) as both:
+        store.plan(request("f8", "f8b"))
+    for name in ("f8", "f8b"):
+        assert f"cast('{name}', dtype='bfloat16')" in str(both.value.hint)
     with pytest.raises(BadRequest) as refused:
         store.plan(request("base", "f64", dtype="float64"))
     assert "then cast(REF, dtype='float64')" in str(refused.value.hint)
@@ -802,6 +808,18 @@ def fp8_tune(source: Path, path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     stated = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
     save(path, tensors, config | {"quantization_config": stated})
+
+
+def test_an_adapter_of_a_part_says_what_is_not_in_it(store: Store, tmp_path: Path) -> None:
+    """Where only some differences have a type that an adapter can state, a note says how to cast
+    the others."""
+    own = {"a.weight": normal(6, 4), "b.weight": normal(6, 4).astype(np.float64)}
+    store.add(save(tmp_path / "base", own), name="base")
+    store.add(save(tmp_path / "tuned", {name: one + 1 for name, one in own.items()}), name="tuned")
+    report = store.extract_lora("tuned", "base", name="lora", rank=4)
+    assert report.left_out == ("b.weight",)
+    assert report.notes[0].startswith("no difference of F64 is in it: cast('base', dtype=")
+    assert "cast('tuned', dtype='bfloat16')" in report.notes[0]
 
 
 def test_fine_tunes_in_fp64_and_fp8_are_merged_and_loaded(store: Store, tmp_path: Path) -> None:
