@@ -164,6 +164,10 @@ class Unavailable(MstoreError):
     """Something that mstore needs and does not own is missing or busy."""
 
 
+_LONGEST_NAME = 500
+"""Characters of what is compared with names: a pattern of many stars takes minutes to compile."""
+
+
 def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> Text | None:
     """Return a hint: the known name that was probably meant, if any, then `hint`, if given.
 
@@ -173,7 +177,7 @@ def did_you_mean(given: str, known: Iterable[str], hint: Text | None = None) -> 
     from difflib import get_close_matches
     from fnmatch import fnmatchcase
 
-    names = sorted(known)
+    names = sorted(known) if len(given) <= _LONGEST_NAME else []
     found = [name for name in names if name.rpartition("/")[2] == given]
     if any(character in given for character in "*?["):
         found = [name for name in names if fnmatchcase(name, given)][:3]

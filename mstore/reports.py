@@ -16,6 +16,7 @@ from mstore.add import AddReport
 from mstore.api.naming import RemoveReport
 from mstore.backup.backup import BackupReport
 from mstore.backup.clone import CloneReport
+from mstore.casting.cast import CastReport
 from mstore.check.affected import Affected
 from mstore.check.findings import Problem
 from mstore.check.fsck import CheckReport
@@ -46,6 +47,7 @@ from mstore.merge.analysis.explain import (
 )
 from mstore.merge.analysis.sweep import SweepPoint, SweepReport
 from mstore.merge.methods.report import MethodReport, ParameterReport
+from mstore.merge.planning.prepared import PreparedModel
 from mstore.merge.planning.report import PlanReport
 from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport
@@ -78,6 +80,7 @@ __all__ = [
     "AnalyzeReport",
     "BackupReport",
     "BlameReport",
+    "CastReport",
     "CheckReport",
     "CheckoutReport",
     "CloneReport",
@@ -105,6 +108,7 @@ __all__ = [
     "ParameterReport",
     "ParentReport",
     "PlanReport",
+    "PreparedModel",
     "Problem",
     "Progress",
     "ProgressCallback",

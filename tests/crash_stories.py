@@ -205,6 +205,19 @@ def later_merge(sources: Path, disk: Path) -> Life:
     return life
 
 
+def casting(sources: Path, disk: Path) -> Life:
+    """A model is stored again in another element type, under its own name."""
+    with Store.init(disk / "store", block_size=BLOCK) as store:
+        base = store.add(sources / "base", name="base", threads=1).snapshot
+    life = Life(Recording(disk), is_there=0, before={"base": base})
+    life.contents = {base: files_of(sources / "base")}
+    with Store.open(disk / "store") as store:
+        with fs.observed(life.recording.observe):
+            report = store.cast("base", dtype="float32", name="base", threads=1)
+        life.acknowledge("base", report.snapshot, _contents(store, "base"))
+    return life
+
+
 def signing(sources: Path, disk: Path) -> Life:
     """A signature."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -309,6 +322,7 @@ STORIES: dict[str, Callable[[Path, Path], Life]] = {
         plan_and_merge,
         dense_merge,
         later_merge,
+        casting,
         signing,
         collecting,
         pruning,

@@ -19,7 +19,7 @@ from adapters import Adapter, Array
 
 from mstore import MergeRequest, Store
 from mstore.adapters.low_rank import Factors
-from mstore.errors import BadRequest, Incompatible
+from mstore.errors import BadRequest, Incompatible, NotFound
 
 BLOCK = 1 << 16
 LAYER = "model.layers.{}.{}"
@@ -366,12 +366,23 @@ def test_a_recipe_without_a_base_starts_from_the_adapters_model(family: Family) 
     assert (request.base, tuple(request.experts)) == ("base", (("small", 1.0),))
 
 
-def test_an_adapter_of_another_model_in_a_recipe(family: Family) -> None:
-    """An adapter is applied to the base of the merge, so a recipe must not name another model."""
-    text = RECIPE.replace("base+small", "tuned+small")
-    with pytest.raises(BadRequest, match="adapter is one of the base") as caught:
-        family.store.read_recipe(text)
-    assert "line 4" in str(caught.value)
+@pytest.mark.parametrize(
+    "change", [("base+small", "tuned+small"), ("base_model: base", "base_model: tuned+small")]
+)
+def test_an_adapter_of_another_model_in_a_recipe(family: Family, change: tuple[str, str]) -> None:
+    """An adapter of another model than the base, or of the base itself, is applied to it first."""
+    store = family.store
+    text = RECIPE.replace(*change)
+    with pytest.raises(NotFound, match="is not made yet"):
+        store.read_recipe(text)
+    made = {one.name: one for one in store.prepare_recipe(text)}["tuned with small"]
+    request = store.read_recipe(text).request
+    assert made.ref in (request.base, *(name for name, _ in request.weighted()))
+    tuned = store.plan(MergeRequest(base="tuned", experts=["small"], method="task_arithmetic"))
+    merged = store.merge(tuned, name="tuned-small")
+    assert store[made.ref].manifest == merged.manifest
+    assert store.merge(store.plan(request), name="of-applied").new_snapshot
+    assert not any(one.new_snapshot for one in store.prepare_recipe(text))
 
 
 # -- what is refused ---------------------------------------------------------------------

@@ -113,6 +113,7 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "analyze": ["analyze", "tiny/code", "--base", "tiny/math"],
         "check-merge": ["check-merge", *MERGE],
         "align": ["align", *MERGE],
+        "cast": ["cast", "tiny/code", "--dtype", "float64"],
         "extract-lora": [
             *("extract-lora", "tiny/code", "--base", "tiny/base", "--rank", "2"),
             *("--name", "tiny/lora"),

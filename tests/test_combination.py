@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import reference
+import yaml
 from adapters import PREFIX, Adapter, Array
 from cli_runs import Program
 from hypothesis import given, settings
@@ -419,8 +421,9 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
     odd = [("mine", 1), ("mine", 0), ("yours", 1)]
     assert family.store.combine_adapters(odd, "cat", name="odd").notes == (
         "mine has weight 0, so nothing of it is in the result",
-        "mine is given more than once",
     )
+    (note,) = family.store.combine_adapters(["mine", "mine"], "cat", name="odd").notes
+    assert note == "mine is given more than once"
     for make in (
         lambda: family.store.combine_adapters(["mine"], "cat", name="base"),
         lambda: family.store.extract_lora("other", "base", name="a/model"),
@@ -431,6 +434,75 @@ def test_lineage(family: Family, tmp_path: Path) -> None:
     (note,) = family.store.combine_adapters(["mine", "theirs"], "cat", name="all").notes
     assert "mine of base, theirs of other" in note
     assert [one.role for one in family.store.show("all").parents] == ["expert", "expert"]
+
+
+@pytest.mark.parametrize("method", ["linear", "cat", "svd", "ties", "dare_linear"])
+def test_without_weight_it_is_not_there(family: Family, method: str) -> None:
+    """An adapter of weight 0 gives no rank, no module and no sign: the result is that of the
+    others."""
+    family.add("wide", adapter(60, rank=9))
+    family.add("other", adapter(61, modules=(UP,)))
+    more: dict[str, Any] = {}
+    if method in ("ties", "dare_linear"):
+        more["parameters"] = {"density": 0.4}
+    alone = {"one": 0.75} if method == "linear" else {"other": 0.5, "two": -1.0}
+    family.store.combine_adapters({**alone, "wide": 0, "three": 0}, method, name="mixed", **more)
+    family.store.combine_adapters(alone, method, name="alone", **more)
+    assert family.store["mixed"].manifest == family.store["alone"].manifest
+    assert len(family.store.show("mixed").parents) == len(alone)
+
+
+def test_its_card(family: Family, tmp_path: Path) -> None:
+    """A combination has a card: its base, its adapters with weights and licences, and a command
+    that makes it again; the same in any store."""
+    for name, licence, seed in (("math", "mit", 70), ("code", "apache-2.0", 71)):
+        path = adapter(seed, base_model_name_or_path="org/llama").write(tmp_path / name)
+        card = f"---\nmodel_name: org/{name}\nlicense: {licence}\n---\n"
+        (path / "README.md").write_text(card)
+        family.store.add(path, name=name)
+    family.store.combine_adapters(
+        {"math": 1, "code": 0.5}, "ties", name="both", parameters={"density": 0.25}, dtype="float32"
+    )
+    family.store.checkout("both", tmp_path / "both")
+    card = (tmp_path / "both" / "README.md").read_text()
+    matter = yaml.safe_load(card.split("---\n")[1])
+    assert matter == {
+        "base_model": "org/llama",
+        "base_model_relation": "adapter",
+        "library_name": "peft",
+        "license": "other",
+        "license_name": "see-parents",
+        "tags": ["lora", "merge", "mstore"],
+    }
+    contents = {name: family.store.show(name).manifest.hex() for name in ("math", "code", "both")}
+    assert f"| org/code | 0.5 | apache-2.0 | `{contents['code']}` |" in card
+    assert "made of 2 adapters by ties" in card
+    assert "licences differ (apache-2.0, mit)" in card
+    assert "They are adapters of org/llama." in card
+    (command,) = (line for line in card.splitlines() if line.startswith("mstore combine-adapters"))
+    mstore = Program(tmp_path / "again")
+    mstore.succeed("init", "--block-size", str(BLOCK))
+    for name in ("math", "code"):
+        mstore.succeed("add", tmp_path / name, "--name", f"mine/{name}")
+    mstore.succeed(*shlex.split(command.replace("--name REF", "--name new"))[1:])
+    assert mstore.succeed("show", "new", "--json").document["manifest"] == contents["both"]
+
+
+def test_a_card_without_a_base(family: Family, tmp_path: Path) -> None:
+    """A base that configs do not name, or name as a directory, is not in the card; one licence of
+    all is that of the result."""
+    for name, base in (("math", "/models/llama"), ("code", "/models/llama")):
+        path = adapter(len(name), base_model_name_or_path=base).write(tmp_path / name)
+        (path / "README.md").write_text("---\nlicense: mit\n---\n")
+        family.store.add(path, name=name)
+    family.store.combine_adapters(["math", "code"], "svd", name="both", rank=2)
+    family.store.checkout("both", tmp_path / "both")
+    card = (tmp_path / "both" / "README.md").read_text()
+    matter = yaml.safe_load(card.split("---\n")[1])
+    assert matter["license"] == "mit"
+    assert "base_model" not in matter
+    assert "/models" not in card
+    assert "--rank 2 --name REF" in card
 
 
 def test_types(family: Family) -> None:
@@ -511,6 +583,7 @@ def test_bad_requests(family: Family) -> None:
     refused(family, no, "a rank is 1 to 4096, not 0", method="svd", rank=0)
     refused(family, no, "name of its own", name="one")
     refused(family, no, "no adapter", experts=[])
+    refused(family, no, "no adapter has a weight", experts={"one": 0, "two": 0})
     refused(family, no, "the weight of one must be a finite float32", experts={"one": 1e300})
     refused(family, no, "cannot write dtype", dtype="int8")
     refused(family, no, "experts are a list", experts="one")

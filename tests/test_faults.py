@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from checkpoints import write_safetensors
 from proof_models import model_files, write_files
 from small_models import BLOCK, files_of, small_model
 
@@ -116,6 +118,26 @@ def _tag(sources: Path, store: Store | None) -> SnapshotId:
     return store.tag(NEW, "one").snapshot
 
 
+def _add_scaled(sources: Path, store: Store) -> None:
+    """A weight in fp8 with scales for its blocks."""
+    scales = struct.pack("<6f", *(0.5 + number for number in range(6)))
+    tensors = [
+        ("a.weight", "F8_E4M3", (300, 256), bytes(range(1, 101)) * 768),
+        ("a.weight_scale_inv", "F32", (3, 2), scales),
+    ]
+    scaled = sources / "scaled"
+    if not scaled.exists():
+        write_safetensors(scaled / "model.safetensors", tensors)
+        config = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}'
+        (scaled / "config.json").write_text(config)
+    store.add(scaled, name="scaled", threads=1)
+
+
+def _cast(sources: Path, store: Store | None) -> SnapshotId:
+    assert store is not None
+    return store.cast("scaled", dtype="bfloat16", name=NEW, threads=1).snapshot
+
+
 def _configure(sources: Path, store: Store | None) -> None:
     assert store is not None
     store.configure("codec", "dense")
@@ -188,6 +210,7 @@ CALLS = {
     "merge": Call(_merge),
     "virtual merge": Call(_merge_later),
     "materialize": Call(_materialize, prepare=_merge_later),
+    "cast": Call(_cast, prepare=_add_scaled),
     "reset": Call(_reset),
     "tag": Call(_tag),
     "config": Call(_configure),

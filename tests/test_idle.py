@@ -46,6 +46,16 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, str]]]] = {
         {},
         [(warnings.IS_BASE, "base"), (warnings.REPEATED, "base"), (warnings.IS_BASE, "base")],
     ),
+    "twice, once without weight": (
+        ["e0", ("e0", 0.0)],
+        {},
+        [(warnings.NO_WEIGHT, "e0")],
+    ),
+    "twice, first without weight": (
+        [("e0", 0.0), "e0"],
+        {},
+        [(warnings.NO_WEIGHT, "e0")],
+    ),
 }
 
 

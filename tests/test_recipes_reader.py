@@ -78,6 +78,8 @@ def test_what_would_change_the_result_is_refused(
     [
         ("della", ("math",), "parameters: {density: 0.95, weight: 1}", "density - epsilon"),
         ("slerp", ("base", "math", "code"), "parameters: {t: 0.5}", "one expert"),
+        ("slerp", ("base", "math", "code"), "parameters: {t: 0.5}", "/math}]\n"),
+        ("nuslerp", ("math",), "parameters: {weight: 0.5}", "/math}, {model: MODEL}]\n"),
         ("model_stock", ("math",), "", "at least 2 experts"),
     ],
 )
@@ -96,6 +98,14 @@ def test_nothing_is_added_for_what_no_method_can_do(
     assert told in done.err
     assert "line 1" in done.err
     assert mstore.succeed("refs", "-q").lines == []
+
+
+def test_a_weight_that_is_missing(store: Store) -> None:
+    """The refusal says what to write."""
+    text = "merge_method: linear\nmodels: [{model: math}, {model: code}]\n"
+    with pytest.raises(BadRequest, match="needs the weight of math") as caught:
+        store.read_recipe(text)
+    assert caught.value.hint == "parameters: {weight: 0.5}"
 
 
 def test_a_wrong_option_beside_a_recipe(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, NotFound
 from mstore.merge.planning.request import Rule, Rules
 from mstore.objects.shapes import literal_name, literal_pattern, matching
-from mstore.recipes.layout import Layout, is_last, layers_of
+from mstore.recipes.layout import Layout, layers_of
 from mstore.recipes.setting import Condition, NotThatKind, Setting
 
 Q, UP, LN = "self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"
@@ -140,12 +140,50 @@ def test_layers_by_name(
     assert layout.layer("lm_head.weight") is None
 
 
+SEEING = ["visual.blocks.4.a.w", "visual.post_layernorm.w", "model.layers.3.a.w", "mtp.layers.0.w"]
+
+
+@pytest.mark.parametrize(
+    ("names", "layers", "main", "further"),
+    [
+        (NAMES, None, "model.layers", 0),
+        (NAMES, 3, "model.layers", 1),
+        (SEEING, 4, "model.layers", 0),
+        (SEEING, 3, "model.layers", 1),
+        # Neither names nor config alone are enough.
+        (SEEING, None, None, 0),
+        (SEEING, 5, None, 0),
+        (["encoder.block.1.a.w", "decoder.block.1.a.w"], 2, None, 0),
+        (["vision_model.encoder.layers.1.w"], None, "vision_model.encoder.layers", 0),
+        (["a.weight"], 4, None, 0),
+    ],
+)
+def test_the_stack_that_slices_are_of(
+    names: Sequence[str], layers: int | None, main: str | None, further: int
+) -> None:
+    """It is the only one, or the text model's if names and config say so."""
+    layout = Layout.of(names, layers)
+    assert (layout.main, layout.further) == (main, further)
+
+
+def test_what_stands_after_the_layers() -> None:
+    """Heads, the norm beside the layers and what predicts further tokens; nothing of a tower."""
+    layout = Layout.of(SEEING, 3)
+    last = ["model.norm.w", "head.w", "final_norm.w", "mtp.fc.w", "model.layers.3.a.w"]
+    first = ["visual.post_layernorm.w", "visual.head.w", "model.embed.norm.w", "norm", "x.norm.w"]
+    assert [name for name in (*last, *first) if layout.is_last(name)] == last
+    alone = Layout.of(["visual.blocks.4.a.w"])
+    assert alone.is_last("visual.post_layernorm.w")
+
+
 def test_loose_tensors_and_configs() -> None:
     """Norm and head come after the last layer; a config names its layers in several ways."""
-    assert [is_last(name) for name in ("model.norm.weight", "lm_head.weight")] == [True, True]
-    assert not is_last("model.embed_tokens.weight")
+    layout = Layout.of(NAMES)
+    last = [name for name in NAMES if layout.layer(name) is None and layout.is_last(name)]
+    assert last == ["model.norm.weight", "lm_head.weight"]
     assert layers_of({"num_hidden_layers": 4}) == 4
-    assert layers_of({"text_config": {"n_layer": 5}}) == 5
+    for key in ("text_config", "llm_config", "language_config"):
+        assert layers_of({key: {"n_layer": 5}}) == 5
     assert layers_of({"num_hidden_layers": True, "text_config": 3}) is None
 
 
@@ -365,14 +403,13 @@ parameters: {{{parameters}}}
 @pytest.mark.parametrize(
     ("changes", "line", "what"),
     [
-        ({"first": "[0, 3]", "second": "[0, 3]"}, 4, "all 4 layers in order"),
-        ({"first": "[0, 5]", "second": "[0, 5]"}, 4, "layers 0 to 4"),
-        ({"first": "[1, 4]", "second": "[1, 4]"}, 4, "layers 1 to 3"),
-        ({"second": "[0, 3]"}, 4, "different layers"),
+        ({"first": "[0, 5]", "second": "[0, 5]"}, 5, "base has 4 layers, not 5"),
+        ({"second": "[0, 3]"}, 4, "same number of layers, not 4 of base, 3 of math"),
         ({"other": "base"}, 6, "given twice"),
-        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "different models"),
-        ({"more": "  base_model: math\n- sources:\n  - {model: base, layer_range: [0, 4]}\n  "
-                  "- {model: math, layer_range: [0, 4]}"}, 4, "different base models"),
+        ({"more": "- sources: [{model: base, layer_range: [0, 4]}]"}, 7, "and the first slice 2"),
+        ({"more": "- sources: [{model: math, layer_range: [0, 4]}]"}, 7, "base is not among"),
+        ({"first": "[0, 2]", "second": "[2, 4]", "more": "  - {model: base, layer_range: [2, 4]}"},
+         7, "given twice"),
         ({"method": "arcee_fission"}, 1, "unknown method 'arcee_fission'"),
         ({"method": "fisher"}, 1, "unknown method"),
         ({"parameters": "s: 1"}, 8, "no parameter 's'"),

@@ -177,20 +177,11 @@ def test_a_recipe_of_slices_is_a_stack(store: Store) -> None:
     assert again.plan == plan.plan
 
 
-@pytest.mark.parametrize(
-    ("change", "line", "word"),
-    [
-        (("scale: 1.0", "scale: 0.5"), 10, "without scale"),
-        (("model: m1", "model: m0+m1"), 6, "not of an adapter"),
-    ],
-)
-def test_slices_that_cannot_be_stacked(
-    store: Store, change: tuple[str, str], line: int, word: str
-) -> None:
-    """What a stack cannot do is refused by the line of the recipe."""
-    with pytest.raises(BadRequest, match=word) as caught:
-        store.read_recipe(RECIPE.replace(*change))
-    assert f"line {line}" in str(caught.value)
+def test_layers_that_a_model_lacks(store: Store) -> None:
+    """A slice of layers that its model does not have is refused by its line."""
+    with pytest.raises(BadRequest, match="m1 has 4 layers, not 5") as caught:
+        store.read_recipe(RECIPE.replace("[1, 4]", "[1, 5]"))
+    assert "line 7" in str(caught.value)
 
 
 def test_all_layers_in_order_are_no_stack(store: Store) -> None:
@@ -247,6 +238,103 @@ def test_models_that_do_not_fit(store: Store, tmp_path: Path) -> None:
         store.add(write(tmp_path / name, tensors), name=name)
         with pytest.raises(Incompatible, match=word):
             store.plan(ask(("m0", 0, 2), (name, 0, 2), experts=(name,)))
+
+
+TEXT = "language_model.model"
+SEEING = (
+    f"{TEXT}.embed_tokens.weight",
+    *(f"{TEXT}.layers.{n}.mlp.up_proj.weight" for n in range(LAYERS)),
+    f"{TEXT}.layers.{LAYERS}.eh_proj.weight",
+    f"{TEXT}.norm.weight",
+    "language_model.lm_head.weight",
+    "language_model.mtp.fc.weight",
+    *(f"vision_tower.encoder.layers.{n}.fc1.weight" for n in range(6)),
+    "vision_tower.encoder.post_layernorm.weight",
+    "multi_modal_projector.norm.weight",
+)
+
+
+def seeing(path: Path, number: int, config: dict[str, Any]) -> Path:
+    """A model with a text model, a vision tower, and layers that predict further tokens."""
+    rng = np.random.default_rng(number)
+    tensors = {name: rng.integers(0, 1 << 14, (24, 32), dtype=np.uint16) for name in SEEING}
+    write(path, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_layers_of_a_text_model(store: Store, tmp_path: Path) -> None:
+    """Of a model that sees, the text model's layers are stacked; what it sees with is of the first
+    run, and what predicts further tokens follows the last layer."""
+    per_layer = {"layer_types": list("abcd"), "mlp_layer_types": list("efgh"), "moe_layers": [1, 3]}
+    own = {"num_hidden_layers": LAYERS, **per_layer}
+    vision = {"num_hidden_layers": 6}
+    for number in (0, 1):
+        path = seeing(
+            tmp_path / f"v{number}", number, {"text_config": own, "vision_config": vision}
+        )
+        store.add(path, name=f"v{number}")
+    layers = [("v0", 0, 3), ("v1", 1, 4)]
+    text = "merge_method: passthrough\nslices:\n" + "".join(
+        f"- sources: [{{model: {name}, layer_range: [{first}, {end}]}}]\n"
+        for name, first, end in layers
+    )
+    found = store.read_recipe(text, where="r.yml")
+    assert tuple(found.request.layers) == tuple(layers)
+    (note,) = found.notes
+    assert "r.yml, line 3: layers are counted in each of language_model.model.layers (4)" in note
+    assert "1 of language_model.model.layers are more than config.json counts" in note
+    store.merge(store.plan(found.request), name="seen")
+    assert len(store.tensors("seen")) == len(SEEING) + 2
+    taken = {
+        **{name: ("v0", name) for name in (SEEING[0], *SEEING[9:])},
+        **{f"{TEXT}.layers.{n}.mlp.up_proj.weight": ("v0", f"{n}.mlp.up") for n in range(3)},
+        **{f"{TEXT}.layers.{n + 2}.mlp.up_proj.weight": ("v1", f"{n}.mlp.up") for n in (1, 2, 3)},
+        f"{TEXT}.layers.6.eh_proj.weight": ("v1", "4.eh_proj"),
+        **{name: ("v1", name) for name in SEEING[6:9]},
+    }
+    assert {one.name for one in store.tensors("seen")} == taken.keys()
+    for name, (model, part) in taken.items():
+        (source,) = (one for one in SEEING if part in one)
+        assert store["seen"].tensor(name).tobytes() == store[model].tensor(source).tobytes(), name
+    store.checkout("seen", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "text_config": {
+            "num_hidden_layers": 6,
+            "layer_types": list("abcbcd"),
+            "mlp_layer_types": list("efgfgh"),
+            "moe_layers": [1, 3, 5],
+        },
+        "vision_config": vision,
+    }
+    again = store.plan(store.read_recipe(store.recipe("seen")).request)
+    assert again.plan == store.plan(found.request).plan
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"text_config": {}, "vision_config": {"num_hidden_layers": 6}}, "counts those"),
+        ({"text_config": {"num_hidden_layers": 8}}, "counts those"),
+    ],
+)
+def test_a_config_that_does_not_count_the_text_model(
+    store: Store, tmp_path: Path, config: dict[str, Any], word: str
+) -> None:
+    """Without a config that says how many layers the text model has, it is not guessed."""
+    name = f"unsaid{len(str(config))}"
+    store.add(seeing(tmp_path / "v", 2, config), name=name)
+    layers = [(name, 0, 1), (name, 0, 2)]
+    asked = MergeRequest(base=name, experts=[name], method="passthrough", layers=layers)
+    with pytest.raises(Incompatible, match=word):
+        store.plan(asked)
+
+
+def test_layers_that_share_weights(store: Store, tmp_path: Path) -> None:
+    """A model with fewer layers than its config counts is not stacked."""
+    store.add(write(tmp_path / "m", member(1), layers=12), name="shared")
+    with pytest.raises(Incompatible, match="counts 12 layers, and its tensors have 4"):
+        store.plan(ask(("shared", 0, 2), ("m1", 0, 2), experts=("shared", "m1")))
 
 
 def test_an_exported_stack_is_the_same_plan(store: Store) -> None:

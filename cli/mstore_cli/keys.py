@@ -165,6 +165,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "analyze": keys_of(reports.AnalyzeReport),
     "check-merge": keys_of(reports.CompatibilityReport),
     "align": keys_of(reports.AlignReport),
+    "cast": keys_of(reports.CastReport),
     "extract-lora": keys_of(reports.ExtractReport),
     "combine-adapters": keys_of(reports.CombineReport),
     "plan": (*keys_of(reports.PlanReport), *_MERGE_TO_COME),

@@ -21,7 +21,7 @@ from mstore_cli.vocabularies import aligned
 
 if TYPE_CHECKING:
     from mstore import MergeRequest, Store
-    from mstore.recipes.recipe import Recipe, Source, Text
+    from mstore.recipes.recipe import Recipe, Text
 
 STDIN = "-"
 _PATHS = ("/", "./", "../", "~")
@@ -81,8 +81,10 @@ def request_of_recipe(
     document: int,
     earlier: Mapping[str, str],
 ) -> MergeRequest:
-    """Return the request of one recipe of a file; adds the directories that it names as models, and
-    aligns their vocabularies if it says so.
+    """Return the request of one recipe of a file.
+
+    Adds the directories that it names as models, makes the models that must be made first, and
+    aligns vocabularies if the recipe says so.
 
     earlier: refs of the merges of those before it, by name.  Raises BadRequest, NotFound and
     whatever adding raises.
@@ -95,6 +97,11 @@ def request_of_recipe(
         for one in every[1:]:
             models.require(one, but=names)
     revisions = models.found(every[document])
+    with session.progress() as tick:
+        made = store.prepare_recipe(
+            recipe.text, where=recipe.where, models=revisions, document=document, progress=tick
+        )
+    notes([f"stored {one.ref}: {one.name}" for one in made if one.new_snapshot])
     found = store.read_recipe(recipe.text, where=recipe.where, models=revisions, document=document)
     notes(found.notes)
     if found.vocabulary is None:
@@ -130,7 +137,7 @@ class _Models:
                 directories[model.text] = self._directory(model)
         base: str | None = None
         # Models whose layers are stacked may have fewer layers than the first.
-        is_stack = any(one.model != recipe.slices[0].sources[0].model for one in _sources(recipe))
+        is_stack = len({one.layers for one in recipe.every_source()}) > 1
         for model in recipe.named():
             if model.text in directories:
                 own = None if is_stack else base
@@ -195,12 +202,6 @@ class _Models:
             where=at(self._recipe.where, first.line),
             hint="\n".join(lines) or "paths are relative to the recipe's folder",
         )
-
-
-def _sources(recipe: Recipe) -> list[Source]:
-    """Return the only source of each slice, if each has one."""
-    parts = [part.sources for part in recipe.slices]
-    return [one for (one,) in parts] if all(len(part) == 1 for part in parts) else []
 
 
 def _name_of(directory: Path) -> str:

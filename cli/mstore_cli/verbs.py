@@ -5,7 +5,7 @@ from __future__ import annotations
 # In the order of the help: create and fill, merge, inspect, export, name, sign, maintain.
 VERBS = (
     *("init", "config", "add", "analyze"),
-    *("check-merge", "align", "methods", "plan", "plans", "merge", "materialize"),
+    *("check-merge", "align", "cast", "methods", "plan", "plans", "merge", "materialize"),
     *("extract-lora", "combine-adapters"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
     *("checkout", "mount", "mounts", "unmount"),

@@ -23,7 +23,7 @@ from mstore.adapters.targets import PREFIX, factor_names, is_adapter
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor, squares_left, truncated
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
-from mstore.numeric.codes import CODES, ITEMSIZES
+from mstore.numeric.codes import CODES, ITEMSIZES, cast_hint
 from mstore.numeric.singles import singles
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import (
@@ -35,7 +35,7 @@ from mstore.objects.shapes import (
 )
 from mstore.objects.snapshot import BASE, EXPERT, Parent
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option
+from mstore.phrases import Option, Phrase, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
@@ -135,7 +135,9 @@ def extract(
     if not (work.products or work.whole):
         more = f": only in {', '.join(work.left_out[:_NAMED])}" if work.left_out else ""
         raise BadRequest(
-            f"does not differ from {base[0]} in what an adapter can state{more}", where=expert[0]
+            f"does not differ from {base[0]} in what an adapter can state{more}",
+            where=expert[0],
+            hint=work.cast_hint(base[0], expert[0]),
         )
     with Transaction(catalog, f"extract {name}") as transaction:
         run = _Run(catalog, transaction, rank, dtype, work, progress)
@@ -163,15 +165,19 @@ def extract(
         left_out=work.left_out,
         relative_error=run.errors.relative(),
         tensors=run.errors.tensors(),
-        notes=_notes(work, tied=is_tied),
+        notes=_notes(work, base[0], expert[0], tied=is_tied),
         plain_bytes=manifest.plain_bytes(),
         bytes_written=written,
         seconds=time.monotonic() - began,
     )
 
 
-def _notes(work: _Work, *, tied: bool) -> tuple[str, ...]:
-    found = []
+def _notes(work: _Work, base: str, expert: str, *, tied: bool) -> tuple[str, ...]:
+    found: list[str] = []
+    hint = work.cast_hint(base, expert)
+    if hint is not None:
+        kinds = ", ".join(sorted(work.odd[0] | work.odd[1]))
+        found.append(phrase("no difference of {kinds} is in it: {hint}", kinds=kinds, hint=hint))
     if not work.products:
         found.append("there is no product in it: PEFT does not load such an adapter, mstore does")
     if tied and any(_is_embedding(name.removesuffix(_WEIGHT)) for name, _, _ in work.products):
@@ -205,10 +211,20 @@ class _Work:
     products: tuple[tuple[str, Tensor, Tensor], ...]
     whole: tuple[tuple[str, Tensor, Tensor], ...]
     left_out: tuple[str, ...]
+    odd: tuple[frozenset[str], frozenset[str]]
+    """Types of the base's and of the expert's tensors that are left out for it."""
+
+    def cast_hint(self, base: str, expert: str) -> Phrase | None:
+        """Return the hint for tensors that are left out for their types, None if there is none."""
+        hints = [
+            cast_hint(odd, name) for odd, name in zip(self.odd, (base, expert), strict=True) if odd
+        ]
+        return joined(*hints, between="; ")
 
     @classmethod
     def of(cls, ours: _Tensors, theirs: _Tensors, *, tied: bool) -> _Work:
         products, whole, left_out = [], [], []
+        odd: list[tuple[str, str]] = []
         embedding: TensorId | None = None
         for name, (id, record) in ours.items():
             other_id, other = theirs[name]
@@ -223,13 +239,15 @@ class _Work:
             sides = (name, record, other)
             if not {record.dtype, other.dtype} <= CODES.keys():
                 left_out.append(name)
+                odd.append((record.dtype, other.dtype))
             elif len(record.shape) == 2 and name.endswith(_WEIGHT):
                 products.append(sides)
             elif len(record.shape) == 1:
                 whole.append(sides)
             else:
                 left_out.append(name)
-        return cls(tuple(products), tuple(whole), tuple(left_out))
+        ours_odd, theirs_odd = (frozenset(pair[n] for pair in odd) - CODES.keys() for n in (0, 1))
+        return cls(tuple(products), tuple(whole), tuple(left_out), (ours_odd, theirs_odd))
 
 
 class _Run:

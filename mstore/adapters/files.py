@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore.adapters.config import CONFIG
+from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.small_files import json_bytes
 from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
@@ -70,11 +71,15 @@ def put_factor(transaction: Transaction, name: str, factor: npt.NDArray[Any], dt
 
 
 def put_files(
-    transaction: Transaction, tensors: Mapping[str, Tensor], settings: Mapping[str, object]
+    transaction: Transaction,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+    card: str | None = None,
 ) -> Manifest:
     """Store the files of an adapter whose tensors were put, and return what it consists of.
 
-    settings: of its config, beside or in place of those that all adapters of mstore have.
+    settings: of its config, beside or in place of those that all adapters of mstore have. card: the
+    text of its model card, None for no card.
     """
     config = transaction.put_bytes(json_bytes({**_SETTINGS, **settings}), CONFIG)
     names = sorted(tensors)
@@ -88,4 +93,8 @@ def put_files(
         ),
     )
     weights = File(WEIGHTS, SAFETENSORS, sum(part.nbytes for part in parts), parts)
-    return Manifest((File(CONFIG, OPAQUE, config.nbytes, (config,)), weights))
+    files = [File(CONFIG, OPAQUE, config.nbytes, (config,)), weights]
+    if card is not None:
+        part = transaction.put_bytes(card.encode(), CARD)
+        files.insert(0, File(CARD, OPAQUE, part.nbytes, (part,)))
+    return Manifest(tuple(files))

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from mstore.adapters.config import CONFIG, LoraConfig, parse_config
 from mstore.adapters.targets import Product, Targets, is_adapter, targets_of
 from mstore.errors import Incompatible
-from mstore.numeric.codes import CODES
+from mstore.numeric.codes import CODES, cast_hint
 
 _WITHOUT_CONFIG: Final = f"an adapter without its {CONFIG}"
 
@@ -77,8 +77,12 @@ def require_product(
     up, down = adapter[product.up], adapter[product.down]
     dtypes = {own.dtype, up.dtype, down.dtype}
     if not dtypes <= CODES.keys():
-        odd = ", ".join(sorted(dtypes - CODES.keys()))
-        raise Incompatible(f"cannot apply an adapter to elements of {odd}", where=where)
+        odd = dtypes - CODES.keys()
+        raise Incompatible(
+            f"cannot apply an adapter to elements of {', '.join(sorted(odd))}",
+            where=where,
+            hint=cast_hint(odd, "REF"),
+        )
     rows, columns = up.shape, down.shape
     if is_transposed(product, config):
         rows, columns = down.shape[::-1], up.shape[::-1]

@@ -30,6 +30,8 @@ from mstore.store.catalog import Catalog
 
 TILE: Final = 1024
 """Columns at a time: that part of the right factor stays in the cache while rows pass."""
+ROWS: Final = 4
+"""Rows at a time: they read the right factor once."""
 
 _HERE: Final = Path(__file__)
 _SOURCES: Final = (
@@ -76,7 +78,7 @@ class Factors(msgspec.Struct, frozen=True, eq=False, gc=False):
         left = self.left[start : start + rows]
         assert out.size >= 4 * n
         assert base.size >= n * ITEMSIZES[dtype]
-        sums = np.empty(2 * TILE, dtype=np.float32)
+        sums = np.empty(ROWS * TILE, dtype=np.float32)
         _apply(
             CODES[dtype],
             base.ctypes.data,

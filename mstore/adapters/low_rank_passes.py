@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from mstore.adapters import low_rank
-from mstore.adapters.low_rank import TILE
+from mstore.adapters.low_rank import ROWS, TILE
 from mstore.numeric import floats
 from mstore.numeric.codes import F32
 from mstore.numeric.compiling import compiled, entry
@@ -34,18 +34,28 @@ def _add_four(sums: Any, weights: Any, rows: Any, stride: int) -> None:
 
 
 @compiled
-def _add_four_twice(sums: Any, others: Any, v: Any, w: Any, rows: Any, stride: int) -> None:
-    """Do `_add_four` for two rows of the left factor at once: `v` to `sums`, `w` to `others`."""
-    n = sums.size
+def _add_four_to_four(
+    sums: Any, n: int, left: Any, rank: int, r: int, rows: Any, stride: int
+) -> None:
+    """Do `_add_four` for four rows of the left factor at once, with its columns from `r` on.
+
+    sums: of n elements each, TILE apart. left: flat, from the first row on.
+    """
+    s0, s1 = sums[:n], sums[TILE : TILE + n]
+    s2, s3 = sums[2 * TILE : 2 * TILE + n], sums[3 * TILE : 3 * TILE + n]
+    t, u, v, w = left[r:], left[rank + r :], left[2 * rank + r :], left[3 * rank + r :]
+    t0, t1, t2, t3 = t[0], t[1], t[2], t[3]
+    u0, u1, u2, u3 = u[0], u[1], u[2], u[3]
     v0, v1, v2, v3 = v[0], v[1], v[2], v[3]
     w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
-    others = others[:n]
     r0, r1 = rows[:n], rows[stride : stride + n]
     r2, r3 = rows[2 * stride : 2 * stride + n], rows[3 * stride : 3 * stride + n]
     for j in range(n):
         a, b, c, d = r0[j], r1[j], r2[j], r3[j]
-        sums[j] = (((sums[j] + v0 * a) + v1 * b) + v2 * c) + v3 * d
-        others[j] = (((others[j] + w0 * a) + w1 * b) + w2 * c) + w3 * d
+        s0[j] = (((s0[j] + t0 * a) + t1 * b) + t2 * c) + t3 * d
+        s1[j] = (((s1[j] + u0 * a) + u1 * b) + u2 * c) + u3 * d
+        s2[j] = (((s2[j] + v0 * a) + v1 * b) + v2 * c) + v3 * d
+        s3[j] = (((s3[j] + w0 * a) + w1 * b) + w2 * c) + w3 * d
 
 
 @compiled
@@ -69,22 +79,17 @@ def _sums_of_row(sums: Any, left: Any, right: Any, stride: int) -> None:
 
 
 @compiled
-def _sums_of_two_rows(
-    sums: Any, others: Any, left: Any, next_left: Any, right: Any, stride: int
-) -> None:
-    """Do `_sums_of_row` for two rows, which read the right factor once."""
-    rank, n = left.size, sums.size
+def _sums_of_four_rows(sums: Any, n: int, left: Any, rank: int, right: Any, stride: int) -> None:
+    """Do `_sums_of_row` for four rows, which read the right factor once (`_add_four_to_four`)."""
     sums[:] = np.float32(0)
-    others[:] = np.float32(0)
     r = 0
     while r + 4 <= rank:
-        part = right[r * stride :]
-        _add_four_twice(sums, others, left[r : r + 4], next_left[r : r + 4], part, stride)
+        _add_four_to_four(sums, n, left, rank, r, right[r * stride :], stride)
         r += 4
     while r < rank:
         part = right[r * stride : r * stride + n]
-        _add_one(sums, left[r], part)
-        _add_one(others, next_left[r], part)
+        for row in range(4):
+            _add_one(sums[row * TILE : row * TILE + n], left[row * rank + r], part)
         r += 1
 
 
@@ -115,18 +120,18 @@ def apply(
     """Write elements [first, first + n) of a matrix: float32[n].
 
     base: the stored bytes of these elements. left: float32 from the row of the first of them on,
-    [rows, rank]. right: float32[rank, columns]. scale: float32[1]. sums: float32[2 * TILE],
-    scratch.
+    [rows, rank]. right: float32[rank, columns]. scale: float32[1]. sums: float32[ROWS *
+    TILE], scratch.
     """
     itemsize = 4 if code == F32 else 2
     stored = carray(base_address, (n * itemsize,), np.uint8)
     start = first // columns
     rows = (first + n - 1) // columns + 1 - start
-    left = carray(left_address, (rows, rank), np.float32)
+    left = carray(left_address, (rows * rank,), np.float32)
     right = carray(right_address, (rank * columns,), np.float32)
     scale = carray(scale_address, (1,), np.float32)[0]
     out = carray(out_address, (n,), np.uint32)
-    room = carray(sums_address, (2 * TILE,), np.float32)
+    sums = carray(sums_address, (ROWS * TILE,), np.float32)
     for tile in range(0, columns, TILE):
         width = min(TILE, columns - tile)
         i = 0
@@ -134,23 +139,22 @@ def apply(
             # Flat positions of this row's part of the tile, within the run.
             begin = (start + i) * columns + tile - first
             a, b = max(begin, 0), min(begin + width, n)
-            if a < b:
-                sums = room[: b - a]
-                part = right[tile + a - begin :]
-                both = i + 1 < rows and a == begin and begin + columns + width <= n
-                if both:
-                    others = room[TILE : TILE + width]
-                    _sums_of_two_rows(sums, others, left[i], left[i + 1], part, columns)
-                else:
-                    _sums_of_row(sums, left[i], part, columns)
+            if a >= b:
+                i += 1
+                continue
+            part = right[tile + a - begin :]
+            own = left[i * rank :]
+            at_once = 1
+            if i + ROWS <= rows and a == begin and begin + (ROWS - 1) * columns + width <= n:
+                at_once = ROWS
+                _sums_of_four_rows(sums, width, own, rank, part, columns)
+            else:
+                _sums_of_row(sums[: b - a], own[:rank], part, columns)
+            for row in range(at_once):
                 load_bits(code, stored, a, b - a, out, a)
-                _finish(sums, scale, out[a:b])
-                if both:
-                    i += 1
-                    a, b = a + columns, b + columns
-                    load_bits(code, stored, a, b - a, out, a)
-                    _finish(others, scale, out[a:b])
-            i += 1
+                _finish(sums[row * TILE : row * TILE + b - a], scale, out[a:b])
+                a, b = a + columns, b + columns
+            i += at_once
 
 
 @entry("piip", floats)

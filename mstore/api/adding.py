@@ -26,6 +26,7 @@ from mstore.store.transaction import branch_to_move
 if TYPE_CHECKING:
     from mstore.adapters.extract import ExtractReport
     from mstore.add import AddReport, Base
+    from mstore.casting.cast import CastReport
     from mstore.checkpoint.directory import Checkpoint, CheckpointLimits
     from mstore.combination.combine import CombineReport
     from mstore.convert.conversion import ConversionLimits
@@ -229,6 +230,59 @@ class Adding(OpenStore):
                 only=tuple(only),
                 skip=tuple(skip),
                 message=message,
+                progress=progress,
+            )
+
+    def cast(
+        self,
+        revision: str | SnapshotId,
+        *,
+        dtype: str,
+        name: str | None = None,
+        only: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        message: str = "",
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> CastReport:
+        """Store a model again with its floating-point tensors in another element type.
+
+        Merging computes with bfloat16, float16 and float32; models in other types are cast first.
+        Each element is rounded once, to nearest, ties to even.  Weights in float8 with scales
+        (DeepSeek's and Qwen's blocks, compressed-tensors) become what they stand for: their product
+        in float32, rounded to the new type.  Scales are dropped, and config.json no longer states a
+        quantization.  Tensors that have the type, integers and others are shared.
+
+        dtype: bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.  Those in 8 bits
+        get no scales.
+        name: the ref; None means `cast/MODEL-DTYPE`.
+        only, skip: patterns of tensor names; tensors that they leave out stay as they are.
+        message: the reason, in words.
+        threads: the most threads to use; None means one per processor.
+
+        Elements that are too large become infinite, in float8_e4m3fn 448, as in torch; the report
+        counts them.
+
+        Raises NotFound, BadRequest (a dtype, a virtual merge, no such pattern), Incompatible
+        (scales that are missing or of another form, another quantization), BadName, Conflict,
+        Corrupt, StorageFailed; then nothing is published.
+        """
+        from mstore.casting.cast import cast
+        from mstore.numeric.codes import cast_dtype
+        from mstore.store import contents
+
+        wanted = cast_dtype(dtype)
+        model = str(revision), self._real(revision)
+        with contents.held(self._catalog, [model[1]]):
+            return cast(
+                self._catalog,
+                model,
+                dtype=wanted,
+                name=name,
+                only=tuple(only),
+                skip=tuple(skip),
+                message=message,
+                threads=thread_count(threads),
                 progress=progress,
             )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mstore.merge.analysis.sweep import SweepReport
     from mstore.merge.methods.report import MethodReport
     from mstore.merge.planning.costs import Costs
+    from mstore.merge.planning.prepared import PreparedModel
     from mstore.merge.planning.report import PlanReport
     from mstore.merge.planning.request import Input, Request
     from mstore.merge.planning.warnings import MergeWarning
@@ -116,11 +117,51 @@ class Merging(OpenStore):
         The request may be changed before it is planned: `dataclasses.replace(found.request,
         budget="30%")`.
 
-        Raises BadRequest for what is no recipe or not supported, NotFound for an unknown model.
+        Raises BadRequest for what is no recipe or not supported, NotFound for an unknown model, or
+        one that `prepare_recipe` must make first.
         """
         from mstore.merge.planning.recipes import request_of
 
         return request_of(self._catalog, text, where=where, models=models or {}, document=document)
+
+    def prepare_recipe(
+        self,
+        text: str,
+        *,
+        where: str = "the recipe",
+        models: Mapping[str, str] | None = None,
+        document: int | None = None,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> tuple[PreparedModel, ...]:
+        """Make the models that a recipe is about and that are in no store: none for most recipes.
+
+        Arguments as for `read_recipe`, which then finds them.  Two kinds are made, each by a merge
+        of its own, on a branch below `prepared/`: stacks of layers, where slices with other layers
+        are merged or scaled (headers are all that is stored), and models with an adapter
+        applied, where that adapter is not one of the base.  What is there already stays.
+
+        Raises what `read_recipe`, `plan` and `merge` raise.
+        """
+        from mstore.merge.planning.recipes import preparations
+
+        found = preparations(
+            self._catalog, text, where=where, models=models or {}, document=document
+        )
+        made = []
+        for one in found:
+            plan = self.plan(one.request, allow_noop=True, threads=threads, progress=progress)
+            merged = self.merge(
+                plan,
+                name=one.ref,
+                message=one.name,
+                threads=threads,
+                progress=progress,
+            )
+            made.append(
+                one.made(merged.snapshot, is_new=merged.new_snapshot, written=merged.bytes_written)
+            )
+        return tuple(made)
 
     def align(
         self,

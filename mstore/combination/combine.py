@@ -18,6 +18,7 @@ from mstore.adapters.files import branch_for_adapter, put_factor, put_files
 from mstore.adapters.low_rank import read_singles
 from mstore.adapters.targets import factor_names
 from mstore.adapters.truncation import Errors, Singles, TruncatedTensor
+from mstore.combination.card import card_of
 from mstore.combination.members import Member, members_of
 from mstore.combination.methods import Setting
 from mstore.combination.products import Read, joined, truncated, united
@@ -103,14 +104,16 @@ def combine(
             "is one of the adapters: the result needs a name of its own", where=Option("name")
         )
     current = branch_for_adapter(catalog, name)
-    members = members_of(catalog, adapters)
+    every = members_of(catalog, adapters)
+    members = _with_weight(every)
     work = _Work.of(members, setting, rank, dtype)
+    card = card_of(catalog, members, setting, rank=work.rank, asked=rank, dtype=dtype)
     made = f"{setting}, rank {work.rank}: {_told(members)}"
     with Transaction(catalog, f"combine {name}") as transaction:
         run = _Run(catalog, transaction, members, setting, work, progress)
-        manifest = run.manifest()
+        manifest = run.manifest(card)
         base, notes = _base_of(catalog, members)
-        notes += (*_idle(members), *work.notes(rank))
+        notes += (*_odd(every), *work.notes(rank))
         snapshot, record, move = derived(
             catalog,
             transaction,
@@ -157,13 +160,25 @@ def _told(members: Sequence[Member]) -> str:
     return ", ".join(f"{one.name}={one.weight:g}" for one in members)
 
 
-def _idle(members: Sequence[Member]) -> Iterator[str]:
+def _with_weight(members: Sequence[Member]) -> tuple[Member, ...]:
+    """Return the adapters that have a weight: others would add ranks and modules of zeros.
+
+    Raises BadRequest if none has.
+    """
+    found = tuple(one for one in members if one.weight != 0)
+    if not found:
+        raise BadRequest("no adapter has a weight", hint=Option("experts", {"REF": 0.5}))
+    return found
+
+
+def _odd(members: Sequence[Member]) -> Iterator[str]:
     """Yield what is likely to be a mistake: an adapter without weight, or the same one twice."""
     for number, one in enumerate(members):
         if one.weight == 0:
             yield f"{one.name} has weight 0, so nothing of it is in the result"
+            continue
         for other in members[:number]:
-            if other.products == one.products:
+            if other.weight != 0 and other.products == one.products:
                 also = "" if other.name == one.name else f": it has the content of {other.name}"
                 yield f"{one.name} is given more than once{also}"
                 break
@@ -268,8 +283,8 @@ class _Run:
         self._progress = progress
         self.errors = Errors()
 
-    def manifest(self) -> Manifest:
-        """Store the adapter's tensors and files."""
+    def manifest(self, card: str) -> Manifest:
+        """Store the adapter's tensors and files. card: the text of its model card."""
         tensors: dict[str, Tensor] = {}
         total = sum(self._size(module) for module in self._work.modules)
         done = 0
@@ -293,6 +308,7 @@ class _Run:
                 "fan_in_fan_out": first.config.transposed,
                 "target_modules": list(self._work.modules),
             },
+            card,
         )
 
     def _size(self, module: str) -> int:

@@ -16,7 +16,7 @@ from mstore.adapters.targets import is_adapter, is_unchanged, pairs_of
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
-from mstore.numeric.codes import CODES
+from mstore.numeric.codes import CODES, cast_hint
 from mstore.objects.limits import DEFAULT_LIMITS
 from mstore.objects.snapshot import BASE
 from mstore.objects.tensor import Tensor
@@ -155,7 +155,11 @@ def _require_matrices(module: str, product: Product, config: LoraConfig, where: 
     up, down = product.up, product.down
     odd = {up.dtype, down.dtype} - CODES.keys()
     if odd:
-        raise Incompatible(f"cannot combine elements of {', '.join(sorted(odd))}", where=where)
+        raise Incompatible(
+            f"cannot combine elements of {', '.join(sorted(odd))}",
+            where=where,
+            hint=cast_hint(odd, where),
+        )
     is_product = len(up.shape) == len(down.shape) == 2 and up.shape[1] == down.shape[0]
     if not is_product or not all((*up.shape, *down.shape)):
         raise Incompatible(

@@ -17,6 +17,7 @@ from mstore.recipes.nodes import (
     read_documents,
 )
 from mstore.recipes.recipe import (
+    Module,
     Recipe,
     Settings,
     Slice,
@@ -60,21 +61,21 @@ class _Document:
 
     def recipe(self, node: Node) -> Recipe:
         fields = self._fields(node, "a recipe", _KEYS)
-        if isinstance(found := fields.get("modules"), Items | Entries):
-            raise self._refused("modules are not supported", found)
         if "merge_method" not in fields:
             raise self._refused("a recipe names its merge_method", node)
         models = self._list(fields, "models", self._model)
         slices = self._list(fields, "slices", self._slice)
-        if bool(models) == bool(slices):
-            raise self._refused("a recipe has either models or slices", node)
+        modules = self._modules(fields.get("modules"))
+        if sum(map(bool, (models, slices, modules))) != 1:
+            raise self._refused("a recipe has one of models, slices and modules", node)
         return Recipe(
             where=self._where,
             line=node.line,
             method=self._text(fields["merge_method"], "merge_method"),
-            base=self._maybe(fields, "base_model", self._model_name),
+            base=self._maybe(fields, "base_model", self._adapted),
             models=models,
             slices=slices,
+            modules=modules,
             settings=self._settings(fields),
             dtype=self._maybe(fields, "dtype", lambda one: self._text(one, "dtype")),
             out_dtype=self._maybe(fields, "out_dtype", lambda one: self._text(one, "out_dtype")),
@@ -89,8 +90,7 @@ class _Document:
         fields = self._fields(node, "a model", ("model", "parameters"))
         if "model" not in fields:
             raise self._refused("an item of models names its model", node)
-        model = self._model_name(fields["model"], adapters=True)
-        return Source(model, self._settings(fields), None, line=node.line)
+        return Source(self._adapted(fields["model"]), self._settings(fields), None, line=node.line)
 
     def _slice(self, node: Node) -> Slice:
         known = ("sources", "parameters", "base_model", "residual_weight")
@@ -99,16 +99,33 @@ class _Document:
         sources = self._list(fields, "sources", self._source)
         if not sources:
             raise self._refused("a slice has sources", node)
-        base = self._maybe(fields, "base_model", self._model_name)
+        base = self._maybe(fields, "base_model", self._adapted)
         return Slice(sources, self._settings(fields), base, node.line)
+
+    def _modules(self, node: Node | None) -> tuple[Module, ...]:
+        if node is None or _is_null(node):
+            return ()
+        if not isinstance(node, Entries):
+            raise self._refused("modules are parts of the model by name", node)
+        return tuple(self._module(key, value) for key, value in node.entries)
+
+    def _module(self, key: Scalar, node: Node) -> Module:
+        name = Text(str(key.value), key.line)
+        what = f"the module {name.text[:_SHOWN]}"
+        fields = self._fields(node, what, ("models", "slices", "parameters"))
+        models = self._list(fields, "models", self._model)
+        slices = self._list(fields, "slices", self._slice)
+        if bool(models) == bool(slices):
+            raise self._refused(f"{what} has either models or slices", key)
+        return Module(name, models, slices, self._settings(fields))
 
     def _source(self, node: Node) -> Source:
         fields = self._fields(node, "a source", ("model", "layer_range", "parameters"))
         for key in ("model", "layer_range"):
             if key not in fields:
-                raise self._refused(f"a source of a slice has its {key}", node)
+                raise self._refused(f"a source of a slice needs its {key}", node)
         return Source(
-            self._model_name(fields["model"], adapters=True),
+            self._adapted(fields["model"]),
             self._settings(fields),
             self._range(fields["layer_range"]),
             node.line,
@@ -120,23 +137,28 @@ class _Document:
             if _is_whole(first) and _is_whole(last) and 0 <= first < last:
                 return first, last
         raise self._refused(
-            "a layer_range is two whole numbers, from which to before which layer", node
+            "a layer_range is [first, end]: two whole numbers, the end larger than the first", node
         )
 
-    def _model_name(self, node: Node, *, adapters: bool = False) -> Text:
-        """Return a model's name; adapters: it may be MODEL+ADAPTER."""
+    def _model_name(self, node: Node) -> Text:
+        """Return the name of a model without an adapter."""
+        name = self._adapted(node)
+        if name.adapter() is not None:
+            raise self._refused(
+                "a model with an adapter (MODEL+ADAPTER) is one of models or the base_model, and "
+                "gives no tokens",
+                node,
+            )
+        return name
+
+    def _adapted(self, node: Node) -> Text:
+        """Return the name of a model, or MODEL+ADAPTER."""
         name, lora = self._model_and_lora(node)
         parts = [*name.text.split("+"), *([] if lora is None else [lora.text])]
         if not all(parts):
             raise self._refused("a model with an adapter is MODEL+ADAPTER", node)
         if len(parts) > 2:
             raise self._refused("a model has one adapter at most", node)
-        if len(parts) > 1 and not adapters:
-            raise self._refused(
-                "a model with an adapter (MODEL+ADAPTER) is one of models, not what the merge "
-                "starts from",
-                node,
-            )
         return Text("+".join(parts), name.line)
 
     def _model_and_lora(self, node: Node) -> tuple[Text, Text | None]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from mstore.recipes.setting import Setting
+from mstore.recipes.setting import Condition, Setting
 from mstore.requests import BASE, UNION
 
 _PLUS: Final = "+"
@@ -60,6 +60,16 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class Module:
+    """A part of the model, made of models or slices; one of the two is not empty."""
+
+    name: Text
+    models: tuple[Source, ...]
+    slices: tuple[Slice, ...]
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSource:
     """Where the embedding of one token is from, in models that lack it.
 
@@ -95,8 +105,8 @@ class TokenizerSource:
 class Recipe:
     """One document.
 
-    where: the name of its file. Either `models` or `slices` is not empty. tokenizer, template (of
-    chats): None if the recipe does not say.
+    where: the name of its file. One of `models`, `slices` and `modules` is not empty. tokenizer,
+    template (of chats): None if the recipe does not say.
     """
 
     where: str
@@ -105,6 +115,7 @@ class Recipe:
     base: Text | None
     models: tuple[Source, ...]
     slices: tuple[Slice, ...]
+    modules: tuple[Module, ...]
     settings: Settings
     dtype: Text | None
     out_dtype: Text | None
@@ -115,19 +126,38 @@ class Recipe:
     def named(self) -> tuple[Text, ...]:
         """Return every model and adapter that the recipe names, once, the base first."""
         found: dict[str, Text] = {}
-        for one in self._all_names():
+        for one in self.names():
             for part in (one.model(), one.adapter()):
                 if part is not None:
                     found.setdefault(part.text, part)
         return tuple(found.values())
 
-    def _all_names(self) -> Iterator[Text]:
+    def every_slice(self) -> tuple[Slice, ...]:
+        """Return the slices, of all modules."""
+        return self.slices + tuple(part for one in self.modules for part in one.slices)
+
+    def every_source(self) -> tuple[Source, ...]:
+        """Return the models that take part, in their order, each as often as it does."""
+        models = self.models + tuple(model for one in self.modules for model in one.models)
+        return (*models, *(one for part in self.every_slice() for one in part.sources))
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what is written for parameters, in all scopes."""
+        scopes = [self.settings, *(module.settings for module in self.modules)]
+        scopes += [part.settings for part in self.every_slice()]
+        scopes += [source.settings for source in self.every_source()]
+        for settings in scopes:
+            for setting in settings.values():
+                yield from setting.conditions
+
+    def names(self) -> Iterator[Text]:
+        """Yield the names of models as they are written, MODEL+ADAPTER too; the base first."""
         if self.base is not None:
             yield self.base
-        for part in self.slices:
+        for part in self.every_slice():
             if part.base is not None:
                 yield part.base
         if self.tokenizer is not None and self.tokenizer.model is not None:
             yield self.tokenizer.model
-        for source in (*self.models, *(one for part in self.slices for one in part.sources)):
+        for source in self.every_source():
             yield source.model

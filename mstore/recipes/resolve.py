@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 
 from mstore.errors import BadRequest, MstoreError, did_you_mean
 from mstore.objects.shapes import literal_pattern
-from mstore.recipes.layout import Layout, is_last
+from mstore.recipes.layout import Layout
 from mstore.recipes.nodes import at
 from mstore.recipes.recipe import Recipe, Settings, Slice, Source, Text
 from mstore.recipes.setting import Given, Kind, NotThatKind
@@ -80,8 +80,8 @@ class KnownMethod:
     weighted: whether experts have weights. takes_base: whether the base model, if the recipe lists
     it, is an input like the others. baseless: a parameter that is false for merges without a base
     model; a recipe says that by naming none. is_alone: whether its one expert may state each
-    parameter itself. refused: parameters of mergekit's method that it does not have, with the value
-    that changes nothing and the reason.
+    parameter itself. partial: whether an expert of weight 0 is as none. refused: parameters of
+    mergekit's method that it does not have, with the value that changes nothing and the reason.
     """
 
     name: str
@@ -90,6 +90,7 @@ class KnownMethod:
     takes_base: bool
     baseless: str | None = None
     is_alone: bool = False
+    partial: bool = False
     refused: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
 
     def without_base(self) -> KnownMethod:
@@ -153,7 +154,7 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
     needs_base: without base_model the recipe is refused; else the base is the model that the
     tokenizer is from, or the first one: the result's other files are from there.
     """
-    own = next((part.base for part in recipe.slices if part.base is not None), recipe.base)
+    own = next((part.base for part in recipe.every_slice() if part.base is not None), recipe.base)
     if own is not None:
         return own
     if not needs_base and recipe.tokenizer is not None and recipe.tokenizer.model is not None:
@@ -162,8 +163,7 @@ def base_of(recipe: Recipe, *, needs_base: bool) -> Text:
         raise BadRequest(
             f"{recipe.method} needs a base_model", where=at(recipe.where, recipe.method.line)
         )
-    sources = (*recipe.models, *(one for part in recipe.slices for one in part.sources))
-    return sources[0].model.model()
+    return recipe.every_source()[0].model.model()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +206,19 @@ class _Resolver:
         self._vocabulary()
         if self._stacked:
             return {}, (1.0,)
-        try:
-            parameters, weights = self._values(_Tensor("", 0, 0.0))
-        except _Missing:
-            return None
+        found = []
+        for number in range(len(self._slices)):
+            try:
+                found.append(self._values(_Tensor("", number, 0.0)))
+            except _Missing:
+                if number == 0:
+                    return None
+        parameters, weights = found[0]
         return dict(parameters), weights
 
     def resolve(self, tensors: Sequence[str], tied: Mapping[str, str]) -> RecipeRequest:
         self.check()
+        self._note_layers()
         if self._stacked:
             return self._stack()
         found = {name: self._values(self._place(name)) for name in tensors}
@@ -292,21 +297,11 @@ class _Resolver:
                 sources += (Source(recipe.base, {}, None, recipe.base.line),)
             self._require_different(sources)
             return (Slice(sources, {}, None, recipe.line),)
-        first, *others = recipe.slices
+        first = recipe.slices[0]
         self._stacked = self._is_stack(recipe.slices)
         if self._stacked:
             return recipe.slices
         self._require_different(first.sources)
-        for part in others:
-            if [str(s.model) for s in part.sources] != [str(s.model) for s in first.sources]:
-                self._refuse(
-                    "slices of different models are only stacked as they are: by a method of one "
-                    "expert, with one source each",
-                    part.line,
-                )
-        bases = {str(part.base or recipe.base or self._base) for part in recipe.slices}
-        if bases != {str(self._base)}:
-            self._refuse("slices with different base models are not supported", first.line)
         if not self._method.takes_base and str(self._base) not in {
             str(s.model) for s in first.sources
         }:
@@ -317,10 +312,7 @@ class _Resolver:
         return recipe.slices
 
     def _is_stack(self, slices: Sequence[Slice]) -> bool:
-        """Return whether the slices take layers of models as they are, in an order of their own.
-
-        Raises BadRequest for what no stack can do.
-        """
+        """Return whether the slices take layers of models as they are, in an order of their own."""
         if not self._method.is_alone or any(len(part.sources) != 1 for part in slices):
             return False
         runs = [(str(part.sources[0].model), part.sources[0].layers) for part in slices]
@@ -330,21 +322,10 @@ class _Resolver:
                 break
             place = layers[1]
         else:
-            count = None if self._layout is None else sum(self._layout.stacks.values())
-            if count in (None, place):
+            layout = self._layout
+            main = None if layout is None else layout.main
+            if layout is None or (main is not None and layout.stacks[main] == place):
                 return False
-        scopes = [self._recipe.settings]
-        scopes += [scope for part in slices for scope in (part.settings, part.sources[0].settings)]
-        for settings in scopes:
-            for name, setting in settings.items():
-                for condition in setting.conditions:
-                    values = condition.value
-                    values = values if isinstance(values, tuple) else (values,)
-                    if name in self._method.parameters and any(value != 1 for value in values):
-                        self._refuse(f"layers are stacked without {name}", condition.line)
-        for part in slices:
-            if part.sources[0].model.adapter() is not None:
-                self._refuse("a slice is of a model, not of an adapter", part.line)
         return True
 
     def _require_different(self, sources: Sequence[Source]) -> None:
@@ -355,34 +336,21 @@ class _Resolver:
             known.add(source.model.text)
 
     def _require_all_layers(self, slices: Sequence[Slice]) -> None:
-        """Raise BadRequest unless the slices are all layers in order, of all models alike."""
+        """Raise BadRequest unless the slices are the base's layers (`recipes.prepared`)."""
         if self._layout is None:
             return
-        stacks = self._layout.stacks
-        if len(stacks) != 1:
-            what = ", ".join(f"{name} ({count})" for name, count in stacks.items()) or "none"
+        if self._layout.main is None:
             self._refuse(
-                f"slices need a model with one stack of layers; {self._base} has: {what}",
+                "slices need a model with one stack of layers, or a config.json that counts those "
+                f"of its text model; {self._base} has: {self._layout.listed()}",
                 slices[0].line,
             )
-        (count,) = stacks.values()
-        place = 0
-        for part in slices:
-            ranges = {source.layers for source in part.sources if source.layers is not None}
-            wanted = f"slices that do not keep all {count} layers in order are not supported"
-            if len(ranges) != 1:
-                self._refuse(f"{wanted}: the sources of this one have different layers", part.line)
-            ((first, last),) = ranges
-            if first != place or last > count:
-                self._refuse(
-                    f"{wanted}: this one has layers {first} to {last - 1}, after the first {place}",
-                    part.line,
-                )
-            place = last
-        if place != count:
+        count = self._layout.stacks[self._layout.main]
+        _, end = slices[-1].sources[0].layers or (0, count)
+        if end != count:
             self._refuse(
-                f"slices that do not keep all {count} layers in order are not supported: these "
-                f"have the first {place}",
+                f"the slices have {end} layers in all, and {self._base} has {count}: its files "
+                "are for as many",
                 slices[-1].line,
             )
 
@@ -393,9 +361,7 @@ class _Resolver:
             return tuple(models.values())
         sources = self._slices[0].sources
         if self._method.takes_base:
-            every = tuple(source.model for source in sources)
-            self._require_adapters_of_base(every)
-            return every
+            return tuple(source.model for source in sources)
         for part in self._slices:
             for source in part.sources:
                 if str(source.model) == str(self._base):
@@ -403,24 +369,9 @@ class _Resolver:
                         if name in PER_MODEL:
                             self._note(f"{name} of the base model has no effect", setting.line)
         experts = tuple(s.model for s in sources if str(s.model) != str(self._base))
-        self._require_adapters_of_base(experts)
         if not experts:
             self._refuse("no model but the base takes part", self._recipe.line)
         return experts
-
-    def _require_adapters_of_base(self, experts: Sequence[Text]) -> None:
-        """Raise BadRequest for an adapter of another model: it is applied to the merge's base."""
-        if self._layout is None:
-            # Which names are one model is known only once the models are.
-            return
-        for one in experts:
-            is_ours = self._models[one.model().text] == self._models[self._base.text]
-            if one.adapter() is not None and not is_ours:
-                self._refuse(
-                    f"an adapter is one of the base, {self._base}, and not of {one.model()}: merge "
-                    "it into its model first",
-                    one.line,
-                )
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -487,15 +438,16 @@ class _Resolver:
                 self._refuse(f"{self._method.name} does not rescale", condition.line)
 
     def _place(self, name: str) -> _Tensor:
-        found = None if self._layout is None else self._layout.layer(name)
-        if found is None:
-            return _Tensor(name, len(self._slices) - 1 if is_last(name) else 0, 0.0)
+        assert self._layout is not None
+        found = self._layout.layer(name)
+        if found is None or self._layout.part(name) is None:
+            number = len(self._slices) - 1 if self._layout.is_last(name) else 0
+            return _Tensor(name, number, 0.0 if found is None else _place_in(*found))
         layer, count = found
         for number, part in enumerate(self._slices):
             first, last = part.sources[0].layers or (0, count)
             if first <= layer < last:
-                length = last - first
-                return _Tensor(name, number, (layer - first) / (length - 1) if length > 1 else 1.0)
+                return _Tensor(name, number, _place_in(layer - first, last - first))
         raise AssertionError(name)
 
     def _values(self, tensor: _Tensor) -> tuple[Values, tuple[float, ...]]:
@@ -570,7 +522,8 @@ class _Resolver:
         for_tensor = f" for {tensor.name}" if tensor.name else ""
         line = self._recipe.method.line if model is None else model.line
         what = f"{self._method.name} needs the {name}{of_model}{for_tensor}"
-        raise _Missing(what, where=at(self._recipe.where, line))
+        hint = f"parameters: {{{name}: 0.5}}"
+        raise _Missing(what, where=at(self._recipe.where, line), hint=hint)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -622,8 +575,29 @@ class _Resolver:
             chat_template=told,
         )
 
+    def _note_layers(self) -> None:
+        """Say how layers are counted, if that is no matter of course and the recipe counts them."""
+        scopes = [self._recipe.settings]
+        for part in self._slices:
+            scopes += [part.settings, *(source.settings for source in part.sources)]
+        gradients = [
+            one.line
+            for settings in scopes
+            for setting in settings.values()
+            for one in setting.conditions
+            if isinstance(one.value, tuple) and len(one.value) > 1
+        ]
+        told = None if self._layout is None else self._layout.told()
+        if told is not None and (gradients or self._recipe.slices):
+            self._note(told, (gradients or [self._slices[0].line])[0])
+
     def _note(self, what: str, line: int) -> None:
         self._notes.setdefault(f"{at(self._recipe.where, line)}: {what}")
 
     def _refuse(self, what: str, line: int) -> NoReturn:
         raise BadRequest(what, where=at(self._recipe.where, line))
+
+
+def _place_in(layer: int, count: int) -> float:
+    """Return the place t of a layer among so many."""
+    return layer / (count - 1) if count > 1 else 1.0

@@ -14,12 +14,14 @@ _MAX_CONFIG: Final = 1 << 20
 _MAX_CONTAINERS: Final = 65_536
 
 
-def config_of(catalog: Catalog, model: Manifest) -> dict[str, object]:
+def config_of(catalog: Catalog, model: Manifest, path: str = CONFIG) -> dict[str, object]:
     """Return the config of a model, empty if it has none of a usual size that can be parsed.
+
+    path: of the file.
 
     Raises Corrupt, StorageFailed.
     """
-    raw = catalog.read_small(model.file(CONFIG), _MAX_CONFIG)
+    raw = catalog.read_small(model.file(path), _MAX_CONFIG)
     if raw is None:
         return {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mstore.errors import BadName
 from mstore.ids import SnapshotId
 from mstore.objects.manifest import Manifest
 from mstore.objects.snapshot import ADD, Parent, SnapshotRecord
@@ -44,3 +45,14 @@ def derived(
     )
     new = refs.Ref(refs.BRANCH, record.id())
     return record.id(), record, RefMove(branch, current, new, action)
+
+
+def branch_below(prefix: str, name: str) -> str:
+    """Return the branch below `prefix` for what is made of a model, which the user calls `name`."""
+    own = "".join(c if c.isascii() and (c.isalnum() or c in "._-/") else "-" for c in name)
+    ref = f"{prefix}/{own.strip('-./')}"
+    try:
+        refs.check_name(ref)
+    except BadName:
+        return f"{prefix}/model"
+    return ref

@@ -1,6 +1,6 @@
-"""Files of a model whose tensors are others than before: headers and the shard index.
+"""Files of a model whose tensors are others than before: headers, the shard index, its config.
 
-Owns these two forms.  Does not own which tensors a file has.
+Owns these forms.  Does not own which tensors a file has.
 """
 
 from __future__ import annotations
@@ -73,3 +73,25 @@ def index_of(fields: Mapping[str, Any], shards: Sequence[File], records: Sequenc
     if isinstance(told.get("total_parameters"), int):
         told["total_parameters"] = sum(math.prod(record.shape) for record in records)
     return json_bytes(changed | {"metadata": told} if told else changed)
+
+
+def with_dtype(
+    fields: Mapping[str, Any], name: str, *, known: Collection[str], nested: bool = False
+) -> dict[str, Any]:
+    """Return a config with another "dtype" / "torch_dtype" where it states one.
+
+    Also in configs of the model's parts ("text_config"), if what stands there is one of the `known`
+    types.
+    """
+    changed: dict[str, Any] = {}
+    for key, value in fields.items():
+        is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
+        if is_dtype and (not nested or value.removeprefix("torch.") in known):
+            changed[key] = name
+        # Keep dtypes of quantization and compression: they are not those of the model's tensors.
+        elif isinstance(value, dict) and (key == "config" or key.endswith("_config")):
+            is_other = key.startswith(("quantization", "compression"))
+            changed[key] = value if is_other else with_dtype(value, name, known=known, nested=True)
+        else:
+            changed[key] = value
+    return changed

@@ -226,7 +226,7 @@ def move(
             hint=phrase("{reflog}, then run the command again", reflog=call("reflog", name)),
         )
     if expect is None:
-        _refuse_nesting(index, transaction, name)
+        refuse_nesting(index, transaction, name)
     index.moved.add(name)
     if new is None:
         index.delete(transaction, _REFS, name.encode())
@@ -264,7 +264,8 @@ def put(index: Index, transaction: IndexTransaction, name: str, ref: Ref) -> Non
     index.put(transaction, _REFS, name.encode(), _encode(ref))
 
 
-def _refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> None:
+def refuse_nesting(index: Index, transaction: IndexTransaction, name: str) -> None:
+    """Raise Conflict if a new name would be below or above a ref."""
     parts = name.split("/")
     for length in range(1, len(parts)):
         above = "/".join(parts[:length])

@@ -390,14 +390,16 @@ def _require_unmoved(gone: Sequence[bytes]) -> None:
 def branch_to_move(catalog: Catalog, name: str) -> refs.Ref | None:
     """Return what the branch `name` points at, None if it is new.
 
-    Raises BadName, Conflict for a tag. Call it with the transaction open: before that, the commit
-    of a killed writer may not be visible yet.
+    Raises BadName, Conflict for a tag or a name below or above a ref. Call it with the transaction
+    open: before that, the commit of a killed writer may not be visible yet.
     """
     refs.check_name(name)
     with catalog.index.env.read() as transaction:
         current = refs.get(catalog.index, transaction, name)
         if current is None:
             refs.refuse_shadow(catalog.index, transaction, name)
+            # Not only at the commit: what comes before it may take long.
+            refs.refuse_nesting(catalog.index, transaction, name)
     if current is not None and current.kind == refs.TAG:
         raise Conflict(
             "is a tag, and tags do not move",

@@ -16,7 +16,7 @@ from typing import Final
 from mstore.adapters.targets import is_adapter
 from mstore.checkpoint.directory import INDEX_SUFFIX
 from mstore.checkpoint.small_files import json_object
-from mstore.errors import BadName, BadRequest, Incompatible
+from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId, TensorId
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.snapshot import BASE, Parent, SnapshotRecord
@@ -24,9 +24,8 @@ from mstore.objects.tensor import Tensor
 from mstore.phrases import Option
 from mstore.progress import ProgressCallback
 from mstore.requests import MergeRequest, Revision, Vocabulary
-from mstore.store import refs
 from mstore.store.catalog import Catalog
-from mstore.store.derived import derived
+from mstore.store.derived import branch_below, derived
 from mstore.store.rebuilt import header_of, index_of, shards_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move
 from mstore.vocabulary.embeddings import Embeddings
@@ -212,7 +211,7 @@ class _Models:
         """Return a branch for each member that changes, named after it."""
         found: list[str] = []
         for one in self._members:
-            own = name = _branch(one.name)
+            own = name = branch_below(BRANCHES, one.name)
             number = 1
             while name in found:
                 number += 1
@@ -339,14 +338,3 @@ def _replaced(file: File, tensors: Sequence[Part], header: Part | None = None) -
     """Return a safetensors file with other tensors, and another header."""
     parts = (file.parts[0] if header is None else header, *tensors)
     return File(file.path, file.form, sum(part.nbytes for part in parts), parts)
-
-
-def _branch(name: str) -> str:
-    """Return the branch of the aligned model of this name."""
-    own = "".join(c if c.isascii() and (c.isalnum() or c in "._-/") else "-" for c in name)
-    ref = f"{BRANCHES}/{own.strip('-./')}"
-    try:
-        refs.check_name(ref)
-    except BadName:
-        return f"{BRANCHES}/model"
-    return ref

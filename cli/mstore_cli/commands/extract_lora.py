@@ -92,7 +92,7 @@ def extract_lora(
             ]
         )
         for note in report.notes:
-            screen.line(f"note: {note}")
+            screen.line(f"note: {screen.typed(note)}")
         show_worst(screen, report.tensors)
         for one in report.left_out:
             screen.line(f"not in the adapter: {one}")

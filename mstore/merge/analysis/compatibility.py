@@ -20,6 +20,7 @@ from mstore.checkpoint.declared import CARD, CONFIG, front_matter
 from mstore.checkpoint.small_files import json_object
 from mstore.errors import Incompatible
 from mstore.ids import TensorId
+from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.request import Input, Request
 from mstore.merge.planning.stored_texts import few
 from mstore.merge.planning.survey import odd_types
@@ -29,7 +30,7 @@ from mstore.merge.running.papers import conflicts, stated_licence
 from mstore.objects.manifest import Manifest
 from mstore.objects.shapes import EMBEDDINGS, chosen, matching, require_matches
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, phrase
+from mstore.phrases import Option, joined, phrase
 from mstore.store.catalog import Catalog
 from mstore.vocabulary.members import chat_template, rows_of
 from mstore.vocabulary.papers import PARTS
@@ -196,8 +197,13 @@ def _tensors(
         filled = stand_ins(tensors, other.manifest.tensors())
         missing = [name for name in missing if filled[name] == tensors[name]]
     severity = WARNING if is_allowed else ERROR
+    types_of_ours, types_of_theirs = (
+        {name: record.dtype for name, record in one.items()} for one in (ours, theirs)
+    )
     allow = Option("allow_missing")
     hint = None if is_allowed else phrase("{skips}, or {allow}", skips=skips, allow=allow)
+    scales = hint_for_scales(base.name, types_of_ours, other.name, types_of_theirs)
+    hint = scales or hint
     if missing:
         told = ": the base's count for them" if is_allowed else ""
         yield _finding(other, "names", severity, f"lacks {_told(missing)}{told}", hint)
@@ -249,12 +255,13 @@ def _tensors(
         odd = {name: kinds for name, kinds in odd.items() if first[name] not in skipped}
     if odd:
         told = ", ".join(sorted(set().union(*odd.values())))
+        pairs = [(types_of_ours[name], types_of_theirs[name]) for name in odd]
         yield _finding(
             other,
             "dtypes",
             ERROR,
             f"elements of {told} cannot be merged, and differ: {_told(list(odd))}",
-            skips,
+            joined(hint_for_types(base.name, other.name, pairs), skips, between="; or "),
         )
     if types:
         counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(types.items()))

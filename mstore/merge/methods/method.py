@@ -195,7 +195,10 @@ class Method:
         parameters = self.parse(given)
         if self.experts is not None and len(weights) != self.experts:
             count = "one expert" if self.experts == 1 else f"{self.experts} experts"
-            raise BadRequest(f"{self.name} takes the base and {count}, not {len(weights)}")
+            raise BadRequest(
+                f"{self.name} takes the base and {count}, not {len(weights)}",
+                hint=Option("experts", ("REF",) * self.experts),
+            )
         if 0 < len(weights) < self.least:
             raise BadRequest(
                 f"{self.name} takes at least {self.least} experts, not {len(weights)}",

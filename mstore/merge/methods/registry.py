@@ -44,6 +44,10 @@ _OF_ADAPTERS: Final = frozenset(("cat", "svd", "magnitude_prune"))
 """Names that PEFT has for making one adapter of several (`mstore.combination`)."""
 
 
+_SHOWN = 60
+"""Characters of an unknown name in its error."""
+
+
 def find(name: str) -> Method:
     """Return the method of this name.
 
@@ -60,7 +64,7 @@ def find(name: str) -> Method:
     hint = did_you_mean(name.lower(), known)
     if name in _OF_ADAPTERS or name.endswith("_svd"):
         hint = phrase("{combine} makes one adapter of several", combine=call("combine_adapters"))
-    raise BadRequest(f"unknown method {name!r}; methods: {', '.join(known)}", hint=hint)
+    raise BadRequest(f"unknown method {name[:_SHOWN]!r}; methods: {', '.join(known)}", hint=hint)
 
 
 def operation(method: str, parameters: Mapping[str, object], weights: Sequence[float]) -> Operation:

@@ -6,37 +6,47 @@ Owns what `mstore.recipes` must be told.  Does not own what a recipe means.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from msgspec import structs
 
 from mstore.adapters.inputs import Inputs
 from mstore.adapters.targets import is_adapter
-from mstore.errors import BadName, BadRequest, NotFound
+from mstore.checkpoint.declared import MERGEKIT
+from mstore.errors import BadRequest, NotFound
 from mstore.ids import ManifestId
 from mstore.merge.methods import registry
 from mstore.merge.methods.method import Method, Select
 from mstore.merge.methods.parameters import AROUND_BASE, DENSITY, NORM, Parameter
 from mstore.merge.planning.noop import is_retyped
+from mstore.merge.planning.prepared import STACK, Preparation, manifests_of, prepared
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
-from mstore.phrases import Option
+from mstore.phrases import Call, Option
 from mstore.recipes.layout import layers_of
-from mstore.recipes.nodes import at
+from mstore.recipes.modular import check, resolve
+from mstore.recipes.nodes import DEFAULT_LIMITS, at
 from mstore.recipes.parse import parse
-from mstore.recipes.recipe import Recipe, Text
-from mstore.recipes.resolve import (
-    KnownMethod,
-    KnownParameter,
-    base_of,
-    check,
-    resolve,
-)
+from mstore.recipes.prepared import prepare
+from mstore.recipes.recipe import Recipe
+from mstore.recipes.resolve import KnownMethod, KnownParameter, base_of
 from mstore.recipes.write import recipe_of
 from mstore.requests import RecipeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
+
+
+def preparations(
+    catalog: Catalog, text: str, *, where: str, models: Mapping[str, str], document: int | None
+) -> tuple[Preparation, ...]:
+    """Return what a recipe needs first, in order; see `Store.prepare_recipe`."""
+    recipe = chosen(parse(text, where), document)
+    # Nothing is stored for a recipe that cannot be planned.
+    _check(recipe)
+    _, found = prepared(catalog, recipe, _method(recipe), _revisions(recipe, models))
+    return found
 
 
 def request_of(
@@ -45,10 +55,19 @@ def request_of(
     """Return the merge that a recipe asks for; see `Store.read_recipe`."""
     recipe = chosen(parse(text, where), document)
     method = _method(recipe)
-    revisions = {one.text: models.get(one.text, one.text) for one in recipe.named()}
-    manifests = {
-        one.text: _manifest(catalog, one, revisions[one.text], where) for one in recipe.named()
-    }
+    revisions = _revisions(recipe, models)
+    recipe, first_made = prepared(catalog, recipe, method, revisions)
+    for one in first_made:
+        try:
+            catalog.resolve(one.ref)
+        except NotFound as error:
+            raise NotFound(
+                f"the recipe needs {one.name}, which is not made yet",
+                where=where,
+                hint=Call("prepare_recipe", ("TEXT",)),
+            ) from error
+        revisions[one.name] = one.ref
+    manifests = manifests_of(catalog, recipe, revisions)
     base = manifests[base_of(recipe, needs_base=not method.takes_base).text]
     record = catalog.manifest(base)
     tensors = record.tensors()
@@ -58,7 +77,7 @@ def request_of(
         Inputs(catalog, base, list(manifests.values()), list(manifests)).experts,
         tied=ties_embeddings(catalog, record),
     )
-    return resolve(
+    found = resolve(
         recipe,
         list(tensors),
         method,
@@ -68,14 +87,16 @@ def request_of(
         tied={name: other for name, other in first.items() if name != other},
         dtypes=dtypes & CODES.keys(),
     )
+    idle = tuple(
+        f"{at(where, one.line)}: no tensor has {one.filter} in its name"
+        for one in recipe.conditions()
+        if one.filter is not None and not any(one.matches(name) for name in tensors)
+    )
+    return replace(found, notes=(*found.notes, *idle))
 
 
-def _manifest(catalog: Catalog, model: Text, revision: str, where: str) -> ManifestId:
-    try:
-        return catalog.snapshot(catalog.resolve(revision)).manifest_id()
-    except (NotFound, BadName) as error:
-        place = at(where, model.line)
-        raise NotFound(f"no model {model} in this store", where=place) from error
+def _revisions(recipe: Recipe, models: Mapping[str, str]) -> dict[str, str]:
+    return {one.text: models.get(one.text, one.text) for one in recipe.named()}
 
 
 def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
@@ -100,13 +121,27 @@ def checked(text: str, *, where: str) -> tuple[Recipe, ...]:
 
 
 def _check(recipe: Recipe) -> None:
-    own = check(recipe, _method(recipe), known_parameters=_parameters())
+    method = _method(recipe)
+    # What a model has is not known yet; a name alone says which one it is.
+    recipe, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: None)
+    own = check(recipe, method, known_parameters=_parameters())
     if own is not None:
         try:
             registry.operation(recipe.method.text, *own)
         except BadRequest as error:
+            wanted = registry.find(recipe.method.text).experts
+            if wanted is not None and len(own[1]) != wanted:
+                error.advise(_models_of(recipe, wanted))
             error.locate(at(recipe.where, recipe.method.line))
             raise
+
+
+def _models_of(recipe: Recipe, count: int) -> str:
+    """Return what a recipe with so many experts says."""
+    names = [str(one.model) for one in recipe.every_source() if str(one.model) != str(recipe.base)]
+    names = [*dict.fromkeys(names), "MODEL"]
+    told = ", ".join(f"{{model: {name}}}" for name in names[:count])
+    return f"models: [{told}]"
 
 
 def chosen(recipes: tuple[Recipe, ...], document: int | None) -> Recipe:
@@ -145,12 +180,16 @@ def known_method(method: Method) -> KnownMethod:
         takes_base=method.select is Select.WHOLE and (method.mix is None or method.experts is None),
         baseless=AROUND_BASE.name if AROUND_BASE in method.parameters else None,
         is_alone=method.weight is not None,
+        partial=method.weighted and method.experts is None,
         refused={name: (usual, why) for name, usual, why in method.refuses},
     )
 
 
-def recipe_text(catalog: Catalog, plan: Plan) -> str:
-    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it."""
+def recipe_text(catalog: Catalog, plan: Plan, *, tells_stacks: bool = True) -> str:
+    """Return the recipe of a plan.  Raises BadRequest if no recipe can state it.
+
+    tells_stacks: with comments that say how models that are stacks of layers were made.
+    """
     if registry.fishers_of(plan):
         raise BadRequest("no recipe can state this merge: recipes name no Fishers")
     names = list(catalog.manifest(plan.base_id()).tensors())
@@ -165,7 +204,27 @@ def recipe_text(catalog: Catalog, plan: Plan) -> str:
         for expert in plan.experts
         if is_adapter(catalog.manifest(expert.manifest_id()).tensors()) and not is_adapter(names)
     )
-    return recipe_of(plan, method, names, adapters)
+    text = recipe_of(plan, method, names, adapters)
+    if tells_stacks and not plan.layers:
+        members = dict.fromkeys([plan.base, *(expert.manifest for expert in plan.experts)])
+        text += "".join(_stack_told(catalog, ManifestId(member)) for member in members)
+    return text
+
+
+def _stack_told(catalog: Catalog, member: ManifestId) -> str:
+    """Return comments with the recipe of a model, if it is a stack of layers that a merge made."""
+    raw = catalog.read_small(catalog.manifest(member).file(MERGEKIT), DEFAULT_LIMITS.max_bytes)
+    try:
+        text = (raw or b"").decode()
+        (recipe,) = parse(text, MERGEKIT)
+    except (UnicodeDecodeError, ValueError, BadRequest):
+        # Of another program, or of none: it says nothing that could be told here.
+        return ""
+    if recipe.method.text != STACK or not recipe.slices:
+        return ""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    told = "".join(f"#   {line}\n" for line in lines)
+    return f"#\n# {member.hex()} is a stack of layers:\n{told}"
 
 
 def _rescaling(parameter: Parameter) -> KnownParameter:
@@ -196,7 +255,9 @@ def _method(recipe: Recipe) -> KnownMethod:
     except BadRequest as error:
         error.locate(at(recipe.where, recipe.method.line))
         raise
-    has_base = recipe.base is not None or any(part.base is not None for part in recipe.slices)
+    has_base = recipe.base is not None or any(
+        part.base is not None for part in recipe.every_slice()
+    )
     return method if has_base or method.baseless is None else method.without_base()
 
 

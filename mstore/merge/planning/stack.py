@@ -3,7 +3,9 @@
 A stack reads nothing: a tensor of the output is a tensor that an input has.  Loose tensors before
 the layers (embeddings) are from the model of the first run, those after them (norm, head) from that
 of the last run, as in mergekit 0.1.5.  Which tensors are in which layer follows from their names
-(`recipes.layout`).
+(`recipes.layout`).  Of a model with several stacks, the text model's is stacked; its other parts
+are before or after it as a whole.  Layers that a config does not count (they predict further
+tokens) follow the last one, whatever its number is.
 """
 
 from __future__ import annotations
@@ -18,23 +20,34 @@ from mstore.merge.planning.request import Request
 from mstore.objects.applied import AppliedTensor
 from mstore.objects.plan import Criteria, Plan, PlanExpert, Taken
 from mstore.objects.tensor import Tensor
-from mstore.recipes.layout import Layout, is_last, layers_of
+from mstore.recipes.layout import Layout, layers_of
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """An input: its tensors, the one stack of its layers, and how many it has.
+    """An input: its tensors, and the stack of its layers.
 
-    layers: the names of each layer's tensors, by what follows the layer's number.
+    layers: the names of each layer's tensors, by what follows the layer's number. first, last: the
+    other tensors, before and after the layers.
     """
 
     name: str
     tensors: Mapping[str, TensorId]
+    layout: Layout
     stack: str
     layers: tuple[Mapping[str, str], ...]
-    loose: tuple[str, ...]
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+
+    def moved(self, name: str, count: int) -> str:
+        """Return what a tensor outside of the layers is called in a model of so many."""
+        place = self.layout.part(name)
+        if place is None:
+            return name
+        number, rest = place
+        return f"{self.stack}.{number - len(self.layers) + count}.{rest}"
 
 
 def stacked(catalog: Catalog, request: Request) -> Plan:
@@ -64,17 +77,10 @@ def stacked(catalog: Catalog, request: Request) -> Plan:
                 found[f"{base.stack}.{len(layers)}.{rest}"] = (number, source)
             layers.append((number, layer))
     before, after = request.layers[0][0], request.layers[-1][0]
-    for number, wants_last in ((before, False), (after, True)):
-        for name in members[number].loose:
-            if is_last(name) == wants_last:
-                if name in found:
-                    raise Incompatible(
-                        f"{name} of {members[number].name} is in no layer, and a stack of "
-                        f"{len(layers)} layers has one of that name",
-                        where="layers",
-                    )
-                found[name] = (number, name)
-    _require_shapes(inputs, members, found)
+    found |= {name: (before, name) for name in members[before].first}
+    one = members[after]
+    found |= {one.moved(name, len(layers)): (after, name) for name in one.last}
+    _require_shapes(inputs, members, found, len(layers))
     own = base.tensors
     taken = {
         name: (number, source)
@@ -107,24 +113,31 @@ def _member(
     catalog: Catalog, name: str, id: ManifestId, tensors: Mapping[str, TensorId]
 ) -> _Member:
     manifest = catalog.manifest(id)
-    layout = Layout.of(tensors, layers_of(config_of(catalog, manifest)))
-    if len(layout.stacks) != 1:
-        told = ", ".join(f"{stack} ({n})" for stack, n in layout.stacks.items()) or "none"
+    counted = layers_of(config_of(catalog, manifest))
+    layout = Layout.of(tensors, counted)
+    stack = layout.main
+    if stack is None:
         raise Incompatible(
-            f"layers are stacked of models with one stack of layers; this one has: {told}",
+            "layers are stacked of models with one stack of layers, or whose config.json counts "
+            f"those of the text model; this one has: {layout.listed()}",
             where=name,
         )
-    ((stack, count),) = layout.stacks.items()
-    layers: list[dict[str, str]] = [{} for _ in range(count)]
-    loose = []
+    if counted is not None and counted > layout.stacks[stack]:
+        # Layers that share weights.
+        raise Incompatible(
+            f"its config.json counts {counted} layers, and its tensors have {layout.stacks[stack]}",
+            where=name,
+        )
+    layers: list[dict[str, str]] = [{} for _ in range(layout.stacks[stack])]
+    first: list[str] = []
+    last: list[str] = []
     for tensor in tensors:
-        place = layout.layer(tensor)
-        if place is None:
-            loose.append(tensor)
+        place = layout.part(tensor)
+        if place is not None and place[0] < len(layers):
+            layers[place[0]][place[1]] = tensor
         else:
-            rest = tensor.removeprefix(f"{stack}.").partition(".")[2]
-            layers[place[0]][rest] = tensor
-    return _Member(name, tensors, stack, tuple(layers), tuple(loose))
+            (last if layout.is_last(tensor) else first).append(tensor)
+    return _Member(name, tensors, layout, stack, tuple(layers), tuple(first), tuple(last))
 
 
 def _require_same_stack(base: _Member, one: _Member) -> None:
@@ -136,7 +149,7 @@ def _require_same_stack(base: _Member, one: _Member) -> None:
 
 
 def _require_shapes(
-    inputs: Inputs, members: list[_Member], found: Mapping[str, tuple[int, str]]
+    inputs: Inputs, members: list[_Member], found: Mapping[str, tuple[int, str]], count: int
 ) -> None:
     """Raise Incompatible unless each tensor has the shape and the type of the base's like it."""
     base = members[0]
@@ -144,10 +157,12 @@ def _require_shapes(
     for layer in base.layers:
         for rest, name in layer.items():
             known.setdefault(rest, name)
+    loose = {base.moved(name, count): name for name in (*base.first, *base.last)}
     wanted: list[tuple[str, str, int, str]] = []
     for name, (number, source) in found.items():
-        rest = name.removeprefix(f"{base.stack}.").partition(".")[2]
-        like = name if name in base.loose else known.get(rest) if rest else None
+        place = base.layout.part(name)
+        is_layer = place is not None and place[0] < count
+        like = known.get(place[1]) if place is not None and is_layer else loose.get(name)
         if like is None:
             raise Incompatible(
                 f"{members[number].name} has {source}, and {base.name} nothing like it",
@@ -159,8 +174,8 @@ def _require_shapes(
     for (like, _, number, source), one, other in zip(wanted, ours, theirs, strict=True):
         if isinstance(other, AppliedTensor):
             raise Incompatible(
-                f"{members[number].name} is an adapter: merge it into its base first, and stack "
-                "the layers of the result",
+                f"{members[number].name} is an adapter: merge it into its base first (in a "
+                "recipe: MODEL+ADAPTER), and stack the layers of the result",
                 where="layers",
             )
         if (one.dtype, one.shape) != (other.dtype, other.shape):

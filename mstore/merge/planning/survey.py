@@ -21,6 +21,7 @@ from mstore.blocks.meter import Meter
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import ID_BYTES, TensorId
 from mstore.merge.methods.method import Operation
+from mstore.merge.planning.castable import hint_for_scales, hint_for_types
 from mstore.merge.planning.facts import NEEDS_ANALYSIS, Facts
 from mstore.merge.planning.fishers import Fisher, grouped
 from mstore.merge.planning.request import Request
@@ -48,7 +49,7 @@ from mstore.objects.shapes import (
     told_difference,
 )
 from mstore.objects.tensor import Tensor
-from mstore.phrases import Option, call, phrase
+from mstore.phrases import Option, call, joined, phrase
 from mstore.progress import Progress, ProgressCallback
 from mstore.stats.chunk import CHUNK, Rows, finite
 from mstore.stats.chunks import blocks_per_chunk, tensor_chunk
@@ -137,6 +138,10 @@ class Surveyor:
             if differ_in_vocabulary(ours, theirs):
                 models = {"base": request.base.name, "experts": (expert.name,)}
                 hint = phrase("{align} gives them one vocabulary", align=call("align", **models))
+            hint = (
+                hint_for_scales(request.base.name, _types(records), expert.name, _types(found))
+                or hint
+            )
             require_same_shapes(
                 ours,
                 theirs,
@@ -669,6 +674,10 @@ def _shapes(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, tuple[i
     return {name: record.shape for name, (_, record) in tensors.items()}
 
 
+def _types(tensors: Mapping[str, tuple[TensorId, Tensor]]) -> dict[str, str]:
+    return {name: record.dtype for name, (_, record) in tensors.items()}
+
+
 def odd_types(base: Tensor, other: Tensor) -> set[str]:
     """Return element types without arithmetic here of tensors that differ; none if they may."""
     types = {base.dtype, other.dtype} - ITEMSIZES.keys()
@@ -691,14 +700,16 @@ def _require_types(
     }
     if odd:
         kinds = sorted(set().union(*odd.values()))
+        pairs = [(base_records[name][1].dtype, records[name][1].dtype) for name in odd]
+        skip = phrase(
+            "{skip} leaves them as they are in the base",
+            skip=Option("skip", next(iter(odd)) if len(odd) == 1 else ("PATTERN",)),
+        )
         raise Incompatible(
             f"elements of {', '.join(kinds)} cannot be merged, and differ from those of "
             f"{base}: {few(list(odd))}",
             where=where,
-            hint=phrase(
-                "{skip} leaves them as they are in the base",
-                skip=Option("skip", next(iter(odd)) if len(odd) == 1 else ("PATTERN",)),
-            ),
+            hint=joined(hint_for_types(base, where, pairs), skip, between="; "),
         )
 
 

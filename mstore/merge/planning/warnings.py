@@ -190,19 +190,17 @@ def _models(plan: Plan, sources: Sources) -> Iterator[tuple[PlanExpert, Source]]
 def _of(plan: Plan, sources: Sources, k: int) -> Iterator[tuple[str, str]]:
     own, name = plan.experts[k], sources.experts[k].name
     used = Operations(plan).used(plan)
-    first = next(n for n, other in enumerate(plan.experts) if other.manifest == own.manifest)
-    if first < k:
-        earlier = sources.experts[first].name
+    idle = {n for n in range(k + 1) if used and all(one.given[n] == 0 for one in used)}
+    same = [n for n in range(k) if plan.experts[n].manifest == own.manifest and n not in idle]
+    if same and k not in idle:
+        earlier = sources.experts[same[0]].name
         also = "" if earlier == name else f": it has the content of {earlier}"
         weighted = any(operation.method.weighted for operation in used)
         adds = "; its weights add up" if weighted else ""
         yield REPEATED, f"{name} is given more than once{also}{adds}"
     # Where whole models are mixed as vectors, or added up, the base is a model like the others.
     if own.manifest == plan.base and all(
-        one.is_whole
-        and not (one.is_near or one.compares_deltas)
-        and (one.method.mix is not None or one.is_alone or not one.normalizes)
-        for one in used
+        one.is_whole and not (one.is_near or one.compares_deltas) for one in used
     ):
         return
     if own.manifest == plan.base:

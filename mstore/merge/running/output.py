@@ -21,13 +21,12 @@ from mstore.checkpoint.small_files import header_bytes, json_bytes, json_object
 from mstore.merge.planning.tied import left_to_base
 from mstore.merge.running.stacking import Stack
 from mstore.merge.running.task import Tasks
-from mstore.numeric.codes import CODES
+from mstore.numeric.codes import CASTS, CODES
 from mstore.objects.manifest import SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import PlanTensor
 from mstore.objects.tensor import Tensor
 from mstore.store.catalog import Catalog
-
-_CONFIG_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+from mstore.store.rebuilt import with_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,9 @@ class Layout:
 
     def _new_text(self, file: File, read: Callable[[], bytes]) -> bytes | None:
         if file.path == CONFIG and self._dtype is not None and self._retypes:
-            return retyped_config(read(), self._dtype)
+            fields = json_object(read())
+            changed = with_dtype(fields, CASTS[self._dtype], known=[CASTS[one] for one in CODES])
+            return None if changed == fields else json_bytes(changed)
         if file.path.endswith(INDEX_SUFFIX):
             return rewritten_index(file.path, read(), self._out_bytes, self._added)
         return None
@@ -194,16 +195,6 @@ def _data_bytes(raw: bytes) -> int:
     )
 
 
-def retyped_config(raw: bytes, dtype: str) -> bytes | None:
-    """Return a config.json with another "dtype" / "torch_dtype", None if it names none.
-
-    Also in parts of the model ("text_config").
-    """
-    fields = json_object(raw)
-    changed = _retyped_config(fields, _CONFIG_NAMES[dtype])
-    return None if changed == fields else json_bytes(changed)
-
-
 def rewritten_index(
     path: str,
     raw: bytes,
@@ -236,22 +227,6 @@ def rewritten_index(
     if isinstance(told.get("total_parameters"), int):
         told["total_parameters"] += sum(math.prod(one.shape) for one, _ in new)
     return json_bytes(changed | {"metadata": told} if told else changed)
-
-
-def _retyped_config(fields: dict[str, Any], name: str, *, nested: bool = False) -> dict[str, Any]:
-    """Return a config with another dtype, including the configs of parts in it."""
-    changed: dict[str, Any] = {}
-    for key, value in fields.items():
-        is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
-        if is_dtype and (not nested or value.removeprefix("torch.") in _CONFIG_NAMES.values()):
-            changed[key] = name
-        # Keep dtypes of quantization and compression: they are not those of the model's tensors.
-        elif isinstance(value, dict) and (key == "config" or key.endswith("_config")):
-            is_other = key.startswith(("quantization", "compression"))
-            changed[key] = value if is_other else _retyped_config(value, name, nested=True)
-        else:
-            changed[key] = value
-    return changed
 
 
 def tensor_bytes(file: File) -> int:

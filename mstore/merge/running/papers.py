@@ -121,14 +121,21 @@ class Form(IntEnum):
     """Which papers a merge has: the base's own, this version's, or those of earlier versions.
 
     EARLIER: the card gives, for a merge that leaves chunks out, only the command of the whole
-    merge. EARLIER and CARD: there is no recipe, but the base's if it has one. They are made where
-    such a merge is run again.
+    merge. EARLIER and CARD: there is no recipe, but the base's if it has one. STACKLESS: the recipe
+    does not tell how a parent was stacked, and a parent that is a merge names the base. They are
+    made where such a merge is run again.
     """
 
     NONE = 0
     CURRENT = 1
     EARLIER = 2
     CARD = 3
+    STACKLESS = 4
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether the merge has a recipe of its own."""
+        return self in (Form.CURRENT, Form.STACKLESS)
 
 
 class Papers:
@@ -147,7 +154,7 @@ class Papers:
             return base.files, {}
         new = {CARD: self.card().encode()}
         replaced = {CARD.casefold()}
-        if self._form is Form.CURRENT and not _has_directory(base, MERGEKIT):
+        if self._form.has_recipe and not _has_directory(base, MERGEKIT):
             # Another merge's recipe is not this one's, even if this one has none.
             replaced.add(MERGEKIT.casefold())
             new |= self.files_of_recipe()
@@ -166,7 +173,9 @@ class Papers:
     def recipe(self) -> str | None:
         """Return the text of mergekit_config.yml, None if no recipe can state the plan."""
         try:
-            return recipe_text(self._catalog, self._plan)
+            return recipe_text(
+                self._catalog, self._plan, tells_stacks=self._form is not Form.STACKLESS
+            )
         except BadRequest:
             return None
 
@@ -199,9 +208,11 @@ class Papers:
         return conflicts([parent.licence for parent in self.models])
 
     def is_card_of(self, id: ManifestId) -> bool:
-        """Return whether a content has exactly this card."""
-        card = self.card().encode()
-        return self._start(id, CARD, len(card) + 1) == card
+        """Return whether a content has exactly this card, and this recipe if there is one."""
+        new = {CARD: self.card().encode()}
+        if self._form.has_recipe:
+            new |= self.files_of_recipe()
+        return all(self._start(id, path, len(data) + 1) == data for path, data in new.items())
 
     # -- the card ------------------------------------------------------------------------------
 
@@ -263,7 +274,11 @@ class Papers:
             models = len({member for member, _ in plan.layers})
             of = "one model" if models == 1 else f"{models} models"
             return f"# A stack of {len(plan.layers)} layers of {of}"
-        return f"# A merge of {len(self.models) - 1} models by {plan.method}"
+        models = len(self.models) - 1
+        count = f"{models} models"
+        if models == 1 and self._form is Form.CURRENT:
+            count = "one model"
+        return f"# A merge of {count} by {plan.method}"
 
     def _how(self) -> Iterator[str]:
         """Yield the command that makes this merge again, also if its plan leaves chunks out."""
@@ -295,7 +310,7 @@ class Papers:
         """Return whether the recipe beside the card, run alone, is this merge."""
         asked = self._plan.criteria
         more = asked.only or asked.skip or self._plan.allows_missing
-        if self._form is not Form.CURRENT or more:
+        if not self._form.has_recipe or more:
             return False
         return MERGEKIT in self.files_of_recipe()
 
@@ -361,10 +376,16 @@ class Papers:
             if expert.manifest == self._plan.base:
                 continue
             id = expert.manifest_id()
+            if self._form is Form.CURRENT and self._is_merge(id):
+                # What it was merged of is not what it was tuned from.
+                return None
             names = declared_bases(partial(self._start, id))
             stated = [one.name for one in names if one.is_base and one.source in (CARD, CONFIG)]
             found.add(stated[0] if len(stated) == 1 and _NAME.fullmatch(stated[0]) else None)
         return found.pop() if len(found) == 1 else None
+
+    def _is_merge(self, id: ManifestId) -> bool:
+        return values(front_matter(self._start(id, CARD)), "base_model_relation") == ["merge"]
 
     def _start(
         self, id: ManifestId, path: str, length: int = DEFAULT_LIMITS.max_card_bytes
@@ -390,7 +411,11 @@ def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
     earlier = Papers(catalog, plan, Form.EARLIER)
     if earlier.is_card_of(record.manifest_id()) and not _has_own_recipe(ours, base):
         return Form.EARLIER
-    return Form.CURRENT if _has_own_recipe(ours, base) else Form.CARD
+    if not _has_own_recipe(ours, base):
+        return Form.CARD
+    stackless = Papers(catalog, plan, Form.STACKLESS)
+    is_earlier = stackless.is_card_of(record.manifest_id())
+    return Form.STACKLESS if is_earlier else Form.CURRENT
 
 
 def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:

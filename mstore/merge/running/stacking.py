@@ -17,12 +17,16 @@ from mstore.checkpoint.small_files import json_bytes, json_object
 from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
 from mstore.objects.plan import Plan
 from mstore.objects.tensor import Tensor
-from mstore.recipes.layout import COUNTS
+from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
 from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import header_of, index_of, shards_of
 
-_PER_LAYER = ("layer_types",)
+_PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_configs"),
+)
 """Lists in configs that have an entry for each layer."""
+_NUMBERS = ("moe_layers", "mlp_only_layers", "attn_layer_indices", "full_attn_idxs")
+"""Lists in configs of the layers that are of one kind."""
 
 
 class Stack:
@@ -81,7 +85,7 @@ class Stack:
     def _config(self, fields: dict[str, Any]) -> bytes | None:
         """Return the config with the number of layers, also in parts of the model."""
         changed = self._counted(fields)
-        for key in ("text_config", "llm_config"):
+        for key in TEXT_CONFIGS:
             if isinstance(fields.get(key), dict):
                 changed[key] = self._counted(fields[key])
         return None if changed == fields else json_bytes(changed)
@@ -97,6 +101,10 @@ class Stack:
                     own = fields.get(name)
                     if isinstance(own, list) and len(own) == count:
                         changed[name] = [own[min(layer, count - 1)] for _, layer in layers]
+                for name in _NUMBERS:
+                    own = fields.get(name)
+                    if isinstance(own, list):
+                        changed[name] = [n for n, (_, layer) in enumerate(layers) if layer in own]
         return changed
 
     def _index(self, path: str, fields: dict[str, Any]) -> bytes | None:

@@ -1,19 +1,22 @@
-"""A recipe of mergekit: parsed, and resolved for a model, or refused."""
+"""A recipe of mergekit: parsed, prepared, and resolved for a model, or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from mutation import Form
-from small_layers import NAMES
+from small_layers import LAYERS, NAMES
 
 from mstore.errors import MstoreError
 from mstore.merge.methods import registry
 from mstore.merge.planning.recipes import known_method
+from mstore.recipes.modular import resolve
 from mstore.recipes.parse import parse
-from mstore.recipes.resolve import resolve
+from mstore.recipes.prepared import prepare
 
 FORM = Form.TEXT
+SEEING = [*NAMES, "visual.blocks.0.w", "visual.blocks.1.w", "visual.merger.w", "visual.norm.w"]
+"""A model with several modules."""
 
 
 def target(data: bytes) -> None:
@@ -24,9 +27,17 @@ def target(data: bytes) -> None:
         return
     for recipe in parse(text, "input"):
         method = known_method(registry.find(recipe.method.text))
-        models = {one.text: one.text for one in recipe.named()}
+        is_seeing = any(module.name.text != "default" for module in recipe.modules)
         try:
-            found = resolve(recipe, NAMES, method, models=models)
+            prepared, _ = prepare(
+                recipe,
+                method,
+                same=lambda one, other: one.text == other.text,
+                layers=lambda model: LAYERS if len(model.text) < 3 else None,
+            )
+            models = {one.text: one.text for one in prepared.named()}
+            names = SEEING if is_seeing else NAMES
+            found = resolve(prepared, names, method, models=models, layers=4)
         except MstoreError as error:
             if not (error.where or "").startswith("input, line "):
                 raise AssertionError(f"no line: {error}") from error
@@ -62,6 +73,49 @@ base_model: a
 parameters: {normalize: yes, int8_mask: true}
 tokenizer_source: base
 ---
+merge_method: passthrough
+slices:
+- sources: [{model: a, layer_range: [0, 3]}]
+- sources:
+  - model: a+l
+    layer_range: [2, 4]
+    parameters: {scale: [{filter: o_proj, value: 0.0}, {value: 1}]}
+---
+merge_method: passthrough
+slices:
+- sources: [{model: a, layer_range: [0, 3]}]
+- sources: [{model: a+l, layer_range: [2, 4]}]
+---
+merge_method: task_arithmetic
+base_model: a+l
+slices:
+- sources: [{model: a+l, layer_range: [0, 2]}, {model: b+m, layer_range: [1, 3]}]
+- {base_model: c, sources: [{model: d, layer_range: [1, 3]}, {model: c, layer_range: [0, 2]}]}
+parameters: {weight: 0.5}
+tokenizer_source: b
+---
 merge_method: linear
 models: [{model: *b, parameters: {weight: .5}}, {model: c, parameters: {weight: !!float 1}}]
 """.replace(b"*b", b"b")
+    yield b"""\
+merge_method: ties
+base_model: a
+modules:
+  default:
+    models: [{model: b, parameters: {weight: 1, density: [0.5, 1]}}, {model: c}]
+    parameters: {density: {filter: mlp, value: 0.5}, weight: 0.3}
+"""
+    yield b"""\
+merge_method: linear
+modules:
+  text_decoder: {models: [{model: a, parameters: {weight: [0, 1]}}, {model: b}]}
+  vision_tower: {slices: [{sources: [{model: b, layer_range: [0, 2]}]}], parameters: {weight: 2}}
+  multi_modal_projector: {models: [{model: a}]}
+parameters: {weight: 1}
+---
+merge_method: passthrough
+modules:
+  model.layers: {slices: [{sources: [{model: a, layer_range: [0, 3]}]}]}
+  visual.blocks: {models: [{model: a}]}
+  default: {models: [{model: a}]}
+"""

@@ -1,0 +1,94 @@
+"""`mstore cast`: a model with elements of another type."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.options import Message, Revision, Threads
+from mstore_cli.output import Screen, short
+from mstore_cli.session import Session
+from mstore_cli.sizes import format_seconds, format_size
+
+
+@command(
+    example="mstore cast deepseek/tuned --dtype bfloat16",
+    failure="an error; nothing was published",
+)
+def cast(
+    session: Session,
+    revision: Revision,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2.",
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="REF",
+            help="The branch that will point at the model; by default cast/REF-DTYPE.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Cast only tensors whose names match. Repeatable."
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip", metavar="PATTERN", help="Leave tensors whose names match. Repeatable."
+        ),
+    ] = None,
+    message: Message = "",
+    threads: Threads = None,
+) -> None:
+    """Store a model again with its floating-point tensors in another dtype.
+
+    Merges compute with bfloat16, float16 and float32; models in float64 or float8 are cast first.
+    Weights in float8 with scales, as in DeepSeek-V3 or of compressed-tensors, are multiplied by
+    them, and the scales are dropped. Each element is rounded once. Tensors that have the dtype
+    already are shared. A cast to float8 makes no scales: to quantize a model well, use a program
+    for that.
+    """
+    with session.open() as store, session.progress() as tick:
+        report = store.cast(
+            revision,
+            dtype=dtype,
+            name=name,
+            only=tuple(only or ()),
+            skip=tuple(skip or ()),
+            message=message,
+            threads=threads,
+            progress=tick,
+        )
+
+    def human(screen: Screen) -> None:
+        if report.new_snapshot:
+            screen.line(f"cast to {report.name} {short(report.snapshot)}", style="green")
+        else:
+            screen.line(f"nothing new: {report.name} is this model already")
+        scaled = f", {report.scaled} with scales" if report.scaled else ""
+        screen.fields(
+            [
+                ("cast", f"{report.cast} tensors{scaled}"),
+                ("as they were", f"{report.shared} tensors"),
+                ("dropped", f"{report.scales_dropped} scales" if report.scales_dropped else None),
+                ("dtype", report.dtype),
+                ("size", format_size(report.plain_bytes)),
+                ("written", format_size(report.bytes_written)),
+                ("time", format_seconds(report.seconds)),
+            ]
+        )
+        for note in report.notes:
+            screen.line(f"note: {screen.typed(note)}")
+
+    session.output.emit(report, ids=[report.snapshot], human=human)

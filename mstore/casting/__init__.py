@@ -1,0 +1,1 @@
+"""Casting: a model stored again with elements of another type."""

@@ -1,0 +1,411 @@
+"""Cast: store a model again with its floating-point tensors in another element type.
+
+Merging knows BF16, F16 and F32.  A model in fp64 or fp8 is cast to one of these first, as a new
+snapshot; tensors that have the type already are the model's own.  Weights of 8 bits with scales
+(`scales`) become what they stand for, and the scales are dropped.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mstore.adapters.targets import is_adapter
+from mstore.casting.scales import QUANTIZATIONS, Scale, Scales, quantization_of, scales_of
+from mstore.casting.streaming import Caster, CastTensor, Job
+from mstore.checkpoint.declared import CONFIG
+from mstore.checkpoint.directory import INDEX_SUFFIX
+from mstore.checkpoint.dtypes import DTYPES, nbytes
+from mstore.checkpoint.small_files import json_bytes, json_object
+from mstore.errors import BadRequest, Incompatible
+from mstore.ids import SnapshotId, TensorId
+from mstore.numeric.codes import CASTABLE, CASTS, CODES, EIGHT_BITS
+from mstore.objects.manifest import OPAQUE, SAFETENSORS, File, Manifest, Part
+from mstore.objects.shapes import chosen, require_matches
+from mstore.objects.snapshot import BASE, EXPERT, Parent
+from mstore.objects.tensor import Tensor
+from mstore.phrases import Option
+from mstore.progress import Progress, ProgressCallback
+from mstore.store.catalog import Catalog
+from mstore.store.configs import config_of
+from mstore.store.derived import branch_below, derived
+from mstore.store.rebuilt import header_of, index_of, shards_of, with_dtype
+from mstore.store.transaction import Transaction, branch_to_move
+
+BRANCHES: Final = "cast"
+"""Models are cast to branches below this name, if no other is given."""
+
+STATED_ELSEWHERE: Final = "hf_quant_config.json"
+"""A file in which ModelOpt states a quantization."""
+
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CastReport:
+    """A model that was cast."""
+
+    name: str
+    """the ref"""
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    new_snapshot: bool
+    """false if the ref already held this model"""
+    dtype: str
+    """the type of its floating-point tensors, as torch calls it"""
+    cast: int
+    """tensors that were cast"""
+    scaled: int
+    """those of them that had scales"""
+    shared: int
+    """tensors that stay as they are"""
+    scales_dropped: int
+    """scales and what goes with them, which the model has no more"""
+    overflowed: int
+    """elements that were too large for the type, or for float32 when multiplied by their scales"""
+    notes: tuple[str, ...]
+    """what the type could not hold, and what changed beside tensors, as text"""
+    plain_bytes: int
+    """size of the model"""
+    bytes_written: int
+    """bytes added to the store"""
+    seconds: float
+    """how long it took"""
+
+
+def cast(
+    catalog: Catalog,
+    model: tuple[str, SnapshotId],
+    *,
+    dtype: str,
+    name: str | None,
+    only: Sequence[str],
+    skip: Sequence[str],
+    message: str,
+    threads: int,
+    progress: ProgressCallback | None = None,
+) -> CastReport:
+    """Store the model with another element type under a ref.
+
+    dtype: of `CASTS`. name: None for one below `cast/`.
+
+    Raises BadRequest (patterns), Incompatible (scales that are missing or of another form, types
+    that cannot be cast), BadName, Conflict, Corrupt, StorageFailed; then nothing is published.
+    """
+    began = time.monotonic()
+    told = CASTS[dtype]
+    branch = branch_below(BRANCHES, f"{model[0]}-{told}") if name is None else name
+    manifest = catalog.manifest(catalog.snapshot(model[1]).manifest_id())
+    plan = _Plan(catalog, manifest, dtype, only, skip, model[0])
+    with Transaction(catalog, f"cast {branch}") as transaction:
+        current = branch_to_move(catalog, branch)
+        with ThreadPoolExecutor(threads, "cast") as pool:
+            caster = Caster(catalog, transaction, dtype, pool)
+            run = _Run(catalog, transaction, caster, plan, 2 * threads, progress)
+            made = run.manifest()
+        snapshot, record, move = derived(
+            catalog,
+            transaction,
+            branch,
+            current,
+            made,
+            _parents(catalog, model[1], manifest),
+            message=message or f"{model[0]} in {told}",
+            action=f"cast: {model[0]} to {told}",
+        )
+        if record is not None and move is not None:
+            transaction.commit(snapshots=[record], moves=[move])
+        elif transaction.has_news:
+            # A repair had dropped some of its blocks or records: they are stored again.
+            transaction.commit()
+        written = transaction.bytes_written
+    return CastReport(
+        name=branch,
+        snapshot=snapshot,
+        new_snapshot=record is not None,
+        dtype=told,
+        cast=len(plan.cast),
+        scaled=len(plan.scaled),
+        shared=plan.shared,
+        scales_dropped=plan.dropped,
+        overflowed=sum(run.overflowed.values()) + sum(run.products.values()),
+        notes=(*_idle(plan, told), *_overflow(run.overflowed, run.products, dtype), *run.notes),
+        plain_bytes=made.plain_bytes(),
+        bytes_written=written,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _idle(plan: _Plan, told: str) -> Iterator[str]:
+    if not plan.cast:
+        yield f"every tensor that could be cast is of {told} already"
+
+
+def _parents(catalog: Catalog, id: SnapshotId, manifest: Manifest) -> tuple[Parent, ...]:
+    """Return the source as the base; if it is an adapter, its base stays the adapter's."""
+    if not is_adapter(manifest.tensors()):
+        return (Parent(BASE, id),)
+    bases = [one for one in catalog.snapshot(id).parents if one.role == BASE]
+    return (*bases[:1], Parent(EXPERT, id))
+
+
+def _overflow(
+    overflowed: Mapping[str, int], products: Mapping[str, int], dtype: str
+) -> Iterator[str]:
+    """Yield what became of elements that were too large, and of products with scales."""
+    became = "infinite"
+    if dtype == "F8_E4M3":
+        became = "448 or -448, the largest there is"
+    if overflowed:
+        yield _too_large("element", f"{CASTS[dtype]} and became {became}", overflowed)
+    if products:
+        yield _too_large("product", f"float32 and became {became}", products)
+
+
+def _too_large(what: str, told: str, counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    where = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:_NAMED])
+    more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
+    many = f"1 {what} is" if total == 1 else f"{total} {what}s are"
+    return f"{many} too large for {told}: {where}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor of the output: its part in the model, and if it is cast, from and to what."""
+
+    part: Part
+    source: Tensor
+    scale: Scale | None
+    target: Tensor | None
+
+    @property
+    def name(self) -> str:
+        return str(self.part.name)
+
+    @property
+    def record(self) -> Tensor:
+        return self.source if self.target is None else self.target
+
+
+class _Plan:
+    """What becomes of each tensor, known before any is read.
+
+    files: the tensors of each file of weights that changes. configs: contents of each config.json
+    that changes. removed: files that the output lacks.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        manifest: Manifest,
+        dtype: str,
+        only: Sequence[str],
+        skip: Sequence[str],
+        where: str,
+    ) -> None:
+        self.before = manifest
+        self._dtype = dtype
+        self._where = where
+        weights = [file for file in manifest.files if file.form == SAFETENSORS]
+        parts = [part for file in weights for part in file.tensors()]
+        ids = [part.tensor_id() for part in parts]
+        self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
+        names = {str(part.name) for part in parts}
+        require_matches(names, only, skip)
+        self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
+        self.files: dict[str, list[_Slot]] = {}
+        self.configs: dict[str, bytes] = {}
+        self.removed: set[str] = set()
+        self.cast: set[str] = set()
+        self.scaled: set[str] = set()
+        self.shared = 0
+        self.dropped = 0
+        directories: dict[str, list[File]] = {}
+        for file in weights:
+            directories.setdefault(posixpath.dirname(file.path), []).append(file)
+        for directory, files in directories.items():
+            own = posixpath.join(directory, CONFIG)
+            path = own if manifest.file(own) is not None else CONFIG
+            config = config_of(catalog, manifest, path)
+            self._take(catalog, directory, files, config, inherited=path != own)
+        for file in manifest.files:
+            if file.form == OPAQUE and posixpath.basename(file.path) == CONFIG:
+                self._take_config(catalog, file)
+
+    def _take(
+        self,
+        catalog: Catalog,
+        directory: str,
+        files: Sequence[File],
+        config: Mapping[str, object],
+        *,
+        inherited: bool,
+    ) -> None:
+        """Decide on the tensors of a directory.  inherited: the config is not its own."""
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            for part in file.tensors():
+                tensors.setdefault(str(part.name), self._records[part.tensor_id()])
+        stated = quantization_of(config)
+        kinds = {record.dtype for record in tensors.values()}
+        if inherited and kinds <= CODES.keys():
+            # An adapter or a part in a directory of its own, which is not quantized.
+            stated = None
+        scales = scales_of(tensors, stated, self._where)
+        left = [name for name in scales.of if name not in self._wanted]
+        if left:
+            raise BadRequest(f"{left[0]} has scales, and cannot be left out", where=Option("skip"))
+        if scales.of and self.before.file(path := posixpath.join(directory, STATED_ELSEWHERE)):
+            self.removed.add(path)
+        for file in files:
+            slots = [self._slot(part, scales) for part in file.tensors()]
+            kept = [slot for slot in slots if slot is not None]
+            self.dropped += len(slots) - len(kept)
+            self.shared += sum(slot.target is None for slot in kept)
+            if len(kept) < len(slots) or any(slot.target is not None for slot in kept):
+                self.files[file.path] = kept
+
+    def _slot(self, part: Part, scales: Scales) -> _Slot | None:
+        """Return what becomes of a tensor, None if it is dropped."""
+        name, source = str(part.name), self._records[part.tensor_id()]
+        if name in scales.dropped:
+            return None
+        scale = scales.of.get(name)
+        is_float = DTYPES[source.dtype].floating and name in self._wanted
+        if not is_float or (source.dtype == self._dtype and scale is None):
+            return _Slot(part, source, None, None)
+        if source.dtype not in CASTABLE:
+            raise Incompatible(
+                f"elements of {source.dtype} cannot be cast: {name}", where=self._where
+            )
+        self.cast.add(name)
+        if scale is not None:
+            self.scaled.add(name)
+        length = nbytes(self._dtype, source.shape)
+        return _Slot(part, source, scale, Tensor(self._dtype, source.shape, length, b""))
+
+    def _take_config(self, catalog: Catalog, file: File) -> None:
+        # Parsed by strict rules first: what is no usual config stays.
+        if not config_of(catalog, self.before, file.path):
+            return
+        fields = json_object(catalog.read_parts(file.parts))
+        changed = fields
+        if self._dtype not in EIGHT_BITS:
+            changed = with_dtype(changed, CASTS[self._dtype], known=CASTS.values())
+        if self.scaled:
+            changed = _without_quantization(changed)
+        if changed != fields:
+            self.configs[file.path] = json_bytes(changed)
+
+
+def _without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that states no quantization, neither of a part of the model."""
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if key not in QUANTIZATIONS
+    }
+
+
+class _Run:
+    """Casts the tensors of a plan, and makes the output's files.
+
+    overflowed, products: how many elements, and products with scales, were too large, by tensor.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        transaction: Transaction,
+        caster: Caster,
+        plan: _Plan,
+        ahead: int,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._catalog = catalog
+        self._transaction = transaction
+        self._caster = caster
+        self._plan = plan
+        self._ahead = ahead
+        self._progress = progress
+        self._new: dict[TensorId, Tensor] = {}
+        self._known: dict[tuple[TensorId, Scale | None], tuple[Part, CastTensor]] = {}
+        slots = (slot for own in plan.files.values() for slot in own)
+        cast = {(slot.part.tensor, slot.scale): slot for slot in slots if slot.target is not None}
+        self._total = sum(slot.source.nbytes for slot in cast.values()) or 1
+        self._done = 0
+        self.overflowed: dict[str, int] = {}
+        self.products: dict[str, int] = {}
+        self.notes: list[str] = []
+
+    def manifest(self) -> Manifest:
+        """Store the output's files and return what it consists of; the manifest is not stored."""
+        plan = self._plan
+        files = {file.path: file for file in plan.before.files if file.path not in plan.removed}
+        self._tick(0)
+        for path, slots in plan.files.items():
+            files[path] = self._weights(files[path], slots)
+        for path, raw in plan.configs.items():
+            files[path] = self._file(path, raw)
+        for path in [path for path in files if path.endswith(INDEX_SUFFIX)]:
+            fields = json_object(self._catalog.read_parts(files[path].parts))
+            shards = shards_of(path, fields, files.values())
+            if any(shard.path in plan.files for shard in shards):
+                files[path] = self._file(path, index_of(fields, shards, self._records(shards)))
+        for path in sorted(plan.removed):
+            self.notes.append(f"{path} is left out: it states the quantization")
+        return Manifest(tuple(files[path] for path in sorted(files)))
+
+    def _weights(self, file: File, slots: Sequence[_Slot]) -> File:
+        """Store the header and the tensors of a file, in their order."""
+        before = self._catalog.read_parts(file.parts[:1])
+        raw = header_of(before, [slot.name for slot in slots], [slot.record for slot in slots])
+        header = self._transaction.put_bytes(raw, file.path)
+        begin = header.nbytes
+        jobs: dict[tuple[TensorId, Scale | None], Job] = {}
+        names: dict[tuple[TensorId, Scale | None], str] = {}
+        for slot in slots:
+            key = slot.part.tensor_id(), slot.scale
+            if slot.target is not None and key not in self._known:
+                jobs.setdefault(key, Job(slot.source, slot.scale, slot.target, begin))
+                names.setdefault(key, slot.name)
+            begin += slot.record.nbytes
+        found = self._caster.cast(
+            list(jobs.values()), file.path, ahead=self._ahead, tick=self._tick
+        )
+        ids = self._transaction.put_records([one.record for one in found])
+        for key, one, id in zip(jobs, found, ids, strict=True):
+            part = Part(names[key], id, one.record.nbytes)
+            self._new[part.tensor_id()] = one.record
+            self._known[key] = part, one
+        parts = (header, *map(self._part, slots))
+        return File(file.path, SAFETENSORS, sum(part.nbytes for part in parts), parts)
+
+    def _part(self, slot: _Slot) -> Part:
+        if slot.target is None:
+            return slot.part
+        part, found = self._known[slot.part.tensor_id(), slot.scale]
+        if found.overflowed:
+            self.overflowed[slot.name] = found.overflowed
+        if found.products:
+            self.products[slot.name] = found.products
+        return Part(slot.name, part.tensor, part.nbytes)
+
+    def _records(self, files: Sequence[File]) -> list[Tensor]:
+        ids = [part.tensor_id() for file in files for part in file.tensors()]
+        stored = iter(self._catalog.tensors([id for id in ids if id not in self._new]))
+        return [self._new[id] if id in self._new else next(stored) for id in ids]
+
+    def _file(self, path: str, raw: bytes) -> File:
+        part = self._transaction.put_bytes(raw, path)
+        return File(path, OPAQUE, part.nbytes, (part,))
+
+    def _tick(self, length: int) -> None:
+        self._done += length
+        if self._progress is not None:
+            self._progress(Progress("cast", self._done, self._total))

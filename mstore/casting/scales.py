@@ -1,0 +1,301 @@
+"""Scales of models with weights in 8 bits: which tensors they are, and what they multiply.
+
+A weight X of 8 bits stands for float32(X) times a scale, rounded to float32: so the models' own
+code and transformers read it.  The scale is a tensor beside it:
+
+    X_scale_inv   DeepSeek and transformers ("fp8"): one for each block of rows and columns
+    X_scale       compressed-tensors, FBGEMM, ModelOpt: one for all, for each row, or for each block
+
+Despite its name, X_scale_inv is a factor too.  Owns these names, what config.json says of them, and
+the product.  Does not own files or rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mstore.errors import Incompatible
+from mstore.ids import Buffer
+from mstore.numeric.casts import SIZES, widened
+from mstore.numeric.codes import EIGHT_BITS
+from mstore.objects.tensor import Tensor
+
+Singles = npt.NDArray[np.float32]
+
+QUANTIZATIONS: Final = ("quantization_config", "compression_config")
+"""Keys of a config.json under which a quantization is stated; the second one is an old name."""
+
+_PARTS: Final = ("text_config", "llm_config")
+_SUFFIXES: Final = ("_scale_inv", "_scale")
+_POINT: Final = "_zero_point"
+_OF_INPUTS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub")
+"""Of what flows through a module; they stand beside its weight."""
+_OF_CACHES: Final = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale")
+"""Of what attention keeps."""
+_WEIGHT: Final = "weight"
+_TYPES: Final = frozenset({"F32", "BF16", "F16", "F8_E8M0"})
+_MATRIX: Final = 2
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a config.json says of quantized weights.
+
+    method: its name. block: rows and columns that share a scale, None if there are no blocks.
+    """
+
+    method: str
+    block: tuple[int, int] | None
+
+
+def quantization_of(config: Mapping[str, object]) -> Quantization | None:
+    """Return what a config says, None if it states no quantization."""
+    for fields in (config, *(config.get(key) for key in _PARTS)):
+        for key in QUANTIZATIONS:
+            told = fields.get(key) if isinstance(fields, Mapping) else None
+            if isinstance(told, Mapping) and told:
+                method = told.get("quant_method") or told.get("format")
+                return Quantization(str(method or "an unknown method"), _block(told))
+    return None
+
+
+def _block(told: Mapping[Any, Any]) -> tuple[int, int] | None:
+    """Return the block of `weight_block_size`, or the only one that groups of modules have."""
+    given: list[Any] = [told.get("weight_block_size")]
+    groups = told.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        given.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
+    found = {(one[0], one[1]) for one in given if _is_block(one)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_block(given: object) -> bool:
+    if not isinstance(given, list) or len(given) != _MATRIX:
+        return False
+    return all(type(one) is int and one > 0 for one in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scale of one weight, as a grid.
+
+    name, record: its tensor. weight: [matrices, rows, columns] of the weight. grid: the same of the
+    scale, its first number 1 if all matrices share it. block: rows and columns for each number.
+    """
+
+    name: str
+    record: Tensor
+    weight: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of one model.
+
+    of: by the names of weights. dropped: tensors that mean nothing once weights are not scaled.
+    """
+
+    of: Mapping[str, Scale]
+    dropped: frozenset[str]
+
+
+def scales_of(tensors: Mapping[str, Tensor], stated: Quantization | None, where: str) -> Scales:
+    """Find the scales of a model.
+
+    tensors: by name. stated: what its config says. where: its name, for errors.
+
+    Raises Incompatible: scales are missing, are not of this form, or belong to other types.
+    """
+    weights = [name for name, record in tensors.items() if record.dtype in EIGHT_BITS]
+    known = {name: _names(name, tensors) for name in weights}
+    if stated is not None:
+        _require_known(tensors, known, stated, where)
+    of = {name: _scale(name, tensors, own, stated, where) for name, own in known.items() if own}
+    dropped = {name for own in known.values() for name in own}
+    if of:
+        for name in weights:
+            dropped.update(_beside(name, tensors))
+        dropped.update(name for name in tensors if name.endswith(_OF_CACHES))
+    return Scales(of, frozenset(dropped))
+
+
+def are_scales(names: Sequence[str], tensors: Mapping[str, str]) -> bool:
+    """Return whether all these tensors are scales of weights of 8 bits, or go with them.
+
+    tensors: the types of all tensors of the model, by name.
+    """
+    weights = [name for name, dtype in tensors.items() if dtype in EIGHT_BITS]
+    known = {one for name in weights for one in (*_names(name, tensors), *_beside(name, tensors))}
+    return bool(names) and all(name in known or name.endswith(_OF_CACHES) for name in names)
+
+
+def _names(weight: str, tensors: Mapping[str, object]) -> list[str]:
+    return [weight + suffix for suffix in _SUFFIXES if weight + suffix in tensors]
+
+
+def _beside(weight: str, tensors: Mapping[str, object]) -> Iterator[str]:
+    stem = weight.removesuffix(_WEIGHT)
+    stem = stem if stem != weight else f"{weight}_"
+    return (stem + one for one in _OF_INPUTS if stem + one in tensors)
+
+
+def _require_known(
+    tensors: Mapping[str, Tensor],
+    known: Mapping[str, Sequence[str]],
+    stated: Quantization,
+    where: str,
+) -> None:
+    """Raise Incompatible for a quantization that is not, or not only, that of scaled 8 bits."""
+    if not known:
+        raise Incompatible(
+            f"is quantized ({stated.method}) without weights in fp8: casting knows no other kind",
+            where=where,
+            hint="dequantize it with the program that quantized it",
+        )
+    lacking = [name for name, own in known.items() if not own]
+    if lacking:
+        raise Incompatible(
+            f"its config.json says that it is quantized ({stated.method}), and there are no scales "
+            f"of {_told(lacking)}",
+            where=where,
+        )
+    others = [name for name in tensors if name not in known and _names(name, tensors)]
+    if others:
+        kinds = ", ".join(sorted({tensors[name].dtype for name in others}))
+        raise Incompatible(
+            f"has scales of {kinds} elements: casting knows those of fp8 alone: {_told(others)}",
+            where=where,
+            hint="dequantize it with the program that quantized it",
+        )
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _scale(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    own: Sequence[str],
+    stated: Quantization | None,
+    where: str,
+) -> Scale:
+    """Return the scale of a weight. Raises Incompatible for one of another form."""
+    if len(own) > 1:
+        raise Incompatible(f"{name} has two scales: {', '.join(own)}", where=where)
+    if name + _POINT in tensors:
+        raise Incompatible(f"{name} has a zero point: casting knows scales alone", where=where)
+    weight, record = tensors[name], tensors[own[0]]
+    if record.dtype not in _TYPES:
+        raise Incompatible(
+            f"{own[0]} has elements of {record.dtype}; those of scales are "
+            f"{', '.join(sorted(_TYPES))}",
+            where=where,
+        )
+    *matrices, rows, columns = (1,) * (_MATRIX - len(weight.shape)) + weight.shape
+    if math.prod(record.shape) == 1:
+        sides = (math.prod(matrices), rows, columns)
+        return Scale(own[0], record, sides, (1, 1, 1), (rows, columns))
+    block = None if stated is None else stated.block
+    if len(record.shape) == len(weight.shape) >= _MATRIX:
+        *leading, down, across = record.shape
+        shares = all(one == 1 for one in leading)
+        lengths = [
+            _length(side, count, None if block is None else block[axis])
+            for axis, (side, count) in enumerate(((rows, down), (columns, across)))
+        ]
+        if (shares or leading == matrices) and lengths[0] and lengths[1]:
+            return Scale(
+                own[0],
+                record,
+                (math.prod(matrices), rows, columns),
+                (math.prod(leading), down, across),
+                (lengths[0], lengths[1]),
+            )
+    told = "states no blocks" if block is None else f"states blocks of {list(block)}"
+    raise Incompatible(
+        f"{own[0]} has shape {list(record.shape)} for a weight of {list(weight.shape)}, and "
+        f"config.json {told}",
+        where=where,
+    )
+
+
+def _length(side: int, count: int, block: int | None) -> int:
+    """Return how many elements along a side share a number, of which there are `count`; 0 if none
+    fits."""
+    if count == 1:
+        return max(1, side)
+    if block is not None and count == -(-side // block):
+        return block
+    return int(count == side)
+
+
+def apply(values: Singles, start: int, scale: Scale, stored: Buffer) -> None:
+    """Multiply float32[n], elements of a weight from `start` in row-major order, by their scales.
+
+    stored: the bytes of the whole scale.  Raises Incompatible for a scale that is not finite.
+    """
+    columns = scale.weight[2]
+    end = start + values.size
+    first, last = -(-start // columns), end // columns
+    if first > last:
+        # Within one row.
+        _apply_to_part(values, start, scale, stored)
+        return
+    head, body = first * columns - start, last * columns - start
+    if head:
+        _apply_to_part(values[:head], start, scale, stored)
+    if first < last:
+        _apply_to_rows(values[head:body].reshape(-1, columns), first, scale, stored)
+    if body < values.size:
+        _apply_to_part(values[body:], last * columns, scale, stored)
+
+
+def _apply_to_part(values: Singles, start: int, scale: Scale, stored: Buffer) -> None:
+    """Do this for a part of one row."""
+    row, column = divmod(start, scale.weight[2])
+    at = np.arange(column, column + values.size) // scale.block[1]
+    numbers = _numbers(np.array([row]), slice(at[0], at[-1] + 1), scale, stored)[0]
+    values *= numbers[at - at[0]]
+
+
+def _apply_to_rows(values: Singles, first: int, scale: Scale, stored: Buffer) -> None:
+    """Do this for whole rows, float32[rows, columns]."""
+    numbers = _numbers(np.arange(first, first + len(values)), slice(None), scale, stored)
+    across = scale.block[1]
+    whole = values.shape[1] // across
+    # Splitting an axis makes a view.
+    blocks = values[:, : whole * across].reshape(len(values), whole, across)
+    blocks *= numbers[:, :whole, None]
+    rest = values[:, whole * across :]
+    rest *= numbers[:, whole:]
+
+
+def _numbers(rows: npt.NDArray[np.int64], columns: slice, scale: Scale, stored: Buffer) -> Singles:
+    """Return the scales of rows, counted through all matrices: float32[rows, columns of the grid].
+
+    columns: of the grid.
+    """
+    matrix, row = np.divmod(rows, scale.weight[1])
+    matrices, down, across = scale.grid
+    at = row // scale.block[0]
+    if matrices > 1:
+        at += matrix * down
+    dtype = scale.record.dtype
+    bits = np.frombuffer(stored, dtype=np.uint8).reshape(matrices * down, across, SIZES[dtype])
+    wanted = np.ascontiguousarray(bits[at, columns])
+    found = widened(wanted.reshape(-1), dtype).reshape(wanted.shape[:2])
+    if not np.isfinite(found).all():
+        raise Incompatible("has elements that are not finite", where=scale.name)
+    return found.astype(np.float32, copy=False)

@@ -1,0 +1,142 @@
+"""The model card of a combination: the base, the adapters, their licences, and the command.
+
+A function of the adapters' contents and of what was asked for, as a merge's card is
+(docs/design/011-model-cards.md): the same combination has the same bytes in any store.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
+from mstore.combination.members import Member
+from mstore.combination.methods import Setting
+from mstore.ids import ManifestId
+from mstore.merge.running.papers import conflicts, stated_licence
+from mstore.store.catalog import Catalog
+
+_BASE: Final = "base_model_name_or_path"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
+_OF_NAMES: Final = """\
+A name is what an adapter's own card says (`model_name`). Content is mstore's id of all of an
+adapter's files. Put the name of the base in `base_model`, if it is not there, before you publish
+this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """An adapter as its own files describe it."""
+
+    content: ManifestId
+    name: str | None
+    licence: str | None
+
+
+def card_of(
+    catalog: Catalog,
+    members: Sequence[Member],
+    setting: Setting,
+    *,
+    rank: int,
+    asked: int | None,
+    dtype: str | None,
+) -> str:
+    """Return the text of README.md.
+
+    rank: of the result. asked, dtype: the rank and the type that were asked for.  Raises Corrupt,
+    StorageFailed.
+    """
+    said = [_said(catalog, member) for member in members]
+    lines = [
+        *_front_matter(members, said),
+        "",
+        *_body(members, said, setting, rank),
+        *("", "## How it was made", "", "```sh", _command(members, said, setting, asked, dtype)),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(catalog: Catalog, member: Member) -> _Said:
+    content = catalog.snapshot(member.snapshot).manifest_id()
+    file = catalog.manifest(content).file(CARD)
+    matter = front_matter(catalog.read_small(file, DEFAULT_LIMITS.max_card_bytes))
+    names = [name for name in values(matter, "model_name") if _NAME.fullmatch(name)]
+    return _Said(content, names[0] if len(names) == 1 else None, stated_licence(matter))
+
+
+def _base_of(members: Sequence[Member]) -> str | None:
+    """Return the base that all configs name, None if they name none, several, or a directory."""
+    names = {member.settings.get(_BASE) for member in members}
+    name = names.pop() if len(names) == 1 else None
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
+
+
+def _front_matter(members: Sequence[Member], said: Sequence[_Said]) -> Iterator[str]:
+    yield "---"
+    base = _base_of(members)
+    if base is not None:
+        yield f"base_model: {json.dumps(base)}"
+        yield "base_model_relation: adapter"
+    yield "library_name: peft"
+    licences = {one.licence for one in said}
+    if len(licences) == 1 and not licences & {None, "other"}:
+        yield f"license: {json.dumps(licences.pop())}"
+    elif licences != {None}:
+        yield from ("license: other", 'license_name: "see-parents"')
+    yield from ("tags:", "- lora", "- merge", "- mstore", "---")
+
+
+def _body(
+    members: Sequence[Member], said: Sequence[_Said], setting: Setting, rank: int
+) -> Iterator[str]:
+    count = "one adapter" if len(members) == 1 else f"{len(members)} adapters"
+    yield f"# A LoRA adapter of rank {rank}, made of {count} by {setting.method.name}"
+    yield from ("", "Made by mstore.", "", "## Parents", "")
+    yield "| adapter | weight | licence as its card states it | content |"
+    yield "|---|---|---|---|"
+    for member, one in zip(members, said, strict=True):
+        name = one.name or "not named by its card"
+        licence = one.licence or "none stated"
+        yield f"| {name} | {_number(member.weight)} | {licence} | `{one.content.hex()}` |"
+    base = _base_of(members)
+    yield from (
+        "",
+        f"They are adapters of {base or 'a base that their configs do not name alike'}.",
+    )
+    yield from ("", _OF_NAMES, "", "## Licences", "")
+    warned = [text for _, text in conflicts([one.licence for one in said])]
+    yield from [f"- {text}" for text in warned] or ["Every parent's own terms apply."]
+
+
+def _command(
+    members: Sequence[Member],
+    said: Sequence[_Said],
+    setting: Setting,
+    rank: int | None,
+    dtype: str | None,
+) -> str:
+    words = ["mstore", "combine-adapters"]
+    for member, one in zip(members, said, strict=True):
+        words += ["--expert", f"{one.content.hex()}={_number(member.weight)}"]
+    method, *parameters = str(setting).split(" ")
+    words += ["--method", method]
+    for parameter in parameters:
+        words += ["--param", parameter]
+    if rank is not None:
+        words += ["--rank", str(rank)]
+    if dtype is not None:
+        words += ["--dtype", dtype]
+    return f"{shlex.join(words)} --name REF"
+
+
+def _number(value: float) -> str:
+    """Return the shortest text of a float32."""
+    return str(np.float32(value))
