@@ -100,7 +100,11 @@ def main() -> int:
     given = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    ids = [id for text in given.text for id in tokenizer(text.read_text("utf-8")).input_ids]
+    ids = [
+        id
+        for text in given.text
+        for id in tokenizer(text.read_text("utf-8"), verbose=False).input_ids
+    ]
     windows = windows_of(ids, given.windows, given.tokens)
     found = diagonal(model, windows, own=given.own)
     write(found, given.out, torch.bfloat16 if given.bf16 else torch.float32)
