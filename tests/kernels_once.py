@@ -12,13 +12,16 @@ from pathlib import Path
 from mstore.adapters import low_rank
 from mstore.blocks import planes
 from mstore.merge.analysis import attribution
-from mstore.merge.arithmetic import importance, kernels, masks, spread
+from mstore.merge.arithmetic import importance, kernels, masks, spread, turns
 from mstore.numeric import halves
 from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas, many
 
 # What takes longest to compile comes first.
-MODULES = (kernels, attribution, deltas, many, planes, importance, masks, spread, halves, low_rank)
+MODULES = (
+    *(kernels, attribution, deltas, many, planes, importance, masks, spread, turns, halves),
+    low_rank,
+)
 
 
 def passes() -> dict[str, Pass]:

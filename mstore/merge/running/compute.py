@@ -15,6 +15,7 @@ from mstore.merge.arithmetic.arguments import Chunk
 from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
 from mstore.merge.running.selecting import masks_of
+from mstore.merge.running.turning import row_weights_of
 
 
 def blend(
@@ -23,7 +24,11 @@ def blend(
     """Run the kernel into `out`, uint8[>= task.out_bytes]; return the result of `mix_chunk`."""
     tensor = loaded.task.tensor
     chunk = chunk_of(loaded, quotas)
-    return mix_chunk(tensor.mix, *chunk, out, tensor.out_dtype, masks_of(loaded))
+    return mix_chunk(
+        *(tensor.mix, *chunk, out, tensor.out_dtype),
+        masks=masks_of(loaded),
+        row_weights=row_weights_of(loaded),
+    )
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

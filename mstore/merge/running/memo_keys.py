@@ -9,7 +9,8 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            the place in the tensor, and the mask limit where experts have different ones; for
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
-           count; for one by what experts need, what makes it a need, and of how many
+           count; for one by what experts need, what makes it a need, and of how many; for
+           rows with factors of their own all weights, and which expert each is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -141,11 +142,12 @@ class MemoKeys:
         found = self._heads.get(key)
         if found is None:
             # Every expert is a summand of a sum of whole experts, present or not.
-            weights = mix.weights.astype("<f4").tobytes() if operation.is_whole else b""
+            counts = operation.is_whole or operation.rows is not None
+            weights = mix.weights.astype("<f4").tobytes() if counts else b""
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
-        # Ranks and importance follow from the rows.
+        # Ranks, importance and angles follow from the rows.
         return found + tensor.row_length.to_bytes(8, "little") if operation.needs_rows else found
 
     def _sides(
@@ -164,7 +166,7 @@ class MemoKeys:
             limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
             fixed = b"".join(
                 (
-                    k.to_bytes(2, "little") if operation.is_whole else b"",
+                    k.to_bytes(2, "little") if operation.is_whole or operation.rows else b"",
                     _text(expert.dtype),
                     weights[4 * k : 4 * k + 4],
                     thresholds[4 * k : 4 * k + 4],
