@@ -24,6 +24,8 @@ TOKENIZER_FILES: Final = frozenset(
     }
 )
 """Paths of files that belong to a tokenizer."""
+TEMPLATES: Final = frozenset({TEMPLATE, OLD_TEMPLATE})
+"""Those of them that any tokenizer may have beside it."""
 WITHOUT_NEW_TOKENS: Final = frozenset({"added_tokens.json"})
 """Those that a tokenizer with more tokens does without: tokenizer.json says it all."""
 CONFIGS: Final = frozenset({"config.json", "generation_config.json"})
