@@ -18,9 +18,9 @@ _PARAMETERS = {
     "breadcrumbs_ties": ("density", "gamma", "normalize", "lambda"),
     "arcee_fusion": (),
     "karcher": ("max_iter", "tol"),
-    "model_stock": (),
+    "model_stock": ("filter_wise",),
     "multislerp": ("around_base", "normalize_weights"),
-    "nuslerp": ("around_base",),
+    "nuslerp": ("around_base", "nuslerp_flatten"),
     "passthrough": ("scale",),
     "nearswap": ("t",),
     "ram": ("least",),
@@ -67,6 +67,8 @@ class Case:
     tol: float = 1e-5
     around_base: bool = True
     normalize_weights: bool = True
+    filter_wise: bool = False
+    nuslerp_flatten: bool = True
     members: Sequence[str] = ()
     """Which members are merged; e0, e1, ... if none is named."""
 
@@ -86,9 +88,15 @@ class Case:
         parts += ["n"] if self.normalize else []
         parts += ["whole"] if not self.around_base else []
         parts += ["sum"] if not self.normalize_weights else []
+        parts += ["rows"] if self.by_rows else []
         parts += ["raw"] if not self.rescale else []
         parts += [f"s={self.seed}"] if self.seed else []
         return " ".join(parts + list(self.members))
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row has factors of its own."""
+        return self.filter_wise or not self.nuslerp_flatten
 
     @property
     def experts(self) -> list[str]:
@@ -125,6 +133,8 @@ class Case:
             "tol": self.tol,
             "around_base": self.around_base,
             "normalize_weights": self.normalize_weights,
+            "filter_wise": self.filter_wise,
+            "nuslerp_flatten": self.nuslerp_flatten,
             "normalize": self.normalize,
             "lambda": self.scale,
             "scale": self.scale,

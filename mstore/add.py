@@ -1,5 +1,7 @@
 """Add: store a checkpoint on disk as a snapshot.
 
+A checkpoint of differences (`differences`) is stored as its sums with the base.
+
 Each file is cut into its parts (header, tensors) and those into blocks. Threads read and hash
 groups of neighbouring blocks, ask the catalog which of them are new, and encode those; the calling
 thread takes the groups in file order and writes them. With a base, the same pass compares each
@@ -13,6 +15,7 @@ listed; a file that is replaced or changes while it is read stops the add.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -21,7 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from mstore import fs
 from mstore.adapters.config import CONFIG, MAX_CONFIG
@@ -49,7 +54,11 @@ from mstore.store.transaction import RefMove, Transaction, branch_to_move, tip_o
 from mstore.version import TOOL
 
 if TYPE_CHECKING:
+    from mstore.differences import Differences, Slot, Sums
     from mstore.stats.streaming import PairMeasure
+
+Kind = Literal["full", "delta"]
+"""What the tensors of a checkpoint are: weights, or differences to those of the base."""
 
 GROUP_BYTES = 4 << 20
 
@@ -165,30 +174,30 @@ class _Group:
     encoded: list[Encoded | None]
 
 
-class _FileReader:
-    """Reads, hashes and encodes one file on a pool of threads; yields groups in file order."""
+class _Bytes(Protocol):
+    """Where the blocks of a file come from, in any thread."""
 
-    def __init__(
-        self,
-        source: SourceFile,
-        parts: list[_PartPlan],
-        block_size: int,
-        known: Callable[[Sequence[BlockId]], list[bool]],
-        policy: Policy,
-        comparison: _Comparison | None,
-        spare: deque[bytearray],
-    ) -> None:
-        self._source = source
-        self._parts = parts
-        self._block_size = block_size
-        self._known = known
-        self._policy = policy
-        self._comparison = comparison
-        self._spare = spare
-        self._fd = open_stamped(source.absolute, source.stamp)
+    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
+        """Fill `room` with these blocks, one after the other."""
 
     def require_unchanged(self) -> None:
-        """Raise BadCheckpoint unless the file still has the stamp from when it was listed."""
+        """Raise BadCheckpoint unless what was read still has the stamps from when it was listed."""
+
+
+class _FileBytes:
+    """The bytes of a file of the checkpoint, kept open until it is closed."""
+
+    def __init__(self, source: SourceFile) -> None:
+        self._source = source
+        self._fd = open_stamped(source.absolute, source.stamp)
+
+    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
+        with fs.translated(self._source.absolute):
+            got = os.preadv(self._fd, [room], spans[0].offset)
+        if got != len(room):
+            raise changed(str(self._source.absolute))
+
+    def require_unchanged(self) -> None:
         with fs.translated(self._source.absolute):
             require_stamp(self._fd, self._source.stamp, self._source.absolute)
 
@@ -208,6 +217,45 @@ class _FileReader:
     def close(self) -> None:
         os.close(self._fd)
 
+
+class _SumBytes:
+    """The sums of some tensors of a file of the base; slots: of each part, in order."""
+
+    def __init__(self, sums: Sums, slots: Sequence[Slot]) -> None:
+        self._sums = sums
+        self._slots = slots
+
+    def fill(self, spans: Sequence[_Span], room: memoryview) -> None:
+        at = 0
+        for span in spans:
+            room[at : at + span.length] = self._sums.block(self._slots[span.part], span.number)
+            at += span.length
+
+    def require_unchanged(self) -> None:
+        self._sums.require_unchanged()
+
+
+class _FileReader:
+    """Reads, hashes and encodes one file on a pool of threads; yields groups in file order."""
+
+    def __init__(
+        self,
+        source: _Bytes,
+        parts: list[_PartPlan],
+        block_size: int,
+        known: Callable[[Sequence[BlockId]], list[bool]],
+        policy: Policy,
+        comparison: _Comparison | None,
+        spare: deque[bytearray],
+    ) -> None:
+        self._source = source
+        self._parts = parts
+        self._block_size = block_size
+        self._known = known
+        self._policy = policy
+        self._comparison = comparison
+        self._spare = spare
+
     def _groups(self) -> Iterator[list[_Span]]:
         group: list[_Span] = []
         size = 0
@@ -222,18 +270,15 @@ class _FileReader:
             yield group
 
     def _load(self, spans: list[_Span]) -> _Group:
-        begin = spans[0].offset
-        length = spans[-1].offset + spans[-1].length - begin
+        length = sum(span.length for span in spans)
         try:
             buffer = self._spare.pop()
         except IndexError:
             buffer = bytearray(max(GROUP_BYTES, self._block_size))
         view = memoryview(buffer)[:length]
-        with fs.translated(self._source.absolute):
-            got = os.preadv(self._fd, [view], begin)
-        if got != length:
-            raise changed(str(self._source.absolute))
-        blocks = [view[span.offset - begin : span.offset - begin + span.length] for span in spans]
+        self._source.fill(spans, view)
+        ends = itertools.accumulate(span.length for span in spans)
+        blocks = [view[end - span.length : end] for span, end in zip(spans, ends, strict=True)]
         ids = [BlockId.of(block) for block in blocks]
         known = self._known(ids)
         places: list[Location | None] = [None] * len(spans)
@@ -399,13 +444,76 @@ class _Adder:
     ) -> File:
         """Store a file's new blocks and its tensor records."""
         parts = self.parts(source)
+        own = _FileBytes(source)
+        try:
+            own.require_header()
+            stored = self._add_parts(own, source.path, parts, pool, ahead, tick)
+        finally:
+            own.close()
+        form = OPAQUE if source.header is None else SAFETENSORS
+        return File(source.path, form, source.size, tuple(stored))
+
+    def add_sums(
+        self,
+        file: File,
+        differences: Differences,
+        pool: ThreadPoolExecutor,
+        ahead: int,
+        tick: Callable[[int], None],
+    ) -> File:
+        """Store the sums of a file of the base; what does not change stays as it is."""
+        parts: list[_PartPlan] = []
+        slots: list[Slot] = []
+        places: list[int] = []
+        begin = 0
+        for place, part in enumerate(file.parts):
+            slot = differences.changes(part)
+            if slot is not None:
+                base = slot.base
+                plan = _PartPlan(
+                    part.name, base.dtype, base.shape, begin, part.nbytes, base, slot.base_id
+                )
+                parts.append(plan)
+                slots.append(slot)
+                places.append(place)
+            elif part.name is not None:
+                self._count_equal(part.tensor_id())
+            begin += part.nbytes
+        if not parts:
+            return file
+        from mstore.differences import Sums
+
+        with Sums(differences, slots) as sums:
+            own = _SumBytes(sums, slots)
+            stored = self._add_parts(own, file.path, parts, pool, ahead, tick)
+        changed = dict(zip(places, stored, strict=True))
+        return replace(
+            file, parts=tuple(changed.get(place, part) for place, part in enumerate(file.parts))
+        )
+
+    def _count_equal(self, id: TensorId) -> None:
+        """Count the blocks of a tensor that is the base's own."""
+        count = self.catalog.tensor(id).block_count()
+        self.blocks_total += count
+        self.blocks_equal_base += count
+
+    def _add_parts(
+        self,
+        own: _Bytes,
+        path: str,
+        parts: list[_PartPlan],
+        pool: ThreadPoolExecutor,
+        ahead: int,
+        tick: Callable[[int], None],
+    ) -> list[Part]:
+        """Store new blocks of some parts of a file, and their records."""
         measures = self._measures(parts)
         comparison = None
         if any(part.base is not None for part in parts):
             comparison = _Comparison(self.catalog, parts, measures, self.policy, self.lost)
         ids: list[list[BlockId]] = [[] for _ in parts]
         reader = _FileReader(
-            source,
+            own,
             parts,
             self.catalog.block_size,
             self.transaction.has_blocks,
@@ -413,15 +521,11 @@ class _Adder:
             comparison,
             self.spare,
         )
-        try:
-            reader.require_header()
-            for group in reader.run(pool, ahead):
-                self._store(source, parts, group, ids)
-                reader.release(group)
-                tick(sum(span.length for span in group.spans))
-            reader.require_unchanged()
-        finally:
-            reader.close()
+        for group in reader.run(pool, ahead):
+            self._store(path, parts, group, ids)
+            reader.release(group)
+            tick(sum(span.length for span in group.spans))
+        own.require_unchanged()
         tensors = [
             Tensor(part.dtype, part.shape, part.nbytes, b"".join(blocks))
             for part, blocks in zip(parts, ids, strict=True)
@@ -433,8 +537,7 @@ class _Adder:
             stored.append(Part(part.name, id, part.nbytes))
             if measure is not None and part.base_id is not None:
                 self.statistics.put_pair(measure.finish(part.base_id, TensorId(id)))
-        form = OPAQUE if source.header is None else SAFETENSORS
-        return File(source.path, form, source.size, tuple(stored))
+        return stored
 
     def _measures(self, parts: list[_PartPlan]) -> list[PairMeasure | None]:
         if not self.has_base:
@@ -449,7 +552,7 @@ class _Adder:
 
     def _store(
         self,
-        source: SourceFile,
+        path: str,
         parts: list[_PartPlan],
         group: _Group,
         ids: list[list[BlockId]],
@@ -462,7 +565,7 @@ class _Adder:
         self.blocks_total += len(group.spans)
         offsets = (span.offset for span in group.spans)
         blocks = list(zip(group.ids, group.encoded, offsets, strict=True))
-        self.transaction.put_blocks(blocks, source.path)
+        self.transaction.put_blocks(blocks, path)
 
 
 def _readable_tensors(catalog: Catalog, ids: Collection[TensorId]) -> dict[TensorId, Tensor | None]:
@@ -528,12 +631,15 @@ def add(
     *,
     name: str,
     base: Base = NO_BASE,
+    kind: Kind = "full",
     policy: Policy,
     message: str,
     threads: int,
     progress: ProgressCallback | None = None,
 ) -> AddReport:
     """Store a scanned checkpoint under a ref, encoding new blocks by `policy`.
+
+    kind: what its tensors are; if they are differences to the base, their sums are stored.
 
     Raises BadCheckpoint, BadName, Conflict (the name is a tag), Incompatible (the base has other
     tensors), StorageFailed. On any error nothing is published.
@@ -542,8 +648,18 @@ def add(
     base_manifest = None
     if base.snapshot is not None:
         base_manifest = catalog.manifest(catalog.snapshot(base.snapshot).manifest_id())
+    differences, told_size = None, None
+    if kind == "delta":
+        from mstore.differences import Differences
+
+        assert base_manifest is not None, "differences have a base"
+        differences = Differences(
+            catalog, checkpoint, base_manifest, only=base.only, skip=base.skip, where=name
+        )
+        told_size = differences.require_differences()
+    elif base_manifest is not None:
         _require_fine_tune(base_manifest, checkpoint.files, catalog, name, base)
-    total = sum(file.size for file in checkpoint.files)
+    total = _to_read(checkpoint, differences)
     done = 0
 
     def tick(length: int) -> None:
@@ -566,10 +682,20 @@ def add(
         # Report progress before the first read, which may block for ever.
         tick(0)
         with ThreadPoolExecutor(threads, "add") as pool:
-            files = [adder.add_file(file, pool, 2 * threads + 1, tick) for file in checkpoint.files]
+            ahead = 2 * threads + 1
+            sources = checkpoint.files if differences is None else differences.own_files()
+            files = [adder.add_file(file, pool, ahead, tick) for file in sources]
+            if differences is not None:
+                files += [
+                    adder.add_sums(file, differences, pool, ahead, tick)
+                    for file in differences.base_files()
+                ]
         _require_in_place(catalog, transaction.relied_blocks, checkpoint.root)
         manifest = Manifest(tuple(sorted(files, key=lambda file: file.path)))
         manifest_id = manifest.id()
+        if differences is not None:
+            # Much of it is the base's own.
+            transaction.rely_on_manifest(manifest)
         snapshot, is_new = _snapshot(catalog, current, manifest, base, message)
         # Before the commit: an error after it would report a failure of something that was done.
         told = _told_base(catalog, snapshot)
@@ -583,6 +709,8 @@ def add(
             # A repair had dropped some of its blocks or records: store them again.
             transaction.commit()
     notes = _notes(adder, base, told, message, is_new=is_new)
+    if differences is not None:
+        notes = (*notes, *_told_differences(differences, manifest, told_size))
     is_told = told is not None and told.snapshot == base.snapshot
     return AddReport(
         name=name,
@@ -592,7 +720,7 @@ def add(
         previous=None if current is None else current.snapshot_id(),
         files=len(files),
         tensors=sum(1 for file in files for _ in file.tensors()),
-        plain_bytes=total,
+        plain_bytes=manifest.plain_bytes(),
         bytes_written=transaction.bytes_written,
         blocks_total=adder.blocks_total,
         blocks_new=transaction.blocks_new,
@@ -605,6 +733,26 @@ def add(
         notes=notes,
         seconds=time.monotonic() - began,
     )
+
+
+def _to_read(checkpoint: Checkpoint, differences: Differences | None) -> int:
+    """Return the bytes that an add works on."""
+    if differences is None:
+        return sum(file.size for file in checkpoint.files)
+    own = sum(file.size for file in differences.own_files())
+    parts = (part for file in differences.base_files() for part in file.parts)
+    return own + sum(part.nbytes for part in parts if differences.changes(part) is not None)
+
+
+def _told_differences(
+    differences: Differences, manifest: Manifest, told_size: str | None
+) -> Iterator[str]:
+    """Yield what became of a checkpoint of differences."""
+    count, all_of = len(differences.slots), len(manifest.tensors())
+    if count < all_of:
+        yield f"{all_of - count} of {all_of} tensors are the base's: there is no difference of them"
+    if told_size is not None:
+        yield told_size
 
 
 def _snapshot(

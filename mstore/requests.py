@@ -24,6 +24,8 @@ AUTO = "auto"
 """As a chat template: the one that most models have."""
 BASE = "base"
 """As the source of a vocabulary: the tokens of the merge's base."""
+COMMON = "common"
+"""As the source of a vocabulary: the tokens that all models have."""
 UNION = "union"
 """As the source of a vocabulary: the tokens of all models."""
 
@@ -149,8 +151,8 @@ class TokenRow:
 class Vocabulary:
     """The tokens that base and experts of a merge are to have.
 
-    source: "base", "union" (the base's tokens, then those that only experts have), or the revision
-    of the base or of an expert whose tokens they are.
+    source: "base", "union" (the base's tokens, then those that only experts have), "common" (those
+    of the base that all have), or the revision of the base or of an expert whose tokens they are.
     tokens: where embeddings of single tokens come from, by token.  Tokens that are not among those
     of the source are added to them.
     pad_to: the number of rows is rounded up to a multiple of this; the new rows are the mean of the

@@ -12,7 +12,7 @@ from pathlib import Path
 from mstore.adapters import low_rank
 from mstore.blocks import planes
 from mstore.merge.analysis import attribution
-from mstore.merge.arithmetic import importance, informed, kernels, masks, spread
+from mstore.merge.arithmetic import importance, informed, kernels, masks, spread, turns
 from mstore.numeric import halves
 from mstore.numeric.code_cache import Pass
 from mstore.stats import deltas, many
@@ -20,7 +20,7 @@ from mstore.stats import deltas, many
 # What takes longest to compile comes first.
 MODULES = (
     *(kernels, attribution, deltas, many, planes),
-    *(importance, informed, masks, spread, halves, low_rank),
+    *(importance, informed, masks, spread, turns, halves, low_rank),
 )
 
 

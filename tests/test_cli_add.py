@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_runs import Done, Program
-from families import layered
+from families import layered, read_checkpoint, write_checkpoint
 from small_models import files_of, small_model
 from test_checkpoint_tree import cached_model
 
@@ -263,3 +264,23 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "all its weights are left out" in none.err
     assert "(without --exclude '*.safetensors')" in none.err
     assert mstore("add", model, "--name", "z", "--exclude", "/").status == 1
+
+
+def test_differences_are_added_to_their_base(mstore: Program, tmp_path: Path) -> None:
+    """`--kind delta` stores base + difference; without --base it is refused, and the hint is what
+    to type."""
+    base = {"model.a.weight": np.ones((200, 300), np.float32)}
+    write_checkpoint(tmp_path / "base", base)
+    write_checkpoint(tmp_path / "steps", {"model.a.weight": np.full((200, 300), 0.25, np.float32)})
+    mstore.succeed("add", tmp_path / "base", "--name", "base")
+    line = ["add", tmp_path / "steps", "--name", "tuned", "--kind", "delta"]
+    for more in ([], ["--base", "none"]):
+        refused = mstore(*line, *more)
+        assert refused.status == 1
+        assert "error: differences are added to a base, and none is named" in refused.err
+        assert "--base REF" in refused.err
+    done = mstore.succeed(*line, "--base", "base")
+    assert "base           base" in done.out
+    mstore.succeed("checkout", "tuned", tmp_path / "out")
+    assert np.all(read_checkpoint(tmp_path / "out")["model.a.weight"] == 1.25)
+    assert mstore.succeed(*line, "--base", "base").lines[0].startswith("nothing new: tuned")

@@ -72,7 +72,6 @@ PAIR = ["--base", "v1", "--expert", "v1"]
         (["--max-error", "5%"], "write a number such as 0.05"),
         (["--method", "TIES"], "did you mean ties?"),
         (["--method", "Arcee_Fusion"], "did you mean arcee_fusion?"),
-        (["--method", "model_stock", "--param", "filter_wise=true"], "leave out filter_wise"),
         (
             ["--method", "ties", "--param", "density=0.3", "--param", "density=0.5"],
             "one density serves all experts: --param density=0.5",

@@ -258,8 +258,8 @@ def test_replay_names_the_first_difference(store: Store, monkeypatch: pytest.Mon
     found = []
     for wrong in ((37, 0), (BLOCK // 2, BLOCK)):  # model.norm.weight; the third chunk of any
 
-        def broken(*arguments: Any, where: tuple[int, int] = wrong) -> None:
-            honest(*arguments)
+        def broken(*arguments: Any, where: tuple[int, int] = wrong, **more: Any) -> None:
+            honest(*arguments, **more)
             if arguments[6:8] == where:
                 arguments[11][0] ^= 1
 

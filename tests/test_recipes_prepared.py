@@ -283,6 +283,9 @@ def test_on_the_command_line(store: Store, tmp_path: Path) -> None:
     (tmp_path / "recipe.yml").write_text(APART)
     run = mstore.succeed("merge", "--recipe", tmp_path / "recipe.yml", "--name", "made")
     assert ": math[1:3], code[3:4]" in run.err
+    told = mstore.succeed("explain", "made").lines
+    assert [one for one in told if "is base[0:2], base[0:1]: mstore explain " in one]
+    assert [one for one in told if "is math[1:3], code[3:4]: mstore explain " in one]
     again = mstore.succeed("merge", "--recipe", tmp_path / "recipe.yml", "--name", "made")
     assert "prepared/" not in again.err
     names = [ref["name"] for ref in mstore.succeed("refs", "--json").document["refs"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from cli_runs import Program
 
 from mstore import Store
 from mstore.errors import BadRequest
+from mstore.merge.methods import registry
+from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
 
 ALONE = """\
@@ -49,28 +52,47 @@ def test_the_scale_of_a_model(store: Store) -> None:
         assert np.array_equal(tensor, own * (0 if "mlp" in name else 1)), name
 
 
+PAIRED = (
+    "merge_method: {method}\nbase_model: base\nmodels:\n  - {{model: math{weight}}}\n"
+    "  - {{model: code{weight}}}\nparameters:\n"
+)
+
+
+def test_what_would_change_the_result_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that a method lacks is refused by line, unless its value changes nothing."""
+    stock = dataclasses.replace(METHODS["model_stock"], refuses=(("wide", False, "too wide"),))
+    monkeypatch.setattr(registry, "METHODS", {**METHODS, "model_stock": stock})
+    text = PAIRED.format(method="model_stock", weight="") + "  wide: "
+    assert store.read_recipe(text + "false").request.method == "model_stock"
+    with pytest.raises(BadRequest, match="no parameter wide: too wide") as caught:
+        store.read_recipe(text + "true", where="r.yml")
+    assert caught.value.where == "r.yml, line 7"
+
+
 @pytest.mark.parametrize(
-    ("method", "name", "usual"),
+    ("method", "given", "parameters"),
     [
-        ("model_stock", "filter_wise", "false"),
-        ("nuslerp", "nuslerp_row_wise", "false"),
-        ("nuslerp", "nuslerp_flatten", "true"),
+        ("model_stock", {"filter_wise": "true"}, {"filter_wise": True}),
+        ("nuslerp", {"nuslerp_flatten": "false"}, {"nuslerp_flatten": False}),
+        ("nuslerp", {"nuslerp_row_wise": "true"}, {"nuslerp_row_wise": True}),
     ],
 )
-def test_what_would_change_the_result_is_refused(
-    store: Store, method: str, name: str, usual: str
+def test_factors_of_rows(
+    store: Store, method: str, given: dict[str, str], parameters: dict[str, object]
 ) -> None:
-    """A parameter that the method lacks is refused by line, unless its value changes nothing."""
+    """mergekit's options for rows are the method's; columns are refused."""
     weight = "" if method == "model_stock" else ", parameters: {weight: 0.5}"
-    text = (
-        f"merge_method: {method}\nbase_model: base\nmodels:\n  - {{model: math{weight}}}\n"
-        f"  - {{model: code{weight}}}\nparameters:\n  {name}: "
-    )
-    assert store.read_recipe(text + usual).request.method == method
-    other = {"true": "false", "false": "true"}[usual]
-    with pytest.raises(BadRequest, match=f"no parameter {name}") as caught:
-        store.read_recipe(text + other, where="r.yml")
-    assert caught.value.where == "r.yml, line 7"
+    text = PAIRED.format(method=method, weight=weight)
+    text += "".join(f"  {name}: {value}\n" for name, value in given.items())
+    request = store.read_recipe(text).request
+    assert request.parameters == parameters
+    store.plan(request)
+    if method == "nuslerp":
+        other = "nuslerp_row_wise: true" if "nuslerp_flatten" in given else "nuslerp_flatten: false"
+        with pytest.raises(BadRequest, match="turns columns"):
+            store.plan(store.read_recipe(f"{text}  {other}\n").request)
 
 
 @pytest.mark.parametrize(

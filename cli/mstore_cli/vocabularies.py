@@ -23,9 +23,9 @@ Vocab = Annotated[
     str | None,
     typer.Option(
         "--vocab",
-        metavar="union|base|REF",
+        metavar="union|base|common|REF",
         help="First align the models' vocabularies: union keeps the tokens of all, base those of "
-        "the base, REF those of this model (see `mstore align`).",
+        "the base, common those that all have, REF those of this model (see `mstore align`).",
         autocompletion=completion.refs,
     ),
 ]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.checkpoint.exclusion import Exclusion
+from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
 from mstore.objects.shapes import require_patterns
 from mstore.phrases import Option, phrase
@@ -63,6 +64,7 @@ class Adding(OpenStore):
         name: str,
         base: str | SnapshotId | None = None,
         detect_base: bool = False,
+        kind: str = "full",
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -81,8 +83,10 @@ class Adding(OpenStore):
         the differences; merges are planned from them.
         detect_base: if no base is named, find the nearest of the stored snapshots; the report says
         which one and why.
+        kind: full; or delta: the tensors are differences to the base, and base + difference is
+        stored, in the base's types and files.  A tensor that is missing is the base's.
         only, skip: patterns of the tensors to compare with the base; these must agree in name and
-        shape.
+        shape.  With kind delta, those that they leave out are the base's.
         exclude: patterns of files and directories to leave out, in the syntax of gitignore(5); they
         apply after those of the directory's own `.mstoreignore`.  The report names what was left
         out.
@@ -99,13 +103,19 @@ class Adding(OpenStore):
 
         An add that loses its ref to a writer that has since exited runs again.
 
-        Raises BadCheckpoint, BadName, Conflict, Incompatible, StorageFailed, and Unavailable
-        (conversion without torch); then nothing is published.
+        Raises BadCheckpoint, BadName, BadRequest (kind), Conflict, Incompatible, StorageFailed, and
+        Unavailable (conversion without torch); then nothing is published.
         """
         from mstore.add import add
         from mstore.store import contents
         from mstore.store.overtaken import unless_overtaken
 
+        if kind not in ("full", "delta"):
+            raise BadRequest(f"no kind of checkpoint is {kind!r}: full or delta", where="kind")
+        if kind == "delta" and base is None:
+            raise BadRequest(
+                "differences are added to a base, and none is named", hint=Option("base", "REF")
+            )
         config = self._catalog.config
         policy = (config if codec is None else config.changed({"codec": codec})).codec
         branch_to_move(self._catalog, name)
@@ -125,6 +135,7 @@ class Adding(OpenStore):
                     checkpoint,
                     name=name,
                     base=chosen,
+                    kind="delta" if kind == "delta" else "full",
                     policy=policy,
                     message=message,
                     threads=thread_count(threads),

@@ -17,7 +17,7 @@ from mstore.api.open_store import OpenStore, thread_count
 from mstore.errors import BadName, BadRequest, NotFound
 from mstore.ids import PlanId, SnapshotId
 from mstore.phrases import Option, call, phrase
-from mstore.requests import BASE, UNION, MergeRequest, RecipeRequest, Vocabulary
+from mstore.requests import BASE, COMMON, UNION, MergeRequest, RecipeRequest, Vocabulary
 from mstore.store import damage
 from mstore.store import layout as layouts
 
@@ -208,7 +208,7 @@ class Merging(OpenStore):
         source: SnapshotId | None = models[0][1]
         if vocabulary.source == UNION:
             source = None
-        elif vocabulary.source != BASE:
+        elif vocabulary.source not in (BASE, COMMON):
             try:
                 source = self._real(vocabulary.source)
             except (NotFound, BadName) as error:

@@ -139,7 +139,8 @@ class _Writer:
 
     def _shared(self) -> Iterator[tuple[str, Given, _Differing]]:
         split = self._split()
-        for name, _ in self._plan.parameters:
+        # Some parameters are in a plan only where they have an effect, for some of its tensors.
+        for name in sorted({name for one in self._operations for name, _ in one.parameters}):
             # That no base model is named says the same.
             if name not in split and name != self._method.baseless:
                 yield self._told(name, partial(_of_all, self._method, name))
@@ -237,7 +238,8 @@ def _of_expert(name: str, number: int, operation: PlanOperation) -> Given:
 
 
 def _of_all(method: KnownMethod, name: str, operation: PlanOperation) -> Given:
-    value = method.parameters[name].write(dict(operation.parameters)[name])
+    known = method.parameters[name]
+    value = known.write(dict(operation.parameters).get(name, known.default))
     # Of several values for experts that are one, `_split` says.
     told = value[0] if isinstance(value, tuple) else value
     assert isinstance(told, bool | int | float | str)

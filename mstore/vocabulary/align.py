@@ -28,11 +28,15 @@ from mstore.store.catalog import Catalog
 from mstore.store.derived import branch_below, derived
 from mstore.store.rebuilt import header_of, index_of, shards_of
 from mstore.store.transaction import RefMove, Transaction, branch_to_move
+from mstore.vocabulary.common import with_new_decoder, with_new_ids
 from mstore.vocabulary.embeddings import Embeddings
 from mstore.vocabulary.members import Member, member
 from mstore.vocabulary.papers import (
     CONFIGS,
     OLD_TEMPLATE,
+    OTHER_FORMS,
+    PARTS,
+    SINGLE_TOKENS,
     TEMPLATE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -45,6 +49,7 @@ from mstore.vocabulary.papers import (
 from mstore.vocabulary.target import Target, Wishes, wishes_of
 from mstore.vocabulary.tokenizer import TOKENIZER
 
+_MAX_FILE: Final = 1 << 24
 BRANCHES: Final = "aligned"
 """Aligned models are branches below this name."""
 
@@ -140,7 +145,12 @@ def align(
             where=Option("vocabulary"),
         )
     members = list(found.values())
-    target = Target.of(asked, members, None if source is None else found[source])
+    base_files = members[0].manifest
+
+    def read(path: str) -> bytes | None:
+        return catalog.read_small(base_files.file(path), _MAX_FILE)
+
+    target = Target.of(asked, members, None if source is None else found[source], read)
     embeddings = Embeddings(
         catalog, asked, members, target, wishes_of(wishes, members, target), progress
     )
@@ -292,14 +302,62 @@ class _Models:
                 del files[path]
             for path in TOKENIZER_FILES & theirs.keys():
                 files[path] = theirs[path]
+        if target.is_reduced:
+            self._drop_tokens(files)
         if theirs and target.is_new:
             self._add_tokens(files)
         for path in CONFIGS & files.keys():
             before = self._catalog.read_parts(files[path].parts)
             source = self._catalog.read_parts(theirs[path].parts) if path in theirs else None
+            if source is None and theirs and target.is_reduced:
+                # A config that the source lacks states no tokens.
+                source = b"{}"
             raw = renumbered(before, target.rows, source)
+            if target.is_reduced:
+                raw = self._with_new_ids(raw or before, one, path, copied=source is not None) or raw
             if raw is not None:
                 files[path] = self._file(path, raw)
+
+    def _with_new_ids(self, raw: bytes, one: Member, path: str, *, copied: bool) -> bytes | None:
+        """Return a config with the ids that the tokens of its settings have now; None if it stays.
+
+        copied: whether settings of single tokens are those of the vocabulary's source.
+        """
+        target = self._target
+        assert target.tokenizer is not None
+        assert target.source.tokenizer is not None
+        now = target.tokenizer.ids
+        own = target.source.tokenizer if one.tokenizer is None else one.tokenizer
+        mine = {id: token for token, id in own.ids.items()}
+        theirs = {id: token for token, id in target.source.tokenizer.ids.items()}
+
+        def number(place: str, id: int) -> int:
+            _, *parents, key = place.split(": ")
+            is_copied = copied and key in SINGLE_TOKENS and {*parents} <= {*PARTS}
+            token = (theirs if is_copied else mine).get(id)
+            if token is None or token not in now:
+                told = "no token" if token is None else f"{token}, which not all models have"
+                raise Incompatible(
+                    f"{place} is {id}: {told}",
+                    where=one.name,
+                    hint=Option("vocabulary", "base"),
+                )
+            return now[token]
+
+        return with_new_ids(raw, number, path)
+
+    def _drop_tokens(self, files: dict[str, File]) -> None:
+        """Replace the files of the source's tokenizer, of which some tokens were dropped."""
+        tokenizer = self._target.tokenizer
+        assert tokenizer is not None
+        for path in OTHER_FORMS & files.keys():
+            del files[path]
+        files[TOKENIZER] = self._file(TOKENIZER, tokenizer.encode())
+        if TOKENIZER_CONFIG in files:
+            raw = self._catalog.read_parts(files[TOKENIZER_CONFIG].parts)
+            files[TOKENIZER_CONFIG] = self._file(
+                TOKENIZER_CONFIG, with_new_decoder(raw, tokenizer.added)
+            )
 
     def _set_template(self, files: dict[str, File]) -> None:
         """Give the base the chat template that was asked for."""

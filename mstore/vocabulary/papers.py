@@ -24,17 +24,27 @@ TOKENIZER_FILES: Final = frozenset(
     }
 )
 """Paths of files that belong to a tokenizer."""
+TEMPLATES: Final = frozenset({TEMPLATE, OLD_TEMPLATE})
+"""Those of them that any tokenizer may have beside it."""
 WITHOUT_NEW_TOKENS: Final = frozenset({"added_tokens.json"})
 """Those that a tokenizer with more tokens does without: tokenizer.json says it all."""
+OTHER_FORMS: Final = frozenset(
+    {
+        *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+        *("spiece.model", "sentencepiece.bpe.model"),
+    }
+)
+"""Those that a tokenizer with fewer tokens does without: they have all, with other ids."""
 CONFIGS: Final = frozenset({"config.json", "generation_config.json"})
 """Paths of files that state token ids."""
 
 _TEMPLATE_KEY: Final = "chat_template"
 _DECODER: Final = "added_tokens_decoder"
-_IDS: Final = (
+SINGLE_TOKENS: Final = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
     *("cls_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id"),
 )
+"""Settings that a config takes from the model whose tokenizer it gets."""
 
 
 def template_of(read: Callable[[str], bytes | None]) -> str | None:
@@ -82,8 +92,8 @@ def _renumbered(
     if isinstance(fields.get(VOCAB_SIZE), int):
         changed[VOCAB_SIZE] = rows
     if source is not None:
-        changed = {key: value for key, value in changed.items() if key not in _IDS}
-        changed |= {key: source[key] for key in _IDS if key in source}
+        changed = {key: value for key, value in changed.items() if key not in SINGLE_TOKENS}
+        changed |= {key: source[key] for key in SINGLE_TOKENS if key in source}
     for key in PARTS:
         if isinstance(fields.get(key), dict):
             other = None if source is None else source.get(key, source)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from mstore.errors import BadRequest, Incompatible
 from mstore.ids import SnapshotId
 from mstore.phrases import Option
-from mstore.requests import AUTO, Vocabulary
+from mstore.requests import AUTO, COMMON, Vocabulary
+from mstore.vocabulary.common import Read, common_of
 from mstore.vocabulary.members import Member
 from mstore.vocabulary.rows import MISSING, ZERO, Wish
 from mstore.vocabulary.tokenizer import TOKENIZER, Tokenizer, union, with_tokens
@@ -29,7 +30,9 @@ class Target:
     source: whose tokenizer files it has. tokenizer: None if it is not known; then tokens are what
     is in the same row. ids: of its tokens. length: rows for these. rows: with padding. is_new:
     whether the tokenizer has more tokens than its source. template: the chat template that the base
-    gets, None if it stays. told: whose tokens they are, as text. notes: what was taken for granted.
+    gets, None if it stays. is_reduced: whether tokens of the source were dropped, so that others
+    have other ids than there. told: whose tokens they are, as text. notes: what was taken for
+    granted.
     """
 
     source: Member
@@ -39,11 +42,18 @@ class Target:
     rows: int
     is_new: bool
     template: str | None
+    is_reduced: bool
     told: str
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, asked: Vocabulary, members: Sequence[Member], source: Member | None) -> Target:
+    def of(
+        cls, asked: Vocabulary, members: Sequence[Member], source: Member | None, read: Read
+    ) -> Target:
+        """Return the vocabulary that is asked for; read: returns files of the base by their paths.
+
+        Raises BadRequest, Incompatible.
+        """
         base = members[0]
         known = [one.tokenizer for one in members if one.tokenizer is not None]
         unknown = [one for one in members if one.tokenizer is None]
@@ -66,7 +76,7 @@ class Target:
         notes: tuple[str, ...] = (told,) if without else ()
         own = base if source is None else source
         tokenizer = own.tokenizer if own.tokenizer is not None else base.tokenizer
-        is_new = False
+        is_new = is_reduced = False
         if tokenizer is None:
             ids: Mapping[str, int] = {str(number): number for number in range(own.rows)}
         elif source is None:
@@ -83,13 +93,24 @@ class Target:
             notes += _told_of_plain([tokenizer.added[token] for token in new])
         else:
             ids = own.tokens(tokenizer.ids)
+            if asked.source == COMMON:
+                theirs = [one.tokens(tokenizer.ids) for one in members[1:]]
+                try:
+                    common = common_of(tokenizer, own.rows, theirs, read)
+                except Incompatible as error:
+                    error.locate(own.name)
+                    raise
+                if common is not None:
+                    tokenizer, is_reduced = common.tokenizer, True
+                    ids = tokenizer.ids
+                    notes += _told_of_needed(common.needed)
         if tokenizer is not None:
             tokenizer, ids, told_of_new = _with_asked(asked, tokenizer, ids, members)
             is_new = is_new or bool(told_of_new)
             notes += told_of_new
         notes += _told_of_dropped(members, ids)
         length = max(ids.values(), default=-1) + 1
-        rows = max(length, own.rows) if asked.keep_padding else length
+        rows = max(length, own.rows) if asked.keep_padding and not is_reduced else length
         if asked.pad_to is not None:
             if not 0 < asked.pad_to <= _MOST_PADDING:
                 raise BadRequest(
@@ -102,7 +123,9 @@ class Target:
         if source is None:
             told = f"those of {', '.join(one.name for one in members)}"
         template = _template(asked.chat_template, members)
-        return cls(own, tokenizer, ids, length, rows, is_new, template, told, notes)
+        if is_reduced:
+            told = f"common to {', '.join(one.name for one in members)}"
+        return cls(own, tokenizer, ids, length, rows, is_new, template, is_reduced, told, notes)
 
 
 def _with_asked(
@@ -130,6 +153,17 @@ def _told_of_dropped(members: Sequence[Member], ids: Mapping[str, int]) -> tuple
                 f"rows are dropped: {_few(tokens)}"
             )
     return tuple(notes)
+
+
+def _told_of_needed(needed: Sequence[str]) -> tuple[str, ...]:
+    """Return a note about tokens that stay although not all models have them."""
+    if not needed:
+        return ()
+    note = (
+        f"{len(needed)} tokens that not all models have stay: others are merged from them, or a "
+        f"tokenizer, a config or a chat template names them: {_few(needed)}"
+    )
+    return (note,)
 
 
 def _few(tokens: Sequence[str]) -> str:

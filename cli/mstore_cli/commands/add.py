@@ -74,6 +74,14 @@ def add(
             show_default=False,
         ),
     ] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--kind",
+            metavar="full|delta",
+            help="delta: the tensors are differences to --base; base + difference is stored.",
+        ),
+    ] = "full",
     only: OnlyCompared = None,
     skip: SkipCompared = None,
     exclude: Exclude = None,
@@ -117,6 +125,9 @@ def add(
     and training states (optimizer.pt, scheduler.pt, training_args.bin, global_step*/ and others).
     To leave out more, use --exclude or a file .mstoreignore in the directory; the pattern '!NAME'
     keeps a file.
+
+    With --kind delta, PATH holds what to add to the tensors of --base: the sum is stored as an
+    expert like any other, and a tensor that PATH lacks is the base's.
     """
     named = _named(paths, name or [], name_prefix)
     limits = None if max_sparse is None else _limits(max_sparse)
@@ -133,6 +144,7 @@ def add(
                         name=ref,
                         base=None if base == NO_BASE else base,
                         detect_base=base is None,
+                        kind=kind,
                         only=only or (),
                         skip=skip or (),
                         exclude=exclude or (),

@@ -34,9 +34,10 @@ def align(
         str,
         typer.Option(
             "--vocab",
-            metavar="union|base|REF",
+            metavar="union|base|common|REF",
             help="Whose tokens all models get: union adds those that only experts have to the "
-            "base's; REF is the base or an expert.",
+            "base's; common drops those of the base that an expert lacks; REF is the base or an "
+            "expert.",
             autocompletion=completion.refs,
         ),
     ] = "union",

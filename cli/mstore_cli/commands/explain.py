@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ from mstore_cli.output import Column, Screen, distinct, printable, short
 from mstore_cli.session import Session
 
 if TYPE_CHECKING:
+    from mstore import Store
     from mstore.reports import (
         ExpertShare,
         Explanation,
@@ -39,6 +40,7 @@ MADE = ("read", "shared")
 SHOWN = {"over budget": "left out"}
 """Words of the report that are shown as the table has them."""
 LONGEST_NAME = 40
+PREPARED = "prepared/"
 
 
 @command(
@@ -79,15 +81,30 @@ def explain(
         plots.require()
     with session.open() as store:
         report = store.explain(revision, tensor)
+        made = list(_prepared(store, report))
     if svg is not None:
         plots.heat_map(shares_read(report, revision), svg)
 
     def human(screen: Screen) -> None:
         _draw(screen, report, by, detailed=tensor is not None)
+        for line in made:
+            screen.line(line)
         if svg is not None:
             screen.line(f"drawn in {svg}")
 
     session.output.emit(report, ids=[one.name for one in report.tensors], human=human)
+
+
+def _prepared(store: Store, report: Explanation) -> Iterator[str]:
+    """Yield what models are that were made for the recipe of a merge."""
+    plan = report.plan
+    names = [plan.base, *(name for name, _ in plan.experts)]
+    parents = [one for one in store.show(report.snapshot).parents if one.role != "previous"]
+    told = dict(zip(names, parents, strict=False))
+    for name, parent in told.items():
+        if name.startswith(PREPARED):
+            made = store.show(parent.snapshot)
+            yield f"{name} is {made.message}: mstore explain {short(parent.snapshot)}"
 
 
 def shares_read(report: Explanation, name: str) -> plots.HeatMap:

@@ -6,6 +6,7 @@ before rounding to the output) into contributions: m = m_0 + sum of m_k, with
     m_k = lambda * w_k s_k / divisor              s_k the sparsified delta, 0 where expert k lost
                                                   the election of the sign
     m_k = w_k (e_k - b) / sum of w                for methods that mix whole experts
+                                                  (w_k: of the row, where rows have their own)
     m_k = v (e_k - b)                             for `nearswap`, v e_k + (1 - v) b in float32
     m_k = s_k / n, w_k s_k if n = 1               for means of the n experts that move an element
     m_k = w_k F_k d_k / sum of w F                for averages by Fishers, whose own m_k are 0
@@ -34,6 +35,7 @@ from mstore.merge.arithmetic.tiles import LANES, TILE, address
 from mstore.merge.running.compute import chunk_of
 from mstore.merge.running.loading import Loaded
 from mstore.merge.running.selecting import masks_of
+from mstore.merge.running.turning import row_weights_of
 from mstore.numeric.code_cache import Pass
 
 _HERE: Final = Path(__file__)
@@ -107,8 +109,9 @@ def attribute(loaded: Loaded, quotas: npt.NDArray[np.int64]) -> Attribution:
         np.zeros((2, experts + 2, LANES)),
         np.empty(TILE, dtype=np.uint8),
     )
-    masks = masks_of(loaded)
-    packed = pack(mix, chunk_of(loaded, quotas), None, tensor.out_dtype, masks)
+    masks, rows = masks_of(loaded), row_weights_of(loaded)
+    chunk = chunk_of(loaded, quotas)
+    packed = pack(mix, chunk, None, tensor.out_dtype, masks, row_weights=rows)
     _attribute(packed.at, *[address(array) for array in (sums, counts, *room)])
     own = slice(int(mix.has_base), experts)
     return Attribution(

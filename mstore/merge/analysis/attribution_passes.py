@@ -194,7 +194,10 @@ def attribute(
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     n, first_index, masked = given[a.LENGTH], given[a.FIRST_INDEX], given[a.MASKED]
     masks = carray(pointer(given[a.MASKS_AT]), (experts, n), np.uint8)
-    weights = carray(pointer(given[a.WEIGHTS_AT]), (experts,), np.float32)
+    row_length = given[a.ROW_LENGTH]
+    row_weights = carray(
+        pointer(given[a.WEIGHTS_AT]), (-(-n // max(1, row_length)), experts), np.float32
+    )
     factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
@@ -226,13 +229,19 @@ def attribute(
     divisor, lam = factors[0], _ONE if near else factors[1]
     for k in range(slots):
         left[k] = quotas[k]
-    surplus = -1.0
-    for k in range(experts):
-        surplus += np.float64(weights[k])
-    if kind != DIRECT or normalize:
-        surplus = 0.0
-    for start in range(0, n, TILE):
-        count = min(TILE, n - start)
+    row, row_end = -1, 0
+    start = 0
+    while start < n:
+        if start == row_end:
+            row += 1
+            row_end += row_length
+        weights = row_weights[row]
+        surplus = -1.0
+        for k in range(experts):
+            surplus += np.float64(weights[k])
+        if kind != DIRECT or normalize:
+            surplus = 0.0
+        count = min(TILE, row_end - start)
         load_bits(base_code, base, start, count, bases, 0)
         votes[:] = _ZERO
         numbers[:] = 0.0
@@ -311,6 +320,7 @@ def attribute(
         for k in range(experts + 2):
             if k >= experts or row_of[k] >= 0:
                 counts[k] += _accumulate(count, parts[k], total, products[k], squares[k])
+        start += count
     for k in range(experts + 2):
         for lane in range(LANES):
             sums[0, k] += products[k, lane]

@@ -57,7 +57,9 @@ RESCALES_AT: Final = 27
 FACTORS_AT: Final = 28
 TIES_AT: Final = 29
 WORKING_AT: Final = 30
-FIELDS: Final = 31
+ROW_LENGTH: Final = 31
+"""Elements that have the same weights: of a row, or all."""
+FIELDS: Final = 32
 
 _NOTHING: Final = np.empty(0, dtype=np.uint8)
 scratch: Final = Scratch()
@@ -98,11 +100,12 @@ def pack(
     out_dtype: str,
     masks: npt.NDArray[np.uint8] | None = None,
     rescales: npt.NDArray[np.float32] | None = None,
+    row_weights: npt.NDArray[np.float32] | None = None,
 ) -> Packed:
     """Check that the arrays fit, and pack them; the caller keeps them alive while the pass runs.
 
-    out: None for a pass that writes none.  Raises BadRequest for another element type and
-    ValueError for arrays that do not fit.
+    out: None for a pass that writes none. row_weights: as for `kernels.mix_chunk`.  Raises
+    BadRequest for another element type and ValueError for arrays that do not fit.
     """
     base, rows, row_of, n = chunk.base, chunk.rows, chunk.row_of, chunk.n
     base_code, out_code = dtype_code(chunk.base_dtype), dtype_code(out_dtype)
@@ -139,6 +142,13 @@ def pack(
         raise ValueError("masks do not fit the chunk's experts and elements")
     if rescales is not None and rescales.shape != (experts,):
         raise ValueError("rescales are not one an expert")
+    row_length = n
+    if row_weights is not None:
+        if row_weights.ndim != 2 or row_weights.shape[1] != experts or n % len(row_weights):
+            raise ValueError("row_weights are not one an expert of whole rows")
+        if not row_weights.flags.c_contiguous:
+            raise ValueError("row_weights are contiguous")
+        row_length = n // len(row_weights)
     layout = _layout(experts, slots, count)
     room, at = scratch.arguments(layout.size)
     layout.packer.pack_into(
@@ -164,7 +174,8 @@ def pack(
         0 if masks is None else address(masks),
         scratch.tiles_at,
         scratch.draws_at,
-        *[at + offset for offset in layout.offsets],
+        *_offsets(layout, at, row_weights),
+        row_length,
         *row_of,
         *(chunk.quotas if cuts else (0,) * slots),
         *mix.mask_limits,
@@ -188,6 +199,14 @@ class _Layout(NamedTuple):
     offsets: tuple[int, ...]
     ties: struct.Struct
     size: int
+
+
+def _offsets(layout: _Layout, at: int, row_weights: npt.NDArray[np.float32] | None) -> list[int]:
+    """Return the addresses of the fields from ROW_OF_AT on; weights of rows lie elsewhere."""
+    found = [at + offset for offset in layout.offsets]
+    if row_weights is not None:
+        found[WEIGHTS_AT - ROW_OF_AT] = address(row_weights)
+    return found
 
 
 @lru_cache(maxsize=64)

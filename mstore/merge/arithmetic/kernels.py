@@ -66,6 +66,7 @@ def mix_chunk(
     out_dtype: str,
     masks: npt.NDArray[np.uint8] | None = None,
     rescales: npt.NDArray[np.float32] | None = None,
+    row_weights: npt.NDArray[np.float32] | None = None,
 ) -> tuple[int, ...]:
     """Merge `n` elements of one tensor, from flat index `first_index` on, into `out`.
 
@@ -87,6 +88,8 @@ def mix_chunk(
                 drops it, in place of the draws of `keys`
     rescales    float32[K], only for methods that draw: what expert k's kept deltas are multiplied
                 by, in place of the one rescale factor of `mix`
+    row_weights float32[R, K], in place of the weights of `mix`: those of each row, if the chunk is
+                R whole rows
 
     Returns for each threshold how many elements tie at it, where its quota is COUNTED, or how many
     of them were kept, where it is a number; 0 for others.  Raises BadRequest for another element
@@ -97,7 +100,7 @@ def mix_chunk(
     chunk = Chunk(
         *(base, base_dtype, rows, row_dtypes, row_of, n, first_index, thresholds, quotas, keys)
     )
-    packed = pack(mix, chunk, out, out_dtype, kept, rescales)
+    packed = pack(mix, chunk, out, out_dtype, kept, rescales, row_weights)
     _mix(packed.at)
     ties = packed.read_ties()
     return ties[1:] if mix.has_base else ties

@@ -19,10 +19,11 @@ from mstore.merge.arithmetic.tiles import (
     INFORMED,
     NEAR,
 )
-from mstore.merge.methods.method import Operation
+from mstore.merge.methods.method import Operation, Rows
 
 _NEEDED: Final = 3
 _IMPORTANT: Final = 4
+_TURNED: Final = {Rows.SLERP: 5, Rows.STOCK: 6}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +34,13 @@ class Mix:
     (`has_base`); INFORMED: K of experts and K of their Fishers, the same again; `factors` is
     float32[2]: fixed divisor, lambda (NEAR: its reach; INFORMED: the floor); `flags` is
     int64[4]: kind, normalize (for DIRECT: keeps the base), cuts per expert, masked (1: at random,
-    or by variance, 2: by rank, 3: by what experts need, 4: by importance).
+    or by variance, 2: by rank, 3: by what experts need, 4: by importance; 5 and 6: none, and the
+    weights are those of `rows`).
     One per weight:
     `rescales` is float32, the factor of a drawn delta; `mask_limits` are as in `Operation`.
     `ranked` has density and epsilon of each expert if masks follow from ranks (`masks`), `needed`
     the ratio of each expert, and how many must need an element, if masks follow from that
-    (`agreement`).
+    (`agreement`).  With `rows` each row has weights of its own (`turns`), which follow from these.
     """
 
     weights: npt.NDArray[np.float32]
@@ -49,6 +51,7 @@ class Mix:
     has_base: bool = False
     ranked: tuple[tuple[float, float], ...] = ()
     needed: tuple[tuple[float, int], ...] = ()
+    rows: Rows | None = None
 
     @classmethod
     def of(cls, operation: Operation) -> Mix:
@@ -72,6 +75,7 @@ class Mix:
         cuts = operation.is_trimmed + operation.is_band + operation.is_above
         random = operation.is_drawn + operation.is_ranked + operation.is_varied
         random += _NEEDED * operation.is_agreed + _IMPORTANT * operation.is_important
+        random = random if operation.rows is None else _TURNED[operation.rows]
         flags = (kind, keeps, cuts, random)
         has_base = operation.is_whole and operation.mixture is not None
         both = zip(operation.densities, operation.epsilons, strict=True)
@@ -90,6 +94,7 @@ class Mix:
             needed=tuple((ratio, operation.least_needed) for ratio in operation.need_ratios)
             if operation.is_agreed
             else (),
+            rows=operation.rows,
         )
 
     @property
@@ -101,6 +106,11 @@ class Mix:
     def is_informed(self) -> bool:
         """Whether it averages by Fishers (`informed`)."""
         return bool(self.flags[0] == INFORMED)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether whole experts are summed, not their deltas."""
+        return bool(self.flags[0] == DIRECT)
 
     @property
     def experts(self) -> int:

@@ -441,7 +441,10 @@ def mix(arguments_at: Any) -> None:
     cuts, base_code = given[a.CUTS], given[a.BASE_CODE]
     out_code, n, first_index = given[a.OUT_CODE], given[a.LENGTH], given[a.FIRST_INDEX]
     masked = given[a.MASKED]
-    weights = carray(pointer(given[a.WEIGHTS_AT]), (experts_count,), np.float32)
+    row_length = given[a.ROW_LENGTH]
+    row_weights = carray(
+        pointer(given[a.WEIGHTS_AT]), (-(-n // max(1, row_length)), experts_count), np.float32
+    )
     factors = carray(pointer(given[a.FACTORS_AT]), (2,), np.float32)
     base = carray(pointer(given[a.BASE_AT]), (given[a.BASE_LENGTH],), np.uint8)
     rows = carray(pointer(given[a.ROWS_AT]), (given[a.ROWS], given[a.STRIDE]), np.uint8)
@@ -467,8 +470,14 @@ def mix(arguments_at: Any) -> None:
         left[k] = quotas[k]
         ties[k] = 0
     present = _taking_part(kind, row_of, experts)
-    for start in range(0, n, TILE):
-        count = min(TILE, n - start)
+    row, row_end = -1, 0
+    start = 0
+    while start < n:
+        if start == row_end:
+            row += 1
+            row_end += row_length
+        weights = row_weights[row]
+        count = min(TILE, row_end - start)
         load_bits(base_code, base, start, count, scratch, BASE)
         # Start from plus zero, as mergekit does: the difference shows where a direct sum has only
         # minus zeros.
@@ -587,6 +596,7 @@ def mix(arguments_at: Any) -> None:
         if base_code != out_code:
             _quieten(scratch, SUM, count)
         store_bits(out_code, scratch, SUM, count, out, start)
+        start += count
     for k in range(slots):
         if quotas[k] >= 0:
             ties[k] = quotas[k] - left[k]

@@ -27,6 +27,7 @@ def coefficients(operation: Operation) -> list[float]:
         does = "elects signs" if operation.is_elected else "divides by how many move an element"
         does = "asks how many need an element" if operation.is_agreed else does
         does = "divides by sums of Fishers" if operation.is_informed else does
+        does = "turns each row by what is read of it" if operation.rows else does
         raise BadRequest(
             f"{operation.method.name} {does}, so its error has no bound",
             hint=phrase("{sweep} measures it", sweep=call("sweep", measure=True)),

@@ -41,9 +41,12 @@ expert, combines what it selected, and finishes:
 
 A method may compute the factor of each expert from facts about whole tensors: their inner products
 (`Method.mix`).  If the method adds deltas, the base is the origin: inner products are those of
-deltas, and so are the factors.  Ratios of L1 norms, counts of elements (`Method.lone`) and squares
-of what is selected (`Method.weigh`) are facts, too.  Such an operation is not settled until it has
-them, tensor by tensor (`Operation.settle`, `counted`, `weighed`, `settled`).
+deltas, and so are the factors.  With `Operation.rows` they are factors of each row instead, which
+follow from the row itself while a chunk of whole rows is computed (`arithmetic.turns`).
+
+Ratios of L1 norms, counts of elements (`Method.lone`) and squares of what is selected
+(`Method.weigh`) are facts, too.  Such an operation is not settled until it has them, tensor by
+tensor (`Operation.settle`, `counted`, `weighed`, `settled`).
 
 Order of operations as in mergekit 0.1.5.
 """
@@ -91,6 +94,13 @@ class Select(Enum):
     IMPORTANT = "important"
 
 
+class Rows(Enum):
+    """How the factors of a row follow from the inner products of its parts, one an expert."""
+
+    SLERP = "slerp"
+    STOCK = "stock"
+
+
 class Combine(Enum):
     """How to combine selected values to one number per element; see the top of the module."""
 
@@ -118,16 +128,17 @@ class Method:
     where it was published. mix: computes the factors of whole tensors from their inner products;
     only with Select.WHOLE or DELTA, and Combine.SUM. of_deltas: whether the inner products are
     those of deltas although whole experts are mixed. pairs: whether it needs the inner products of
-    experts with each other, not only with the base. lone: computes the factor of an element that
-    one expert alone has, from how many of the expert's elements others have, too, and how many none
-    has; only with Combine.AVERAGED. weigh: computes the weights of experts from the sums of squares
-    of what is selected, and the number of elements; only with Combine.FUSED. experts: how many it
-    takes, None for any number from `least` on. weighted: whether experts have weights. weight: the
-    parameter that is the weight of each, if they have none. fishers: whether each expert comes with
-    a diagonal Fisher: a plan then lists all experts, and after them their Fishers in the same order
-    (`registry.fishers_of`); only with Combine.INFORMED. refuses: parameters of mergekit's
-    method that this one has not, the value that changes nothing, and why. mind: what to say where a
-    merge leaves something out.
+    experts with each other, not only with the base. rows: says for parameters whether factors are
+    those of each row by itself, and how they follow; such an operation has no facts. lone: computes
+    the factor of an element that one expert alone has, from how many of the expert's elements
+    others have, too, and how many none has; only with Combine.AVERAGED. weigh: computes the weights
+    of experts from the sums of squares of what is selected, and the number of elements; only with
+    Combine.FUSED. experts: how many it takes, None for any number from `least` on. weighted:
+    whether experts have weights. weight: the parameter that is the weight of each, if they have
+    none. fishers: whether each expert comes with a diagonal Fisher: a plan then lists all experts,
+    and after them their Fishers in the same order (`registry.fishers_of`); only with
+    Combine.INFORMED. refuses: parameters of mergekit's method that this one has not, the value that
+    changes nothing, and why. mind: what to say where a merge leaves something out.
     """
 
     name: str
@@ -140,6 +151,7 @@ class Method:
     mix: Callable[[Gram, Mapping[str, Scalar], Sequence[float]], Mixture] | None = None
     of_deltas: bool = False
     pairs: bool = False
+    rows: Callable[[Mapping[str, Value]], Rows | None] | None = None
     lone: Callable[[int, int, Mapping[str, Scalar]], float] | None = None
     weigh: Callable[[Sequence[float], int], tuple[float, ...]] | None = None
     experts: int | None = None
@@ -216,6 +228,13 @@ class Method:
             if isinstance(value, tuple) and len(set(value)) == 1:
                 # One meaning, one plan.
                 parameters[name] = value[0]
+        by_rows = self.rows is not None and self.rows(parameters) is not None
+        for parameter in self.parameters:
+            # Without them, plans are as they were before there were such parameters.
+            if parameter.of_rows and not (
+                by_rows and parameters[parameter.name] != parameter.default
+            ):
+                del parameters[parameter.name]
         rounded, frozen = _rounded(weights), MappingProxyType(parameters)
         if self.fishers and min(rounded) < 0:
             raise BadRequest(
@@ -270,6 +289,11 @@ class Operation:
             )
         if self.is_agreed:
             self._require_agreement()
+        if self.rows is Rows.SLERP and self.is_whole and not any(self.weights):
+            raise BadRequest(
+                f"{self.method.name} of two experts of weight 0 is nothing",
+                hint="give one of them a weight",
+            )
         for density, epsilon in zip(self.densities, self.epsilons, strict=True):
             if self.is_ranked and density < 1 and not epsilon < density < 1 - epsilon:
                 raise BadRequest(
@@ -371,9 +395,14 @@ class Operation:
         return self.select is Select.IMPORTANT
 
     @property
+    def rows(self) -> Rows | None:
+        """How the factors of each row follow from the row; None if they are those of the tensor."""
+        return None if self.method.rows is None else self.method.rows(self.parameters)
+
+    @property
     def needs_rows(self) -> bool:
         """Whether a chunk must be whole rows."""
-        return self.is_ranked or self.is_important
+        return self.is_ranked or self.is_important or self.rows is not None
 
     @property
     def select_share(self) -> float:
@@ -440,7 +469,7 @@ class Operation:
     @property
     def needs_facts(self) -> bool:
         """Whether its factors depend on the whole tensor and are not known yet."""
-        needs_gram = self.method.mix is not None and self.mixture is None
+        needs_gram = self.method.mix is not None and self.mixture is None and self.rows is None
         return needs_gram or self.needs_norms or self.needs_counts or self.needs_squares
 
     @property
@@ -502,8 +531,11 @@ class Operation:
 
     @property
     def is_additive(self) -> bool:
-        """Whether the method is additive; see `Method.is_additive`."""
-        return self.method.is_additive
+        """Whether experts add up with fixed coefficients, so that an omission has a bound.
+
+        Those of rows are not fixed: they follow from what is read.
+        """
+        return self.method.is_additive and self.rows is None
 
     @property
     def normalizes(self) -> bool:

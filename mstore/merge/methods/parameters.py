@@ -45,7 +45,8 @@ class Parameter:
     """One parameter of a method: its kind, default (None: it must be given) and range.
 
     each: whether every expert may have its own value; such a parameter is a float. words: what may
-    be given in place of a value, and the value that each stands for.
+    be given in place of a value, and the value that each stands for. of_rows: whether it says that
+    factors are those of rows; plans have it only if it is not the default and has an effect.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Parameter:
     range: Range | None = None
     each: bool = False
     words: tuple[tuple[str, Scalar | str], ...] = ()
+    of_rows: bool = False
 
     def parse(self, given: object) -> Value:
         """Parse text ("0.2", "true", "0.5,0.3") or Python numbers. Raises BadRequest.

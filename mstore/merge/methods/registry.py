@@ -35,9 +35,7 @@ def _here() -> dict[str, Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(_here())
 """The methods of this folder by name, in alphabetical order: every other module defines METHOD."""
 
-PARAMETERS_ELSEWHERE: Final = frozenset(
-    (*("filter_wise", "nuslerp_row_wise", "nuslerp_flatten", "filter", "int8_mask"),)
-)
+PARAMETERS_ELSEWHERE: Final = frozenset(("filter", "int8_mask"))
 """Parameters of mergekit's methods, in recipes, that no method here needs to have."""
 
 _OF_ADAPTERS: Final = frozenset(("cat", "svd", "magnitude_prune"))

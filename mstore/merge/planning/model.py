@@ -97,6 +97,10 @@ class Model:
             one = coefficients(self.operation)
             return np.array(one)[:, None]
         scale = self._undivided()
+        if self.operation.rows is not None:
+            # A guess: shares of all, whatever the angles.
+            shared: Floats = weights * scale / max(float(weights.sum()), 1e-30)
+            return shared
         if not self._normalizes or not weights.any():
             plain: Floats = weights * scale
             return plain
@@ -255,7 +259,7 @@ class Model:
         and d^2 / p with `rescale`.
         """
         operation, density = self.operation, self._drawn
-        if operation.is_additive:
+        if operation.is_additive or operation.rows is not None:
             # The coefficients hold for every mask: with `rescale` they include 1 / p.
             squares = np.where(left_out, self._typical, 0.0) ** 2
             if operation.is_even:

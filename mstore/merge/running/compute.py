@@ -16,6 +16,7 @@ from mstore.merge.arithmetic.informed import average, unsound_fisher
 from mstore.merge.arithmetic.kernels import count_ties, mix_chunk
 from mstore.merge.running.loading import Bytes, Loaded
 from mstore.merge.running.selecting import masks_of
+from mstore.merge.running.turning import row_weights_of
 
 
 def blend(
@@ -31,7 +32,11 @@ def blend(
         if average(tensor.mix, chunk, out, tensor.out_dtype):
             raise unsound_fisher(tensor.name)
         return ()
-    return mix_chunk(tensor.mix, *chunk, out, tensor.out_dtype, masks_of(loaded))
+    return mix_chunk(
+        *(tensor.mix, *chunk, out, tensor.out_dtype),
+        masks=masks_of(loaded),
+        row_weights=row_weights_of(loaded),
+    )
 
 
 def chunk_of(loaded: Loaded, quotas: npt.NDArray[np.int64] | Sequence[int]) -> Chunk:

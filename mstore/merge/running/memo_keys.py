@@ -9,8 +9,9 @@ Owns which facts go into a key and how a row's value is encoded; `mstore.store.m
            the place in the tensor, and the mask limit where experts have different ones; for
            methods that mix the experts themselves all weights; for a selection by variance or
            importance the threshold, the number of experts, and how far into the chunk equal ones
-           count; for one by what experts need, what makes it a need, and of how many; for an
-           average by Fishers, which expert's Fisher it is
+           count; for one by what experts need, what makes it a need, and of how many; for
+           rows with factors of their own all weights, and which expert each is; for an average by
+           Fishers, which expert's Fisher it is
     value  the output's BlockIds; u32 (little-endian) for each expert that takes part with such a
            quota: how many ties the chunk took; u16: how many of these numbers there are
 
@@ -142,11 +143,12 @@ class MemoKeys:
         found = self._heads.get(key)
         if found is None:
             # Every expert is a summand of a sum of whole experts, present or not.
-            weights = mix.weights.astype("<f4").tobytes() if operation.is_whole else b""
+            counts = operation.is_whole or operation.rows is not None
+            weights = mix.weights.astype("<f4").tobytes() if counts else b""
             types = _text(tensor.base_dtype) + _text(tensor.out_dtype)
             head = ARITHMETIC.to_bytes(4, "little") + mix.signature()
             found = self._heads[key] = head + types + weights
-        # Ranks and importance follow from the rows.
+        # Ranks, importance and angles follow from the rows.
         return found + tensor.row_length.to_bytes(8, "little") if operation.needs_rows else found
 
     def _sides(
@@ -163,7 +165,7 @@ class MemoKeys:
         for k, expert in enumerate(members.experts):
             slots = range(k, len(quotas), experts)
             limited = [slot for slot in slots if quotas[slot] != UNLIMITED]
-            who = k.to_bytes(2, "little") if operation.is_whole else b""
+            who = k.to_bytes(2, "little") if operation.is_whole or operation.rows else b""
             if operation.is_informed:
                 # A Fisher counts without its expert, where that is the base's.
                 half = experts // 2
