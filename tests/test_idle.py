@@ -14,6 +14,7 @@ from families import Family
 from test_budget import Place, make
 
 from mstore import MergeRequest
+from mstore.merge.methods.method import Select
 from mstore.merge.methods.registry import METHODS
 from mstore.merge.planning import warnings
 
@@ -39,11 +40,12 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, str]]]] = {
     "outside top-p": (["e0", ("e1", 0.0)], {"top_p": 0.5}, [(warnings.NO_WEIGHT, "e1")]),
     "weight 0": (["e0", ("e1", 0)], {}, [(warnings.NO_WEIGHT, "e1")]),
     "equal to the base": (["e0", "e2"], {}, [(warnings.EQUALS_BASE, "e2")]),
-    "the base": (["e0", "base"], {}, [(warnings.IS_BASE, "base")]),
+    "the base": (["e0", "base"], {"method": "task_arithmetic"}, [(warnings.IS_BASE, "base")]),
+    "the base in an average": (["e0", ("base", 0.5)], {}, []),
     "twice": (["e0", "e0"], {}, [(warnings.REPEATED, "e0")]),
     "the base twice": (
         ["e0", "base", "base"],
-        {},
+        {"method": "task_arithmetic"},
         [(warnings.IS_BASE, "base"), (warnings.REPEATED, "base"), (warnings.IS_BASE, "base")],
     ),
     "twice, once without weight": (
@@ -65,7 +67,8 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     warning that names the expert, when planning, when merging, and of the plan as it is kept.
     """
     experts, options, wanted = CASES[what]
-    plan = place.store.plan(MergeRequest(base="base", experts=experts, method="linear", **options))
+    asked = MergeRequest(base="base", experts=experts, **({"method": "linear"} | options))
+    plan = place.store.plan(asked)
     found = [(one.kind, one.expert) for one in plan.warnings]
     assert found == wanted
     assert all(str(one.expert) in one.text for one in plan.warnings)
@@ -81,7 +84,10 @@ def test_an_idle_expert_is_named(what: str, place: Place) -> None:
     [
         name
         for name, one in METHODS.items()
-        if one.weighted and "normalize" in [own.name for own in one.parameters]
+        # In an average of whole models, the base is a model like the others.
+        if one.weighted
+        and one.select is not Select.WHOLE
+        and "normalize" in [own.name for own in one.parameters]
     ],
 )
 def test_who_takes_weight_from_others(method: str, place: Place) -> None:
