@@ -93,7 +93,7 @@ def test_rm_dry_run(mstore: Program) -> None:
 
 def test_quiet_keeps_warnings(mstore: Program) -> None:
     """-q prints only the id; warnings go to standard error."""
-    line = [*MERGE[:-2], "--expert", "base", "--method", "linear"]
+    line = [*MERGE[:-2], "--expert", "base", "--method", "task_arithmetic"]
     loud = mstore.succeed(*line, "--name", "loud")
     assert "warning: base is the base itself" in loud.out
     for quiet in (
