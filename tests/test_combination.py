@@ -583,7 +583,7 @@ def test_bad_requests(family: Family) -> None:
     refused(family, no, "a rank is 1 to 4096, not 0", method="svd", rank=0)
     refused(family, no, "name of its own", name="one")
     refused(family, no, "no adapter", experts=[])
-    refused(family, no, "no adapter has a weight", experts={"one": 0, "two": 0})
+    refused(family, no, "every adapter has weight 0", experts={"one": 0, "two": 0})
     refused(family, no, "the weight of one must be a finite float32", experts={"one": 1e300})
     refused(family, no, "cannot write dtype", dtype="int8")
     refused(family, no, "experts are a list", experts="one")

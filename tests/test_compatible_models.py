@@ -96,7 +96,13 @@ CASES: dict[str, tuple[Change, list[tuple[str, str, str]]]] = {
     ),
     "tokens": (
         file("tokenizer.json", tokenizer_json([*TOKENS[:7], "new"])),
-        [("vocabulary", "warning", "has 1 tokens that the base lacks, and not 1 of the base's")],
+        [
+            (
+                "vocabulary",
+                "warning",
+                "has 1 tokens that the base lacks, and lacks 1 of the base's tokens",
+            )
+        ],
     ),
     "tokenizer": (
         file("tokenizer.json", tokenizer_json(TOKENS).replace('"1.0"', '"1.1"')),
@@ -134,6 +140,14 @@ CASES: dict[str, tuple[Change, list[tuple[str, str, str]]]] = {
     "template": (
         file("chat_template.jinja", "other"),
         [("chat template", "warning", "another than the base's")],
+    ),
+    "no template": (
+        lambda path: (path / "chat_template.jinja").unlink(),
+        [("chat template", "warning", "none, but the base has one; the result has the base's")],
+    ),
+    "end": (
+        config(eos_token_id=3),
+        [("settings", "warning", "eos_token_id is 3, not 1")],
     ),
     "licence": (
         file("README.md", "---\nlicense: cc-by-nc-4.0\n---\n"),

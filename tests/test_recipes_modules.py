@@ -235,6 +235,8 @@ parameters: {t: 0.5}
         (LINEAR, ("  multi_modal_projector: {models: [{model: one}]}\n", ""), 3, "lacks multi"),
         (LINEAR, ("{models: [{model: one}]}", "{}"), 12, "either models or slices"),
         (LINEAR, ("{models: [{model: one}]}", "{model: one}"), 12, "no key 'model'"),
+        (LINEAR.replace("merge_method: linear", "merge_method: model_stock\nbase_model: base"),
+         ("{models: [{model: one}]}", "{models: [{model: base}]}"), 13, "another model"),
         (SLICES, ("[{model: base}, {model: one}]", "[{model: base}, {model: two}]"), 9, "same"),
         (STACK, ("vision_tower: {models: [{model: one}", "vision_tower: {models: [{model: two}"),
          3, "every other module is of the model of the first layer, one"),

@@ -216,9 +216,10 @@ class Merging(OpenStore):
                     f"{vocabulary.source} is neither the base nor an expert",
                     where=Option("vocabulary"),
                     hint=phrase(
-                        "{all}, {base}, or one of the models",
+                        "{all}, {base}, {common}, or one of the models",
                         all=Option("vocabulary", UNION),
                         base=Option("vocabulary", BASE),
+                        common=Option("vocabulary", COMMON),
                     ),
                 ) from error
         with contents.held(self._catalog, [id for _, id in models]):

@@ -217,6 +217,7 @@ class _Plan:
         self._records = dict(zip(ids, catalog.tensors(ids), strict=True))
         names = {str(part.name) for part in parts}
         require_matches(names, only, skip)
+        self._only = bool(only)
         self._wanted = chosen(dict.fromkeys(names, ()), only, skip).keys()
         self.files: dict[str, list[_Slot]] = {}
         self.configs: dict[str, bytes] = {}
@@ -259,7 +260,10 @@ class _Plan:
         scales = scales_of(tensors, stated, self._where)
         left = [name for name in scales.of if name not in self._wanted]
         if left:
-            raise BadRequest(f"{left[0]} has scales, and cannot be left out", where=Option("skip"))
+            raise BadRequest(
+                f"{left[0]} has scales, and a weight with scales cannot be left out",
+                where=Option("only") if self._only else Option("skip"),
+            )
         if scales.of and self.before.file(path := posixpath.join(directory, STATED_ELSEWHERE)):
             self.removed.add(path)
         for file in files:

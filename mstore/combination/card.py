@@ -109,7 +109,9 @@ def _body(
     base = _base_of(members)
     yield from (
         "",
-        f"They are adapters of {base or 'a base that their configs do not name alike'}.",
+        f"They are adapters of {base}."
+        if base is not None
+        else "Their configs do not name one base: they name several, none, or a directory.",
     )
     yield from ("", _OF_NAMES, "", "## Licences", "")
     warned = [text for _, text in conflicts([one.licence for one in said])]

@@ -167,7 +167,7 @@ def _with_weight(members: Sequence[Member]) -> tuple[Member, ...]:
     """
     found = tuple(one for one in members if one.weight != 0)
     if not found:
-        raise BadRequest("no adapter has a weight", hint=Option("experts", {"REF": 0.5}))
+        raise BadRequest("every adapter has weight 0", hint=Option("experts", {"REF": 0.5}))
     return found
 
 

@@ -139,12 +139,16 @@ class Layout:
         """Return the stacks as text."""
         return ", ".join(f"{name} ({count})" for name, count in self.stacks.items()) or "none"
 
-    def told(self) -> str | None:
+    def told(self, *, has_gradients: bool) -> str | None:
         """Return what a user could not guess about layers, as a sentence; None for most models."""
         said = []
-        if len(self.stacks) > 1:
-            said.append(f"layers are counted in each of {self.listed()}")
-        elif self.main is not None and self.main.rpartition(".")[2] not in _WORDS:
+        if len(self.stacks) > 1 and has_gradients:
+            said.append(f"a gradient runs over each of {self.listed()}")
+        elif (
+            len(self.stacks) == 1
+            and self.main is not None
+            and self.main.rpartition(".")[2] not in _WORDS
+        ):
             said.append(f"layers are told by the numbers in names: {self.listed()}")
         if self.further:
             said.append(

@@ -55,6 +55,7 @@ def resolve(
 
     if not recipe.modules:
         return of_one(recipe, tensors, layers)
+    _require_experts(recipe, method)
     modules = _modules(recipe, Layout.of(tensors, layers))
     names: dict[str, list[str]] = {}
     for tensor in tensors:
@@ -88,6 +89,7 @@ def check(
 
     Returns as `mstore.recipes.resolve.check`, for the first of its modules.
     """
+    _require_experts(recipe, method)
     parts = [
         _alone(recipe, module, is_main=True)
         for module in recipe.modules
@@ -137,8 +139,8 @@ class _Combined:
                     _refuse(
                         recipe,
                         part.module,
-                        f"{method.name} has the same models in every module; a method with "
-                        "weights may leave some out",
+                        f"{method.name} needs the same models in every module; with linear and "
+                        "weight 1, each module may be of another model",
                     )
 
     def request(self, tied: Mapping[str, str]) -> RecipeRequest:
@@ -281,9 +283,19 @@ def _require_modules(recipe: Recipe, known: Collection[str]) -> None:
 
 def _is_idle(recipe: Recipe, module: Module, method: KnownMethod) -> bool:
     """Return whether a module stays as in the base: only this is in it."""
+    return not method.takes_base and method.partial and _is_of_base(recipe, module)
+
+
+def _require_experts(recipe: Recipe, method: KnownMethod) -> None:
+    """Raise BadRequest for a module of the base alone, if the method cannot leave it as it is."""
+    for module in recipe.modules:
+        if not method.takes_base and not method.partial and _is_of_base(recipe, module):
+            _refuse(recipe, module, f"{method.name} needs another model than the base here")
+
+
+def _is_of_base(recipe: Recipe, module: Module) -> bool:
     sources = (*module.models, *(one for part in module.slices for one in part.sources))
-    is_base = not method.takes_base and method.partial and recipe.base is not None
-    return is_base and {str(source.model) for source in sources} == {str(recipe.base)}
+    return {str(source.model) for source in sources} == {str(recipe.base)}
 
 
 def _alone(recipe: Recipe, module: Module, *, is_main: bool) -> Recipe:

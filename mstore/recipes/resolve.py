@@ -587,7 +587,8 @@ class _Resolver:
             for one in setting.conditions
             if isinstance(one.value, tuple) and len(one.value) > 1
         ]
-        told = None if self._layout is None else self._layout.told()
+        has_gradients = bool(gradients)
+        told = None if self._layout is None else self._layout.told(has_gradients=has_gradients)
         if told is not None and (gradients or self._recipe.slices):
             self._note(told, (gradients or [self._slices[0].line])[0])
 

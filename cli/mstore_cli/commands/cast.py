@@ -70,6 +70,8 @@ def cast(
             threads=threads,
             progress=tick,
         )
+        parents = store.show(report.snapshot).parents
+    replaced = next((parent.snapshot for parent in parents if parent.role == "previous"), None)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -79,6 +81,7 @@ def cast(
         scaled = f", {report.scaled} with scales" if report.scaled else ""
         screen.fields(
             [
+                ("was", short(replaced) if replaced and report.new_snapshot else None),
                 ("cast", f"{report.cast} tensors{scaled}"),
                 ("as they were", f"{report.shared} tensors"),
                 ("dropped", f"{report.scales_dropped} scales" if report.scales_dropped else None),

@@ -114,7 +114,7 @@ def combine_adapters(
             screen.line(f"combined {report.name} {short(report.snapshot)}", style="green")
         else:
             screen.line(f"nothing new: {report.name} is this adapter already")
-        some = f", {report.of_some} of some of the adapters" if report.of_some else ""
+        some = f", {report.of_some} from only some of the adapters" if report.of_some else ""
         left_out = report.relative_error
         screen.fields(
             [

@@ -52,7 +52,7 @@ _RISKY: Final = (
     *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "norm_eps"),
     *("rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "max_position_embeddings", "attention_bias", "logit_scale"),
-    *("tie_word_embeddings", "quantization_config"),
+    *("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id"),
 )
 """Keys that change what is computed with the weights: the result is computed as the base is."""
 
@@ -163,10 +163,13 @@ def _differences(
     yield from _tensors(catalog, base, other, request)
     yield from _configs(base, other)
     yield from _tokenizers(base, other)
-    if base.template is not None and other.template is not None and base.template != other.template:
-        yield _finding(
-            other, "chat template", WARNING, "another than the base's; the result has the base's"
-        )
+    if base.template != other.template:
+        text = "another than the base's; the result has the base's"
+        if other.template is None:
+            text = "none, but the base has one; the result has the base's"
+        elif base.template is None:
+            text = "one, but the base has none; the result has none"
+        yield _finding(other, "chat template", WARNING, text)
 
 
 def _finding(
@@ -345,13 +348,13 @@ def _tokenizers(base: _Model, other: _Model) -> Iterator[CompatibilityFinding]:
     if found.moved:
         yield _finding(other, "vocabulary", ERROR, told_of_moved(found), hint)
     if found.new or found.lacking:
-        has = [f"{found.new} tokens that the base lacks"] if found.new else []
-        has += [f"not {found.lacking} of the base's"] if found.lacking else []
+        has = [f"has {found.new} tokens that the base lacks"] if found.new else []
+        has += [f"lacks {found.lacking} of the base's tokens"] if found.lacking else []
         new = theirs.ids.keys() - ours.ids.keys()
         rows = rows_of(base.config)
         fits = rows is None or all(theirs.ids[token] < rows for token in new)
         if fits and not found.moved:
-            yield _finding(other, "vocabulary", WARNING, f"has {', and '.join(has)}", hint)
+            yield _finding(other, "vocabulary", WARNING, ", and ".join(has), hint)
     if not (found.moved or found.new or found.lacking) and ours.document != theirs.document:
         yield _finding(
             other,
