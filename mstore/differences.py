@@ -168,12 +168,13 @@ class Differences:
         with Sums(self, slots[:_SAMPLED]) as sums:
             for slot in slots[:_SAMPLED]:
                 difference, theirs = sums.sides(slot, 0)
-                left, right = (side.astype(np.float64) for side in (difference, theirs))
-                with np.errstate(invalid="ignore"):
-                    product += float(left @ right)
-                    own += float(left @ left)
-                    base += float(right @ right)
-        if not (own and base and math.isfinite(own) and math.isfinite(base)):
+                # One infinite element must not hide what all the others are.
+                known = np.isfinite(difference) & np.isfinite(theirs)
+                left, right = (side[known].astype(np.float64) for side in (difference, theirs))
+                product += float(left @ right)
+                own += float(left @ left)
+                base += float(right @ right)
+        if not (own and base):
             return None
         ratio, cosine = math.sqrt(own / base), product / math.sqrt(own * base)
         if cosine > _ALIKE and _ALIKE < ratio < 1 / _ALIKE:

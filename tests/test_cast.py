@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import families
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -581,6 +582,39 @@ def test_a_product_that_overflows_is_counted(
     assert report.overflowed == 2
     found = store["out"].tensor("a.weight").astype(np.float64)
     assert found.tolist() == [[0, value, -value]]
+
+
+def test_an_infinite_weight_is_no_overflow(store: Store, tmp_path: Path) -> None:
+    """Infinite elements that a scale makes none do not count, and hide no real overflow."""
+    weight = np.array([np.inf, np.inf, 2.0, 1.0], dtype=ml_dtypes.float8_e5m2).reshape(2, 2)
+    scale = np.array([[0.0], [3e38]], dtype=np.float32)
+    path = save(tmp_path / "m", {"a.weight": weight, "a.weight_scale": scale}, {})
+    store.add(path, name="m")
+    report = store.cast("m", dtype="float32", name="out")
+    assert report.overflowed == 1
+    found = stored(store, "out")["a.weight"]
+    assert np.isnan(found[0]).all()
+    assert found[1].tolist() == [np.inf, np.float32(3e38)]
+
+
+def test_scales_are_of_weights_in_fp8(store: Store, tmp_path: Path) -> None:
+    """A tensor of the same name in another file, in another type, is not multiplied."""
+    own = normal(4, 6).astype(ml_dtypes.bfloat16)
+    for name, tensors in (
+        ("a.safetensors", {"w.weight": W, "w.weight_scale": 4 * ONE}),
+        ("b.safetensors", {"w.weight": own}),
+    ):
+        (tmp_path / "m").mkdir(exist_ok=True)
+        write(tmp_path / "m" / name, tensors)
+    store.add(tmp_path / "m", name="m")
+    store.cast("m", dtype="bfloat16", name="out")
+    store.checkout("out", tmp_path / "out")
+    found = [
+        families.read_safetensors(tmp_path / "out" / name)["w.weight"]
+        for name in ("a.safetensors", "b.safetensors")
+    ]
+    assert same(found[1], own)
+    assert same(found[0], (4 * W.astype(np.float32)).astype(ml_dtypes.bfloat16))
 
 
 def test_a_directory_without_a_config_may_hold_other_weights(store: Store, tmp_path: Path) -> None:

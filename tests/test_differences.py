@@ -354,3 +354,18 @@ def test_a_file_that_changes_stops_it(
     with pytest.raises(BadCheckpoint, match="changed while it was being read"):
         add(store, path)
     assert "tuned" not in [one.name for one in store.refs()]
+
+
+def test_an_element_that_is_not_finite_hides_no_weights(store: Store, tmp_path: Path) -> None:
+    """Whole weights are refused although one element, of theirs or of the base, is no number."""
+    family = families.layered(3, rows=100)
+    base = dict(family.base)
+    base["model.embed.weight"] = base["model.embed.weight"].copy()
+    base["model.embed.weight"][0, 0] = np.inf
+    store.add(write(tmp_path / "base", base), name="base")
+    other = {
+        name: value.copy() for name, value in family.experts[0].items() if value.dtype.itemsize == 2
+    }
+    other["model.embed.weight"][3, 3] = np.nan
+    with pytest.raises(Incompatible, match="looks like whole weights"):
+        add(store, write(tmp_path / "other", other))

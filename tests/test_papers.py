@@ -13,7 +13,7 @@ import pytest
 from cli_runs import Program
 from families import BLOCK
 
-from mstore import MergeRequest, Store
+from mstore import MergeRequest, Store, TensorRule
 from mstore.checkpoint.declared import front_matter, values
 from mstore.merge.planning import costs as planning_costs
 from mstore.merge.running import papers
@@ -228,6 +228,28 @@ def test_merges_of_earlier_versions_keep_their_card(make: Make) -> None:
         assert "--plan" not in card
         assert store.replay("old").same
         assert store.replay("half").same
+
+
+@pytest.mark.parametrize("form", papers.Form)
+def test_merges_without_a_recipe_replay(make: Make, form: papers.Form) -> None:
+    """A merge of one expert that no recipe can state is replayed to its own papers, whichever
+    version made them; a virtual one is stored with them.
+    """
+    with make() as store:
+        rule = TensorRule(tensors="w", method="linear")
+        asked = MergeRequest(base="base", experts=["e0"], method="task_arithmetic", rules=[rule])
+        plan = store.plan(asked)
+        catalog = store._catalog
+        record = catalog.record(Plan, plan.plan)
+        sources = sources_of(catalog, plan.plan, record)
+        run_merge(catalog, record, sources, name="m", message="", threads=1, papers=form)
+        assert "mergekit_config.yml" not in files(store)
+        assert store.replay("m").same
+        store.merge(plan, name="v", virtual=True)
+        before = store["v"].read("README.md")
+        store.materialize("v")
+        assert store["v"].read("README.md") == before
+        assert b"merge of one model by" in before
 
 
 def test_cards_that_are_none(make: Make) -> None:

@@ -15,6 +15,7 @@ from small_layers import LAYERS, NAMES, member
 
 from mstore import MergeRequest, Store
 from mstore.errors import BadRequest, Incompatible
+from mstore.merge.running import engine, stacking
 from mstore.objects.canonical import decode
 from mstore.objects.plan import Plan
 
@@ -334,6 +335,30 @@ def test_layers_that_share_weights(store: Store, tmp_path: Path) -> None:
     store.add(write(tmp_path / "m", member(1), layers=12), name="shared")
     with pytest.raises(Incompatible, match="counts 12 layers, and its tensors have 4"):
         store.plan(ask(("shared", 0, 2), ("m1", 0, 2), experts=("shared", "m1")))
+
+
+def test_a_stack_of_an_earlier_version_replays(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack that was made before a list of configs was known keeps its config."""
+    path = write(tmp_path / "rope", member(1))
+    config = json.loads((path / "config.json").read_text()) | {"no_rope_layers": [1, 1, 1, 0]}
+    (path / "config.json").write_text(json.dumps(config))
+    store.add(path, name="rope")
+    plan = store.plan(
+        MergeRequest(
+            base="rope", experts=["rope"], method="passthrough", layers=[("rope", 0, 3)] * 2
+        )
+    )
+    new = store.merge(plan, name="new")
+    assert json.loads(store["new"].read("config.json"))["no_rope_layers"] == [1, 1, 1] * 2
+    with monkeypatch.context() as before:
+        before.setattr(engine, "LISTS", stacking.EARLIER)
+        old = store.merge(plan, name="old")
+    assert json.loads(store["old"].read("config.json"))["no_rope_layers"] == [1, 1, 1, 0]
+    assert new.manifest != old.manifest
+    assert store.replay("new").same
+    assert store.replay("old").same
 
 
 def test_an_exported_stack_is_the_same_plan(store: Store) -> None:

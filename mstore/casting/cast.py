@@ -279,7 +279,8 @@ class _Plan:
         name, source = str(part.name), self._records[part.tensor_id()]
         if name in scales.dropped:
             return None
-        scale = scales.of.get(name)
+        # Another file of the directory may have a tensor of the same name, without scales.
+        scale = scales.of.get(name) if source.dtype in EIGHT_BITS else None
         is_float = DTYPES[source.dtype].floating and name in self._wanted
         if not is_float or (source.dtype == self._dtype and scale is None):
             return _Slot(part, source, None, None)

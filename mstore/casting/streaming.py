@@ -141,10 +141,10 @@ class Caster:
         lost = 0
         if job.scale is not None and scale is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                before = np.count_nonzero(np.isinf(values))
+                before = np.isinf(values)
                 # A weight with a scale has 8 bits.
                 apply(values.view(np.float32), group.first, job.scale, scale)
-                lost = int(np.count_nonzero(np.isinf(values)) - before)
+                lost = int(np.count_nonzero(np.isinf(values) & ~before))
         data, overflowed = narrowed(values, self._dtype)
         if self._dtype == "F8_E4M3":
             # There infinite elements count, and these became so here.

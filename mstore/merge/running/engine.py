@@ -35,6 +35,7 @@ from mstore.merge.running.records import Records, coverage
 from mstore.merge.running.remote import RemoteRunner
 from mstore.merge.running.sink import Sink
 from mstore.merge.running.slices import SLICE_BYTES, Slice
+from mstore.merge.running.stacking import EARLIER, LISTS
 from mstore.merge.running.task import Tasks
 from mstore.merge.running.work_list import WorkList
 from mstore.objects.coverage import Coverage
@@ -112,7 +113,8 @@ class Engine:
         self._costs = costs_of(catalog, plan)
         self._expert_meter = Meter("expert", self._costs.planned)
         tasks = Tasks(catalog, plan, self._expert_meter)
-        layout = Layout(catalog, tasks)
+        lists = EARLIER if papers is Form.STACKLESS else LISTS
+        layout = Layout(catalog, tasks, lists)
         limits = bounds(tasks, memory=resources.memory, threads=resources.threads)
         self._base_meter = Meter("base")
         written: set[BlockId] = set()

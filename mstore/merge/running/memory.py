@@ -106,6 +106,9 @@ def _shapes(tasks: Tasks) -> _Shapes:
         masks = -(-there // wide) if tensor.mix.ranked else 0
         if tensor.cut is not None or tensor.mix.needed:
             masks = -(-len(members.experts) // wide)
+        if tensor.mix.rows is not None:
+            # Rows are turned as float32, of every expert, with a product of each in float64.
+            masks = -(-4 * (len(members.experts) + 4) // wide)
         shape = _Shape(1 + SPARE_SIDES + there + masks, elements, min(base, out), wide, out)
         first.setdefault(shape, planned.name)
     return _Shapes(first, total)

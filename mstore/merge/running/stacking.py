@@ -8,7 +8,8 @@ shard index and the config's number of layers.  Reads headers and these two file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from mstore.adapters.inputs import Inputs
 from mstore.checkpoint.declared import CONFIG
@@ -21,19 +22,37 @@ from mstore.recipes.layout import COUNTS, TEXT_CONFIGS
 from mstore.store.catalog import Catalog
 from mstore.store.rebuilt import header_of, index_of, shards_of
 
-_PER_LAYER = (
-    *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_configs"),
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """What configs say of single layers.
+
+    per_layer: lists with an entry for each layer. numbers: lists of the layers of one kind.  parts:
+    where a config has that of its text model.  EARLIER: as in stacks of earlier versions, where
+    they are made again.
+    """
+
+    per_layer: tuple[str, ...]
+    numbers: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+LISTS: Final = Lists(
+    ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_configs"),
+    ("moe_layers", "mlp_only_layers", "attn_layer_indices", "full_attn_idxs"),
+    TEXT_CONFIGS,
 )
-"""Lists in configs that have an entry for each layer."""
-_NUMBERS = ("moe_layers", "mlp_only_layers", "attn_layer_indices", "full_attn_idxs")
-"""Lists in configs of the layers that are of one kind."""
+EARLIER: Final = Lists(("layer_types",), (), ("text_config", "llm_config"))
 
 
 class Stack:
     """The files of one plan with layers."""
 
-    def __init__(self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest) -> None:
+    def __init__(
+        self, catalog: Catalog, plan: Plan, inputs: Inputs, base: Manifest, lists: Lists = LISTS
+    ) -> None:
         self._catalog = catalog
+        self._lists = lists
         self._plan = plan
         ids = [inputs.members[one.member][one.source] for one in plan.taken]
         records = inputs.records(ids)
@@ -72,7 +91,9 @@ class Stack:
         if file.form != OPAQUE:
             return None
         if file.path == CONFIG:
-            return self._config(json_object(self._catalog.read_parts(file.parts)))
+            fields = json_object(self._catalog.read_parts(file.parts))
+            changed = _stacked_config(fields, self._plan, self._lists)
+            return None if changed == fields else json_bytes(changed)
         if file.path.endswith(INDEX_SUFFIX):
             return self._index(file.path, json_object(self._catalog.read_parts(file.parts)))
         return None
@@ -82,31 +103,6 @@ class Stack:
         names = [str(part.name) for part in file.tensors()]
         return header_of(before, names, self._records([file]))
 
-    def _config(self, fields: dict[str, Any]) -> bytes | None:
-        """Return the config with the number of layers, also in parts of the model."""
-        changed = self._counted(fields)
-        for key in TEXT_CONFIGS:
-            if isinstance(fields.get(key), dict):
-                changed[key] = self._counted(fields[key])
-        return None if changed == fields else json_bytes(changed)
-
-    def _counted(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        layers = self._plan.layers
-        changed = dict(fields)
-        for key in COUNTS:
-            count = fields.get(key)
-            if type(count) is int and count > 0:
-                changed[key] = len(layers)
-                for name in _PER_LAYER:
-                    own = fields.get(name)
-                    if isinstance(own, list) and len(own) == count:
-                        changed[name] = [own[min(layer, count - 1)] for _, layer in layers]
-                for name in _NUMBERS:
-                    own = fields.get(name)
-                    if isinstance(own, list):
-                        changed[name] = [n for n, (_, layer) in enumerate(layers) if layer in own]
-        return changed
-
     def _index(self, path: str, fields: dict[str, Any]) -> bytes | None:
         shards = shards_of(path, fields, self._files.values())
         return index_of(fields, shards, self._records(shards)) if shards else None
@@ -115,3 +111,47 @@ class Stack:
         return self._catalog.tensors(
             [part.tensor_id() for file in files for part in file.tensors()]
         )
+
+
+def has_earlier_config(catalog: Catalog, plan: Plan, made: Manifest) -> bool | None:
+    """Return whether a stack has the config that earlier versions gave it.
+
+    None if it is no stack, or if they gave it the same.
+    """
+    file = catalog.manifest(plan.base_id()).file(CONFIG)
+    own = made.file(CONFIG)
+    if not plan.layers or file is None or own is None or file.form != OPAQUE:
+        return None
+    fields = json_object(catalog.read_parts(file.parts))
+    new, earlier = (_stacked_config(fields, plan, lists) for lists in (LISTS, EARLIER))
+    if new == earlier:
+        return None
+    return json_object(catalog.read_parts(own.parts)) == earlier
+
+
+def _stacked_config(fields: Mapping[str, Any], plan: Plan, lists: Lists) -> dict[str, Any]:
+    """Return a config with the number of layers, also in parts of the model."""
+    changed = _counted(fields, plan, lists)
+    for key in lists.parts:
+        part = fields.get(key)
+        if isinstance(part, dict):
+            changed[key] = _counted(part, plan, lists)
+    return changed
+
+
+def _counted(fields: Mapping[str, Any], plan: Plan, lists: Lists) -> dict[str, Any]:
+    layers = plan.layers
+    changed = dict(fields)
+    for key in COUNTS:
+        count = fields.get(key)
+        if type(count) is int and count > 0:
+            changed[key] = len(layers)
+            for name in lists.per_layer:
+                own = fields.get(name)
+                if isinstance(own, list) and len(own) == count:
+                    changed[name] = [own[min(layer, count - 1)] for _, layer in layers]
+            for name in lists.numbers:
+                own = fields.get(name)
+                if isinstance(own, list):
+                    changed[name] = [n for n, (_, layer) in enumerate(layers) if layer in own]
+    return changed
