@@ -24,9 +24,10 @@ import numpy as np
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE, PackGone
+from mstore.checkpoint.header import parse_header
 from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
 from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, VirtualId
-from mstore.objects.manifest import File, Manifest
+from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
@@ -433,6 +434,19 @@ class SnapshotView:
         packs = self._catalog.packs
         packs.will_need(location.pack, location.offset, location.stored_length)
 
+    def header(self, path: str) -> tuple[list[str], dict[str, str] | None]:
+        """Return the tensors of a safetensors file, and the metadata of its header.
+
+        Raises NotFound if there is no such file, or if it is of another form, and Corrupt.
+        """
+        file = self._opened(path).file
+        if file.form != SAFETENSORS:
+            raise NotFound("not a safetensors file", where=path)
+        with contents.or_collected(self._catalog, [self.id]):
+            raw = self._catalog.read_parts(file.parts[:1])
+        header = parse_header(raw, file_size=file.size, where=path)
+        return [slot.name for slot in header.tensors], header.metadata or None
+
     def record(self, name: str) -> Tensor | VirtualTensor:
         """Return the record of a tensor. Raises NotFound."""
         return self._catalog.content(self._tensor_id(name))
@@ -456,6 +470,21 @@ class SnapshotView:
         array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
         array.flags.writeable = False
         return array
+
+    def tensor_stream(self, name: str) -> Iterator[Buffer]:
+        """Yield the blocks of a tensor in order, bypassing the cache.  Raises as `tensor`."""
+        id = self._tensor_id(name)
+        return self._told_if_collected(tensor_blocks(self._catalog, self._cache, id))
+
+    def tensor_bytes(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes of a tensor from `start` to before `stop`; reads only their blocks.
+
+        Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed.
+        """
+        id = self._tensor_id(name)
+        with contents.or_collected(self._catalog, [self.id]):
+            found = _extents(self._catalog, self._cache, id, start, stop)
+            return b"".join([self._cache.read(extent) for extent in found])
 
     def _fill(self, id: TensorId, tensor: Tensor | VirtualTensor, target: memoryview) -> None:
         """Fill `target`, which is as long as the tensor, with its bytes."""

@@ -357,12 +357,12 @@ def test_after_close_nothing_pretends(store: Store) -> None:
 
 
 def test_all_tensors_at_once(store: Store) -> None:
-    """`state_dict` has every tensor as numpy, `torch` the same elements as torch has them."""
+    """`load` has every tensor as numpy, `load_torch` the same elements as torch has them."""
     torch = pytest.importorskip("torch")
     snapshot = store[store.refs()[0].name]
-    arrays = snapshot.state_dict()
+    arrays = snapshot.load()
     assert list(arrays) == snapshot.tensor_names()
-    tensors = snapshot.torch()
+    tensors = snapshot.load_torch()
     assert list(tensors) == list(arrays)
     for name, array in arrays.items():
         tensor = tensors[name]
@@ -380,7 +380,7 @@ def test_tensors_without_torch(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     """Where torch is not installed, its tensors are unavailable, with what to install."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Unavailable) as refused:
-        store[store.refs()[0].name].torch()
+        store[store.refs()[0].name].load_torch()
     assert refused.value.hint == "pip install torch"
 
 

@@ -492,7 +492,7 @@ def test_a_merge_is_what_the_recipe_says(store: Store) -> None:
     )
     plan = store.plan(found.request)
     assert store.merge(plan, name="merged").expert_bytes_read == plan.planned_expert_bytes
-    merged = store["merged"].state_dict()
+    merged = store["merged"].load()
     base, math, code = member(0), member(1), member(2)
     for number in range(LAYERS):
         t = number / (LAYERS - 1)

@@ -24,6 +24,8 @@ from mstore.api.open_store import OpenStore
 from mstore.api.reading import Reading
 from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert.conversion import ConversionLimits
+from mstore.integrations.transformers import from_pretrained
+from mstore.safe_open import SafeOpen, TensorSlice
 from mstore.store.leases import Pin
 from mstore_cli import keys, page
 from mstore_fuse import mounts
@@ -38,6 +40,8 @@ IDS: tuple[type, ...] = (ids.BlockId, ids.TensorId, ids.ManifestId, ids.Snapshot
 # Other types that calls take or return, beside reports, with a name for each.
 OTHERS: dict[type, str] = {
     view.SnapshotView: "view",
+    SafeOpen: "file",
+    TensorSlice: "part",
     Pin: "pin",
     CheckpointLimits: "limits",
     ConversionLimits: "limits",
@@ -93,6 +97,8 @@ def _sections() -> Iterator[str]:
         yield _function("signing", function)
     yield f"### SigningKey\n\n{_text(signing.SigningKey)}"
     yield from _members(signing.SigningKey, "SigningKey", "key")
+    yield "## mstore.integrations\n\nOther libraries on top of mstore.\n"
+    yield _function("integrations.transformers", from_pretrained)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
     for call in (mounts.mount, mounts.mounts, mounts.unmount):
         yield _function("mounts", call)

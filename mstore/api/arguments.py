@@ -81,6 +81,7 @@ def _anything(_given: Any) -> bool:
 
 
 _TEXT = Kind(_is(str), "text")
+_TEXTS = Kind(_list(_is(str)), "a list of texts")
 _NUMBER = Kind(_number(Real), "a number")
 _COUNT = Kind(_number(Integral), "a whole number")
 _PATH = Kind(_is(str, os.PathLike), "a path (text or os.PathLike)")
@@ -115,7 +116,10 @@ KINDS: Final[Mapping[str, Kind]] = {
         lambda one: _PLAN_REPORT(one) or isinstance(one, PlanId | str),
         "a plan: what Store.plan gave, its PlanId, or that as text",
     ),
-    "Sequence[str]": Kind(_list(_is(str)), "a list of texts"),
+    "Sequence[str]": _TEXTS,
+    "Sequence[str] | None": _TEXTS.optional(),
+    # Of another library, which knows what it takes.
+    "Any": _CHECKED_BY_THE_CALL,
     "Sequence[str | Path]": Kind(_list(_PATH.fits), "a list of paths"),
     "Sequence[float] | None": Kind(_list(_NUMBER.fits), "a list of numbers").optional(),
     "Mapping[str, str] | None": Kind(

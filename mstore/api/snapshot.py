@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mstore import lineage
 from mstore.api.arguments import checked
+from mstore.api.open_store import thread_count
 from mstore.api.reading import Reading
-from mstore.errors import BadRequest, Unavailable
 from mstore.ids import ManifestId, SnapshotId
 from mstore.objects.snapshot import SnapshotRecord
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mstore.lineage import FileReport, ParentReport, SnapshotReport
+    from mstore.progress import ProgressCallback
+    from mstore.safe_open import SafeOpen
 
 
 @checked("Snapshot")
@@ -69,41 +71,90 @@ class Snapshot:
         """
         return self._store.view(self.id).tensor(name)
 
-    def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return every tensor by name, as `tensor` does: the whole model in memory.
+    def load(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Return tensors by name, as read-only arrays: the whole model, or those of `names`.
 
-        If several files have a tensor of the same name, as parts of a pipeline may, the first
-        counts.
+        Several threads read and decode.  A tensor that lies raw and in one piece is not copied: its
+        array is a map of the pack, which stays valid whatever happens to the store.  Every block is
+        checked first.  (If the disk fails later, touching a mapped array ends the process with
+        SIGBUS, as with any mapped file.)  If several files have a tensor of the same name, as parts
+        of a pipeline may, the first counts.
 
-        Raises Corrupt, Incompatible.
+        Raises NotFound, Corrupt, Conflict (collected meanwhile), StorageFailed, Incompatible (an
+        element type that numpy cannot hold).
         """
-        view = self._store.view(self.id)
-        return {name: view.tensor(name) for name in view.tensors}
+        return self._load(names, threads, progress, is_writable=False)
 
-    def torch(self) -> dict[str, Any]:
-        """Return the tensors as torch tensors, for `load_state_dict`; keeps bfloat16 and float8.
+    def load_torch(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        device: Any = None,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> dict[str, Any]:
+        """Return tensors by name as torch tensors, for `load_state_dict`; see `load`.
 
-        They own their memory and are writable.
+        Keeps bfloat16 and float8.  Each tensor may be changed, which changes no other one and
+        nothing of the store.  device: where torch puts them; None keeps them in this memory.
 
         Raises Unavailable (torch is not installed), BadRequest (an element type that torch lacks),
-        Corrupt.
+        and as `load`.
         """
-        try:
-            # Imported by name: the library needs no framework, and a test checks that.
-            torch: Any = import_module("torch")
-        except ImportError as error:
-            raise Unavailable("torch is not installed", hint="pip install torch") from error
-        found = {}
-        for name, array in self.state_dict().items():
-            kind = getattr(torch, array.dtype.name, None)
-            if not isinstance(kind, torch.dtype):
-                raise BadRequest(f"torch has no {array.dtype.name}", where=f"tensor {name}")
-            # Goes through plain bytes: torch does not take ml_dtypes arrays.
-            tensor = found[name] = torch.empty(array.shape, dtype=kind)
-            if array.size:
-                raw = torch.from_numpy(array.reshape(-1).view("uint8").copy())
-                tensor.view(-1).view(torch.uint8).copy_(raw)
-        return found
+        from mstore.frameworks import to_torch, torch_module
+
+        torch_module()
+        found = self._load(names, threads, progress, is_writable=True)
+        # One after the other, so that what went to another device is no longer needed here.
+        return {name: to_torch(name, found.pop(name), device) for name in list(found)}
+
+    def _load(
+        self,
+        names: Sequence[str] | None,
+        threads: int | None,
+        progress: ProgressCallback | None,
+        *,
+        is_writable: bool,
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        from mstore.load import load
+
+        view = self._store.view(self.id)
+        return load(
+            self._store._catalog,
+            view,
+            list(view.tensors) if names is None else list(dict.fromkeys(names)),
+            threads=thread_count(threads),
+            is_writable=is_writable,
+            progress=progress,
+        )
+
+    def safe_open(
+        self, framework: str = "np", device: Any = None, *, file: str | None = None
+    ) -> SafeOpen:
+        """Return an object with the interface of `safetensors.safe_open`.
+
+        It has `keys`, `get_tensor`, `get_slice` and `metadata`, and is a context manager; a slice
+        reads the blocks of its rows only.
+
+        framework: "np" or "pt".
+        device: for torch.
+        file: only the tensors of this file, and its metadata; None: those of all files.
+
+        Raises NotFound (no such file, or it is not a safetensors file), BadRequest.
+        """
+        from mstore.safe_open import SafeOpen
+
+        view = self._store.view(self.id)
+        if file is None:
+            return SafeOpen(view, list(view.tensors), None, framework, device)
+        names, metadata = view.header(file)
+        return SafeOpen(view, names, metadata, framework, device)
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
         """Return the bytes of one file.  Raises NotFound, Corrupt."""

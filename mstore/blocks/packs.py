@@ -27,6 +27,7 @@ is a complete pack.  A writer belongs to one thread; any number of threads may u
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import struct
@@ -514,6 +515,18 @@ class PackFiles:
         if len(data) != length:
             raise self._too_short(pack)
         return data
+
+    def mapped(self, pack: PackId, is_private: bool) -> mmap.mmap:
+        """Map a whole pack, read-only; `is_private`: writable, and what is written stays in memory.
+
+        The mapping outlives this object and the file's name.  Raises PackGone, OSError.
+        """
+        access = mmap.ACCESS_COPY if is_private else mmap.ACCESS_READ
+        opened = self._acquire(pack)
+        try:
+            return mmap.mmap(opened.fd, 0, access=access)
+        finally:
+            self._release(opened)
 
     def _too_short(self, pack: PackId) -> Corrupt:
         return Corrupt("the pack ends too early", where=str(self.path(pack)), hint=call("fsck"))
