@@ -15,8 +15,8 @@ from later import Later
 from mstore import Budget, MergeRequest, Snapshot, SnapshotId, Store
 from mstore.errors import BadName, BadRequest
 
-CALLS_OWN = ("Experts", "Budget | str | float | None")
-"""Types that the calls look at themselves: their errors are those of expert and budget."""
+CALLS_OWN = ("Experts", "Budget | str | float | None", "Any")
+"""Types that the calls look at themselves, or hand on: a device of torch."""
 
 
 def public_calls() -> Iterator[tuple[str, str]]:
