@@ -11,10 +11,11 @@ computed.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,8 @@ class _Group:
 class BlockCache:
     """A cache of decoded blocks with LRU eviction, bounded in bytes.
 
+    A block that several threads ask for at once is read and decoded by the first of them.
+    `prepare` has blocks read and decoded by other threads, before they are asked for.
     Remembers which raw blocks were checked. After such a block is evicted, a part of it can be read
     from its pack without reading and hashing the whole block again (once a session). `computing`
     returns what computes virtual blocks; it is called when the first one is requested.
@@ -133,6 +136,8 @@ class BlockCache:
         self._bytes = 0
         self._checked: dict[BlockId, Location] = {}
         self._under_way: dict[VirtualBlock, _Group] = {}
+        self._filling: dict[BlockId, Future[Buffer]] = {}
+        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def computing(self) -> Computing:
@@ -165,13 +170,48 @@ class BlockCache:
         return piece_of(data, extent)
 
     def _fill(self, block: BlockId) -> Buffer:
-        location = self._catalog.locate([block])[0]
-        data = self._catalog.read_block(block, location)
+        with self._lock:
+            # Look again under the lock: it may have arrived since the reader missed it.
+            data = self._blocks.get(block)
+            if data is not None:
+                return data
+            filling = self._filling.get(block)
+            if filling is None:
+                own = self._filling[block] = Future()
+        if filling is not None:
+            return filling.result()
+        try:
+            location = self._catalog.locate([block])[0]
+            data = self._catalog.read_block(block, location)
+        except BaseException as error:
+            with self._lock:
+                del self._filling[block]
+            # Only current waiters see a failure; later readers retry.
+            own.set_exception(error)
+            raise
         with self._lock:
             self._keep(block, data)
             if location.codec == Codec.RAW:
                 self._checked[block] = location
+            del self._filling[block]
+        own.set_result(data)
         return data
+
+    def prepare(self, blocks: Iterable[BlockId]) -> None:
+        """Have blocks read, decoded and checked by other threads; a hint that never raises.
+
+        A block that none of them has begun is read by whoever needs it first.
+        """
+        with self._lock:
+            # Those that were checked and evicted are read in parts, which is cheap.
+            known = (self._blocks, self._filling, self._checked)
+            missing = [one for one in blocks if not any(one in each for each in known)]
+            if missing and self._pool is None:
+                self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode")
+            pool = self._pool
+        if pool is not None:
+            for block in missing:
+                pool.submit(self._fill, block)
 
     def _keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
         if block not in self._blocks:
@@ -407,11 +447,13 @@ class SnapshotView:
     def prefetch(self, path: str, offset: int, size: int) -> None:
         """Read ahead of the reader; a hint that never raises.
 
-        The kernel reads ahead in packs; virtual blocks start being computed.
+        The kernel reads ahead in packs, and other threads decode; virtual blocks start being
+        computed.
         """
         if path not in self._files:
             return
         found = list(self.extents(path, offset, size))
+        stored = [one.block for one in found if isinstance(one.block, BlockId)]
         for logical in found:
             if isinstance(logical.block, VirtualBlock):
                 self._cache.begin(logical.block)
@@ -429,6 +471,7 @@ class SnapshotView:
                 bases.append(BlockId(location.base))
         for location in self._catalog.locate(bases):
             self._will_need(location)
+        self._cache.prepare(stored)
 
     def _will_need(self, location: Location) -> None:
         packs = self._catalog.packs

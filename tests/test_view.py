@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import families
 import ml_dtypes
@@ -19,13 +20,15 @@ from hypothesis import strategies as st
 
 from mstore import BlockId, MergeRequest, SnapshotId, Store
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
+from mstore.blocks.location import Location
 from mstore.errors import Corrupt, Incompatible, NotFound
 from mstore.ids import Buffer, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
+from mstore.store.catalog import Catalog
 from mstore.store.transaction import Transaction
-from mstore.view import BlockCache, SnapshotView, VirtualBlock
+from mstore.view import BlockCache, Extent, SnapshotView, VirtualBlock
 
 FAMILY = families.layered(rows=60)
 
@@ -95,6 +98,82 @@ def test_many_threads_read_the_same(place: Place) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, [n * 7919 % len(content) for n in range(400)]))
+
+
+@dataclass
+class Slow:
+    """Reads blocks of a catalog, notes which, and holds each back until it is let go."""
+
+    catalog: Catalog
+    go: Event
+    read: list[BlockId]
+    fails: bool = False
+    began: Event = field(default_factory=Event)
+
+    def __call__(self, block: BlockId, *more: Location) -> Buffer:
+        self.read.append(block)
+        self.began.set()
+        assert self.go.wait(60)
+        if self.fails:
+            raise Corrupt("no such luck", where=str(block))
+        return Catalog.read_block(self.catalog, block, *more)
+
+
+@pytest.fixture
+def slow(place: Place, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    catalog = place.store._catalog
+    found = Slow(catalog, Event(), [])
+    monkeypatch.setattr(catalog, "read_block", found)
+    return found
+
+
+def _blocks(view: SnapshotView, path: str) -> list[Extent]:
+    found = view.extents(path, 0, view.files[path])
+    return [one for one in found if isinstance(one.block, BlockId)]
+
+
+def test_a_block_is_read_once(place: Place, slow: Slow) -> None:
+    """Threads that need a block at the same time wait for the one that reads it."""
+    cache = BlockCache(place.store._catalog)
+    (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
+    with ThreadPoolExecutor(6) as pool:
+        waiting = [pool.submit(cache.read, extent) for _ in range(6)]
+        slow.go.set()
+        (found,) = {bytes(one.result()) for one in waiting}
+    assert found == place.files["nested/deeper/blob.bin"][: extent.length]
+    assert slow.read == [extent.block]
+
+
+def test_a_failure_is_of_those_who_wait(place: Place, slow: Slow) -> None:
+    """A block that cannot be read fails for all who wait for it; the next reader tries again."""
+    cache = BlockCache(place.store._catalog)
+    (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
+    slow.fails = True
+    slow.go.set()
+    cache.prepare([BlockId(extent.block)])
+    for _ in range(2):
+        with pytest.raises(Corrupt, match="no such luck"):
+            cache.read(extent)
+    slow.fails = False
+    assert bytes(cache.read(extent)) == place.files["nested/deeper/blob.bin"][: extent.length]
+
+
+def test_blocks_are_prepared(place: Place, slow: Slow) -> None:
+    """What is prepared is read by other threads, once, and is there for the reader."""
+    cache = BlockCache(place.store._catalog)
+    path = "model-00002-of-00002.safetensors"
+    extents = _blocks(place.small, path)
+    wanted = list(dict.fromkeys(BlockId(one.block) for one in extents))
+    for _ in range(2):
+        cache.prepare(wanted)
+    # Nobody has asked for a block yet.
+    assert slow.began.wait(60)
+    slow.go.set()
+    found = b"".join(bytes(cache.read(one)) for one in extents)
+    assert found == place.files[path]
+    assert sorted(slow.read) == sorted(wanted)
+    cache.prepare(wanted)
+    assert len(slow.read) == len(wanted)
 
 
 def test_what_is_not_there(place: Place) -> None:
