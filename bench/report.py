@@ -20,6 +20,7 @@ import page_growth
 import page_incremental
 import page_mergekit
 import page_methods
+import page_mounts
 import page_paper
 import page_planning
 import page_quality
@@ -57,6 +58,7 @@ SECTIONS: dict[str, Callable[[Told], str]] = {
     "mergekit": page_mergekit.section,
     "methods": page_methods.section,
     "adapters": page_adapters.section,
+    "mounts": page_mounts.section,
     "paper": page_paper.section,
     "planning": page_planning.section,
     "quality": page_quality.section,
