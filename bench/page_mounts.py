@@ -5,7 +5,7 @@ from __future__ import annotations
 from tables import Told, aim, machine, table
 
 ABOUT = """\
-A fine-tune of {millions:.0f} M parameters in bf16 ({plain:.0f} MB), all of whose elements differ from
+A fine-tune of {millions:.0f} M parameters in bf16 ({plain:.0f} MB); every element differs from
 its base: as plain files, from a store without compression (raw) and from a dense one. Cold: nothing
 in the page cache. Cached: the plain files or the packs are, and the mount is new. Warm: read
 through the mount before. `read` goes through the files 1 MiB a call; `load` makes arrays of all
