@@ -275,6 +275,22 @@ def test_what_is_made_and_what_is_left(text: str, made: list[str], slices: str) 
     )
 
 
+def test_words_are_no_models() -> None:
+    """`tokenizer_source: base` stays what it is, although a model is called base."""
+    for source, wanted in (("base", "base"), ("code", "code[3:4], math[0:3]")):
+        (recipe,) = parse(
+            "merge_method: linear\nslices:\n"
+            "- sources: [{model: base, layer_range: [0, 1]}, {model: code, layer_range: [3, 4]}]\n"
+            "- sources: [{model: code, layer_range: [1, 4]}, {model: math, layer_range: [0, 3]}]\n"
+            f"tokenizer_source: {source}\n",
+            "recipe",
+        )
+        method = known_method(registry.find("linear"))
+        found, _ = prepare(recipe, method, same=lambda a, b: a.text == b.text, layers=lambda _: 4)
+        assert found.tokenizer is not None
+        assert found.tokenizer.source.text == wanted
+
+
 def test_on_the_command_line(store: Store, tmp_path: Path) -> None:
     """`merge --recipe` makes them, and says so; directories are added first."""
     del store

@@ -93,7 +93,8 @@ class _Preparation:
     def _with_tokenizer(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the tokenizer of a model that takes part, if its own was made."""
         tokenizer = recipe.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or tokenizer.model is None:
+            # None, or a word: also where a model has that name.
             return recipe
         known = {source.model.text for source in recipe.every_source()}
         name = tokenizer.source
