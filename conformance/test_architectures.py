@@ -418,7 +418,7 @@ def test_a_gradient_runs_over_each_stack(make: Callable[[Path], None], tmp_path:
     pair = Pair(tmp_path, make)
     assert_same(pair.ours(GRADIENT), pair.theirs(GRADIENT))
     (note,) = pair.notes
-    assert "layers are counted in each of" in note
+    assert "a gradient runs over each of" in note
 
 
 SLICES = """\

@@ -477,6 +477,10 @@ class SnapshotView:
         packs = self._catalog.packs
         packs.will_need(location.pack, location.offset, location.stored_length)
 
+    def tensor_files(self) -> list[str]:
+        """Return the paths of the safetensors files."""
+        return [file.path for file in self.manifest.files if file.form == SAFETENSORS]
+
     def header(self, path: str) -> tuple[list[str], dict[str, str] | None]:
         """Return the tensors of a safetensors file, and the metadata of its header.
 

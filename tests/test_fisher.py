@@ -329,7 +329,7 @@ def test_what_is_refused(place: Place) -> None:
         ({"fishers": ["f0"]}, "in the order of the experts: 3, not 1"),
         ({"fishers": []}, "3, not 0"),
         ({"method": "linear"}, "linear takes no Fishers"),
-        ({"experts": [("e0", -1.0), "e1", "e2"]}, "not negative"),
+        ({"experts": [("e0", -1.0), "e1", "e2"]}, "must not be negative"),
         ({"rules": [TensorRule(tensors="a", method="linear")]}, "of all tensors or of none"),
         ({"parameters": {"floor": -1}}, "floor must be in"),
         ({"score": "trimmed"}, "trims nothing"),
@@ -360,7 +360,7 @@ def test_what_is_refused(place: Place) -> None:
     store.add(place.root / "alien", name="alien")
     with pytest.raises(Incompatible, match="Fisher of another model"):
         store.plan(asked(fishers=["alien", "f1", "f2"], allow_missing=True))
-    with pytest.raises(BadRequest, match="not negative"):
+    with pytest.raises(BadRequest, match="must not be negative"):
         operation("fisher", {}, [-1.0])
 
 

@@ -120,6 +120,8 @@ def test_what_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest.Monke
             from_pretrained(kind, store, name.partition("-")[0])
     with pytest.raises(NotFound):
         from_pretrained(auto, store, "missing")
+    with pytest.raises(BadRequest, match="an open Store, not str"):
+        from_pretrained(auto, str(store.path), "tied")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Unavailable) as refused:
         from_pretrained(auto, store, "tied")

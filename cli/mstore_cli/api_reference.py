@@ -166,6 +166,7 @@ def _call(shown: str, function: Callable[..., object]) -> str:
         if one.kind is one.KEYWORD_ONLY and before not in (one.KEYWORD_ONLY, one.VAR_POSITIONAL):
             words.append("*")
         stars = "*" if one.kind is one.VAR_POSITIONAL else ""
+        stars = "**" if one.kind is one.VAR_KEYWORD else stars
         default = "" if one.default is one.empty else f" = {one.default!r}"
         words.append(f"{stars}{one.name}: {one.annotation}{default}")
     tail = f") -> {signature.return_annotation}"

@@ -144,13 +144,16 @@ class Snapshot:
 
         framework: "np" or "pt".
         device: for torch.
-        file: only the tensors of this file, and its metadata; None: those of all files.
+        file: only the tensors of this file, and its metadata; None: those of all files, with
+        metadata if there is only one.
 
         Raises NotFound (no such file, or it is not a safetensors file), BadRequest.
         """
         from mstore.safe_open import SafeOpen
 
         view = self._store.view(self.id)
+        if file is None and len(files := view.tensor_files()) == 1:
+            (file,) = files
         if file is None:
             return SafeOpen(view, list(view.tensors), None, framework, device)
         names, metadata = view.header(file)

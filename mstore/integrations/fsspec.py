@@ -40,7 +40,8 @@ _DIRECTORY: Final = "directory"
 class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """The refs and snapshots of one store.
 
-    store: its directory.  A process that was forked opens it again.
+    store: its directory, .mstore of the current one if none is given.  It does not survive a fork,
+    as no `Store` does: start workers with the spawn method.
     """
 
     protocol = _PROTOCOL
@@ -50,7 +51,7 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         super().__init__(store=os.fspath(store), **options)
         self._path = os.fspath(store)
         self._lock = Lock()
-        self._opened: tuple[int, Store] | None = None
+        self._opened: Store | None = None
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -76,9 +77,9 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def store(self) -> Store:
         """The open store.  Raises as `Store.open`."""
         with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                self._opened = os.getpid(), Store.open(self._path)
-            return self._opened[1]
+            if self._opened is None:
+                self._opened = Store.open(self._path)
+            return self._opened
 
     # -- where a path leads --------------------------------------------------------------------
 
@@ -105,9 +106,10 @@ class MstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 return view, inner
             if not inner or any(one.startswith(f"{inner}/") for one in view.files):
                 raise IsADirectoryError(path)
-        elif self._is_above_refs(path):
+            raise _missing("the snapshot has no such file", path)
+        if self._is_above_refs(path):
             raise IsADirectoryError(path)
-        raise FileNotFoundError(path)
+        raise _missing("no ref or snapshot has this name", path)
 
     def _is_above_refs(self, path: str) -> bool:
         below = self._strip_protocol(path)
@@ -223,8 +225,12 @@ class MstoreFile(AbstractBufferedFile):  # type: ignore[misc]
         return self._view.read(self._inner, start, end - start)
 
 
+def _missing(what: str, path: str) -> OSError:
+    return FileNotFoundError(errno.ENOENT, what, path)
+
+
 def _read_only(path: str) -> OSError:
-    return OSError(errno.EROFS, "a store is read-only here", path)
+    return OSError(errno.EROFS, "snapshots are read-only", path)
 
 
 def _entry(name: str, view: SnapshotView, inner: str) -> dict[str, Any]:

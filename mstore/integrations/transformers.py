@@ -43,6 +43,11 @@ def from_pretrained(
         raise Unavailable(
             "transformers is not installed", hint="pip install transformers"
         ) from error
+    if not isinstance(store, Store):
+        raise BadRequest(
+            f"the store is an open Store, not {type(store).__name__}",
+            hint="Store.open(PATH)",
+        )
     snapshot = store[revision]
     files = {file.path for file in snapshot.files()}
     if _CONFIG not in files:

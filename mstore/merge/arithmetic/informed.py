@@ -77,7 +77,7 @@ def unsound_fisher(where: str) -> Incompatible:
     return Incompatible(
         "a Fisher has elements that are negative, infinite or NaN",
         where=where,
-        hint="the mean of squared gradients, in a type that holds it",
+        hint="a Fisher is a mean of squared gradients: is this one, and does its type hold it?",
     )
 
 

@@ -238,7 +238,7 @@ class Method:
         rounded, frozen = _rounded(weights), MappingProxyType(parameters)
         if self.fishers and min(rounded) < 0:
             raise BadRequest(
-                f"a weight of {self.name} is not negative: it divides by sums of them",
+                f"a weight of {self.name} must not be negative: it divides by sums of weights",
                 where=Option("experts"),
             )
         if self.weight is None:

@@ -24,7 +24,7 @@ from mstore.merge.planning.prepared import STACK, Preparation, manifests_of, pre
 from mstore.merge.planning.tied import first_names, ties_embeddings
 from mstore.numeric.codes import CODES
 from mstore.objects.plan import Plan
-from mstore.phrases import Call, Option
+from mstore.phrases import Call, call, phrase
 from mstore.recipes.layout import layers_of
 from mstore.recipes.modular import check, resolve
 from mstore.recipes.nodes import DEFAULT_LIMITS, at
@@ -249,7 +249,10 @@ def _method(recipe: Recipe) -> KnownMethod:
         if found.fishers:
             raise BadRequest(
                 f"recipes name no Fishers, and {found.name} takes one for each expert",
-                hint=Option("fishers", "REF"),
+                hint=phrase(
+                    "name base, experts and Fishers without a recipe: {one}",
+                    one=call("plan", help=True),
+                ),
             )
         method = known_method(found)
     except BadRequest as error:
