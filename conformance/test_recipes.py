@@ -384,11 +384,7 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_layers(name: str, place: Place) -> None:
     """Both stack the same tensors, and as many layers, also by the recipe that mstore prints."""
-    text = place.text(STACKS[name])
-    theirs = place.theirs(text)
-    config = _config(place.root / f"theirs{place.runs}")
-    assert_same(place.ours(text), theirs)
-    assert _config(place.root / f"ours{place.runs}") == config
+    theirs = _same_model(place, STACKS[name])
     printed = place.store.recipe("merged")
     for member in MEMBERS:
         printed = printed.replace(
@@ -459,11 +455,7 @@ LAYERS_APART = {
 @pytest.mark.parametrize("name", LAYERS_APART)
 def test_slices_with_layers_apart(name: str, place: Place) -> None:
     """Slices that scale layers, or merge layers of different numbers, give the same tensors."""
-    text = place.text(LAYERS_APART[name])
-    theirs = place.theirs(text)
-    config = _config(place.root / f"theirs{place.runs}")
-    assert_same(place.ours(text), theirs)
-    assert _config(place.root / f"ours{place.runs}") == config
+    _same_model(place, LAYERS_APART[name])
 
 
 def test_slerp_of_layers_apart(place: Place) -> None:
@@ -479,6 +471,16 @@ def test_slerp_of_layers_apart(place: Place) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def _same_model(place: Place, recipe: str) -> Tensors:
+    """Both make the same tensors of a recipe, and state as many layers; return the tensors."""
+    text = place.text(recipe)
+    theirs = place.theirs(text)
+    config = _config(place.root / f"theirs{place.runs}")
+    assert_same(place.ours(text), theirs)
+    assert _config(place.root / f"ours{place.runs}") == config
+    return theirs
 
 
 def _config(path: Path) -> int:

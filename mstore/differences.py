@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mstore import fs
+from mstore.adapters.config import CONFIG as ADAPTER_CONFIG
 from mstore.adapters.fit import is_any_adapter
 from mstore.adapters.targets import is_adapter
+from mstore.checkpoint.declared import CARD
 from mstore.checkpoint.directory import INDEX_SUFFIX, Checkpoint, SourceFile
 from mstore.checkpoint.header import TensorSlot
 from mstore.checkpoint.reading import changed, open_stamped, read_range, require_stamp
@@ -37,7 +39,6 @@ from mstore.phrases import Call, Option, phrase
 from mstore.store.catalog import Catalog
 from mstore.vocabulary.papers import TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 
-_MODEL_CARD: Final = "README.md"
 _SAID: Final = 4
 _SAMPLED: Final = 16
 _ALIKE: Final = 0.5
@@ -90,7 +91,7 @@ class Differences:
         for file in checkpoint.files:
             for own in file.header.tensors if file.header else ():
                 found.setdefault(own.name, []).append((file, own))
-        config = any(file.path == "adapter_config.json" for file in checkpoint.files)
+        config = any(file.path == ADAPTER_CONFIG for file in checkpoint.files)
         if is_adapter(tensors):
             raise Incompatible("the base is an adapter: differences are those of a model")
         if is_any_adapter(found, tensors, config):
@@ -141,7 +142,7 @@ class Differences:
         and for a tokenizer where the checkpoint has one.
         """
         paths = {file.path for file in self.own_files()}
-        gone = {*paths, _MODEL_CARD}
+        gone = {*paths, CARD}
         if paths & (TOKENIZER_FILES - TEMPLATES - {TOKENIZER_CONFIG}):
             gone |= TOKENIZER_FILES
         return [

@@ -23,7 +23,6 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PackGone
 from mstore.blocks.reader import verify
-from mstore.errors import Corrupt
 from mstore.ids import BlockId, PackId, TensorId
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
@@ -177,12 +176,7 @@ class _Load:
 
     def _compute(self, name: str, raw: Bytes) -> int:
         """Fill a tensor of a virtual merge: its blocks are computed by a pool of their own."""
-        done = 0
-        for piece in self.view.tensor_stream(name):
-            if done + len(piece) > raw.size:
-                raise Corrupt("a virtual tensor is longer than its record", where=f"tensor {name}")
-            raw[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
-            done += len(piece)
+        self.view.fill(name, raw.data)
         return raw.size
 
 

@@ -26,6 +26,8 @@ BASE = "base"
 """As the source of a vocabulary: the tokens of the merge's base."""
 COMMON = "common"
 """As the source of a vocabulary: the tokens that all models have."""
+PREPARED = "prepared/"
+"""Models that recipes need first are branches below this name."""
 UNION = "union"
 """As the source of a vocabulary: the tokens of all models."""
 

@@ -512,16 +512,16 @@ class SnapshotView:
         tensor = self.record(name)
         dtype = array_dtype(tensor.dtype)
         data = bytearray(tensor.nbytes)
-        with contents.or_collected(self._catalog, [self.id]):
-            self._fill(self._tensor_id(name), tensor, memoryview(data))
+        self.fill(name, memoryview(data))
         array = np.frombuffer(data, dtype=dtype).reshape(tensor.shape)
         array.flags.writeable = False
         return array
 
-    def tensor_stream(self, name: str) -> Iterator[Buffer]:
-        """Yield the blocks of a tensor in order, bypassing the cache.  Raises as `tensor`."""
-        id = self._tensor_id(name)
-        return self._told_if_collected(tensor_blocks(self._catalog, self._cache, id))
+    def fill(self, name: str, target: memoryview) -> None:
+        """Fill `target`, which is as long as the tensor, with its bytes.  Raises as `tensor`."""
+        record = self.record(name)
+        with contents.or_collected(self._catalog, [self.id]):
+            self._fill(self._tensor_id(name), record, target)
 
     def tensor_bytes(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes of a tensor from `start` to before `stop`; reads only their blocks.

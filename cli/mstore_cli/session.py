@@ -19,7 +19,7 @@ from mstore_cli.errors import UsageError, warn, with_store
 from mstore_cli.output import Mode, Output
 
 if TYPE_CHECKING:
-    from mstore import Store
+    from mstore import SnapshotId, Store
     from mstore.phrases import Text
     from mstore.progress import ProgressCallback
 
@@ -169,3 +169,9 @@ class Session:
         """Return the callback for a long call: a bar on a terminal, else None."""
         wanted = not (self._choices.no_progress or self._choices.quiet)
         return progress.bar(wanted=wanted)
+
+
+def replaced(store: Store, snapshot: SnapshotId) -> SnapshotId | None:
+    """Return what the branch of a new snapshot was before, None for a new branch."""
+    parents = store.show(snapshot).parents
+    return next((parent.snapshot for parent in parents if parent.role == "previous"), None)

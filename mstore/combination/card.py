@@ -7,23 +7,19 @@ A function of the adapters' contents and of what was asked for, as a merge's car
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter, values
+from mstore.checkpoint.declared import CARD, DEFAULT_LIMITS, front_matter
 from mstore.combination.members import Member
 from mstore.combination.methods import Setting
 from mstore.ids import ManifestId
-from mstore.merge.running.papers import conflicts, stated_licence
+from mstore.merge.running.papers import NAME, conflicts, number_text, stated_licence, stated_name
 from mstore.store.catalog import Catalog
 
 _BASE: Final = "base_model_name_or_path"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
 _OF_NAMES: Final = """\
 A name is what an adapter's own card says (`model_name`). Content is mstore's id of all of an
 adapter's files. Put the name of the base in `base_model`, if it is not there, before you publish
@@ -68,15 +64,14 @@ def _said(catalog: Catalog, member: Member) -> _Said:
     content = catalog.snapshot(member.snapshot).manifest_id()
     file = catalog.manifest(content).file(CARD)
     matter = front_matter(catalog.read_small(file, DEFAULT_LIMITS.max_card_bytes))
-    names = [name for name in values(matter, "model_name") if _NAME.fullmatch(name)]
-    return _Said(content, names[0] if len(names) == 1 else None, stated_licence(matter))
+    return _Said(content, stated_name(matter), stated_licence(matter))
 
 
 def _base_of(members: Sequence[Member]) -> str | None:
     """Return the base that all configs name, None if they name none, several, or a directory."""
     names = {member.settings.get(_BASE) for member in members}
     name = names.pop() if len(names) == 1 else None
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
+    return name if isinstance(name, str) and NAME.fullmatch(name) else None
 
 
 def _front_matter(members: Sequence[Member], said: Sequence[_Said]) -> Iterator[str]:
@@ -105,7 +100,7 @@ def _body(
     for member, one in zip(members, said, strict=True):
         name = one.name or "not named by its card"
         licence = one.licence or "none stated"
-        yield f"| {name} | {_number(member.weight)} | {licence} | `{one.content.hex()}` |"
+        yield f"| {name} | {number_text(member.weight)} | {licence} | `{one.content.hex()}` |"
     base = _base_of(members)
     yield from (
         "",
@@ -127,7 +122,7 @@ def _command(
 ) -> str:
     words = ["mstore", "combine-adapters"]
     for member, one in zip(members, said, strict=True):
-        words += ["--expert", f"{one.content.hex()}={_number(member.weight)}"]
+        words += ["--expert", f"{one.content.hex()}={number_text(member.weight)}"]
     method, *parameters = str(setting).split(" ")
     words += ["--method", method]
     for parameter in parameters:
@@ -137,8 +132,3 @@ def _command(
     if dtype is not None:
         words += ["--dtype", dtype]
     return f"{shlex.join(words)} --name REF"
-
-
-def _number(value: float) -> str:
-    """Return the shortest text of a float32."""
-    return str(np.float32(value))

@@ -9,7 +9,7 @@ import typer
 from mstore_cli.command import command
 from mstore_cli.options import Message, Revision, Threads
 from mstore_cli.output import Screen, short
-from mstore_cli.session import Session
+from mstore_cli.session import Session, replaced
 from mstore_cli.sizes import format_seconds, format_size
 
 
@@ -70,8 +70,7 @@ def cast(
             threads=threads,
             progress=tick,
         )
-        parents = store.show(report.snapshot).parents
-    replaced = next((parent.snapshot for parent in parents if parent.role == "previous"), None)
+        before = replaced(store, report.snapshot)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -81,7 +80,7 @@ def cast(
         scaled = f", {report.scaled} with scales" if report.scaled else ""
         screen.fields(
             [
-                ("was", short(replaced) if replaced and report.new_snapshot else None),
+                ("was", short(before) if before and report.new_snapshot else None),
                 ("cast", f"{report.cast} tensors{scaled}"),
                 ("as they were", f"{report.shared} tensors"),
                 ("dropped", f"{report.scales_dropped} scales" if report.scales_dropped else None),

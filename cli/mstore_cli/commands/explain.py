@@ -40,7 +40,6 @@ MADE = ("read", "shared")
 SHOWN = {"over budget": "left out"}
 """Words of the report that are shown as the table has them."""
 LONGEST_NAME = 40
-PREPARED = "prepared/"
 
 
 @command(
@@ -97,8 +96,12 @@ def explain(
 
 def _prepared(store: Store, report: Explanation) -> Iterator[str]:
     """Yield what models are that were made for the recipe of a merge."""
+    from mstore.requests import PREPARED
+
     plan = report.plan
     names = [plan.base, *(name for name, _ in plan.experts)]
+    if not any(name.startswith(PREPARED) for name in names):
+        return
     parents = [one for one in store.show(report.snapshot).parents if one.role != "previous"]
     told = dict(zip(names, parents, strict=False))
     for name, parent in told.items():

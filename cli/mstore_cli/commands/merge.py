@@ -40,7 +40,7 @@ from mstore_cli.merging import (
 from mstore_cli.options import Message, Threads
 from mstore_cli.output import Screen, short
 from mstore_cli.recipes import RecipeFile
-from mstore_cli.session import Session
+from mstore_cli.session import Session, replaced
 from mstore_cli.sizes import format_seconds, format_share, format_size, parse_size
 from mstore_cli.vocabularies import Vocab
 
@@ -199,8 +199,7 @@ def merge(
                 raise Interrupted("the same command goes on from what is finished") from stop
         if planned is not None:
             report = replace(report, seconds=planned.seconds + report.seconds)
-        parents = store.show(str(report.snapshot)).parents
-    replaced = next((parent.snapshot for parent in parents if parent.role == "previous"), None)
+        before = replaced(store, report.snapshot)
 
     def human(screen: Screen) -> None:
         if report.new_snapshot:
@@ -216,7 +215,7 @@ def merge(
         full = format_size(report.full_expert_bytes)
         screen.fields(
             [
-                ("was", short(replaced) if replaced and report.new_snapshot else None),
+                ("was", short(before) if before and report.new_snapshot else None),
                 ("plan", short(report.plan)),
                 ("manifest", short(report.manifest)),
                 ("method", report.method),

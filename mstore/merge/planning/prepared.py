@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from blake3 import blake3
@@ -20,12 +21,10 @@ from mstore.recipes.nodes import at
 from mstore.recipes.prepared import Applied, Needed, prepare
 from mstore.recipes.recipe import Recipe, Text
 from mstore.recipes.resolve import KnownMethod
-from mstore.requests import MergeRequest
+from mstore.requests import PREPARED, MergeRequest
 from mstore.store.catalog import Catalog
 from mstore.store.configs import config_of
 
-_BELOW: Final = "prepared/"
-"""The models are branches below this name."""
 _APPLY: Final = "task_arithmetic"
 STACK: Final = "passthrough"
 """The method of stacks."""
@@ -81,10 +80,14 @@ def prepared(
     manifests = manifests_of(catalog, recipe, revisions)
     _require_adapters(catalog, recipe, manifests)
 
-    def layers(model: Text) -> int | None:
-        record = catalog.manifest(manifests[model.text])
+    @cache
+    def layers_in(manifest: ManifestId) -> int | None:
+        record = catalog.manifest(manifest)
         layout = Layout.of(record.tensors(), layers_of(config_of(catalog, record)))
         return None if layout.main is None else layout.stacks[layout.main]
+
+    def layers(model: Text) -> int | None:
+        return layers_in(manifests[model.text])
 
     def same(one: Text, other: Text) -> bool:
         return manifests[one.text] == manifests[other.text]
@@ -102,7 +105,7 @@ def prepared(
             runs = [[ids[model.text], first, end] for model, first, end in one.runs]
             kind, own = "stack", [ids[one.base.text], *runs]
         digest = blake3(json.dumps(own).encode()).hexdigest()[:12]
-        made = Preparation(one.name, f"{_BELOW}{kind}-{digest}", _request_for(one, known))
+        made = Preparation(one.name, f"{PREPARED}{kind}-{digest}", _request_for(one, known))
         known[one.name] = ids[one.name] = made.ref
         found.append(made)
     return recipe, tuple(found)

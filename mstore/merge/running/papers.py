@@ -55,7 +55,8 @@ _LICENCE_FILE = re.compile(
     re.IGNORECASE,
 )
 _TEXTS = {"", ".txt", ".md", ".rst", ".html", ".pdf", ".0"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9._-]{1,95})?")
+"""A model's name that a card repeats; other text, such as a path, it does not."""
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,60}")
 _FORBIDS = {
     "commercial use": re.compile(r"(^|-)nc(-|$)|non-?commercial|research"),
@@ -254,7 +255,7 @@ class Papers:
         yield "| role | model | weight | licence as its card states it | content |"
         yield "|---|---|---|---|---|"
         for parent in self._named:
-            weight = "" if parent.weight is None else _number(parent.weight)
+            weight = "" if parent.weight is None else number_text(parent.weight)
             licence = parent.licence or "none stated"
             name = parent.name or "not named by its card"
             yield f"| {parent.role} | {name} | {weight} | {licence} | `{parent.manifest.hex()}` |"
@@ -318,7 +319,7 @@ class Papers:
     def _command(self) -> str:
         plan, words = self._plan, ["mstore", "merge", "--base", self._plan.base_id().hex()]
         for expert in plan.experts[: len(self.models) - 1]:
-            words += ["--expert", f"{expert.manifest_id().hex()}={_number(expert.weight)}"]
+            words += ["--expert", f"{expert.manifest_id().hex()}={number_text(expert.weight)}"]
         for fisher in plan.experts[len(self.models) - 1 :]:
             words += ["--fisher", fisher.manifest_id().hex()]
         words += ["--method", plan.method]
@@ -361,12 +362,11 @@ class Papers:
     def _parent(self, role: str, id: ManifestId, weight: float | None) -> Parent:
         manifest = self._catalog.manifest(id)
         matter = front_matter(self._start(id, CARD))
-        names = [name for name in values(matter, "model_name") if _NAME.fullmatch(name)]
         return Parent(
             role=role,
             manifest=id,
             weight=weight,
-            name=names[0] if len(names) == 1 else None,
+            name=stated_name(matter),
             licence=stated_licence(matter),
             texts=tuple(file for file in manifest.files if _is_licence(file)),
         )
@@ -382,7 +382,7 @@ class Papers:
                 return None
             names = declared_bases(partial(self._start, id))
             stated = [one.name for one in names if one.is_base and one.source in (CARD, CONFIG)]
-            found.add(stated[0] if len(stated) == 1 and _NAME.fullmatch(stated[0]) else None)
+            found.add(stated[0] if len(stated) == 1 and NAME.fullmatch(stated[0]) else None)
         return found.pop() if len(found) == 1 else None
 
     def _is_merge(self, id: ManifestId) -> bool:
@@ -427,6 +427,12 @@ def form_of(catalog: Catalog, record: SnapshotRecord, plan: Plan) -> Form:
 def _has_own_recipe(ours: Manifest, base: Manifest) -> bool:
     """Return whether a merge's recipe is not the base's: its own, or none though the base has."""
     return ours.file(MERGEKIT) != base.file(MERGEKIT)
+
+
+def stated_name(matter: list[str]) -> str | None:
+    """Return the name that the front matter of a card gives its model, None for none or several."""
+    names = [name for name in values(matter, "model_name") if NAME.fullmatch(name)]
+    return names[0] if len(names) == 1 else None
 
 
 def stated_licence(matter: list[str]) -> str | None:
@@ -484,6 +490,6 @@ def _has_directory(manifest: Manifest, path: str) -> bool:
     return any(file.path.startswith(f"{path}/") for file in manifest.files)
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
     """Return the shortest text of a float32."""
     return str(np.float32(value))
