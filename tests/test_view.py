@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import BlockId, MergeRequest, SnapshotId, Store
+from mstore.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
 from mstore.errors import Corrupt, Incompatible, NotFound
@@ -28,7 +29,7 @@ from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.transaction import Transaction
-from mstore.view import BlockCache, Extent, SnapshotView, VirtualBlock
+from mstore.view import SnapshotView
 
 FAMILY = families.layered(rows=60)
 
@@ -110,20 +111,28 @@ class Slow:
     fails: bool = False
     began: Event = field(default_factory=Event)
 
-    def __call__(self, block: BlockId, *more: Location) -> Buffer:
+    def whole(self, block: BlockId, place: Location) -> Buffer:
+        self._wait(block)
+        return Catalog.read_block(self.catalog, block, place)
+
+    def into(self, block: BlockId, place: Location, target: memoryview) -> None:
+        self._wait(block)
+        Catalog.read_block_into(self.catalog, block, place, target)
+
+    def _wait(self, block: BlockId) -> None:
         self.read.append(block)
         self.began.set()
         assert self.go.wait(60)
         if self.fails:
             raise Corrupt("no such luck", where=str(block))
-        return Catalog.read_block(self.catalog, block, *more)
 
 
 @pytest.fixture
 def slow(place: Place, monkeypatch: pytest.MonkeyPatch) -> Slow:
     catalog = place.store._catalog
     found = Slow(catalog, Event(), [])
-    monkeypatch.setattr(catalog, "read_block", found)
+    monkeypatch.setattr(catalog, "read_block", found.whole)
+    monkeypatch.setattr(catalog, "read_block_into", found.into)
     return found
 
 
@@ -150,7 +159,7 @@ def test_a_failure_is_of_those_who_wait(place: Place, slow: Slow) -> None:
     (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
     slow.fails = True
     slow.go.set()
-    cache.prepare([BlockId(extent.block)])
+    cache.prepare([(BlockId(extent.block), *place.store._catalog.locate([extent.block]))])
     for _ in range(2):
         with pytest.raises(Corrupt, match="no such luck"):
             cache.read(extent)
@@ -164,15 +173,16 @@ def test_blocks_are_prepared(place: Place, slow: Slow) -> None:
     path = "model-00002-of-00002.safetensors"
     extents = _blocks(place.small, path)
     wanted = list(dict.fromkeys(BlockId(one.block) for one in extents))
+    places = list(zip(wanted, place.store._catalog.locate(wanted), strict=True))
     for _ in range(2):
-        cache.prepare(wanted)
+        cache.prepare(places)
     # Nobody has asked for a block yet.
     assert slow.began.wait(60)
     slow.go.set()
     found = b"".join(bytes(cache.read(one)) for one in extents)
     assert found == place.files[path]
     assert sorted(slow.read) == sorted(wanted)
-    cache.prepare(wanted)
+    cache.prepare(places)
     assert len(slow.read) == len(wanted)
 
 

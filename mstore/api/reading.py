@@ -37,7 +37,8 @@ class Reading(OpenStore):
 
         Raises NotFound (also if its contents were pruned), BadName.
         """
-        from mstore.view import BlockCache, SnapshotView
+        from mstore.block_cache import BlockCache
+        from mstore.view import SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
