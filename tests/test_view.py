@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import families
 import ml_dtypes
@@ -22,8 +23,9 @@ from mstore import BlockId, MergeRequest, SnapshotId, Store
 from mstore.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
+from mstore.blocks.packs import PackFiles
 from mstore.errors import Corrupt, Incompatible, NotFound
-from mstore.ids import Buffer, VirtualId
+from mstore.ids import Buffer, PackId, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
@@ -184,6 +186,57 @@ def test_blocks_are_prepared(place: Place, slow: Slow) -> None:
     assert sorted(slow.read) == sorted(wanted)
     cache.prepare(places)
     assert len(slow.read) == len(wanted)
+
+
+def test_neighbours_are_read_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw blocks that follow each other in a pack, once checked, are one read of the pack."""
+    catalog = place.store._catalog
+    view = SnapshotView(catalog, place.small.id, BlockCache(catalog))
+    path = "model-00002-of-00002.safetensors"
+    content = bytearray(place.files[path])
+    assert view.read_into(path, 0, memoryview(content)) == len(content)
+    runs, end = 0, (PackId(bytes(32)), 0)
+    for extent in view.physical_extents(path):
+        at = extent.location
+        assert at is not None
+        if at.codec == Codec.RAW:
+            runs += (at.pack, at.offset) != end
+            end = (at.pack, at.offset + extent.length)
+    reads = []
+    read = PackFiles.read_scattered
+
+    def counted(self: PackFiles, *arguments: Any) -> None:
+        reads.append(arguments)
+        read(self, *arguments)
+
+    monkeypatch.setattr(PackFiles, "read_scattered", counted)
+    again = bytearray(len(content))
+    assert view.read_into(path, 0, memoryview(again)) == len(content)
+    assert bytes(again) == place.files[path]
+    assert len(reads) == runs < len(list(view.extents(path, 0, len(content))))
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_block_is_checked_once_or_always(place: Place, slow: Slow, always: bool) -> None:
+    """A raw block is checked once, and each time that it is not in memory where that is wanted."""
+    cache = BlockCache(place.store._catalog, limit=1, check_always=always)
+    slow.go.set()
+    extents = _blocks(place.small, "nested/deeper/blob.bin")[:2]
+    for _ in range(3):
+        for extent in extents:
+            cache.read(extent)
+    assert len(slow.read) == (6 if always else 2)
+
+
+def test_a_block_that_is_too_short_is_corrupt(place: Place) -> None:
+    """A piece past the end of a raw block is never what follows it in the pack."""
+    cache = BlockCache(place.store._catalog)
+    (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
+    beyond = Extent(extent.block, extent.length - 1, 2)
+    with pytest.raises(Corrupt, match="not as long as its place"):
+        cache.read(beyond)
+    with pytest.raises(Corrupt, match="not as long as its place"):
+        cache.read_into([extent, beyond], memoryview(bytearray(extent.length + 2)))
 
 
 def test_what_is_not_there(place: Place) -> None:
