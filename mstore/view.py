@@ -235,6 +235,18 @@ class SnapshotView:
         with contents.or_collected(self._catalog, [self.id]):
             yield from blocks
 
+    def continues_to(self, path: str, offset: int, size: int) -> int:
+        """Return where the tensor ends that begins in these bytes and goes on after them.
+
+        The end of these bytes if there is none. A tensor is mostly read from its begin to its end.
+        """
+        starts = self._opened(path).starts
+        end = offset + size
+        number = bisect_right(starts, end - 1) - 1
+        if starts[number] < offset or number + 1 == len(starts):
+            return end
+        return max(end, starts[number + 1])
+
     def prefetch(self, path: str, offset: int, size: int) -> None:
         """Read ahead of the reader; a hint that never raises.
 

@@ -60,6 +60,9 @@ class View:
         target[: len(data)] = data
         return len(data)
 
+    def continues_to(self, path: str, offset: int, size: int) -> int:
+        return offset + size
+
     def prefetch(self, path: str, offset: int, size: int) -> None:
         self.prefetched.append((path, offset, size))
 

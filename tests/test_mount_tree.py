@@ -34,6 +34,9 @@ class View:
         target[: len(data)] = data
         return len(data)
 
+    def continues_to(self, path: str, offset: int, size: int) -> int:
+        raise AssertionError("a tree reads nothing")
+
     def prefetch(self, path: str, offset: int, size: int) -> None:
         raise AssertionError("a tree reads nothing")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,6 +187,22 @@ def test_blocks_are_prepared(place: Place, slow: Slow) -> None:
     assert sorted(slow.read) == sorted(wanted)
     cache.prepare(places)
     assert len(slow.read) == len(wanted)
+
+
+@given(st.integers(0, 1_200_000), st.integers(1, 300_000))
+def test_where_a_tensor_ends(place: Place, offset: int, size: int) -> None:
+    """Bytes in which a tensor begins that goes on after them continue to its end; others do not."""
+    view = place.small
+    (file,) = (one for one in view.manifest.files if one.path == view.tensor_files()[-1])
+    end = min(offset + size, file.size)
+    if offset >= end:
+        return
+    bounds = list(
+        itertools.pairwise(itertools.accumulate((p.nbytes for p in file.parts), initial=0))
+    )
+    reaching = [stop for start, stop in bounds if offset <= start < end < stop]
+    found = view.continues_to(file.path, offset, end - offset)
+    assert found == (reaching[0] if reaching else end)
 
 
 def test_neighbours_are_read_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

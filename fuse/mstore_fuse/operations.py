@@ -69,7 +69,7 @@ class _Handle:
 
     def __init__(self, file: OpenFile) -> None:
         self.file = file
-        self.sequence = Sequence(file.size)
+        self.sequence = Sequence(file.size, functools.partial(file.view.continues_to, file.path))
         self.settled = file.keep_cache
 
 

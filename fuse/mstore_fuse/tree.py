@@ -65,6 +65,10 @@ class SnapshotView(Protocol):
         """
         ...
 
+    def continues_to(self, path: str, offset: int, size: int, /) -> int:
+        """Return the end of the tensor that begins in these bytes, or the end of the bytes."""
+        ...
+
     def prefetch(self, path: str, offset: int, size: int, /) -> None:
         """Hint that these bytes will be read soon."""
         ...
