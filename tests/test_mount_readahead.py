@@ -70,7 +70,11 @@ def test_a_small_file_is_not_announced() -> None:
 def test_a_tensor_is_announced_from_its_begin() -> None:
     """A jump to where a tensor begins is taken for a reader of that tensor, not of what follows."""
     begin, end = 100 * MIB + 4_000, 140 * MIB + 8_000
-    sequence = Sequence(1 << 34, lambda offset, size: end if offset <= begin else offset + size)
+
+    def continues_to(offset: int, size: int) -> int:
+        return end if offset <= begin < offset + size else offset + size
+
+    sequence = Sequence(1 << 34, continues_to)
     asked(sequence, [0, MIB])
     ahead = asked(sequence, list(range(100 * MIB, 141 * MIB, MIB)))
     assert ahead[0][0] == 101 * MIB

@@ -56,7 +56,8 @@ class Sequence:
 
     The kernel sends the parts of one read-ahead to several threads at once, so a read counts as the
     next one of a reader if it starts near the furthest byte that it has read, before or after it. A
-    read elsewhere is that of another reader; if a tensor begins in it, it will read that tensor.
+    read elsewhere is that of another reader. One that reads the begin of a tensor will read all of
+    the tensor.
     """
 
     __slots__ = ("_continues_to", "_lock", "_size", "_streams")
@@ -93,11 +94,13 @@ class Sequence:
                     stream.limit = self._size
                 break
         else:
-            limit = self._continues_to(offset, size)
-            is_tensor = limit > end
-            stream = _Stream(end, end, 0, limit if is_tensor else self._size)
-            stream.streak = _SEQUENTIAL_AFTER if is_tensor else 0
+            stream = _Stream(end, end, 0, self._size)
             del self._streams[_READERS - 1 :]
+        # Not at 0: many programs read the header of a file, and no tensor.
+        if stream.streak < _SEQUENTIAL_AFTER and offset:
+            limit = self._continues_to(offset, size)
+            if limit > stream.end:
+                stream.streak, stream.limit = _SEQUENTIAL_AFTER, limit
         # The reader that read last comes first, and the last of them goes.
         self._streams.insert(0, stream)
         return stream
