@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -25,12 +25,16 @@ from mstore.view import SnapshotView, array_dtype
 _NUMPY: Final = ("np", "numpy")
 _TORCH: Final = ("pt", "torch", "pytorch")
 
+_LEAST_LOADED: Final = 1 << 20
+"""Smaller tensors are read by the caller's thread: starting others would take longer."""
+
 
 class SafeOpen:
     """The tensors of a snapshot, read when they are asked for.
 
     framework: "np" or "numpy" for read-only arrays, "pt", "torch" or "pytorch" for torch tensors.
-    device: where torch puts them.  names: which tensors, in this order.
+    device: where torch puts them.  names: which tensors, in this order.  load: reads a tensor with
+    several threads, as an array that may be changed if it is told so.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class SafeOpen:
         metadata: Mapping[str, str] | None,
         framework: str,
         device: Any,
+        load: Callable[[str, bool], np.ndarray[Any, Any]],
     ) -> None:
         if framework not in (*_NUMPY, *_TORCH):
             raise BadRequest(f"framework is np or pt, not {framework!r}")
@@ -48,6 +53,7 @@ class SafeOpen:
         self._metadata = metadata
         self._device = device if framework in _TORCH else None
         self._is_torch = framework in _TORCH
+        self._load = load
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +80,10 @@ class SafeOpen:
 
     def get_tensor(self, name: str) -> Any:
         """Return a tensor.  Raises NotFound, Corrupt, Incompatible, Unavailable (no torch)."""
-        return self._given(name, self._view.tensor(name))
+        if self._view.record(name).nbytes < _LEAST_LOADED:
+            return self._given(name, self._view.tensor(name))
+        array = self._load(name, self._is_torch)
+        return to_torch(name, array, self._device) if self._is_torch else array
 
     def get_slice(self, name: str) -> TensorSlice:
         """Return a tensor that is read when it is indexed.  Raises NotFound."""

@@ -140,7 +140,7 @@ class Snapshot:
         """Return an object with the interface of `safetensors.safe_open`.
 
         It has `keys`, `get_tensor`, `get_slice` and `metadata`, and is a context manager; a slice
-        reads the blocks of its rows only.
+        reads the blocks of its rows only. Large tensors are read as `load` does.
 
         framework: "np" or "pt".
         device: for torch.
@@ -154,10 +154,12 @@ class Snapshot:
         view = self._store.view(self.id)
         if file is None and len(files := view.tensor_files()) == 1:
             (file,) = files
-        if file is None:
-            return SafeOpen(view, list(view.tensors), None, framework, device)
-        names, metadata = view.header(file)
-        return SafeOpen(view, names, metadata, framework, device)
+        names, metadata = (list(view.tensors), None) if file is None else view.header(file)
+
+        def load(name: str, is_writable: bool) -> np.ndarray[Any, Any]:
+            return self._load([name], None, None, is_writable=is_writable)[name]
+
+        return SafeOpen(view, names, metadata, framework, device, load)
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
         """Return the bytes of one file.  Raises NotFound, Corrupt."""
