@@ -14,7 +14,7 @@ through FUSE and, where the kernel can, EROFS; and from restic and borg, where t
 
 Ways of reading: bench/reading.py.  For each mount also the seconds until it is ready, until the
 first byte of a new one, and what its process takes: seconds of a processor a GiB that was read in
-front of a cold pack, and its largest memory.
+front of a cold pack, and its anonymous memory then.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Mounted:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def memory(self) -> int:
-        """The largest anonymous and file-backed memory of its process, bytes."""
+        """The anonymous memory of its process, bytes."""
         if self.pid is None:
             return 0
         status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        (line,) = [line for line in status if line.startswith("VmHWM:")]
+        (line,) = [line for line in status if line.startswith("RssAnon:")]
         return int(line.split()[1]) * 1024
 
 

@@ -15,8 +15,8 @@ plain files are not checked. MB/s; in brackets the share of plain, of the same r
 """
 ABOUT_LIFE = """
 Ready: seconds of the command that mounts. First byte: milliseconds from open(2), cold. Then seconds
-of a processor that the mount's process takes for 1 GiB, read from front to back, and its largest
-memory, with the code that it maps.
+of a processor that the mount's process takes for 1 GiB, read from front to back, and its
+anonymous memory after that.
 """
 WAYS = {
     "read": "sequential, 1 MiB",
