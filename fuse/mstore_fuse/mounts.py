@@ -1,4 +1,4 @@
-"""Mounting from outside: start a daemon, list mounts, end them.
+"""Mounting from outside: start a daemon or have the kernel show a snapshot, list mounts, end them.
 
 Used by the command line and by Python programs; keeps no state (see mount_table.py). Serves nothing
 itself: a process that reads a mount which it serves waits for itself, so the server is always a
@@ -26,9 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import errors
-from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.errors import (
+    Conflict,
+    Incompatible,
+    MstoreError,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore.phrases import Phrase, call, from_json, joined
-from mstore_fuse import mount_table, readahead
+from mstore_fuse import drivers, mount_table, readahead
+from mstore_fuse.drivers import Driver, Verify
 from mstore_fuse.libfuse import WITHOUT_FUSE
 from mstore_fuse.mount_table import Source
 
@@ -53,11 +61,13 @@ class MountInfo:
     revision: str | None
     """what is shown; None: the whole store"""
     pid: int | None
-    """the process that serves it; None if that has ended"""
+    """the process that serves it; None if that has ended, or if the kernel does"""
     alive: bool
     """whether it answers; a dead one is cleared by `mstore unmount`"""
     user: int
     """the number of the user who mounted it"""
+    driver: str
+    """what serves it: `fuse`, or `erofs`, the kernel"""
 
 
 def mount(
@@ -65,6 +75,8 @@ def mount(
     revision: str | None,
     mountpoint: Path,
     *,
+    driver: str = Driver.FUSE,
+    verify: str = Verify.ONCE,
     foreground: bool = False,
     timeout: float = 30.0,
     on_ready: Callable[[MountInfo], None] | None = None,
@@ -75,15 +87,33 @@ def mount(
     mount answers; if that raises, the mount is removed again. In the foreground, KeyboardInterrupt
     unmounts, waits for open files, and returns; a second one stops waiting.
 
+    driver: `fuse`; `erofs`, by which the kernel itself reads the packs of a snapshot that is stored
+    raw (as root, Linux 6.12 and later); or `auto`, `erofs` where it works and else `fuse`. verify:
+    `once` checks each block before it is shown, with `erofs` all of them before this returns,
+    whatever `timeout` says; `never`, with `erofs`, checks none.
+
     Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
-    Unavailable (no FUSE, refused, no answer within `timeout` seconds), and what opening the store
-    and finding the revision raise.
+    Unavailable (no FUSE, no EROFS, refused, no answer within `timeout` seconds), Incompatible (not
+    stored raw), BadRequest (not with this driver), Corrupt (a block that `erofs` would show), and
+    what opening the store and finding the revision raise.
     """
-    require_fuse()
+    by, checks = drivers.choose(driver, verify, revision, foreground=foreground)
+    if by[0] is Driver.FUSE:
+        require_fuse()
     target = _free_mountpoint(mountpoint)
     store = Path(os.path.realpath(store_path))
     if target.is_relative_to(store):
         raise Conflict("the mount point lies in the store itself", where=str(target))
+    if by[0] is Driver.EROFS and revision is not None:
+        refused = _shown_by_kernel(store, revision, target, checks)
+        if refused is None:
+            return _announced(_info_at(target), on_ready)
+        if len(by) == 1:
+            raise refused
+        try:
+            require_fuse()
+        except Unavailable as error:
+            raise drivers.neither(refused, error) from error
     daemon = _Starting.start(store, revision, target, foreground)
     answered = False
     try:
@@ -104,6 +134,31 @@ def mount(
         daemon.finish()
     except BaseException:
         daemon.abandon()
+        raise
+    return info
+
+
+def _shown_by_kernel(
+    store: Path, revision: str, target: Path, checks: Verify
+) -> Unavailable | Incompatible | None:
+    """Mount by EROFS; return the error if it cannot show this snapshot here."""
+    from mstore_fuse.erofs import driver  # late: needs numpy, which the command line starts without
+
+    try:
+        driver.show(store, revision, target, checked=checks is not Verify.NEVER)
+    except (Unavailable, Incompatible) as error:
+        return error
+    return None
+
+
+def _announced(info: MountInfo, on_ready: Callable[[MountInfo], None] | None) -> MountInfo:
+    """Report a mount that no process serves; remove it if that fails."""
+    try:
+        if on_ready is not None:
+            on_ready(info)
+    except BaseException:
+        with suppress(OSError):
+            mount_table.detach(info.mountpoint, lazy=True)
         raise
     return info
 
@@ -357,14 +412,15 @@ def _error_from(message: dict[str, object]) -> MstoreError:
 
 
 def _info(entry: mount_table.TableEntry) -> MountInfo | None:
-    if entry.type != mount_table.TYPE or not entry.whole or entry.user is None:
-        return None
-    source = Source.parse(entry.source)
+    source = Source.of(entry)
     if source is None:
         return None
     alive = source.alive
     pid = source.pid if alive else None
-    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive, entry.user)
+    driver = Driver.EROFS if entry.type == mount_table.KERNEL_TYPE else Driver.FUSE
+    # Only root mounts by the kernel.
+    user = entry.user or 0
+    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive, user, driver)
 
 
 def _info_at(mountpoint: Path) -> MountInfo:

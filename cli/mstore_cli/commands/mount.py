@@ -11,6 +11,7 @@ from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
+from mstore_fuse.drivers import Driver, Verify
 
 
 @command(
@@ -33,6 +34,20 @@ def mount(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, until unmounted or interrupted.")
     ] = False,
+    driver: Annotated[
+        Driver,
+        typer.Option(
+            help="fuse: a process serves it; erofs: the kernel reads the packs (root, stored raw); "
+            "auto: erofs where it works, else fuse."
+        ),
+    ] = Driver.FUSE,
+    verify: Annotated[
+        Verify,
+        typer.Option(
+            help="When blocks are checked. once: before they are shown, with erofs all of them at "
+            "mounting; never, with erofs: not at all."
+        ),
+    ] = Verify.ONCE,
 ) -> None:
     """Show a snapshot as a read-only directory, or the whole store with --all.
 
@@ -51,7 +66,10 @@ def mount(
         def human(screen: Screen) -> None:
             shown = revision or "the whole store"
             end = "Ctrl-C" if foreground else f"mstore unmount {info.mountpoint}"
-            screen.line(f"mounted {shown} at {info.mountpoint}", style="green")
+            by = " by the kernel" if info.driver == Driver.EROFS else ""
+            screen.line(f"mounted {shown} at {info.mountpoint}{by}", style="green")
+            if by and verify is Verify.NEVER:
+                screen.line("its blocks were not checked: a damaged pack shows wrong bytes")
             screen.line(f"to end it: {end}")
 
         try:
@@ -61,4 +79,12 @@ def mount(
             end_mount(info.mountpoint)
             raise
 
-    start_mount(session.store_path(), revision, directory, foreground=foreground, on_ready=ready)
+    start_mount(
+        session.store_path(),
+        revision,
+        directory,
+        driver=driver,
+        verify=verify,
+        foreground=foreground,
+        on_ready=ready,
+    )

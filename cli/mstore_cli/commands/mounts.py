@@ -20,6 +20,7 @@ COLUMNS = (
     Column("MOUNT POINT", style="green"),
     Column("REF"),
     Column("STORE"),
+    Column("DRIVER"),
     Column("PID", right=True),
     Column("STATE"),
 )
@@ -60,6 +61,7 @@ def _row(one: MountInfo) -> tuple[str, ...]:
         str(one.mountpoint),
         one.revision or "(all)",
         str(one.store),
+        one.driver,
         "-" if one.pid is None else str(one.pid),
         "serving" if one.alive else "dead",
         _name_of(one.user),
