@@ -6,6 +6,8 @@
     operations    FUSE requests -> tree and view
     libfuse       the only module that uses mfusepy
     daemon        the process behind one mount
+    drivers       ways to mount, and what each can do
+    erofs         mounts that no process serves: the kernel reads the packs
     mounts        start, list and end mounts: what the command line and programs call
 
 Only the daemon loads libfuse and mfusepy.
