@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from blake3 import blake3
 
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
@@ -118,8 +119,9 @@ class BlockCache:
     A block that several threads ask for at once is read and decoded by the first of them.
     `prepare` has blocks read and decoded by other threads, before they are asked for.
     Remembers which raw blocks were checked. After such a block is evicted, a part of it can be read
-    from its pack without reading and hashing the whole block again (once a session). `computing`
-    returns what computes virtual blocks; it is called when the first one is requested.
+    from its pack without reading and hashing the whole block again (once a session); with
+    `is_wary`, every read from a pack is checked again. `computing` returns what computes virtual
+    blocks; it is called when the first one is requested.
     """
 
     def __init__(
@@ -127,10 +129,13 @@ class BlockCache:
         catalog: Catalog,
         limit: int = CACHE_BYTES,
         computing: Callable[[], Computing] | None = None,
+        *,
+        is_wary: bool = False,
     ) -> None:
         self._catalog = catalog
         self._limit = limit
         self._computing = computing
+        self._is_wary = is_wary
         self._lock = Lock()
         self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
         self._bytes = 0
@@ -191,7 +196,7 @@ class BlockCache:
             raise
         with self._lock:
             self._keep(block, data)
-            if location.codec == Codec.RAW:
+            if location.codec == Codec.RAW and not self._is_wary:
                 self._checked[block] = location
             del self._filling[block]
         own.set_result(data)
@@ -384,6 +389,27 @@ class SnapshotView:
     def require(self, path: str) -> None:
         """Raise NotFound unless the snapshot has this file."""
         self._opened(path)
+
+    def stored_bytes(self, path: str) -> int:
+        """Return the bytes at rest of the file's blocks, each counted once.
+
+        A block that other files share counts in full, and a base of differences does not; blocks
+        of virtual tensors take none. Raises NotFound and Corrupt.
+        """
+        blocks: set[bytes] = set()
+        for part in self._opened(path).file.parts:
+            content = self._catalog.content(part.tensor_id())
+            if isinstance(content, Tensor):
+                blocks.update(content.block_ids())
+        return int(self._catalog.stored_lengths(list(blocks)).sum()) if blocks else 0
+
+    def content_id(self, path: str) -> bytes:
+        """Return 32 bytes that name the file's content: files with equal ids are equal.
+
+        It is the BLAKE3 of the ids of the file's parts, in order. Raises NotFound.
+        """
+        parts = self._opened(path).file.parts
+        return blake3(b"".join(bytes(part.tensor_id()) for part in parts)).digest()
 
     def extents(self, path: str, offset: int, size: int) -> Iterator[Extent]:
         """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end."""

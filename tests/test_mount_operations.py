@@ -103,7 +103,8 @@ def test_listing(operations: Operations) -> None:
     listed = {name: attributes for name, attributes, _ in operations.readdir("/", 0)}
     assert set(listed) == {".", "..", "m.bin", "d", "e"}
     for name in ("m.bin", "d", "e"):
-        assert listed[name] == operations.getattr(f"/{name}")
+        told = operations.getattr(f"/{name}")
+        assert listed[name] == {key: told[key] for key in ("st_ino", "st_mode")}
     assert [name for name, _, _ in operations.readdir("/d", 0)] == [".", "..", "c"]
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import Corrupt, NotFound
-from mstore_fuse.tree import SnapshotTree, StoreTree, Tree, inode_of
+from mstore_fuse.store_tree import StoreTree
+from mstore_fuse.tree import SnapshotTree, Tree, inode_of
 
 A, B = "a" * 64, "b" * 64
 NAMES = st.sampled_from(["a", "b", "config.json", "ü", "x y", "..x"])
@@ -75,6 +76,9 @@ class Store:
 
     def snapshot_ids(self) -> Iterable[str]:
         return list(self.views)
+
+    def generation(self) -> int:
+        return hash((*self.views, *self.pointers.items()))
 
     def close(self) -> None:
         raise AssertionError("a tree does not own its store")

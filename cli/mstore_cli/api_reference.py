@@ -100,9 +100,10 @@ def _sections() -> Iterator[str]:
     yield "## mstore.integrations\n\nOther libraries on top of mstore.\n"
     yield _function("integrations.transformers", from_pretrained)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
-    for call in (mounts.mount, mounts.mounts, mounts.unmount):
+    for call in (mounts.mount, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(mounts.MountInfo)}\n{_fields(mounts.MountInfo)}"
+    yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
     yield "## What else calls take and give\n"
     for other, instance in OTHERS.items():
         fields = f"\n{_fields(other)}" if dataclasses.is_dataclass(other) else ""

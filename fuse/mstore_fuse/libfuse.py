@@ -20,22 +20,31 @@ WITHOUT_FUSE = phrase(
 )
 """The hint of every error about missing FUSE."""
 
-# libfuse's own limit, so no thread ever ends; without it, libfuse 3.12 to 3.16 warn on stderr.
-_THREADS = 10
+# Each request has a thread until it is answered. libfuse 3.12 and later stop at 10, so ten reads
+# that are stuck would stop everything; earlier versions have no limit.
+_THREADS = 256
+# Threads that stay when they are idle; without a number, libfuse 3.12 to 3.16 warn on stderr.
+_IDLE_THREADS = 10
 
 
 class FileInfo(Protocol):
-    """struct fuse_file_info: `open` sets `fh` and `keep_cache`."""
+    """struct fuse_file_info: `open` sets all but `flags`."""
 
     flags: int
     fh: int
     keep_cache: int
+    direct_io: int
 
 
 class Connection(Protocol):
-    """struct fuse_conn_info: `want` is the set of capabilities to switch on."""
+    """struct fuse_conn_info: `want` is the set of capabilities to switch on.
+
+    `max_background` requests that nobody waits for may be under way at once.
+    """
 
     want: int
+    max_background: int
+    congestion_threshold: int
 
 
 class Config(Protocol):
@@ -70,11 +79,13 @@ def load() -> Any:
     return module
 
 
-def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> None:
+def serve(
+    module: Any, operations: object, mountpoint: str, *, source: str, allow_other: bool = False
+) -> None:
     """Mount and answer requests until the mount has ended.
 
-    `source` is what mountinfo shows as the mounted device. Raises RuntimeError, with libfuse's
-    reason already on stderr, if the mount was refused.
+    `source` is what mountinfo shows as the mounted device; `allow_other` lets other users in.
+    Raises RuntimeError, with libfuse's reason already on stderr, if the mount was refused.
 
     Does not use `auto_unmount`: it would leave a second process per mount, and a crashed mount
     would turn into an empty directory instead of an error.
@@ -91,5 +102,7 @@ def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> N
         default_permissions=True,
         fsname=source,
         subtype="mstore",
-        max_idle_threads=_THREADS,
+        max_idle_threads=_IDLE_THREADS,
+        allow_other=allow_other,
+        **({"max_threads": _THREADS} if module.fuse_version_minor >= 12 else {}),
     )

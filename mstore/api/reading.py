@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import ALWAYS, OpenStore, thread_count
 from mstore.ids import Buffer, SnapshotId
 from mstore.store import contents, leases
 
@@ -37,7 +37,7 @@ class Reading(OpenStore):
 
         Raises NotFound (also if its contents were pruned), BadName.
         """
-        from mstore.view import BlockCache, SnapshotView
+        from mstore.view import CACHE_BYTES, BlockCache, SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
@@ -45,7 +45,10 @@ class Reading(OpenStore):
             view = self._views.pop(id, None)
             if view is None:
                 if self._cache is None:
-                    self._cache = BlockCache(self._catalog, computing=self._computing)
+                    limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
+                    self._cache = BlockCache(
+                        self._catalog, limit, self._computing, is_wary=self._verify == ALWAYS
+                    )
                 view = SnapshotView(self._catalog, id, self._cache)
             # Evict the least recently used view, so that `tensor` after `tensor` decodes one
             # manifest.
