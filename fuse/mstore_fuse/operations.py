@@ -5,7 +5,8 @@ answers writes with EROFS (`ro`) and checks permissions (`default_permissions`),
 `access` nor any writing operation here. Extended attributes are not implemented on purpose: after
 one ENOSYS the kernel stops asking.
 
-    NotFound -> ENOENT      Corrupt, StorageFailed, anything else -> EIO, with a line in the log
+    NotFound -> ENOENT, ENAMETOOLONG where no filesystem here could have the name
+    Corrupt, StorageFailed, anything else -> EIO, with a line in the log
 
 Threads: libfuse calls from several at once.
 """
@@ -48,7 +49,9 @@ def _answers_errno(
         try:
             return operation(self, path.lstrip("/"), *args, **kwargs)
         except NotFound as error:
-            raise OSError(errno.ENOENT, str(error)) from error
+            is_long = any(len(os.fsencode(name)) > _NAME_MAX for name in path.split("/"))
+            code = errno.ENAMETOOLONG if is_long else errno.ENOENT
+            raise OSError(code, str(error)) from error
         except MstoreError as error:
             self.say_once(f"{path}: {error}")
             raise OSError(errno.EIO, str(error)) from error
