@@ -91,7 +91,7 @@ READING = {
     "tail and head": f"for n in 1 17 4096 65537 700000; do tail -c $n {SHARDS[0]} | md5sum; "
     f"head -c $n {SHARDS[1]} | md5sum; tail -c +$n {SHARDS[0]} | md5sum; done",
     "wc and grep": f"wc -c * 2>/dev/null | sort || true; grep -c weight *.json; "
-    f"grep -abo 'layer.1.4' {SHARDS[1]} | head -c 200",
+    f"grep -abo 'seed1.1.4' {SHARDS[1]} | head -c 200",
     "od": f"od -An -tx1 -j 65520 -N 64 {SHARDS[0]}",
 }
 

@@ -20,7 +20,10 @@ WITHOUT_FUSE = phrase(
 )
 """The hint of every error about missing FUSE."""
 
-# libfuse's own limit, so no thread ever ends; without it, libfuse 3.12 to 3.16 warn on stderr.
+REQUESTS_AT_ONCE = 64
+"""Requests that may wait for a disk while others are answered: a thread each."""
+
+# Threads that wait for requests; without it, libfuse 3.12 to 3.16 warn on stderr.
 _THREADS = 10
 
 
@@ -33,9 +36,14 @@ class FileInfo(Protocol):
 
 
 class Connection(Protocol):
-    """struct fuse_conn_info: `want` is the set of capabilities to switch on."""
+    """struct fuse_conn_info.
+
+    want: the set of capabilities to switch on. max_background: how many reads of the page cache the
+    kernel sends before it waits for an answer, whatever files they are of.
+    """
 
     want: int
+    max_background: int
 
 
 class Config(Protocol):
@@ -70,6 +78,11 @@ def load() -> Any:
     return module
 
 
+def _most_threads(module: Any) -> dict[str, int]:
+    """Return the option that raises libfuse's limit of 10 threads; before 3.12 there is none."""
+    return {"max_threads": REQUESTS_AT_ONCE} if module.fuse_version_minor >= 12 else {}
+
+
 def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> None:
     """Mount and answer requests until the mount has ended.
 
@@ -92,4 +105,5 @@ def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> N
         fsname=source,
         subtype="mstore",
         max_idle_threads=_THREADS,
+        **_most_threads(module),
     )

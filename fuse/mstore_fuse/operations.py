@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mstore.errors import MstoreError, NotFound
-from mstore_fuse.libfuse import Config, Connection, FileInfo
+from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
 
@@ -107,6 +107,8 @@ class Operations:
         config.use_ino = 1
         # Contents of a cached path never change, so the kernel need not check sizes at each read.
         connection.want &= ~_AUTO_INVAL_DATA
+        # The kernel's 12 would be used up by one file on a disk that does not answer.
+        connection.max_background = REQUESTS_AT_ONCE
 
     @property
     def tree(self) -> Tree:

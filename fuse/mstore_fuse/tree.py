@@ -67,16 +67,6 @@ class SnapshotView(Protocol):
         ...
 
 
-class NamedRef(Protocol):
-    """A name and the snapshot (its `str` is 64 hex digits) that it points at."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def snapshot(self) -> object: ...
-
-
 class Pin(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
@@ -94,7 +84,9 @@ class MountSource(Protocol):
         """Protect this snapshot's contents until the pin is released, or the process ends."""
         ...
 
-    def refs(self) -> Iterable[NamedRef]: ...
+    def ref_ids(self) -> Mapping[str, object]:
+        """Return what each ref points at, whether or not that can be read."""
+        ...
 
     def snapshot_ids(self) -> Iterable[object]: ...
 
@@ -293,35 +285,52 @@ class StoreTree:
     def entry(self, path: str) -> Entry:
         with self._lock:
             place = self._find(path)
-            if place is None:
-                return self._directory(path)
-            if not place.tail:
-                # Not the snapshot's own time: `ls -l snapshots` must not read every manifest.
-                return Entry(inode_of(place.snapshot, ""), True, 0, self._time_ns)
-            return self._tree(place.snapshot).entry(place.tail)
+        if place is None:
+            return self._directory(path)
+        if not place.tail:
+            # Not the snapshot's own time: `ls -l snapshots` must not read every manifest.
+            return Entry(inode_of(place.snapshot, ""), True, 0, self._time_ns)
+        return self._tree(place.snapshot).entry(place.tail)
 
     def children(self, path: str) -> list[tuple[str, Entry]]:
         with self._lock:
             self._reload()
             place = self._find(path)
-            if place is not None:
-                return self._tree(place.snapshot).children(place.tail)
-            prefix = f"{path}/" if path else ""
-            return [(name, self.entry(prefix + name)) for name in self._names(path)]
+            if place is None:
+                prefix = f"{path}/" if path else ""
+                return [(name, self.entry(prefix + name)) for name in self._names(path)]
+        return self._tree(place.snapshot).children(place.tail)
 
     def open(self, path: str) -> OpenFile:
         with self._lock:
             place = self._find(path)
             if place is None:
                 raise NotFound("not a file", where=path)
+            # From here on the ref stays.
+            self._pin_ref(place)
             keep_cache = place.ref is None or self._page_owner.get(path) == place.snapshot
+        try:
             file = self._tree(place.snapshot).open_as(
                 place.tail, mounted=path, keep_cache=keep_cache, ref=place.ref
             )
-            if place.ref is not None:
-                self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
-            self._hold(file)
-            return file
+            with self._lock:
+                self._hold(file)
+        except BaseException:
+            with self._lock:
+                self._unpin_ref(place.ref)
+            raise
+        return file
+
+    def _pin_ref(self, place: _Below) -> None:
+        if place.ref is not None:
+            self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
+
+    def _unpin_ref(self, ref: str | None) -> None:
+        if ref is not None:
+            pin = self._ref_pins[ref]
+            pin.count -= 1
+            if not pin.count:
+                del self._ref_pins[ref]
 
     def _hold(self, file: OpenFile) -> None:
         held = self._held.get(file.snapshot)
@@ -346,10 +355,7 @@ class StoreTree:
             self._let_go(file)
             if file.ref is not None:
                 self._page_owner[file.mounted] = file.snapshot
-                pin = self._ref_pins[file.ref]
-                pin.count -= 1
-                if not pin.count:
-                    del self._ref_pins[file.ref]
+            self._unpin_ref(file.ref)
 
     def totals(self) -> Totals:
         with self._lock:
@@ -401,16 +407,18 @@ class StoreTree:
         return Entry(inode_of("", path), True, 0, self._time_ns)
 
     def _reload(self) -> None:
-        self._refs = {ref.name: str(ref.snapshot) for ref in self._source.refs()}
+        self._refs = {name: str(id) for name, id in self._source.ref_ids().items()}
         self._snapshots = {str(snapshot) for snapshot in self._source.snapshot_ids()}
         self._fresh_until = time.monotonic() + self._max_age
 
     def _tree(self, snapshot: str) -> SnapshotTree:
-        tree = self._trees.get(snapshot)
-        if tree is None:
-            tree = SnapshotTree(self._source.view(snapshot))
-            self._trees[snapshot] = tree
+        """Return a snapshot's tree, which is read without the lock: others need not wait."""
+        with self._lock:
+            tree = self._trees.get(snapshot)
+        made = tree or SnapshotTree(self._source.view(snapshot))
+        with self._lock:
+            tree = self._trees.setdefault(snapshot, made)
+            self._trees.move_to_end(snapshot)
             if len(self._trees) > _TREES_KEPT:
                 self._trees.popitem(last=False)
-        self._trees.move_to_end(snapshot)
         return tree
