@@ -31,6 +31,8 @@ class Info:
 @dataclass
 class Connection:
     want: int = 0xFFFF
+    max_background: int = 12
+    congestion_threshold: int = 9
 
 
 @dataclass
@@ -202,6 +204,8 @@ def test_the_kernel_is_told_that_nothing_changes(view: View) -> None:
     assert (config.entry_timeout, config.attr_timeout, config.negative_timeout) == (3600,) * 3
     assert config.use_ino == 1
     assert connection.want == 0xEFFF
+    # As many as have a thread each.
+    assert connection.max_background == 64
 
 
 def test_a_store_that_does_not_open_ends_the_mount() -> None:

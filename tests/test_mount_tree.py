@@ -37,12 +37,6 @@ class View:
         raise AssertionError("a tree reads nothing")
 
 
-@dataclass(frozen=True)
-class Named:
-    name: str
-    snapshot: str
-
-
 @dataclass
 class Pin:
     """A pin of a store in memory."""
@@ -71,8 +65,8 @@ class Store:
         self.pinned.append(snapshot)
         return Pin(self.pinned, snapshot)
 
-    def refs(self) -> Iterable[Named]:
-        return [Named(name, snapshot) for name, snapshot in self.pointers.items()]
+    def ref_ids(self) -> Mapping[str, str]:
+        return self.pointers
 
     def snapshot_ids(self) -> Iterable[str]:
         return list(self.views)

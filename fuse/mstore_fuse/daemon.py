@@ -133,7 +133,7 @@ class Daemon:
             return StoreTree(source, about, show_about=shown)
         if self.options.follow:
             ref = self.revision
-            if ref not in {one.name for one in source.refs()}:
+            if ref not in source.ref_ids():
                 # An unknown revision is the more useful error.
                 source.view(ref)
                 raise BadRequest(

@@ -20,9 +20,14 @@ WITHOUT_FUSE = phrase(
 )
 """The hint of every error about missing FUSE."""
 
-# Each request has a thread until it is answered. libfuse 3.12 and later stop at 10, so ten reads
-# that are stuck would stop everything; earlier versions have no limit.
-_THREADS = 256
+REQUESTS_AT_ONCE = 64
+"""Reads of the page cache that may wait for a disk while others are answered."""
+
+# Each request has a thread until it is answered. libfuse 3.12 and later stop at 10 unless told
+# otherwise, so ten reads that are stuck would stop everything; earlier versions have no limit. As
+# many again as wait for the page cache, and more, stay for readers that wait for one page each and
+# for names and attributes. Threads are made when they are needed.
+_THREADS = 4 * REQUESTS_AT_ONCE
 # Threads that stay when they are idle; without a number, libfuse 3.12 to 3.16 warn on stderr.
 _IDLE_THREADS = 10
 
@@ -37,9 +42,11 @@ class FileInfo(Protocol):
 
 
 class Connection(Protocol):
-    """struct fuse_conn_info: `want` is the set of capabilities to switch on.
+    """struct fuse_conn_info.
 
-    `max_background` requests that nobody waits for may be under way at once.
+    want: the set of capabilities to switch on. max_background: how many reads of the page cache the
+    kernel sends before it waits for an answer, whatever files they are of. congestion_threshold:
+    from how many on it reads less ahead.
     """
 
     want: int
@@ -79,6 +86,11 @@ def load() -> Any:
     return module
 
 
+def _most_threads(module: Any) -> dict[str, int]:
+    """Return the option that raises libfuse's limit of 10 threads; before 3.12 there is none."""
+    return {"max_threads": _THREADS} if module.fuse_version_minor >= 12 else {}
+
+
 def serve(
     module: Any, operations: object, mountpoint: str, *, source: str, allow_other: bool = False
 ) -> None:
@@ -104,5 +116,5 @@ def serve(
         subtype="mstore",
         max_idle_threads=_IDLE_THREADS,
         allow_other=allow_other,
-        **({"max_threads": _THREADS} if module.fuse_version_minor >= 12 else {}),
+        **_most_threads(module),
     )

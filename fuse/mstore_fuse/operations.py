@@ -4,7 +4,8 @@ Only translates, and owns only the table of open files. The mount is read-only: 
 answers writes with EROFS (`ro`) and checks permissions (`default_permissions`), so there is neither
 `access` nor any writing operation here.
 
-    NotFound -> ENOENT      Corrupt, StorageFailed, anything else -> EIO, with a line in the log
+    NotFound -> ENOENT, ENAMETOOLONG where no filesystem here could have the name
+    Corrupt, StorageFailed, anything else -> EIO, with a line in the log
 
 Extended attributes are `user.mstore.*`. Of the others, those of users are absent (ENODATA), and
 those of the system are not supported (EOPNOTSUPP): `ls -l` asks for access lists once, and not
@@ -25,14 +26,11 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mstore.errors import MstoreError, NotFound
-from mstore_fuse.libfuse import Config, Connection, FileInfo
+from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
 
 _AUTO_INVAL_DATA = 1 << 12
-# Requests that readers do not wait for (read-ahead); the kernel's default is 12, and so many that
-# are stuck would stop all read-ahead.
-_IN_BACKGROUND = 64
 _PREFERRED_READ = 1 << 20
 _STATFS_UNIT = 4096
 _NAME_MAX = 255
@@ -55,7 +53,9 @@ def _answers_errno(
         try:
             return operation(self, path.lstrip("/"), *args, **kwargs)
         except NotFound as error:
-            raise OSError(errno.ENOENT, str(error)) from error
+            is_long = any(len(os.fsencode(name)) > _NAME_MAX for name in path.split("/"))
+            code = errno.ENAMETOOLONG if is_long else errno.ENOENT
+            raise OSError(code, str(error)) from error
         except _NoSuchLabel:
             raise
         except MstoreError as error:
@@ -117,8 +117,9 @@ class Operations:
         config.use_ino = 1
         # Contents of a cached path never change, so the kernel need not check sizes at each read.
         connection.want &= ~_AUTO_INVAL_DATA
-        connection.max_background = _IN_BACKGROUND
-        connection.congestion_threshold = _IN_BACKGROUND * 3 // 4
+        # The kernel's 12 would be used up by one file on a disk that does not answer.
+        connection.max_background = REQUESTS_AT_ONCE
+        connection.congestion_threshold = REQUESTS_AT_ONCE * 3 // 4
 
     @property
     def tree(self) -> Tree:

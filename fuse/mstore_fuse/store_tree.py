@@ -115,40 +115,55 @@ class StoreTree:
         return [(name, self.entry(prefix + name)) for name in names]
 
     def open(self, path: str) -> OpenFile:
-        while True:
-            place = self._find(path)
+        self._find(path)
+        with self._lock:
+            place = self._look(path)
             if place is None:
                 raise NotFound("not a file", where=path)
-            tree = self._tree(place.snapshot)
-            # Found before anything is pinned: it may be a directory.
-            file = tree.open_as(place.tail, mounted=path, keep_cache=True, ref=place.ref)
-            pin = self._source.pin(file.view.id)
+            # From here on the ref stays.
+            self._pin_ref(place)
+            keep_cache = place.ref is None or self._page_owner.get(path) == place.snapshot
+        try:
+            file = self._tree(place.snapshot).open_as(
+                place.tail, mounted=path, keep_cache=keep_cache, ref=place.ref
+            )
+            self._hold(file)
+        except BaseException:
             with self._lock:
-                is_current = place.ref is None or self._target(place.ref) == place.snapshot
-                if is_current:
-                    opened = self._opened(file)
-                    pin = self._hold(file, pin)
-            if pin is not None:
-                pin.release()
-            if is_current:
-                return opened
+                self._unpin_ref(place.ref)
+            raise
+        return file
 
-    def _opened(self, file: OpenFile) -> OpenFile:
-        """Note one more open; return it with whether the kernel's pages are of this snapshot."""
-        if file.ref is None:
-            return file
-        self._ref_pins.setdefault(file.ref, _RefPin(file.snapshot, 0)).count += 1
-        keep_cache = self._page_owner.get(file.mounted) == file.snapshot
-        return replace(file, keep_cache=keep_cache)
+    def _pin_ref(self, place: _Below) -> None:
+        if place.ref is not None:
+            self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
 
-    def _hold(self, file: OpenFile, pin: Pin) -> Pin | None:
-        """Keep the snapshot for this file; return the pin if it has one already."""
-        held = self._held.get(file.snapshot)
-        if held is None:
-            self._held[file.snapshot] = _Held(pin, 1)
-            return None
-        held.count += 1
-        return pin
+    def _unpin_ref(self, ref: str | None) -> None:
+        if ref is not None:
+            pin = self._ref_pins[ref]
+            pin.count -= 1
+            if not pin.count:
+                del self._ref_pins[ref]
+
+    def _hold(self, file: OpenFile) -> None:
+        """Keep the snapshot for this file; a pin is a file in the store, so it is made unlocked."""
+        with self._lock:
+            held = self._held.get(file.snapshot)
+            if held is not None:
+                held.count += 1
+                return
+        pin: Pin | None = self._source.pin(file.view.id)
+        with self._lock:
+            held = self._held.get(file.snapshot)
+            if held is not None:
+                # Another thread was faster.
+                held.count += 1
+            else:
+                assert pin is not None
+                self._held[file.snapshot] = _Held(pin, 1)
+                pin = None
+        if pin is not None:
+            pin.release()
 
     def _let_go(self, file: OpenFile) -> Pin | None:
         """Return the pin that the snapshot needs no more, if this was its last file."""
@@ -166,10 +181,7 @@ class StoreTree:
             unneeded = self._let_go(file)
             if file.ref is not None:
                 self._page_owner[file.mounted] = file.snapshot
-                pin = self._ref_pins[file.ref]
-                pin.count -= 1
-                if not pin.count:
-                    del self._ref_pins[file.ref]
+            self._unpin_ref(file.ref)
         if unneeded is not None:
             unneeded.release()
 
@@ -233,9 +245,9 @@ class StoreTree:
             parts = rest.split("/")
             for length in range(1, len(parts) + 1):
                 ref = "/".join(parts[:length])
-                snapshot = self._target(ref)
-                if snapshot is not None:
-                    return _Below(snapshot, ref, "/".join(parts[length:]))
+                target = self._target(ref)
+                if target is not None:
+                    return _Below(target, ref, "/".join(parts[length:]))
             if any(ref.startswith(f"{rest}/") for ref in self._refs):
                 return None
         raise NotFound("no such ref or snapshot", where=path)
@@ -262,7 +274,7 @@ class StoreTree:
         load = next(self._loads)
         generation = self._source.generation()
         if generation != self._generation:
-            refs = {ref.name: str(ref.snapshot) for ref in self._source.refs()}
+            refs = {name: str(id) for name, id in self._source.ref_ids().items()}
             snapshots = {str(snapshot) for snapshot in self._source.snapshot_ids()}
             with self._lock:
                 # A later load may have been faster.

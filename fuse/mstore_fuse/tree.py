@@ -73,16 +73,6 @@ class SnapshotView(Protocol):
         ...
 
 
-class NamedRef(Protocol):
-    """A name and the snapshot (its `str` is 64 hex digits) that it points at."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def snapshot(self) -> object: ...
-
-
 class Pin(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
@@ -100,7 +90,9 @@ class MountSource(Protocol):
         """Protect this snapshot's contents until the pin is released, or the process ends."""
         ...
 
-    def refs(self) -> Iterable[NamedRef]: ...
+    def ref_ids(self) -> Mapping[str, object]:
+        """Return what each ref points at, whether or not that can be read."""
+        ...
 
     def snapshot_ids(self) -> Iterable[object]: ...
 

@@ -43,13 +43,15 @@ class Reading(OpenStore):
         contents.require(self._catalog, id, str(revision))
         with self._views_lock:
             view = self._views.pop(id, None)
-            if view is None:
-                if self._cache is None:
-                    limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
-                    self._cache = BlockCache(
-                        self._catalog, limit, self._computing, is_wary=self._verify == ALWAYS
-                    )
-                view = SnapshotView(self._catalog, id, self._cache)
+            if self._cache is None:
+                limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
+                self._cache = BlockCache(
+                    self._catalog, limit, self._computing, is_wary=self._verify == ALWAYS
+                )
+        # Outside of the lock: whoever asks for another snapshot need not wait for this one.
+        made = view or SnapshotView(self._catalog, id, self._cache)
+        with self._views_lock:
+            view = self._views.pop(id, made)
             # Evict the least recently used view, so that `tensor` after `tensor` decodes one
             # manifest.
             self._views[id] = view
