@@ -6,8 +6,11 @@ is imported late, and with `FUSE_LIBRARY_NAME` set.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mstore.errors import Unavailable
@@ -61,6 +64,56 @@ class Config(Protocol):
     negative_timeout: float
     attr_timeout: float
     use_ino: int
+
+
+class _Buffers(ctypes.Structure):
+    """struct fuse_bufvec with one struct fuse_buf (fuse_common.h).
+
+    libfuse 3.17 has one more field at the end, which it sets itself.
+    """
+
+    _fields_ = (
+        ("count", ctypes.c_size_t),
+        ("idx", ctypes.c_size_t),
+        ("off", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+        ("mem", ctypes.c_void_p),
+        ("fd", ctypes.c_int),
+        ("pos", ctypes.c_int64),
+        ("later_versions", ctypes.c_size_t * 4),
+    )
+
+
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.calloc.restype = ctypes.c_void_p
+_libc.calloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+
+def answer(out: Any, size: int, fill: Callable[[memoryview], None]) -> None:
+    """Answer a read with `size` bytes, which `fill` writes into the memory that it is given.
+
+    `out` is the `struct fuse_bufvec **` of `read_buf`. libfuse sends the memory and frees it: the
+    bytes are copied once on their way to the kernel, not three times as an object of Python would
+    be. Raises OSError (ENOMEM) and what `fill` raises; then nothing is answered.
+    """
+    memory = _libc.malloc(max(size, 1))
+    vector = _libc.calloc(1, ctypes.sizeof(_Buffers))
+    try:
+        if not memory or not vector:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        if size:
+            fill(memoryview((ctypes.c_ubyte * size).from_address(memory)).cast("B"))
+    except BaseException:
+        _libc.free(memory)
+        _libc.free(vector)
+        raise
+    buffers = _Buffers.from_address(vector)
+    buffers.count, buffers.size, buffers.mem, buffers.fd = 1, size, memory, -1
+    ctypes.cast(out, ctypes.POINTER(ctypes.c_void_p))[0] = vector
 
 
 def load() -> Any:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mstore.errors import MstoreError, NotFound
-from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo
+from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo, answer
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
 
@@ -82,7 +82,7 @@ class _Handle:
 
     def __init__(self, file: OpenFile) -> None:
         self.file = file
-        self.sequence = Sequence(file.size)
+        self.sequence = Sequence(file.size, functools.partial(file.view.continues_to, file.path))
         self.settled = file.keep_cache
 
 
@@ -198,26 +198,30 @@ class Operations:
         return 0
 
     @_answers_errno
-    def read(self, path: str, size: int, offset: int, info: FileInfo) -> bytes:
-        """Return verified bytes; fewer than requested only at the end of the file."""
+    def read_buf(self, path: str, out: object, size: int, offset: int, info: FileInfo) -> int:
+        """Answer with verified bytes; fewer than requested only at the end of the file."""
         handle = self._handles[info.fh]
         file = handle.file
         if not handle.settled:
             handle.settled = True
             self.tree.settled(file)
-        if file.content is not None:
-            return file.content[offset : offset + size]
-        size = min(size, file.size - offset)
-        if size <= 0:
-            return b""
-        ahead = handle.sequence.next_after(offset, size)
+        size = max(0, min(size, file.size - offset))
+        content = file.content
+        ahead = None if content is not None else handle.sequence.next_after(offset, size)
         if ahead is not None:
             file.view.prefetch(file.path, *ahead)
-        data = file.view.read(file.path, offset, size)
-        if len(data) != size:
-            # The kernel would fill the gap with zeros, and they would be read as weights.
-            raise OSError(errno.EIO, f"{len(data)} bytes at {offset} instead of {size}")
-        return data
+
+        def fill(target: memoryview) -> None:
+            if content is not None:
+                target[:] = content[offset : offset + size]
+                return
+            found = file.view.read_into(file.path, offset, target)
+            if found != size:
+                # The kernel would fill the gap with zeros, and they would be read as weights.
+                raise OSError(errno.EIO, f"{found} bytes at {offset} instead of {size}")
+
+        answer(out, size, fill)
+        return 0
 
     @_answers_errno
     def release(self, path: str, info: FileInfo) -> int:

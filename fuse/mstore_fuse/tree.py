@@ -64,8 +64,15 @@ class SnapshotView(Protocol):
         """When the snapshot was made, nanoseconds since the epoch."""
         ...
 
-    def read(self, path: str, offset: int, size: int, /) -> bytes:
-        """Return exactly these bytes, verified. Raises Corrupt or StorageFailed."""
+    def read_into(self, path: str, offset: int, target: memoryview, /) -> int:
+        """Fill `target` with verified bytes and return how many, fewer only at the file's end.
+
+        Raises Corrupt or StorageFailed.
+        """
+        ...
+
+    def continues_to(self, path: str, offset: int, size: int, /) -> int:
+        """Return the end of the tensor that begins in these bytes, or the end of the bytes."""
         ...
 
     def prefetch(self, path: str, offset: int, size: int, /) -> None:

@@ -26,13 +26,14 @@ ALWAYS = "always"
 # The calls that need numpy, numba and the merge engine import them: `log` must not wait for a
 # compiler.
 if TYPE_CHECKING:
+    from mstore.block_cache import BlockCache
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.plan_rows import Sources
-    from mstore.view import BlockCache, SnapshotView
+    from mstore.view import SnapshotView
 
 
 @checked("Store")

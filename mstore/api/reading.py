@@ -37,7 +37,8 @@ class Reading(OpenStore):
 
         Raises NotFound (also if its contents were pruned), BadName.
         """
-        from mstore.view import CACHE_BYTES, BlockCache, SnapshotView
+        from mstore.block_cache import CACHE_BYTES, BlockCache
+        from mstore.view import SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
@@ -46,7 +47,7 @@ class Reading(OpenStore):
             if self._cache is None:
                 limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
                 self._cache = BlockCache(
-                    self._catalog, limit, self._computing, is_wary=self._verify == ALWAYS
+                    self._catalog, limit, self._computing, check_always=self._verify == ALWAYS
                 )
         # Outside of the lock: whoever asks for another snapshot need not wait for this one.
         made = view or SnapshotView(self._catalog, id, self._cache)
