@@ -34,7 +34,7 @@ from mstore.phrases import to_json
 from mstore_fuse import libfuse, mount_table
 from mstore_fuse.mount_table import Source
 from mstore_fuse.operations import Operations
-from mstore_fuse.tree import MountSource, Pin, SnapshotTree, StoreTree, Tree
+from mstore_fuse.tree import Hold, MountSource, SnapshotTree, StoreTree, Tree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -61,7 +61,7 @@ class Daemon:
     mountpoint: Path
     ready: Callable[[BaseException | None], None]
     _source: MountSource | None = field(default=None, init=False)
-    _pin: Pin | None = field(default=None, init=False)
+    _hold: Hold | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
 
@@ -96,8 +96,8 @@ class Daemon:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             self._failure = self._failure or error
         finally:
-            if self._pin is not None:
-                self._pin.release()
+            if self._hold is not None:
+                self._hold.release()
             if self._source is not None:
                 self._source.close()
             os.write(wake, _ENDED)
@@ -110,7 +110,7 @@ class Daemon:
                 tree = StoreTree(self._source)
             else:
                 view = self._source.view(self.revision)
-                self._pin = self._source.pin(view.id)
+                self._hold = self._source.hold(view.id)
                 tree = SnapshotTree(view)
             if self._stop:
                 raise Unavailable("stopped before it was mounted", where=str(self.mountpoint))

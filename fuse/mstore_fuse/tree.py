@@ -77,7 +77,7 @@ class NamedRef(Protocol):
     def snapshot(self) -> object: ...
 
 
-class Pin(Protocol):
+class Hold(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
     def release(self) -> None: ...
@@ -90,8 +90,8 @@ class MountSource(Protocol):
         """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
-    def pin(self, snapshot: Any, /) -> Pin:
-        """Protect this snapshot's contents until the pin is released, or the process ends."""
+    def hold(self, snapshot: Any, /) -> Hold:
+        """Protect this snapshot's contents until the hold is released, or the process ends."""
         ...
 
     def refs(self) -> Iterable[NamedRef]: ...
@@ -232,7 +232,7 @@ class SnapshotTree:
         """Do nothing: one path, one snapshot."""
 
     def release(self, file: OpenFile) -> None:
-        """Do nothing: no ref and no pin is held."""
+        """Do nothing: nothing is held."""
 
     def totals(self) -> Totals:
         return self._totals
@@ -254,7 +254,7 @@ class _RefPin:
 class _Held:
     """A snapshot with `count` open files."""
 
-    pin: Pin
+    hold: Hold
     count: int
 
 
@@ -270,7 +270,7 @@ class _Below:
 class StoreTree:
     """The tree of a whole store. New refs and snapshots appear in it at once.
 
-    Pins only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
+    Holds only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
     reads the store again; one that hits may use a list of refs up to `max_age` seconds old.
     """
 
@@ -326,14 +326,14 @@ class StoreTree:
     def _hold(self, file: OpenFile) -> None:
         held = self._held.get(file.snapshot)
         if held is None:
-            held = self._held[file.snapshot] = _Held(self._source.pin(file.view.id), 0)
+            held = self._held[file.snapshot] = _Held(self._source.hold(file.view.id), 0)
         held.count += 1
 
     def _let_go(self, file: OpenFile) -> None:
         held = self._held[file.snapshot]
         held.count -= 1
         if not held.count:
-            held.pin.release()
+            held.hold.release()
             del self._held[file.snapshot]
 
     def settled(self, file: OpenFile) -> None:
