@@ -207,8 +207,8 @@ class SnapshotView:
     ) -> list[PhysicalExtent]:
         """Return where the pieces of `extents` lie; without `size`, up to the end of the file.
 
-        Valid until the packs are collected: hold a lease or a pin while you read there. Raises
-        NotFound, and Corrupt for a block that is not stored.
+        Valid until the packs are collected: take a lease, or hold the snapshot, while you read
+        there. Raises NotFound, and Corrupt for a block that is not stored.
         """
         length = self._opened(path).file.size if size is None else size
         return self._located(list(self.extents(path, offset, length)), offset)

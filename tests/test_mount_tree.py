@@ -49,14 +49,14 @@ def first_bytes(file: OpenFile) -> bytes:
 
 
 @dataclass
-class Pin:
-    """A pin of a store in memory."""
+class Hold:
+    """A hold of a store in memory."""
 
-    pinned: list[str]
+    held: list[str]
     snapshot: str
 
     def release(self) -> None:
-        self.pinned.remove(self.snapshot)
+        self.held.remove(self.snapshot)
 
 
 @dataclass
@@ -66,15 +66,15 @@ class Store:
     views: dict[str, View]
     pointers: dict[str, str]
     viewed: list[str] = field(default_factory=list)
-    pinned: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
     def view(self, revision: str) -> View:
         self.viewed.append(revision)
         return self.views[revision]
 
-    def pin(self, snapshot: str) -> Pin:
-        self.pinned.append(snapshot)
-        return Pin(self.pinned, snapshot)
+    def hold(self, snapshot: str) -> Hold:
+        self.held.append(snapshot)
+        return Hold(self.held, snapshot)
 
     def ref_ids(self) -> Mapping[str, str]:
         return self.pointers
@@ -272,17 +272,17 @@ def test_depth_costs_no_stack() -> None:
     assert names(tree, path[: -len("/d")]) == ["d"]
 
 
-def test_what_is_open_is_pinned(store: Store) -> None:
-    """A snapshot is pinned once, from the first open of any of its files to the last release."""
+def test_what_is_open_is_held(store: Store) -> None:
+    """A snapshot is held once, from the first open of any of its files to the last release."""
     tree = StoreTree(store)
     walk(tree)
-    assert store.pinned == []
+    assert store.held == []
     first = tree.open("refs/main/config.json")
     second = tree.open(f"snapshots/{A}/sub/x.bin")
     other = tree.open(f"snapshots/{B}/config.json")
-    assert sorted(store.pinned) == [A, B]
+    assert sorted(store.held) == [A, B]
     tree.release(first)
     tree.release(other)
-    assert store.pinned == [A]
+    assert store.held == [A]
     tree.release(second)
-    assert store.pinned == []
+    assert store.held == []

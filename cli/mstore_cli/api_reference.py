@@ -26,7 +26,7 @@ from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert.conversion import ConversionLimits
 from mstore.integrations.transformers import from_pretrained
 from mstore.safe_open import SafeOpen, TensorSlice
-from mstore.store.leases import Pin
+from mstore.store.leases import Hold
 from mstore_cli import keys, page
 from mstore_fuse import mounts
 
@@ -42,7 +42,7 @@ OTHERS: dict[type, str] = {
     view.SnapshotView: "view",
     SafeOpen: "file",
     TensorSlice: "part",
-    Pin: "pin",
+    Hold: "hold",
     CheckpointLimits: "limits",
     ConversionLimits: "limits",
 }

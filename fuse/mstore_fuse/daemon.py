@@ -38,7 +38,7 @@ from mstore_fuse.mount_table import Source
 from mstore_fuse.operations import Operations
 from mstore_fuse.options import MountOptions
 from mstore_fuse.store_tree import RefTree, StoreTree
-from mstore_fuse.tree import NOTHING, About, MountSource, Pin, SnapshotTree, Tree
+from mstore_fuse.tree import NOTHING, About, Hold, MountSource, SnapshotTree, Tree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -67,7 +67,7 @@ class Daemon:
     options: MountOptions = field(default_factory=MountOptions)
     about: Callable[[Any], About] = field(default=lambda source: NOTHING)
     _source: MountSource | None = field(default=None, init=False)
-    _pin: Pin | None = field(default=None, init=False)
+    _hold: Hold | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
 
@@ -108,8 +108,8 @@ class Daemon:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             self._failure = self._failure or error
         finally:
-            if self._pin is not None:
-                self._pin.release()
+            if self._hold is not None:
+                self._hold.release()
             if self._source is not None:
                 self._source.close()
             os.write(wake, _ENDED)
@@ -143,7 +143,7 @@ class Daemon:
                 )
             return RefTree(StoreTree(source, about, show_about=shown), ref)
         view = source.view(self.revision)
-        self._pin = source.pin(view.id)
+        self._hold = source.hold(view.id)
         return SnapshotTree(view, about, show_about=shown)
 
     def _detach(self) -> None:

@@ -17,9 +17,9 @@ from mstore_fuse.tree import (
     NOTHING,
     About,
     Entry,
+    Hold,
     MountSource,
     OpenFile,
-    Pin,
     SnapshotTree,
     Totals,
     inode_of,
@@ -40,7 +40,7 @@ class _RefPin:
 class _Held:
     """A snapshot with `count` open files."""
 
-    pin: Pin
+    hold: Hold
     count: int
 
 
@@ -127,7 +127,7 @@ class StoreTree:
             file = self._tree(place.snapshot).open_as(
                 place.tail, mounted=path, keep_cache=keep_cache, ref=place.ref
             )
-            self._hold(file)
+            self._keep(file)
         except BaseException:
             with self._lock:
                 self._unpin_ref(place.ref)
@@ -145,31 +145,26 @@ class StoreTree:
             if not pin.count:
                 del self._ref_pins[ref]
 
-    def _hold(self, file: OpenFile) -> None:
-        """Keep the snapshot for this file; a pin is a file in the store, so it is made unlocked."""
+    def _keep(self, file: OpenFile) -> None:
+        """Hold the snapshot for this file; that makes a file in the store, so it is done unlocked."""
         with self._lock:
             held = self._held.get(file.snapshot)
             if held is not None:
                 held.count += 1
                 return
-        pin: Pin | None = self._source.pin(file.view.id)
+        hold = self._source.hold(file.view.id)
         with self._lock:
-            held = self._held.get(file.snapshot)
-            if held is not None:
-                # Another thread was faster.
-                held.count += 1
-            else:
-                assert pin is not None
-                self._held[file.snapshot] = _Held(pin, 1)
-                pin = None
-        if pin is not None:
-            pin.release()
+            held = self._held.setdefault(file.snapshot, _Held(hold, 0))
+            held.count += 1
+        if held.hold is not hold:
+            # Another thread was faster.
+            hold.release()
 
-    def _let_go(self, file: OpenFile) -> Pin | None:
-        """Return the pin that the snapshot needs no more, if this was its last file."""
+    def _let_go(self, file: OpenFile) -> Hold | None:
+        """Return the hold that the snapshot needs no more, if this was its last file."""
         held = self._held[file.snapshot]
         held.count -= 1
-        return None if held.count else self._held.pop(file.snapshot).pin
+        return None if held.count else self._held.pop(file.snapshot).hold
 
     def settled(self, file: OpenFile) -> None:
         if file.ref is not None:

@@ -80,7 +80,7 @@ class SnapshotView(Protocol):
         ...
 
 
-class Pin(Protocol):
+class Hold(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
     def release(self) -> None: ...
@@ -93,8 +93,8 @@ class MountSource(Protocol):
         """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
-    def pin(self, snapshot: Any, /) -> Pin:
-        """Protect this snapshot's contents until the pin is released, or the process ends."""
+    def hold(self, snapshot: Any, /) -> Hold:
+        """Protect this snapshot's contents until the hold is released, or the process ends."""
         ...
 
     def ref_ids(self) -> Mapping[str, object]:
@@ -312,7 +312,7 @@ class SnapshotTree:
         """Do nothing: one path, one snapshot."""
 
     def release(self, file: OpenFile) -> None:
-        """Do nothing: no ref and no pin is held."""
+        """Do nothing: nothing is held."""
 
     def stored(self, path: str) -> int:
         known = self._stored.get(path)

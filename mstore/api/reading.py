@@ -226,10 +226,10 @@ class Reading(OpenStore):
             computing=self._computing,
         )
 
-    def pin(self, snapshot: SnapshotId) -> leases.Pin:
-        """Protect a snapshot's contents from garbage collection until the pin is released.
+    def hold(self, snapshot: SnapshotId) -> leases.Hold:
+        """Protect a snapshot's contents from garbage collection until the hold is released.
 
-        The pin ends with the process.  If it cannot be made (in a store that is read-only for this
-        user), it protects nothing; that is not an error.
+        The hold ends with the process.  If it cannot be taken (in a store that is read-only for
+        this user), it protects nothing; that is not an error.
         """
-        return leases.Pin(self._catalog.layout, snapshot)
+        return leases.Hold(self._catalog.layout, snapshot)
