@@ -141,7 +141,8 @@ def test_the_same_as_fuse_shows(root: Path, codec: str) -> None:
     original = every_dtype_checkpoint(root / "odd")
     with Store.init(root / "store", block_size=BLOCK_SIZE, codec=codec) as made:
         made.add(original, name="odd")
-    by_kernel, by_fuse = shown(root / "store", "odd"), shown(root / "store", "odd", driver="fuse")
+    by_kernel = shown(root / "store", "odd", allow_other=True)
+    by_fuse = shown(root / "store", "odd", driver="fuse")
     assert_same(by_kernel, original)
     paths = [Path(), *sorted(p.relative_to(by_fuse) for p in by_fuse.rglob("*"))]
     assert paths == [Path(), *sorted(p.relative_to(by_kernel) for p in by_kernel.rglob("*"))]
@@ -417,13 +418,47 @@ def test_auto_takes_the_kernel(store: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{"follow": True}, {"show_meta": True}, {"verify": "always"}], ids=str
+)
+def test_auto_leaves_to_fuse_what_the_kernel_cannot(store: Path, options: dict[str, Any]) -> None:
+    """With `auto`, an option that only FUSE has chooses FUSE."""
+    require_or_skip_fuse()
+    point = shown(store, "team/m", driver="auto", **options)
+    assert next(one for one in mounts() if one.mountpoint == point).driver == "fuse"
+
+
+@pytest.mark.parametrize(("others", "mode"), [(False, 0o500), (True, 0o555)])
+def test_other_users_read_only_if_asked(store: Path, others: bool, mode: int) -> None:
+    """As with FUSE, only the user who mounted it, root, may read it unless others are let in."""
+    point = shown(store, "team/m", allow_other=others)
+    for folder in (point, point / "sub"):
+        assert stat.S_IMODE(folder.stat().st_mode) == mode
+    assert stat.S_IMODE((point / MODEL).stat().st_mode) == mode & 0o444
+    command = ["setpriv", "--reuid=65534", "--clear-groups", "cat", str(point / "config.json")]
+    # The directories above belong to root alone.
+    parents = [parent for parent in point.parents if parent.is_relative_to("/tmp/")]
+    before = {parent: parent.stat().st_mode for parent in parents}
+    for parent in parents:
+        parent.chmod(0o755)
+    done = subprocess.run(command, check=False, capture_output=True)
+    for parent in parents:
+        parent.chmod(stat.S_IMODE(before[parent]))
+    assert (done.returncode == 0) is others, done.stderr
+
+
+@pytest.mark.parametrize(
     ("revision", "options", "what"),
     [
         (None, {}, "not the whole store"),
-        ("team/m", {"foreground": True}, "foreground"),
+        ("team/m", {"foreground": True}, "no process"),
+        ("team/m", {"log": Path("log")}, "no process"),
+        ("team/m", {"follow": True}, "cannot follow"),
+        ("team/m", {"show_meta": True}, "only the files"),
         ("team/m", {"verify": "always"}, "at each read"),
-        ("team/m", {"driver": "fuse", "verify": "never"}, "not never"),
+        ("team/m", {"driver": "fuse", "verify": "never"}, "without checking"),
+        ("team/m", {"driver": "auto", "verify": "never"}, "without checking"),
         ("team/m", {"driver": "nfs"}, "one of fuse, erofs, auto"),
+        ("team/m", {"verify": "twice"}, "one of once, never, always"),
     ],
 )
 def test_what_no_driver_does(

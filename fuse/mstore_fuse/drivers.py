@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from mstore.errors import BadRequest, MstoreError, Unavailable
 from mstore.phrases import Option, call, phrase
+from mstore_fuse.options import MountOptions
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -45,41 +46,45 @@ class Verify(StrEnum):
     ALWAYS = "always"
 
 
-_BY_FUSE = frozenset({Verify.ONCE})
+_BY_FUSE = frozenset({Verify.ONCE, Verify.ALWAYS})
 _BY_EROFS = frozenset({Verify.ONCE, Verify.NEVER})
 
 
 def choose(
-    driver: str, verify: str, revision: str | None, *, foreground: bool
-) -> tuple[tuple[Driver, ...], Verify]:
-    """Return the drivers to try, in order, and what they shall check.
-
-    Raises BadRequest for what no driver can do.
-    """
-    wanted, checks = _one_of(Driver, "driver", driver), _one_of(Verify, "verify", verify)
-    against = _against_erofs(checks, revision, foreground=foreground)
-    if wanted is Driver.EROFS and against is not None:
-        raise BadRequest(against, hint=Option("driver", "fuse"))
-    if wanted is Driver.AUTO and against is None:
-        return (Driver.EROFS, Driver.FUSE), checks
-    if wanted is not Driver.EROFS:
-        if checks not in _BY_FUSE and wanted is Driver.FUSE:
-            raise BadRequest(
-                f"driver fuse checks blocks {', '.join(sorted(_BY_FUSE))}, not {checks}",
-                hint=Option("verify", "once"),
-            )
-        return (Driver.FUSE,), checks
-    return (Driver.EROFS,), checks
+    driver: str, options: MountOptions, revision: str | None, *, foreground: bool
+) -> tuple[Driver, ...]:
+    """Return the drivers to try, in order. Raises BadRequest for what no driver can do."""
+    wanted = _one_of(Driver, "driver", driver)
+    checks = _one_of(Verify, "verify", options.verify)
+    against = _against_erofs(checks, options, revision, foreground=foreground)
+    if wanted is Driver.AUTO and against is None and checks in _BY_FUSE:
+        return (Driver.EROFS, Driver.FUSE)
+    if wanted is Driver.EROFS:
+        if against is not None:
+            raise BadRequest(against, hint=Option("driver", "fuse"))
+        return (Driver.EROFS,)
+    if checks not in _BY_FUSE:
+        raise BadRequest(
+            f"only driver erofs can mount without checking, not driver {wanted}",
+            hint=Option("verify", "once"),
+        )
+    return (Driver.FUSE,)
 
 
-def _against_erofs(checks: Verify, revision: str | None, *, foreground: bool) -> str | None:
+def _against_erofs(
+    checks: Verify, options: MountOptions, revision: str | None, *, foreground: bool
+) -> str | None:
     """Return why EROFS cannot do it, if so."""
     if checks not in _BY_EROFS:
         return "the kernel reads packs itself, so driver erofs cannot check blocks at each read"
     if revision is None:
         return "driver erofs shows one snapshot, not the whole store"
-    if foreground:
-        return "driver erofs has no process that could stay in the foreground"
+    if options.follow:
+        return "driver erofs shows one snapshot, and cannot follow a ref"
+    if options.show_meta:
+        return "driver erofs shows only the files of the snapshot"
+    if foreground or options.log is not None:
+        return "driver erofs has no process, which could stay in the foreground or write a log"
     return None
 
 

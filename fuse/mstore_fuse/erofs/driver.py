@@ -1,6 +1,6 @@
 """A mount by EROFS, from a store and a revision: survey, check, image, mount.
 
-    pin the snapshot -> look up its blocks -> open the packs -> check every block in them
+    hold the snapshot -> look up its blocks -> open the packs -> check every block in them
     -> write the image into the store's tmp/, under a lease -> mount -> remove the image's name
 
 Nothing of mstore stays running. The kernel holds the image and the packs open: what is mounted
@@ -55,10 +55,13 @@ def require_root() -> None:
         )
 
 
-def show(store: Path, revision: str, mountpoint: Path, *, checked: bool) -> None:
+def show(
+    store: Path, revision: str, mountpoint: Path, *, checked: bool, everyone: bool = False
+) -> None:
     """Mount a snapshot of the store at this real path of an empty directory.
 
     checked: whether to read and hash every block first. If not, a damaged pack gives wrong bytes.
+    everyone: whether all users may read it, and not only root.
 
     Raises Unavailable where EROFS cannot be mounted, Incompatible if the snapshot is not stored
     raw, Corrupt for a block that does not match its id, and what opening the store and finding the
@@ -75,9 +78,8 @@ def show(store: Path, revision: str, mountpoint: Path, *, checked: bool) -> None
             if checked:
                 checking.check(survey.raw_blocks(), packs, catalog.block_size)
             with _image_file(catalog, revision) as path:
-                _write(
-                    path, view, survey, {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
-                )
+                sizes = {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
+                _write(path, view, survey, sizes, everyone=everyone)
                 _mount(path, list(packs.values()), mountpoint)
     finally:
         catalog.close()
@@ -151,8 +153,15 @@ def _image_file(catalog: Catalog, revision: str) -> Iterator[Path]:
         lease.release()
 
 
-def _write(path: Path, view: SnapshotView, survey: Survey, packs: Mapping[PackId, int]) -> None:
-    image = Image(view.files, list(packs.values()), view.time_ns)
+def _write(
+    path: Path,
+    view: SnapshotView,
+    survey: Survey,
+    packs: Mapping[PackId, int],
+    *,
+    everyone: bool,
+) -> None:
+    image = Image(view.files, list(packs.values()), view.time_ns, everyone=everyone)
     devices = {pack: number for number, pack in enumerate(packs, 1)}
     file = fs.NewFile(path)
     try:

@@ -16,6 +16,7 @@ mount of a snapshot. The format: the kernel's fs/erofs/erofs_fs.h, Linux 6.12 an
 
 from __future__ import annotations
 
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ _WITH_DEVICES = 0x20
 _NAME_MAX = 255
 _ZEROS = bytes(PAGE)
 _GATHERED = 1 << 20
-_DIRECTORY = (0o040555, 2)
-_FILE = (0o100444, 1)
+_DIRECTORY_TYPE = 2
+_FILE_TYPE = 1
 
 _SUPERBLOCK = struct.Struct("<IIIBBHQQIIII16s16sIHHHBBIQB23x")
 _SLOT = struct.Struct("<64sII56x")
@@ -93,15 +94,23 @@ class _Node:
 class Image:
     """The image of one tree of files. The layout is fixed when it is made; maps come later.
 
-    `files` maps relative POSIX paths to sizes, `packs` are the sizes of the devices. Raises Corrupt
-    if the paths form no tree, Unavailable if there are more packs or pages than the format has
-    numbers for.
+    `files` maps relative POSIX paths to sizes, and `packs` are the sizes of the devices. everyone:
+    all users may read them, and not only their owner, root. Raises Corrupt if the paths form no
+    tree, Unavailable if there are more packs or pages than the format has numbers for.
     """
 
-    def __init__(self, files: Mapping[str, int], packs: Sequence[int], time_ns: int) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, int],
+        packs: Sequence[int],
+        time_ns: int,
+        *,
+        everyone: bool = True,
+    ) -> None:
         if len(packs) > MAX_DEVICES or any(size // PAGE >= HOLE for size in packs):
             raise Unavailable(f"{len(packs)} packs are more than a kernel mount can have")
         self._packs = packs
+        self._who = 0o444 if everyone else 0o400
         self._seconds, self._nanoseconds = divmod(time_ns, 1_000_000_000)
         self._root = _Node(children={})
         self._files: dict[str, _Node] = {}
@@ -178,7 +187,10 @@ class Image:
         )
 
     def _inode(self, node: _Node, layout: int, where: int) -> bytes:
-        mode, _ = _FILE if node.children is None else _DIRECTORY
+        mode = stat.S_IFREG | self._who
+        if node.children is not None:
+            # Whoever may read a directory may enter it.
+            mode = stat.S_IFDIR | self._who | self._who >> 2
         return _INODE.pack(
             _EXTENDED | layout,
             0,
@@ -240,9 +252,9 @@ def _directory(node: _Node, parent: _Node) -> bytes:
     Binary search in the kernel wants one order over `.`, `..` and all names.
     """
     assert node.children is not None
-    entries = [(b".", node.nid, _DIRECTORY[1]), (b"..", parent.nid, _DIRECTORY[1])]
+    entries = [(b".", node.nid, _DIRECTORY_TYPE), (b"..", parent.nid, _DIRECTORY_TYPE)]
     for name, child in node.children.items():
-        kind = _FILE[1] if child.children is None else _DIRECTORY[1]
+        kind = _FILE_TYPE if child.children is None else _DIRECTORY_TYPE
         entries.append((name, child.nid, kind))
     blocks: list[bytes] = []
     group: list[tuple[bytes, int, int]] = []

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mstore.block_cache import VirtualBlock
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.errors import Incompatible
 from mstore.ids import BlockId, PackId
 from mstore.phrases import call, phrase
 from mstore.sizes import format_size
-from mstore.view import SnapshotView, VirtualBlock
+from mstore.view import SnapshotView
 from mstore_fuse.erofs.image import PAGE, CopiedPages, PageMap
 
 COPIED_BYTES = 64 << 20
