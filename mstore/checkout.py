@@ -67,7 +67,7 @@ def checkout(
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
-    Pins the snapshot meanwhile. `computing` returns what computes the blocks of a virtual snapshot.
+    Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
     match one of these patterns (`*` also matches `/`); empty means all files. Raises NotFound for a
     pattern that matches no file, BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; an

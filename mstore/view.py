@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from mstore.block_cache import (
     BlockCache,
@@ -166,6 +167,27 @@ class SnapshotView:
         """Raise NotFound unless the snapshot has this file."""
         self._opened(path)
 
+    def stored_bytes(self, path: str) -> int:
+        """Return the bytes at rest of the file's blocks, each counted once.
+
+        A block that other files share counts in full, and a base of differences does not; blocks
+        of virtual tensors take none. Raises NotFound and Corrupt.
+        """
+        blocks: set[bytes] = set()
+        for part in self._opened(path).file.parts:
+            content = self._catalog.content(part.tensor_id())
+            if isinstance(content, Tensor):
+                blocks.update(content.block_ids())
+        return int(self._catalog.stored_lengths(list(blocks)).sum()) if blocks else 0
+
+    def content_id(self, path: str) -> bytes:
+        """Return 32 bytes that name the file's content: files with equal ids are equal.
+
+        It is the BLAKE3 of the ids of the file's parts, in order. Raises NotFound.
+        """
+        parts = self._opened(path).file.parts
+        return blake3(b"".join(bytes(part.tensor_id()) for part in parts)).digest()
+
     def extents(self, path: str, offset: int, size: int) -> Iterator[Extent]:
         """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end."""
         opened = self._opened(path)
@@ -185,8 +207,8 @@ class SnapshotView:
     ) -> list[PhysicalExtent]:
         """Return where the pieces of `extents` lie; without `size`, up to the end of the file.
 
-        Valid until the packs are collected: hold a lease or a pin while you read there. Raises
-        NotFound, and Corrupt for a block that is not stored.
+        Valid until the packs are collected: take a lease, or hold the snapshot, while you read
+        there. Raises NotFound, and Corrupt for a block that is not stored.
         """
         length = self._opened(path).file.size if size is None else size
         return self._located(list(self.extents(path, offset, length)), offset)

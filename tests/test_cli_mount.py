@@ -90,7 +90,7 @@ def test_a_dead_mount_is_told_with_its_remedy(store: Program, directory: Path) -
         time.sleep(0.1)
     assert (told["alive"], told["pid"], told["user"]) == (False, None, os.geteuid())
     shown = store.succeed("mounts").lines
-    assert any(line.startswith(str(directory)) and line.endswith("dead") for line in shown)
+    assert any(line.startswith(str(directory)) and line.endswith("stale") for line in shown)
     assert f"  {remedy}" in shown
     store.succeed(*remedy.split()[1:])
     assert not os.path.ismount(directory)

@@ -178,19 +178,19 @@ def test_pack_numbers_are_never_used_twice(store: Store, tmp_path: Path) -> None
 
 
 def test_a_pin_keeps_a_snapshot(store: Store, tmp_path: Path) -> None:
-    """What a live process has pinned stays; released, it goes."""
+    """What a live process holds stays; released, it goes."""
     snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
     before = files(tmp_path / "in")
     store.remove("a")
-    pin = store.pin(snapshot)
+    held = store.hold(snapshot)
     assert changes(store.gc()) == NOTHING
     assert contents(store, snapshot) == before
-    pin.release()
+    held.release()
     assert store.gc().snapshots_dropped == (snapshot,)
 
 
 def test_a_pin_of_a_dead_process_keeps_nothing(store: Store, tmp_path: Path) -> None:
-    """The file of a pin that nobody holds is garbage."""
+    """The file of a hold whose process is gone is garbage."""
     snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
     store.remove("a")
     (store.path / "tmp" / f"{'0' * 16}.{snapshot}.pin").touch()

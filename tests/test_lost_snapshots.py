@@ -50,6 +50,7 @@ def test_what_is_left_is_told(path: Path, tmp_path: Path, *, repaired: bool) -> 
         drop(path, sources=(tmp_path / "base",))
     with Store.open(path) as store:
         assert missing(store) == {"m/base": True, "m/expert": False, "m/second": False}
+        assert store.ref_ids() == {ref.name: ref.snapshot for ref in store.refs()}
         lost = next(ref.snapshot for ref in store.refs() if ref.missing)
         told = {one.snapshot: one for one in store.log()}
         assert len(told) == 3

@@ -32,6 +32,8 @@ class Info:
 @dataclass
 class Connection:
     want: int = 0xFFFF
+    max_background: int = 12
+    congestion_threshold: int = 9
 
 
 @dataclass
@@ -144,7 +146,8 @@ def test_listing(operations: Operations) -> None:
     listed = {name: attributes for name, attributes, _ in operations.readdir("/", 0)}
     assert set(listed) == {".", "..", "m.bin", "d", "e"}
     for name in ("m.bin", "d", "e"):
-        assert listed[name] == operations.getattr(f"/{name}")
+        told = operations.getattr(f"/{name}")
+        assert listed[name] == {key: told[key] for key in ("st_ino", "st_mode")}
     assert [name for name, _, _ in operations.readdir("/d", 0)] == [".", "..", "c"]
 
 
@@ -242,6 +245,8 @@ def test_the_kernel_is_told_that_nothing_changes(view: View) -> None:
     assert (config.entry_timeout, config.attr_timeout, config.negative_timeout) == (3600,) * 3
     assert config.use_ino == 1
     assert connection.want == 0xEFFF
+    # As many as have a thread each.
+    assert connection.max_background == 64
 
 
 def test_a_store_that_does_not_open_ends_the_mount() -> None:

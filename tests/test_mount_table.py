@@ -36,6 +36,31 @@ def test_source_has_nothing_that_mount_options_would_split(revision: str, folder
     assert not set(text) & set(",\\ \t\r\n\"'")
 
 
+@given(TEXT, TEXT, st.text("0123456789abcdef", min_size=16, max_size=16))
+def test_image_round_trip(revision: str, folder: str, lease: str) -> None:
+    """Any revision and store path come back from the path of a kernel mount's image."""
+    store = Path("/", folder.replace("/", "-"))
+    text = str(store / "tmp" / lease / mount_table.image_name(revision))
+    assert Source.of_image(text) == Source(store, revision, None)
+
+
+def test_whose_mount_it_is() -> None:
+    """Type and source together say what is ours; a bind mount of a part is not."""
+    image = "/srv/models/tmp/0123456789abcdef/mstore:team%2Fa"
+    kernel = TableEntry(Path("/mnt"), "erofs", image, True)
+    assert Source.of(kernel) == Source(Path("/srv/models"), "team/a", None)
+    fuse = TableEntry(Path("/mnt"), "fuse.mstore", "mstore:main@/srv#7", True, 0)
+    assert Source.of(fuse) == Source(Path("/srv"), "main", 7)
+    for foreign in (
+        TableEntry(Path("/mnt"), "erofs", image, False),
+        TableEntry(Path("/mnt"), "erofs", "/dev/sda1", True),
+        TableEntry(Path("/mnt"), "ext4", image, True),
+        TableEntry(Path("/mnt"), "fuse.mstore", image, True, 0),
+        TableEntry(Path("/mnt"), "erofs", "/srv/tmp/images/mstore:a", True),
+    ):
+        assert Source.of(foreign) is None
+
+
 def test_source_reads_well() -> None:
     """An ordinary mount says in plain words what it is."""
     assert str(Source(Path("/srv/models"), "llama/merged", 42)) == (

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import Corrupt, NotFound
-from mstore_fuse.tree import OpenFile, SnapshotTree, StoreTree, Tree, inode_of
+from mstore_fuse.store_tree import StoreTree
+from mstore_fuse.tree import OpenFile, SnapshotTree, Tree, inode_of
 
 A, B = "a" * 64, "b" * 64
 NAMES = st.sampled_from(["a", "b", "config.json", "ü", "x y", "..x"])
@@ -47,21 +48,15 @@ def first_bytes(file: OpenFile) -> bytes:
     return bytes(data[: file.view.read_into(file.path, 0, memoryview(data))])
 
 
-@dataclass(frozen=True)
-class Named:
-    name: str
-    snapshot: str
-
-
 @dataclass
-class Pin:
-    """A pin of a store in memory."""
+class Hold:
+    """A hold of a store in memory."""
 
-    pinned: list[str]
+    held: list[str]
     snapshot: str
 
     def release(self) -> None:
-        self.pinned.remove(self.snapshot)
+        self.held.remove(self.snapshot)
 
 
 @dataclass
@@ -71,21 +66,24 @@ class Store:
     views: dict[str, View]
     pointers: dict[str, str]
     viewed: list[str] = field(default_factory=list)
-    pinned: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
     def view(self, revision: str) -> View:
         self.viewed.append(revision)
         return self.views[revision]
 
-    def pin(self, snapshot: str) -> Pin:
-        self.pinned.append(snapshot)
-        return Pin(self.pinned, snapshot)
+    def hold(self, snapshot: str) -> Hold:
+        self.held.append(snapshot)
+        return Hold(self.held, snapshot)
 
-    def refs(self) -> Iterable[Named]:
-        return [Named(name, snapshot) for name, snapshot in self.pointers.items()]
+    def ref_ids(self) -> Mapping[str, str]:
+        return self.pointers
 
     def snapshot_ids(self) -> Iterable[str]:
         return list(self.views)
+
+    def generation(self) -> int:
+        return hash((*self.views, *self.pointers.items()))
 
     def close(self) -> None:
         raise AssertionError("a tree does not own its store")
@@ -274,17 +272,17 @@ def test_depth_costs_no_stack() -> None:
     assert names(tree, path[: -len("/d")]) == ["d"]
 
 
-def test_what_is_open_is_pinned(store: Store) -> None:
-    """A snapshot is pinned once, from the first open of any of its files to the last release."""
+def test_what_is_open_is_held(store: Store) -> None:
+    """A snapshot is held once, from the first open of any of its files to the last release."""
     tree = StoreTree(store)
     walk(tree)
-    assert store.pinned == []
+    assert store.held == []
     first = tree.open("refs/main/config.json")
     second = tree.open(f"snapshots/{A}/sub/x.bin")
     other = tree.open(f"snapshots/{B}/config.json")
-    assert sorted(store.pinned) == [A, B]
+    assert sorted(store.held) == [A, B]
     tree.release(first)
     tree.release(other)
-    assert store.pinned == [A]
+    assert store.held == [A]
     tree.release(second)
-    assert store.pinned == []
+    assert store.held == []

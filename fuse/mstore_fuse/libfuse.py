@@ -23,22 +23,38 @@ WITHOUT_FUSE = phrase(
 )
 """The hint of every error about missing FUSE."""
 
-# libfuse's own limit, so no thread ever ends; without it, libfuse 3.12 to 3.16 warn on stderr.
-_THREADS = 10
+REQUESTS_AT_ONCE = 64
+"""Reads of the page cache that may wait for a disk while others are answered."""
+
+# Each request has a thread until it is answered. libfuse 3.12 and later stop at 10 unless told
+# otherwise, so ten reads that are stuck would stop everything; earlier versions have no limit. As
+# many again as wait for the page cache, and more, stay for readers that wait for one page each and
+# for names and attributes. Threads are made when they are needed.
+_THREADS = 4 * REQUESTS_AT_ONCE
+# Threads that stay when they are idle; without a number, libfuse 3.12 to 3.16 warn on stderr.
+_IDLE_THREADS = 10
 
 
 class FileInfo(Protocol):
-    """struct fuse_file_info: `open` sets `fh` and `keep_cache`."""
+    """struct fuse_file_info: `open` sets all but `flags`."""
 
     flags: int
     fh: int
     keep_cache: int
+    direct_io: int
 
 
 class Connection(Protocol):
-    """struct fuse_conn_info: `want` is the set of capabilities to switch on."""
+    """struct fuse_conn_info.
+
+    want: the set of capabilities to switch on. max_background: how many reads of the page cache the
+    kernel sends before it waits for an answer, whatever files they are of. congestion_threshold:
+    from how many on it reads less ahead.
+    """
 
     want: int
+    max_background: int
+    congestion_threshold: int
 
 
 class Config(Protocol):
@@ -123,11 +139,18 @@ def load() -> Any:
     return module
 
 
-def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> None:
+def _most_threads(module: Any) -> dict[str, int]:
+    """Return the option that raises libfuse's limit of 10 threads; before 3.12 there is none."""
+    return {"max_threads": _THREADS} if module.fuse_version_minor >= 12 else {}
+
+
+def serve(
+    module: Any, operations: object, mountpoint: str, *, source: str, allow_other: bool = False
+) -> None:
     """Mount and answer requests until the mount has ended.
 
-    `source` is what mountinfo shows as the mounted device. Raises RuntimeError, with libfuse's
-    reason already on stderr, if the mount was refused.
+    `source` is what mountinfo shows as the mounted device; `allow_other` lets other users in.
+    Raises RuntimeError, with libfuse's reason already on stderr, if the mount was refused.
 
     Does not use `auto_unmount`: it would leave a second process per mount, and a crashed mount
     would turn into an empty directory instead of an error.
@@ -144,5 +167,7 @@ def serve(module: Any, operations: object, mountpoint: str, *, source: str) -> N
         default_permissions=True,
         fsname=source,
         subtype="mstore",
-        max_idle_threads=_THREADS,
+        max_idle_threads=_IDLE_THREADS,
+        allow_other=allow_other,
+        **_most_threads(module),
     )

@@ -1,4 +1,4 @@
-"""Mounting from outside: start a daemon, list mounts, end them.
+"""Mounting from outside: start a daemon or have the kernel show a snapshot, list mounts, end them.
 
 Used by the command line and by Python programs; keeps no state (see mount_table.py). Serves nothing
 itself: a process that reads a mount which it serves waits for itself, so the server is always a
@@ -26,11 +26,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstore import errors
-from mstore.errors import Conflict, MstoreError, NotFound, StorageFailed, Unavailable
+from mstore.errors import (
+    Conflict,
+    Incompatible,
+    MstoreError,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from mstore.phrases import Phrase, call, from_json, joined
-from mstore_fuse import mount_table, readahead
+from mstore_fuse import drivers, mount_table, readahead
+from mstore_fuse.drivers import Driver, Verify
 from mstore_fuse.libfuse import WITHOUT_FUSE
 from mstore_fuse.mount_table import Source
+from mstore_fuse.options import MountOptions
 
 DEVICE = Path("/dev/fuse")
 
@@ -53,11 +62,13 @@ class MountInfo:
     revision: str | None
     """what is shown; None: the whole store"""
     pid: int | None
-    """the process that serves it; None if that has ended"""
+    """the process that serves it; None if that has ended, or if the kernel does"""
     alive: bool
     """whether it answers; a dead one is cleared by `mstore unmount`"""
     user: int
     """the number of the user who mounted it"""
+    driver: str
+    """what serves it: `fuse`, or `erofs`, the kernel"""
 
 
 def mount(
@@ -65,26 +76,62 @@ def mount(
     revision: str | None,
     mountpoint: Path,
     *,
+    driver: str = Driver.FUSE,
     foreground: bool = False,
     timeout: float = 30.0,
     on_ready: Callable[[MountInfo], None] | None = None,
+    on_cleared: Callable[[MountInfo], None] | None = None,
+    allow_other: bool = False,
+    log: Path | None = None,
+    cache_bytes: int | None = None,
+    verify: str = Verify.ONCE,
+    follow: bool = False,
+    show_meta: bool = False,
 ) -> MountInfo:
     """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
 
     Returns when the mount answers; in the foreground, when it has ended. Calls `on_ready` once the
     mount answers; if that raises, the mount is removed again. In the foreground, KeyboardInterrupt
-    unmounts, waits for open files, and returns; a second one stops waiting.
+    unmounts, waits for open files, and returns; a second one stops waiting. A mount of this user at
+    the same place whose process has ended is removed first, and `on_cleared` told.
+
+    allow_other: let other users read, too. Not root: needs user_allow_other in /etc/fuse.conf.
+    log: append what goes wrong to this file; in the background it goes to syslog otherwise.
+    cache_bytes, verify: as for `Store.open`.
+    follow: the revision is a ref, and files opened after it moves show its new snapshot.
+    show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
+
+    driver: `fuse`; `erofs`, by which the kernel itself reads the packs of a snapshot that is stored
+    raw (as root, Linux 6.12 and later); or `auto`, `erofs` where it works and else `fuse`. With
+    `erofs`, `verify` is `once`, which checks every block before this returns, whatever `timeout`
+    says, or `never`; and there is no `foreground`, `log`, `follow` or `show_meta`.
 
     Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
-    Unavailable (no FUSE, refused, no answer within `timeout` seconds), and what opening the store
-    and finding the revision raise.
+    BadRequest (also: not with this driver), StorageFailed (the log), Unavailable (no FUSE, no
+    EROFS, refused, no answer within `timeout` seconds), Incompatible (not stored raw, for `erofs`),
+    Corrupt (a block that `erofs` would show), and what opening the store and finding the revision
+    raise.
     """
-    require_fuse()
-    target = _free_mountpoint(mountpoint)
+    options = MountOptions(allow_other, log, cache_bytes, verify, follow, show_meta)
+    by = drivers.choose(driver, options, revision, foreground=foreground)
+    if by[0] is Driver.FUSE:
+        require_fuse()
+    target = _free_mountpoint(mountpoint, on_cleared)
     store = Path(os.path.realpath(store_path))
     if target.is_relative_to(store):
         raise Conflict("the mount point lies in the store itself", where=str(target))
-    daemon = _Starting.start(store, revision, target, foreground)
+    options = options.checked(revision, target)
+    if by[0] is Driver.EROFS and revision is not None:
+        refused = _shown_by_kernel(store, revision, target, options)
+        if refused is None:
+            return _announced(_info_at(target), on_ready)
+        if len(by) == 1:
+            raise refused
+        try:
+            require_fuse()
+        except Unavailable as error:
+            raise drivers.neither(refused, error) from error
+    daemon = _Starting.start(store, revision, target, foreground, options)
     answered = False
     try:
         daemon.wait(time.monotonic() + timeout)
@@ -104,6 +151,37 @@ def mount(
         daemon.finish()
     except BaseException:
         daemon.abandon()
+        raise
+    return info
+
+
+def _shown_by_kernel(
+    store: Path, revision: str, target: Path, options: MountOptions
+) -> Unavailable | Incompatible | None:
+    """Mount by EROFS; return the error if it cannot show this snapshot here."""
+    from mstore_fuse.erofs import driver  # late: needs numpy, which the command line starts without
+
+    try:
+        driver.show(
+            store,
+            revision,
+            target,
+            checked=options.verify != Verify.NEVER,
+            everyone=options.allow_other,
+        )
+    except (Unavailable, Incompatible) as error:
+        return error
+    return None
+
+
+def _announced(info: MountInfo, on_ready: Callable[[MountInfo], None] | None) -> MountInfo:
+    """Report a mount that no process serves; remove it if that fails."""
+    try:
+        if on_ready is not None:
+            on_ready(info)
+    except BaseException:
+        with suppress(OSError):
+            mount_table.detach(info.mountpoint, lazy=True)
         raise
     return info
 
@@ -134,6 +212,28 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
         raise _unmount_error(error, target) from error
     if not lazy and info.pid is not None:
         _await_end(info.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Unmounted:
+    """What became of several mounts."""
+
+    unmounted: tuple[Path, ...]
+    """the directories that are mounts no more"""
+    failed: tuple[MstoreError, ...]
+    """why others still are, each with its directory"""
+
+
+def unmount_all(*, lazy: bool = False) -> Unmounted:
+    """End every mount of this user, of all stores, the latest first; go on where one fails."""
+    ended, failed = [], []
+    for info in reversed(mounts(os.geteuid())):
+        try:
+            unmount(info.mountpoint, lazy=lazy)
+            ended.append(info.mountpoint)
+        except MstoreError as error:
+            failed.append(error)
+    return Unmounted(tuple(ended), tuple(failed))
 
 
 def require_fuse() -> None:
@@ -168,16 +268,24 @@ def _or_without(fix: str, between: str = "; ") -> Phrase | None:
     return joined(fix, WITHOUT_FUSE, between=between)
 
 
-def _free_mountpoint(mountpoint: Path) -> Path:
-    """Return the real path of an empty directory on which nothing is mounted."""
+def _free_mountpoint(
+    mountpoint: Path, on_cleared: Callable[[MountInfo], None] | None = None
+) -> Path:
+    """Return the real path of an empty directory on which nothing is mounted.
+
+    Removes a mount of this user whose process has ended.
+    """
     target = Path(os.path.realpath(mountpoint))
-    entry = mount_table.at(target)
-    if entry is not None:
+    while (entry := mount_table.at(target)) is not None:
         info = _info(entry)
         if info is None:
             raise Conflict("another file system is mounted here", where=str(target))
-        what = "a snapshot is mounted here already" if info.alive else "a crashed mount is here"
-        raise Conflict(what, where=str(target), hint=call("unmount", str(target)))
+        if info.alive or info.user != os.geteuid():
+            what = "a snapshot is mounted here already" if info.alive else "a stale mount is here"
+            raise Conflict(what, where=str(target), hint=call("unmount", str(target)))
+        unmount(target)
+        if on_cleared is not None:
+            on_cleared(info)
     try:
         with os.scandir(target) as found:
             occupied = next(found, None)
@@ -212,7 +320,12 @@ class _Starting:
 
     @classmethod
     def start(
-        cls, store: Path, revision: str | None, mountpoint: Path, foreground: bool
+        cls,
+        store: Path,
+        revision: str | None,
+        mountpoint: Path,
+        foreground: bool,
+        options: MountOptions,
     ) -> _Starting:
         """Start the daemon in a session of its own, without the caller's terminal."""
         receive, send = os.pipe()
@@ -220,6 +333,7 @@ class _Starting:
         # -P: do not import a file called mstore_fuse.py from the current directory.
         command = [sys.executable, "-P", "-m", "mstore_fuse", f"--store={store}", *shown]
         command += [f"--ready-fd={send}", *(["--foreground"] if foreground else [])]
+        command += options.arguments()
         try:
             process = subprocess.Popen(
                 [*command, "--", str(mountpoint)],
@@ -357,14 +471,15 @@ def _error_from(message: dict[str, object]) -> MstoreError:
 
 
 def _info(entry: mount_table.TableEntry) -> MountInfo | None:
-    if entry.type != mount_table.TYPE or not entry.whole or entry.user is None:
-        return None
-    source = Source.parse(entry.source)
+    source = Source.of(entry)
     if source is None:
         return None
     alive = source.alive
     pid = source.pid if alive else None
-    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive, entry.user)
+    driver = Driver.EROFS if entry.type == mount_table.KERNEL_TYPE else Driver.FUSE
+    # Only root mounts by the kernel.
+    user = entry.user or 0
+    return MountInfo(entry.mountpoint, source.store, source.revision, pid, alive, user, driver)
 
 
 def _info_at(mountpoint: Path) -> MountInfo:

@@ -13,6 +13,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+ENTRIES = "/sys/class/bdi"
+"""Where each mount has an entry."""
+
 KERNEL_READ_AHEAD = 1 << 20
 """Bytes; the largest request that FUSE sends."""
 
@@ -26,9 +29,13 @@ _SEQUENTIAL_AFTER = 3
 
 def widen(device: int, size: int = KERNEL_READ_AHEAD) -> bool:
     """Let the kernel read `size` bytes ahead on a mount (its st_dev). False if it refuses."""
-    knob = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
+    return widen_named(f"{os.major(device)}:{os.minor(device)}", size)
+
+
+def widen_named(name: str, size: int) -> bool:
+    """Let the kernel read `size` bytes ahead, by the name of a mount's entry in sysfs."""
     try:
-        descriptor = os.open(knob, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"{ENTRIES}/{name}/read_ahead_kb", os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.write(descriptor, str(size >> 10).encode())
         finally:

@@ -62,6 +62,13 @@ class Naming(OpenStore):
                 raise refs.missing(name, by_name)
         return [by_name[name] for name in sorted(chosen)]
 
+    def ref_ids(self) -> dict[str, SnapshotId]:
+        """Return what each branch and tag points at, by name.
+
+        Reads the index only: no snapshot that is lost or cannot be read is in the way.
+        """
+        return {name: ref.snapshot_id() for name, ref in self._catalog.refs().items()}
+
     def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Create a tag: a name for a snapshot that does not move.
 

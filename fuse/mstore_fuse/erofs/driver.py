@@ -1,0 +1,199 @@
+"""A mount by EROFS, from a store and a revision: survey, check, image, mount.
+
+    hold the snapshot -> look up its blocks -> open the packs -> check every block in them
+    -> write the image into the store's tmp/, under a lease -> mount -> remove the image's name
+
+Nothing of mstore stays running. The kernel holds the image and the packs open: what is mounted
+stays readable, and right, whatever gc, rm or prune remove. Their space is free after `unmount`.
+
+Crash promise: a process that dies on the way leaves a lease's directory, which the next writer
+removes, and no mount.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mstore import fs
+from mstore.blocks.packs import open_pack
+from mstore.errors import Corrupt, StorageFailed, Unavailable
+from mstore.ids import PackId
+from mstore.store import contents
+from mstore.store.catalog import Catalog
+from mstore.store.leases import Lease
+from mstore.view import SnapshotView
+from mstore_fuse import mount_table, readahead
+from mstore_fuse.erofs import checking, kernel
+from mstore_fuse.erofs.image import CopiedPages, Image
+from mstore_fuse.erofs.mapping import Survey, page_map
+
+OPTIONS = ("ro", "directio")
+"""directio: the kernel reads packs straight into the pages of a mount's files, and caches once."""
+READ_AHEAD = 4 << 20
+"""Bytes that the kernel reads ahead of a sequential reader."""
+
+_ATTEMPTS = 3
+_SPARE_FILES = 64
+_REASONS = {
+    errno.ENODEV: "this kernel has no EROFS (modprobe erofs)",
+    errno.ENOSYS: "this kernel is too old: kernel mounts need Linux 6.12",
+    errno.ENOTBLK: "this kernel, or the filesystem of the store, cannot mount from files",
+    errno.EPERM: "the kernel refuses; in a container, it needs CAP_SYS_ADMIN",
+}
+
+
+def require_root() -> None:
+    """Raise Unavailable unless this process may mount."""
+    if os.geteuid() != 0:
+        raise Unavailable(
+            "only root may mount with driver erofs", hint="run as root, or use driver fuse"
+        )
+
+
+def show(
+    store: Path, revision: str, mountpoint: Path, *, checked: bool, everyone: bool = False
+) -> None:
+    """Mount a snapshot of the store at this real path of an empty directory.
+
+    checked: whether to read and hash every block first. If not, a damaged pack gives wrong bytes.
+    everyone: whether all users may read it, and not only root.
+
+    Raises Unavailable where EROFS cannot be mounted, Incompatible if the snapshot is not stored
+    raw, Corrupt for a block that does not match its id, and what opening the store and finding the
+    revision raise.
+    """
+    require_root()
+    catalog = Catalog.open(store)
+    try:
+        snapshot = catalog.resolve(revision)
+        contents.require(catalog, snapshot, revision)
+        with contents.held(catalog, [snapshot]), ExitStack() as files:
+            view = SnapshotView(catalog, snapshot)
+            survey, packs = _opened(catalog, view, files)
+            if checked:
+                checking.check(survey.raw_blocks(), packs, catalog.block_size)
+            with _image_file(catalog, revision) as path:
+                sizes = {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
+                _write(path, view, survey, sizes, everyone=everyone)
+                _mount(path, list(packs.values()), mountpoint)
+    finally:
+        catalog.close()
+
+
+def _opened(
+    catalog: Catalog, view: SnapshotView, files: ExitStack
+) -> tuple[Survey, dict[PackId, int]]:
+    """Return where the snapshot lies, and its packs, open until the stack is closed."""
+    for attempt in range(_ATTEMPTS):
+        survey = Survey.of(view)
+        survey.require_few_copies()
+        _allow_files(len(survey.packs))
+        with ExitStack() as opened:
+            try:
+                packs = {pack: _open(catalog, pack, opened) for pack in survey.packs}
+            except FileNotFoundError as error:
+                # gc may have moved its blocks since they were looked up.
+                if attempt + 1 < _ATTEMPTS:
+                    continue
+                raise Corrupt(
+                    "a pack that the index names is missing", where=str(error.filename)
+                ) from error
+            checking.require_whole_pages({p: os.fstat(fd).st_size for p, fd in packs.items()})
+            files.push(opened.pop_all())
+            return survey, packs
+    raise AssertionError("unreachable")
+
+
+def _open(catalog: Catalog, pack: PackId, opened: ExitStack) -> int:
+    path = catalog.packs.path(pack)
+    try:
+        descriptor = open_pack(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageFailed(str(error.strerror), where=str(path), errno=error.errno) from error
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files, if it has to open so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = count + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or need <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and need > hard:
+        raise Unavailable(
+            f"the snapshot lies in {count} packs, and this process may open {hard} files",
+            hint="ulimit -Hn, or pin the snapshot raw",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+@contextmanager
+def _image_file(catalog: Catalog, revision: str) -> Iterator[Path]:
+    """Yield a path in the store's tmp/ that says what the mount shows; removed at the end."""
+    lease = Lease(catalog.layout, catalog.index, f"mount {revision}")
+    try:
+        path = lease.directory / mount_table.image_name(revision)
+        if len(os.fsencode(path)) > kernel.LONGEST_VALUE:
+            raise Unavailable(
+                "the paths of the store and the revision are longer than the kernel takes "
+                f"({kernel.LONGEST_VALUE} bytes)",
+                where=str(path),
+                hint="use driver fuse",
+            )
+        yield path
+    finally:
+        lease.release()
+
+
+def _write(
+    path: Path,
+    view: SnapshotView,
+    survey: Survey,
+    packs: Mapping[PackId, int],
+    *,
+    everyone: bool,
+) -> None:
+    image = Image(view.files, list(packs.values()), view.time_ns, everyone=everyone)
+    devices = {pack: number for number, pack in enumerate(packs, 1)}
+    file = fs.NewFile(path)
+    try:
+        copied = CopiedPages(image.data_block, file.write_at)
+        for name, size in view.files.items():
+            found = page_map(name, size, survey.files[name], devices, copied, view.read)
+            file.write_at(*image.file(name, found))
+        copied.flush()
+        for offset, data in image.head(copied.count):
+            file.write_at(offset, data)
+    finally:
+        file.close()
+
+
+def _mount(image: Path, packs: list[int], mountpoint: Path) -> None:
+    before = _entries()
+    try:
+        kernel.mount(image, packs, mountpoint, OPTIONS)
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, "the kernel refuses to mount it")
+        raise Unavailable(
+            f"{reason}: {error.strerror}", where=str(mountpoint), hint="use driver fuse"
+        ) from error
+    new = _entries() - before
+    # Their names do not tell which mount is whose: if another one was made meanwhile, leave both.
+    if len(new) == 1:
+        readahead.widen_named(new.pop(), READ_AHEAD)
+
+
+def _entries() -> set[str]:
+    """Return what sysfs has of EROFS mounts."""
+    try:
+        return {name for name in os.listdir(readahead.ENTRIES) if name.startswith("erofs")}
+    except OSError:
+        return set()

@@ -1,0 +1,142 @@
+"""A disk that fails when it is told to: a directory seen through FUSE, by a process of its own.
+
+    with sick_disk(directory, orders) as disk:       # `directory` is mounted over itself
+        disk.tell({"ab12.pack": "EIO"})              # reads of such a file fail
+        disk.tell({"ab12.pack": "wait"})             # they wait until they are told otherwise
+
+Whoever reads gets the error from the kernel, as from a real disk.  Read-only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_POLL = 0.01
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The orders of one disk, and the files of which reads are known to wait."""
+
+    orders: Path
+    waiting: Path
+
+    def tell(self, orders: Mapping[str, str]) -> None:
+        """From now on: file name -> what its reads do ("EIO", "wait"); others work."""
+        new = self.orders.with_suffix(".new")
+        new.write_text(json.dumps(dict(orders)))
+        new.rename(self.orders)
+
+    def waits(self) -> int:
+        """How many reads have begun to wait so far."""
+        return self.waiting.stat().st_size
+
+
+@contextmanager
+def sick_disk(directory: Path, scratch: Path) -> Iterator[Disk]:
+    """Put the disk below a directory of files, which are at their place again afterwards."""
+    real = scratch / "real"
+    directory.rename(real)
+    directory.mkdir()
+    disk = Disk(scratch / "orders", scratch / "waiting")
+    disk.waiting.touch()
+    disk.tell({})
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(real), str(directory), str(scratch)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 60
+        while not os.path.ismount(directory):
+            assert time.monotonic() < deadline
+            time.sleep(_POLL)
+        yield disk
+    finally:
+        disk.tell({})
+        process.kill()
+        process.wait()
+        subprocess.run(["fusermount3", "-uz", str(directory)], check=False)
+        directory.rmdir()
+        real.rename(directory)
+
+
+class _Files:
+    """The operations, as mfusepy calls them."""
+
+    use_ns = True
+
+    def __init__(self, real: Path, disk: Disk, ready: bytes) -> None:
+        self._real = real
+        self._disk = disk
+        self._ready = ready
+
+    def init_with_config(self, connection: Any, config: Any) -> None:
+        config.use_ino = 1
+        os.write(1, self._ready)
+
+    def _at(self, path: str) -> Path:
+        return self._real / path.lstrip("/")
+
+    def getattr(self, path: str, info: Any = None) -> dict[str, int]:
+        found = os.lstat(self._at(path))
+        names = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+        times = ("st_atime", "st_mtime", "st_ctime")
+        return {name: getattr(found, name) for name in names} | {
+            name: getattr(found, f"{name}_ns") for name in times
+        }
+
+    def readdir(self, path: str, handle: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at(path))]
+
+    def open(self, path: str, info: Any) -> int:
+        info.fh = os.open(self._at(path), os.O_RDONLY)
+        # Each read of the store comes here, and none is answered from memory.
+        info.direct_io = 1
+        return 0
+
+    def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
+        name = path.rpartition("/")[2]
+        has_waited = False
+        while (order := json.loads(self._disk.orders.read_text()).get(name)) == "wait":
+            if not has_waited:
+                with self._disk.waiting.open("ab") as file:
+                    file.write(b".")
+            has_waited = True
+            time.sleep(_POLL)
+        if order is not None:
+            raise OSError(getattr(errno, order), os.strerror(getattr(errno, order)))
+        return os.pread(info.fh, size, offset)
+
+    def release(self, path: str, info: Any) -> int:
+        os.close(info.fh)
+        return 0
+
+
+def main(real: Path, point: Path, scratch: Path) -> None:
+    os.environ["FUSE_LIBRARY_NAME"] = "fuse3"
+    import mfusepy
+
+    assert stat.S_ISDIR(real.stat().st_mode)
+    files = _Files(real, Disk(scratch / "orders", scratch / "waiting"), b"ready\n")
+    # More reads may wait than libfuse has threads by default.
+    mfusepy.FUSE(
+        files, str(point), raw_fi=True, foreground=True, nothreads=False, ro=True, max_threads=64,
+        fsname="sick_disk",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
