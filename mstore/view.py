@@ -175,6 +175,8 @@ class SnapshotView:
         """
         blocks: set[bytes] = set()
         for part in self._opened(path).file.parts:
+            if not part.nbytes:
+                continue
             content = self._catalog.content(part.tensor_id())
             if isinstance(content, Tensor):
                 blocks.update(content.block_ids())

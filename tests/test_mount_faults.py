@@ -240,7 +240,7 @@ def until(true: Callable[[], bool]) -> None:
 HOLDING = {
     "a collection": "with leases.collecting(store._catalog.layout):",
     "a write": "with store._catalog.publishing(), store._catalog.index.env.write():",
-    "a lease": "with leases.pinned(store._catalog.layout, store.snapshot_ids()):",
+    "a lease": "with leases.holding(store._catalog.layout, store.snapshot_ids()):",
 }
 
 

@@ -6,6 +6,9 @@
 
 Owns their contents; `tree` decides where they show. The words are those of the library's reports,
 so that a script reads here what it reads from the command line.
+
+What a file takes at rest is read from the packs, and stat(2) must not wait for a disk that does not
+answer: then it is unknown.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +28,17 @@ if TYPE_CHECKING:
 
 
 class AboutStore:
-    """Tells about the snapshots of an open store. Thread-safe."""
+    """Tells about the snapshots of an open store. Thread-safe.
 
-    def __init__(self, store: Store) -> None:
+    patience: how long `stored` waits for the disk, in seconds.
+    """
+
+    def __init__(self, store: Store, *, patience: float = 1.0) -> None:
         self._store = store
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._counting: dict[tuple[object, str], Future[int]] = {}
+        self._is_late = False
 
     def files(self, view: SnapshotView) -> Mapping[str, Callable[[], bytes]]:
         """Return the files about a snapshot: by name, what makes the content of each."""
@@ -65,9 +77,37 @@ class AboutStore:
             labels["tensors"] = str(0 if file is None else sum(1 for _ in file.tensors()))
         return labels
 
-    def stored(self, view: SnapshotView, path: str) -> int:
-        """Return the bytes at rest of a file. Raises Corrupt."""
-        return view.stored_bytes(path)
+    def stored(self, view: SnapshotView, path: str) -> int | None:
+        """Return the bytes at rest of a file; None as long as the disk is late. Raises Corrupt."""
+        key = (view.id, path)
+        with self._lock:
+            counting = self._counting.get(key)
+            if counting is None:
+                if self._is_late:
+                    return None
+                counting = self._counting[key] = Future()
+                # No pool: a thread that waits for a disk for ever must not keep the process.
+                count = threading.Thread(target=self._count, args=(view, path), daemon=True)
+                count.start()
+            patience = 0.0 if self._is_late else self._patience
+        try:
+            return counting.result(patience)
+        except TimeoutError:
+            with self._lock:
+                self._is_late = key in self._counting
+            return None
+
+    def _count(self, view: SnapshotView, path: str) -> None:
+        """Settle what `stored` waits for; whoever asks later starts anew."""
+        with self._lock:
+            counting = self._counting[view.id, path]
+        try:
+            counting.set_result(view.stored_bytes(path))
+        except BaseException as error:  # noqa: BLE001 - carried to those who wait
+            counting.set_exception(error)
+        with self._lock:
+            del self._counting[view.id, path]
+            self._is_late = False
 
 
 def _text(value: object) -> bytes:

@@ -146,7 +146,7 @@ class StoreTree:
                 del self._ref_pins[ref]
 
     def _keep(self, file: OpenFile) -> None:
-        """Hold the snapshot for this file; that makes a file in the store, so it is done unlocked."""
+        """Hold the snapshot for this file; unlocked, since that makes a file in the store."""
         with self._lock:
             held = self._held.get(file.snapshot)
             if held is not None:

@@ -122,7 +122,7 @@ class About(Protocol):
         ...
 
     def stored(self, view: Any, path: str, /) -> int | None:
-        """Return the bytes at rest of a file; None if they are unknown."""
+        """Return the bytes at rest of a file; None if they are unknown, perhaps for now."""
         ...
 
 
@@ -326,8 +326,10 @@ class SnapshotTree:
         except MstoreError:
             # Whoever reads the file is told what is wrong; `ls` need not fail.
             return size
+        if told is None:
+            return size
         # Zero would tell programs that the file is one hole, and they would not read it.
-        known = self._stored[path] = size if told is None else max(1, told)
+        known = self._stored[path] = max(1, told)
         return known
 
     def labels(self, path: str) -> Mapping[str, str]:
