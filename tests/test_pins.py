@@ -309,6 +309,25 @@ def test_a_base_is_never_made_a_difference(store: Store, tmp_path: Path) -> None
     assert store.fsck(read_data=True).problems == ()
 
 
+def test_no_two_differences_in_a_row(store: Store, tmp_path: Path) -> None:
+    """Where the base's block is also a block of the snapshot, elsewhere, only one of the two
+    becomes a difference."""
+    draw = np.random.default_rng(5)
+    first = draw.normal(size=BLOCK // 4).astype("f4")
+    second, third = first * np.float32(1 + 2**-20), first * np.float32(1 + 2**-19)
+    for name, one, other in (("left", first, second), ("right", third, first)):
+        shape = (BLOCK // 4,)
+        tensors = [("a", "F32", shape, one.tobytes()), ("b", "F32", shape, other.tobytes())]
+        write_safetensors(tmp_path / name / "model.safetensors", tensors)
+        store.add(tmp_path / name, name=name, base="left" if name == "right" else None)
+    assert any(any(place.base) for place in places(store).values())
+    store.pin("right", raw=True)
+    store.unpin("right")
+    assert all(not Codec(codecs(store)[BlockId(base)]).is_delta for base in bases(store))
+    assert store["right"].tensor("a").tobytes() == third.tobytes()
+    require_whole(store)
+
+
 def test_an_add_meanwhile_keeps_its_bases(store: Store, tmp_path: Path) -> None:
     """An add that refers to a block while unpin codes it finds the block as it was."""
     store.pin("t1", raw=True)
