@@ -132,7 +132,7 @@ class Keeping(OpenStore):
         Its files are then long pieces of packs: `Snapshot.load` maps them, `checkout` shares them
         with the files that it writes, and a mount reads them without decoding.  Contents and ids
         stay the same.  Blocks that other snapshots have, too, lie raw for them as well.  The store
-        grows: what is replaced becomes free with the next `gc`.  A pin keeps nothing from `gc`; it
+        grows; what is replaced becomes free with the next `gc`.  A pin keeps nothing from `gc`, and
         goes with the snapshot.  Others may read and write meanwhile; `gc` waits.
 
         raw: must be True; it is how blocks are to lie, and there is no other form yet.
