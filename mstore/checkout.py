@@ -8,6 +8,9 @@ Files are cut into pieces of a few blocks. The threads of a pool each read, deco
 one piece at a time, of one large file as well as of many small ones. Only a few pieces wait at any
 time, so memory is bounded by the number of threads. A file of a virtual snapshot is one piece: its
 blocks are computed a few ahead of the thread that writes them.
+
+What lies raw in packs may be shared with them instead of written (`reflinks`). Its blocks are then
+read back from the new file, and checked there.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from threading import Lock, local
 from mstore import fs
 from mstore.ahead import in_order
 from mstore.block_cache import BlockCache, Computing, Extent
+from mstore.blocks.reader import FSCK
 from mstore.checkpoint.paths import check_case_twins, check_relative
-from mstore.errors import BadRequest, NotFound
+from mstore.errors import BadRequest, Corrupt, NotFound
 from mstore.ids import BlockId, SnapshotId
 from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
+from mstore.reflinks import Reflink, Reflinks
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.view import SnapshotView
@@ -49,7 +54,9 @@ class CheckoutReport:
     files: int
     """number of files"""
     bytes_written: int
-    """bytes written there"""
+    """size of the files"""
+    bytes_shared: int
+    """the part of them that shares its space on the disk with the store"""
     seconds: float
     """how long it took"""
 
@@ -62,6 +69,7 @@ def checkout(
     threads: int,
     shared: bool = False,
     only: Sequence[str] = (),
+    reflink: Reflink = Reflink.AUTO,
     progress: ProgressCallback | None = None,
     computing: Callable[[], Computing] | None = None,
 ) -> CheckoutReport:
@@ -69,9 +77,10 @@ def checkout(
 
     Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
-    match one of these patterns (`*` also matches `/`); empty means all files. Raises NotFound for a
-    pattern that matches no file, BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; an
-    error leaves nothing behind.
+    match one of these patterns (`*` also matches `/`); empty means all files. reflink: whether to
+    share extents with packs. Raises NotFound for a pattern that matches no file, BadRequest,
+    BadCheckpoint, Conflict, Corrupt, Incompatible (sharing is required, and the filesystem cannot),
+    StorageFailed; an error leaves nothing behind.
     """
     began = time.monotonic()
     view = SnapshotView(catalog, snapshot, BlockCache(catalog, computing=computing))
@@ -86,15 +95,24 @@ def checkout(
         )
     files = _chosen(view, only)
     total = sum(files.values())
+    reflinks = Reflinks(catalog, reflink, directory)
+    reflinks.require_any(view, list(files), snapshot.short)
     tree = fs.NewTree(directory, shared=shared)
     try:
         with contents.held(catalog, [snapshot]):
-            _Checkout(catalog, view, files, tree).run(threads, total, progress)
+            _Checkout(catalog, view, files, tree, reflinks).run(threads, total, progress)
         tree.publish()
     except BaseException:
         tree.abandon()
         raise
-    return CheckoutReport(snapshot, str(directory), len(files), total, time.monotonic() - began)
+    return CheckoutReport(
+        snapshot=snapshot,
+        directory=str(directory),
+        files=len(files),
+        bytes_written=total,
+        bytes_shared=reflinks.shared_bytes,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _chosen(view: SnapshotView, only: Sequence[str]) -> dict[str, int]:
@@ -155,12 +173,18 @@ class _Checkout:
     """The work of one checkout, cut into jobs that return how many bytes they wrote."""
 
     def __init__(
-        self, catalog: Catalog, view: SnapshotView, files: Mapping[str, int], tree: fs.NewTree
+        self,
+        catalog: Catalog,
+        view: SnapshotView,
+        files: Mapping[str, int],
+        tree: fs.NewTree,
+        reflinks: Reflinks,
     ) -> None:
         self._catalog = catalog
         self._view = view
         self._files = files
         self._tree = tree
+        self._reflinks = reflinks
         self._open: set[_File] = set()
         self._lock = Lock()
         self._threads = local()
@@ -187,15 +211,29 @@ class _Checkout:
             file = _File(self._tree.create(path))
             with self._lock:
                 self._open.add(file)
-            for offset, piece in self._pieces(path, size):
+            jobs = (
+                self._sharing(file, path)
+                if self._reflinks.goes_on
+                else self._jobs_of(file, path, size)
+            )
+            for job in jobs:
                 file.use()
-                yield partial(self._write, file, offset, piece)
+                yield job
             yield partial(self._release, file)
 
-    def _pieces(self, path: str, size: int) -> Iterator[tuple[int, list[Extent]]]:
+    def _jobs_of(self, file: _File, path: str, size: int) -> Iterator[Callable[[], int]]:
+        for offset, piece in self._pieces(0, self._view.extents(path, 0, size)):
+            yield partial(self._write, file, offset, piece)
+
+    def _sharing(self, file: _File, path: str) -> Iterator[Callable[[], int]]:
+        """Share what can be shared; yield what checks it, and what writes the rest."""
+        for one in self._reflinks.pieces(self._view, path):
+            job = self._check if self._reflinks.share(file.file, one) else self._write
+            for offset, piece in self._pieces(one.offset, iter(one.extents)):
+                yield partial(job, file, offset, piece)
+
+    def _pieces(self, offset: int, extents: Iterator[Extent]) -> Iterator[tuple[int, list[Extent]]]:
         """Yield (offset in the file, extents) of each piece."""
-        extents = self._view.extents(path, 0, size)
-        offset = 0
         blocks = max(1, PIECE_BYTES // self._catalog.block_size)
         while piece := list(islice(extents, blocks)):
             yield offset, piece
@@ -212,6 +250,23 @@ class _Checkout:
             file.file.write_at(offset, target)
             offset += extent.length
         file.file.begin_writing_back(begin, offset - begin)
+        self._release(file)
+        return offset - begin
+
+    def _check(self, file: _File, offset: int, piece: Sequence[Extent]) -> int:
+        """Check blocks that the file shares with a pack, as they are in the file."""
+        begin = offset
+        for extent in piece:
+            target = self._buffer()[: extent.length]
+            file.file.read_into(offset, target)
+            if BlockId.of(target) != extent.block:
+                raise Corrupt(
+                    "the stored bytes do not match the id",
+                    where=f"block {extent.block}",
+                    hint=FSCK,
+                    block=extent.block if isinstance(extent.block, BlockId) else None,
+                )
+            offset += extent.length
         self._release(file)
         return offset - begin
 

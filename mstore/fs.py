@@ -23,6 +23,7 @@ import secrets
 import shlex
 import shutil
 import stat
+import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,12 +43,12 @@ from mstore.sharing import DIRECTORY, FILE, SEALED, Sharing, mode
 class Operation:
     """One change of the disk, before it is made.
 
-    kind: create, write, fsync, rename, exchange, link, unlink, mkdir, rmtree, syncdir, commit; or
-    map. path: what it acts on. target: the new name of a rename or link, or what is exchanged with
-    `path`. offset, data: of a write (the buffer is only valid during the call). `commit` is
-    announced before an index transaction is committed and `committed` right after. `map` changes
-    nothing: it is announced before an index is opened and mapped, so that a test can make that
-    fail.
+    kind: create, write, clone, fsync, rename, exchange, link, unlink, mkdir, rmtree, syncdir,
+    commit; or map. path: what it acts on. target: the new name of a rename or link, or what is
+    exchanged with `path`. offset, data: of a write (the buffer is only valid during the call); a
+    clone has only the offset. `commit` is announced before an index transaction is committed and
+    `committed` right after. `map` changes nothing: it is announced before an index is opened and
+    mapped, so that a test can make that fail.
     """
 
     kind: str
@@ -105,6 +106,10 @@ def refusal(code: int, path: Path | str, otherwise: str) -> StorageFailed:
     )
 
 
+_FICLONERANGE: Final = 0x4020940D
+_FILE_CLONE_RANGE: Final = struct.Struct("=qQQQ")
+
+
 class NewFile:
     """A file being written, under a name that no one reads yet.
 
@@ -152,6 +157,27 @@ class NewFile:
             done = 0
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def clone(self, source: int, source_offset: int, length: int, offset: int) -> None:
+        """Let a range be the extents of an open file's range: ioctl_ficlonerange(2).
+
+        Changes `size` as little as `write_at` does.  Raises StorageFailed: with EOPNOTSUPP, ENOTTY
+        or EXDEV if these filesystems cannot, with EINVAL if the ranges are not whole blocks.
+        """
+        with translated(self.path):
+            if _observer is not None:
+                _observer(Operation("clone", str(self.path), offset=offset))
+            asked = _FILE_CLONE_RANGE.pack(source, source_offset, length, offset)
+            fcntl.ioctl(self._fd, _FICLONERANGE, asked)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with what the file has from `offset` on; from any thread."""
+        with translated(self.path):
+            while target:
+                got = os.preadv(self._fd, [target], offset)
+                if got == 0:
+                    raise StorageFailed("the file ends too early", where=str(self.path))
+                target, offset = target[got:], offset + got
 
     def begin_writing_back(self, offset: int, length: int) -> None:
         """Ask the kernel to start writing these bytes to the disk; a hint that never raises.
@@ -973,6 +999,19 @@ def filesystem_type(path: Path, mountinfo: Path = MOUNTINFO) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, right.split(" ")[0]
     return kind
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space of the disk at `path` that this user may fill."""
+    with translated(path):
+        disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
+
+
+def block_bytes(path: Path) -> int:
+    """Return the block size of the filesystem at `path`."""
+    with translated(path):
+        return os.statvfs(path).f_bsize
 
 
 def require_local(path: Path, mountinfo: Path = MOUNTINFO) -> None:

@@ -14,7 +14,7 @@ from mstore.ids import ManifestId, PlanId, SnapshotId
 from mstore.objects.plan import Plan
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.signing import SignatureReport
-from mstore.store import pruned_rows
+from mstore.store import pin_rows, pruned_rows
 from mstore.store import refs as ref_rows
 from mstore.store.catalog import Catalog
 from mstore.store.plans import TensorOverflow, overflow_of
@@ -96,6 +96,8 @@ class SnapshotReport:
     """whether its contents were dropped"""
     missing: bool = False
     """whether its record or manifest is lost; then what is unknown is empty or None"""
+    pinned: bool = False
+    """whether its blocks were rewritten raw and in file order"""
     overflow: tuple[TensorOverflow, ...] = ()
     """tensors with elements that became, or may become, infinite, worst first"""
 
@@ -116,6 +118,8 @@ class RefReport:
     """when it last moved, in nanoseconds since 1970 (UTC)"""
     missing: bool = False
     """whether the snapshot it points at is lost"""
+    pinned: bool = False
+    """whether that snapshot's blocks were rewritten raw and in file order"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ def describe(
     """Report one snapshot. Raises NotFound if it is missing."""
     # A requested snapshot must be readable; only ancestors may be missing.
     catalog.manifest(catalog.snapshot(id).manifest_id())
-    return _described(catalog, id, names, _pruned(catalog, names))
+    return _described(catalog, id, names, _pruned(catalog, names), _pinned(catalog))
 
 
 def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[SnapshotId]:
@@ -159,11 +163,17 @@ def _pruned(catalog: Catalog, names: dict[SnapshotId, list[str]]) -> set[Snapsho
         return pruned_rows.ids(catalog.index, transaction) - names.keys()
 
 
+def _pinned(catalog: Catalog) -> set[SnapshotId]:
+    with catalog.index.env.read() as transaction:
+        return pin_rows.ids(catalog.index, transaction)
+
+
 def _described(
     catalog: Catalog,
     id: SnapshotId,
     names: dict[SnapshotId, list[str]],
     pruned: set[SnapshotId],
+    pinned: set[SnapshotId],
 ) -> SnapshotReport:
     record = catalog.snapshot_if_there(id)
     manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
@@ -185,6 +195,7 @@ def _described(
         files=len(manifest.files),
         tensors=len(manifest.tensors()),
         pruned=id in pruned,
+        pinned=id in pinned,
         overflow=() if plan_id is None else _overflow(catalog, plan_id),
     )
 
@@ -291,8 +302,8 @@ def log(
     """Report the lineage of some snapshots, or of all refs."""
     names = names_of(catalog)
     reached = ancestry(catalog, names if starts is None else starts, limit)
-    pruned = _pruned(catalog, names)
-    return [_described(catalog, id, names, pruned) for id in reached]
+    pruned, pinned = _pruned(catalog, names), _pinned(catalog)
+    return [_described(catalog, id, names, pruned, pinned) for id in reached]
 
 
 def unnamed_without(catalog: Catalog, removed: set[str]) -> int:
@@ -380,7 +391,8 @@ def refs(catalog: Catalog) -> list[RefReport]:
         named = dict(ref_rows.walk(catalog.index, transaction))
         for name, move in ref_rows.walk_reflogs(catalog.index, transaction):
             moved[name] = move.time_ns
-    return [_named(catalog, name, ref, moved.get(name, 0)) for name, ref in named.items()]
+    pinned = _pinned(catalog)
+    return [_named(catalog, name, ref, moved.get(name, 0), pinned) for name, ref in named.items()]
 
 
 def ref(catalog: Catalog, name: str) -> RefReport:
@@ -388,14 +400,19 @@ def ref(catalog: Catalog, name: str) -> RefReport:
     with catalog.index.env.read() as transaction:
         found = ref_rows.require(catalog.index, transaction, name)
         moves = ref_rows.reflog(catalog.index, transaction, name)
-    return _named(catalog, name, found, moves[-1].time_ns if moves else 0)
+    time_ns = moves[-1].time_ns if moves else 0
+    return _named(catalog, name, found, time_ns, _pinned(catalog))
 
 
-def _named(catalog: Catalog, name: str, ref: ref_rows.Ref, time_ns: int) -> RefReport:
+def _named(
+    catalog: Catalog, name: str, ref: ref_rows.Ref, time_ns: int, pinned: set[SnapshotId]
+) -> RefReport:
     id = ref.snapshot_id()
     record = catalog.snapshot_if_there(id)
     manifest = None if record is None else record.manifest_id()
-    return RefReport(name, ref.kind, id, manifest, time_ns, missing=record is None)
+    return RefReport(
+        name, ref.kind, id, manifest, time_ns, missing=record is None, pinned=id in pinned
+    )
 
 
 def tensors(catalog: Catalog, id: SnapshotId) -> list[TensorReport]:

@@ -156,6 +156,11 @@ class Reach:
         alone._finish()
         return alone.live[Kind.BLOCK]
 
+    @property
+    def whole(self) -> frozenset[SnapshotId]:
+        """The reached snapshots whose contents are reached, too."""
+        return frozenset(self._whole)
+
     def live_among(self, kind: Kind, ids: Sequence[bytes]) -> list[bytes]:
         """Return those of these ids that have a reached row."""
         found = self.inventory.tables[kind].find(b"".join(ids))

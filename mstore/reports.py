@@ -53,6 +53,8 @@ from mstore.merge.planning.warnings import MergeWarning
 from mstore.merge.running.replay import ReplayReport
 from mstore.merge.running.report import MergeReport
 from mstore.merge.virtual.deferred import MaterializeReport
+from mstore.pins.pin import PinReport
+from mstore.pins.unpin import UnpinReport
 from mstore.progress import Progress, ProgressCallback
 from mstore.signing import (
     BAD_SIGNATURE,
@@ -107,6 +109,7 @@ __all__ = [
     "MigrateReport",
     "ParameterReport",
     "ParentReport",
+    "PinReport",
     "PlanReport",
     "PreparedModel",
     "Problem",
@@ -132,6 +135,7 @@ __all__ = [
     "TensorOverflow",
     "TensorReport",
     "TruncatedTensor",
+    "UnpinReport",
     "UsageReport",
     "VerifyReport",
 ]

@@ -89,6 +89,9 @@ class Inspector:
         for number, snapshot in life.signed:
             if number <= after and not store.show(str(snapshot)).signatures:
                 yield f"the signature of {snapshot!r} is lost"
+        for number, snapshot, is_pinned in life.pins:
+            if number <= after and store.show(str(snapshot)).pinned != is_pinned:
+                yield f"{snapshot!r} is not as it was pinned or unpinned"
         if life.healed <= after:
             for problem in store.fsck(read_data=True).problems:
                 yield f"fsck: {problem.kind} {problem.where}: {problem.what}"

@@ -16,6 +16,7 @@ from mstore import fs
 from mstore.blocks.index import Index
 from mstore.blocks.packs import Kind, pack_path
 from mstore.gc.collect import Collector
+from mstore.pins.rewriting import Rewriting
 from mstore.reachability import Reach
 from mstore.store.transaction import Transaction
 
@@ -148,6 +149,21 @@ def numbers_given_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "_number_pack", careless)
 
 
+def copies_named_late(patch: pytest.MonkeyPatch) -> None:
+    """The rows of pinned blocks point at packs that get their names after the commit."""
+    publish = Rewriting.publish
+
+    def backwards(self: Rewriting, also: Any) -> None:
+        packs = self._packs
+        named = packs.publish
+        packs.publish = packs.seal  # type: ignore[method-assign]
+        publish(self, also)
+        named()
+        packs.keep()
+
+    patch.setattr(Rewriting, "publish", backwards)
+
+
 def condemned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """What is condemned is never removed."""
     patch.setattr("mstore.store.condemned.sweep", lambda layout, index: [])
@@ -182,6 +198,9 @@ MUTANTS: list[tuple[str, Mutant]] = [
     ("pruning", ancestors_forgotten),
     ("collecting", numbers_given_twice),
     ("collecting", condemned_for_ever),
+    ("pinning", packs_not_synced),
+    ("pinning", pack_directory_not_synced),
+    ("pinning", copies_named_late),
     ("repairing", packs_not_synced),
     ("repairing", pack_directory_not_synced),
 ]

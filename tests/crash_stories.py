@@ -36,6 +36,7 @@ class Life:
     acknowledged: list[tuple[int, str, SnapshotId | None]] = field(default_factory=list)
     plans: list[tuple[int, PlanId]] = field(default_factory=list)
     signed: list[tuple[int, SnapshotId]] = field(default_factory=list)
+    pins: list[tuple[int, SnapshotId, bool]] = field(default_factory=list)
     contents: dict[SnapshotId, Contents] = field(default_factory=dict)
     goes: dict[SnapshotId, int] = field(default_factory=dict)
     pruned: set[SnapshotId] = field(default_factory=set)
@@ -68,11 +69,11 @@ class Life:
 
     def stage(self, after: int) -> tuple[object, ...]:
         """Equal where the same is promised."""
-        told = (*self.plans, *self.signed, (self.healed, None))
+        told = (*self.plans, *self.signed, *self.pins, (self.healed, None))
         return (
             *sorted(self.promised(after).items()),
             *sorted(self.kept(after)),
-            sum(number <= after for number, _ in told),
+            sum(one[0] <= after for one in told),
         )
 
     def kept(self, after: int) -> set[SnapshotId]:
@@ -231,6 +232,20 @@ def signing(sources: Path, disk: Path) -> Life:
     return life
 
 
+def pinning(sources: Path, disk: Path) -> Life:
+    """A fine-tune whose blocks are differences is pinned; another one is unpinned."""
+    _, life = _dense_family(disk, 1, 2)
+    with Store.open(disk / "store") as store:
+        store.pin("t2", raw=True, threads=1)
+        life.recording = Recording(disk)
+        with fs.observed(life.recording.observe):
+            store.pin("t1", raw=True, threads=1)
+            life.pins.append((life.now, life.before["t1"], True))
+            store.unpin("t2", threads=1)
+            life.pins.append((life.now, life.before["t2"], False))
+    return life
+
+
 # -- removing ----------------------------------------------------------------------------------
 
 
@@ -324,6 +339,7 @@ STORIES: dict[str, Callable[[Path, Path], Life]] = {
         later_merge,
         casting,
         signing,
+        pinning,
         collecting,
         pruning,
         reindexing,

@@ -84,6 +84,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("add", models / "adapter", "--name", "tiny/adapter")
     mstore.succeed("merge", "--name", "tiny/merged", *SHAREABLE, "-m", "both")
     mstore.succeed("sign", "tiny/code", "--key", models / "key")
+    mstore.succeed("pin", "tiny/math", "--raw")
     return mstore
 
 
@@ -147,6 +148,8 @@ def lines_for(models: Path, out: Path) -> dict[str, list[str]]:
         "verify": ["verify", "tiny/code", "--signers", str(models / "signers"), "--read-data"],
         "prune": ["prune", "--keep-last", "1"],
         "gc": ["gc", "--dry-run"],
+        "pin": ["pin", "tiny/base", "--raw"],
+        "unpin": ["unpin", "tiny/math"],
         "backup": ["backup", str(out / "backup")],
         # Where the store of `copy` is.
         "clone": ["clone", str(out / "store"), str(out / "clone")],

@@ -58,6 +58,7 @@ def family(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     mstore.succeed("tag", "tiny/math", MATH)
     mstore.succeed("tag", "tiny/code", CODE)
     mstore.succeed("sign", CODE, "--key", models / "key")
+    mstore.succeed("pin", MATH, "--raw")
     return mstore
 
 
@@ -147,7 +148,8 @@ def test_what_is_no_terminal_stays_wide(family: Program, monkeypatch: pytest.Mon
     rows = family.succeed("refs").lines
     assert len(rows) == 1 + len(family.succeed("refs", "-q").lines)
     [row] = [row for row in rows if row.startswith(MATH)]
-    assert re.fullmatch(rf"{re.escape(MATH)} +branch  [0-9a-f]{{12}}  \d{{4}}-.*", row)
+    told = rf"{re.escape(MATH)} +branch  [0-9a-f]{{12}} \(pinned\)  \d{{4}}-.*"
+    assert re.fullmatch(told, row)
 
 
 def test_a_graph_goes_on_beside_its_bars(family: Program) -> None:

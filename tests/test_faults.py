@@ -169,6 +169,28 @@ def _prune(sources: Path, store: Store | None) -> None:
     store.prune(keep_last=1, unnamed_inputs=True)
 
 
+def _pin(sources: Path, store: Store | None) -> None:
+    assert store is not None
+    store.pin("tuned", raw=True, threads=1)
+
+
+def _tune(sources: Path, store: Store) -> None:
+    """A fine-tune whose blocks are differences."""
+    store.configure("codec", "dense")
+    store.add(sources / "tuned", name="tuned", base="seven", threads=1)
+
+
+def _unpin(sources: Path, store: Store | None) -> None:
+    assert store is not None
+    if store.show("tuned").pinned:
+        store.unpin("tuned", threads=1)
+
+
+def _tune_and_pin(sources: Path, store: Store) -> None:
+    _tune(sources, store)
+    store.pin("tuned", raw=True, threads=1)
+
+
 def _sign(sources: Path, store: Store | None) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -216,6 +238,8 @@ CALLS = {
     "config": Call(_configure),
     "gc": Call(_gc, prepare=_forget),
     "prune": Call(_prune, prepare=_age),
+    "pin": Call(_pin, prepare=_tune),
+    "unpin": Call(_unpin, prepare=_tune_and_pin),
     "sign": Call(_sign),
     "reindex": Call(_reindex, alone=True),
     "repair": Call(_repair, prepare=_break),

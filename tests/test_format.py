@@ -366,6 +366,28 @@ def test_runs(made: Made, read: IndependentStore) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "packs"])
+def test_pinned_files(tmp_path: Path, index: bool) -> None:
+    """A reader that knows nothing of pins reads a pinned snapshot, and one that was unpinned."""
+    draw = np.random.default_rng(3)
+    base = base_tensors(draw)
+    for name, tensors in (("base", base), ("one", tuned(draw, base)), ("two", tuned(draw, base))):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    with mstore.Store.init(tmp_path / "store", block_size=BLOCK_SIZE, codec="dense") as store:
+        ids = {}
+        for name in ("base", "one", "two"):
+            parent = None if name == "base" else "base"
+            ids[name] = str(store.add(tmp_path / name, name=name, base=parent).snapshot)
+            store.pin(name, raw=True)
+        store.unpin("two")
+        store.gc(dead_share=0.0)
+    read = IndependentStore(tmp_path / "store", index=index)
+    for name, id in ids.items():
+        whole = (tmp_path / name / "model.safetensors").read_bytes()
+        assert read.file_bytes(id, "model.safetensors") == whole
+
+
+@pytest.mark.parametrize("index", [True, False])
 def test_codecs(tmp_path: Path, index: bool) -> None:
     """Planes and differences of every width decode as the page says, to the very bytes."""
     draw = np.random.default_rng(21)

@@ -25,6 +25,7 @@ OWNERS = {
     "mstore/blocks/pack_numbers.py": ("packs", "pack_ids", "condemned"),
     "mstore/store/backup_row.py": ("counters",),
     "mstore/store/leases.py": ("leases",),
+    "mstore/store/pin_rows.py": ("counters",),
     "mstore/store/plan_rows.py": ("plans",),
     "mstore/store/pruned_rows.py": ("pruned",),
     "mstore/store/refs.py": ("refs", "reflog"),

@@ -72,13 +72,15 @@ def for_ever(task: str, root: Path, name: str, scratch: Path) -> None:
 
 
 def work(root: Path, name: str, seed: str, scratch: Path) -> None:
-    """Add a base and an expert, merge them, remove that; tell of each call that returned."""
+    """Add a base and an expert, pin that, merge them, remove the result, unpin; tell of each call
+    that returned and moved a ref."""
     with Store.open(root) as store:
         for part in ("base", "expert"):
             model = small_model(scratch / f"{name}-{part}", seed, changed=part)
             base = None if part == "base" else f"{name}/base"
             added = store.add(model, name=f"{name}/{part}", base=base, threads=1)
             tell(f"done {name}/{part} {added.snapshot} {seed}")
+        store.pin(f"{name}/expert", raw=True, threads=1)
         plan = store.plan(
             MergeRequest(base=f"{name}/base", experts=[f"{name}/expert"], method="linear"),
             threads=1,
@@ -87,6 +89,7 @@ def work(root: Path, name: str, seed: str, scratch: Path) -> None:
         tell(f"done {name}/merged {merged.snapshot} {seed}")
         store.remove(f"{name}/merged")
         tell(f"done {name}/merged - {seed}")
+        store.unpin(f"{name}/expert", threads=1)
 
 
 def collect(root: Path, name: str, seed: str, scratch: Path) -> None:

@@ -410,6 +410,27 @@ class Stories(RuleBasedStateMachine):
             if days == 0:
                 assert there == self._model.known(), "what nobody knows stays"
 
+    @rule(data=st.data(), at=st.integers(0, 60) | st.none())
+    def pin(self, data: Any, at: int | None) -> None:
+        """How blocks lie is nothing that the model knows; pinned or not pinned, also if cut off."""
+        names = self._real_names()
+        if not names:
+            return
+        name = data.draw(st.sampled_from(names))
+        was_pinned = self._store.show(name).pinned
+        killer = Killer(1 << 30 if at is None else at)
+        try:
+            with fs.observed(killer):
+                if was_pinned:
+                    self._store.unpin(name, threads=1)
+                else:
+                    self._store.pin(name, raw=True, threads=1)
+        except Killed:
+            self._die()
+            assert self._store.show(name).pinned in (True, False)
+        else:
+            assert self._store.show(name).pinned != was_pinned
+
     @rule()
     def check(self) -> None:
         """fsck finds nothing."""

@@ -212,6 +212,8 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
     "rm": keys_of(reports.RemoveReport),
     "prune": keys_of(reports.PruneReport),
     "gc": keys_of(reports.GcReport),
+    "pin": keys_of(reports.PinReport),
+    "unpin": keys_of(reports.UnpinReport),
     "backup": keys_of(reports.BackupReport),
     "clone": keys_of(reports.CloneReport),
     "sign": keys_of(reports.SignatureReport),

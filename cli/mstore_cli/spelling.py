@@ -36,6 +36,8 @@ _FLAGS: Final[Mapping[str, str]] = {
 """Options whose flag is not their name with two dashes."""
 _IN_MIB: Final = frozenset({"memory"})
 """Options whose value is a number of whole MiB, in bytes."""
+_JOINED: Final = frozenset({"reflink"})
+"""Options that also go without a value: one is joined to them, as in `--reflink=never`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ def _given(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, tuple):
         for one in value:
             yield from _given(name, one)
+    elif name in _JOINED:
+        yield f"{flag(name)}={value}"
     else:
         yield flag(name)
         if isinstance(value, int) and name in _IN_MIB:

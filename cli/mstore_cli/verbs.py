@@ -11,7 +11,7 @@ VERBS = (
     *("checkout", "mount", "mounts", "unmount"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),
     *("sign", "verify"),
-    *("prune", "gc", "backup", "clone"),
+    *("prune", "gc", "pin", "unpin", "backup", "clone"),
     *("fsck", "reindex", "migrate", "stats", "du"),
 )
 # These act on no store, or on those given as arguments.

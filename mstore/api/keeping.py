@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from mstore.api.arguments import checked
 from mstore.api.open_store import OpenStore, thread_count
 from mstore.blocks import lmdb_check
+from mstore.errors import BadRequest
+from mstore.phrases import call
 
 if TYPE_CHECKING:
     from mstore.backup.backup import BackupReport
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from mstore.disk_usage import UsageReport
     from mstore.gc.collect import GcReport
     from mstore.gc.prune import PruneReport
+    from mstore.ids import SnapshotId
+    from mstore.pins.pin import PinReport
+    from mstore.pins.unpin import UnpinReport
     from mstore.progress import ProgressCallback
     from mstore.store.migrations import MigrateReport
     from mstore.store_size import StoreReport
@@ -113,6 +118,63 @@ class Keeping(OpenStore):
             unnamed_inputs=unnamed_inputs,
         )
         return prune(self._catalog, wish, reflog_days=self._reflog_days(None), dry_run=dry_run)
+
+    def pin(
+        self,
+        revision: str | SnapshotId,
+        *,
+        raw: bool,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PinReport:
+        """Rewrite the blocks of a snapshot raw and in file order, so that they can be mapped.
+
+        Its files are then long pieces of packs: `Snapshot.load` maps them, `checkout` shares them
+        with the files that it writes, and a mount reads them without decoding.  Contents and ids
+        stay the same.  Blocks that other snapshots have, too, lie raw for them as well.  The store
+        grows; what is replaced becomes free with the next `gc`.  A pin keeps nothing from `gc`, and
+        goes with the snapshot.  Others may read and write meanwhile; `gc` waits.
+
+        raw: must be True; it is how blocks are to lie, and there is no other form yet.
+
+        Raises BadRequest (not raw, or a virtual merge), NotFound, Corrupt, StorageFailed (also if
+        the disk lacks room for the copies); then nothing is changed.
+        """
+        if not raw:
+            raise BadRequest(
+                "say how its blocks are to lie: raw is the only form",
+                where=str(revision),
+                hint=call("pin", str(revision), raw=True),
+            )
+        from mstore.pins.pin import pin
+
+        id = self._real(revision)
+        return pin(self._catalog, id, threads=thread_count(threads), progress=progress)
+
+    def unpin(
+        self,
+        revision: str | SnapshotId,
+        *,
+        threads: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> UnpinReport:
+        """Undo `pin`: code the blocks again as `add` would, by the setting `codec` of the store.
+
+        Differences are stored to the base that the lineage names.  What another pinned snapshot
+        has, too, stays raw.  Space becomes free with the next `gc`.
+
+        Raises BadRequest (not pinned), NotFound, Corrupt, Conflict, StorageFailed; then nothing is
+        changed.
+        """
+        from mstore.pins.unpin import unpin
+
+        return unpin(
+            self._catalog,
+            self._real(revision),
+            str(revision),
+            threads=thread_count(threads),
+            progress=progress,
+        )
 
     def fsck(
         self,

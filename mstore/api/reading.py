@@ -201,6 +201,7 @@ class Reading(OpenStore):
         threads: int | None = None,
         shared: bool = False,
         only: Sequence[str] = (),
+        reflink: str = "auto",
         progress: ProgressCallback | None = None,
     ) -> CheckoutReport:
         """Write a byte-exact copy into a new or empty directory.
@@ -208,12 +209,16 @@ class Reading(OpenStore):
         only: patterns of the paths to write, such as `*.json`; without any, all files.
         shared: also write if other users, whom you trust, may rename and remove entries in the
         parent directory.
+        reflink: whether the files share their space on the disk with the store, as XFS and btrfs
+        can do where blocks lie raw (`pin`): `auto` where it can be done, `always` or fail, `never`.
 
-        Raises NotFound, BadRequest (the parent directory does not exist), BadCheckpoint (a path
-        that cannot be created), Conflict (the directory is not empty, or others may write above
-        it), Corrupt, StorageFailed; then nothing is left behind.
+        Raises NotFound, BadRequest (the parent directory does not exist, or nothing lies so that it
+        can be shared), BadCheckpoint (a path that cannot be created), Conflict (the directory is
+        not empty, or others may write above it), Incompatible (this filesystem cannot share, or is
+        not the store's), Corrupt, StorageFailed; then nothing is left behind.
         """
         from mstore.checkout import checkout
+        from mstore.reflinks import parse
 
         return checkout(
             self._catalog,
@@ -222,6 +227,7 @@ class Reading(OpenStore):
             threads=thread_count(threads),
             shared=shared,
             only=only,
+            reflink=parse(reflink),
             progress=progress,
             computing=self._computing,
         )

@@ -8,6 +8,7 @@ bytes of each:
     counters    "packs"           -> the next pack number, u32: this module
                 "generation"      -> how often something was published, u64: this module
                 "backup"          store.backup_row
+                "pinned" + id     store.pin_rows
     snapshots, edges              store.snapshot_rows
     refs, reflog                  store.refs
     plans                         store.plan_rows

@@ -71,12 +71,16 @@ _TAIL = struct.Struct("<QQ32sI4x8s")
 ENTRY = struct.Struct("<32s32sQIIBBB5x")
 
 
-class PackGone(Corrupt):
-    """The pack that a location names is missing.
+class Outdated(Corrupt):
+    """What a location says is not so.
 
-    If the location was looked up earlier, gc may have moved the payload: look it up again.
-    Otherwise the pack is really lost.
+    If the location was looked up earlier, the payload may have moved, or have been stored in
+    another form: look it up again. Otherwise the store is damaged.
     """
+
+
+class PackGone(Outdated):
+    """The pack that a location names is missing: gc may have moved the payload."""
 
 
 class Kind(IntEnum):
@@ -525,6 +529,17 @@ class PackFiles:
         opened = self._acquire(pack)
         try:
             return mmap.mmap(opened.fd, 0, access=access)
+        finally:
+            self._release(opened)
+
+    def clone(self, pack: PackId, offset: int, length: int, file: fs.NewFile, at: int) -> None:
+        """Let bytes of a new file, from `at` on, be extents of the pack.
+
+        Raises PackGone, and as `NewFile.clone` does.
+        """
+        opened = self._acquire(pack)
+        try:
+            file.clone(opened.fd, offset, length, at)
         finally:
             self._release(opened)
 

@@ -1,4 +1,4 @@
-"""What can be read from an index that is to be replaced: refs, reflogs, plans, prunings.
+"""What can be read from an index that is to be replaced: refs, reflogs, plans, prunings, pins.
 
 Reads the file without LMDB, so that no damage can end the process. Takes what is readable of a
 damaged database; skips rows that do not match their check or do not decode.
@@ -16,7 +16,7 @@ from mstore.blocks.lmdb_pages import LmdbFile, Tree
 from mstore.blocks.pack_numbers import decode_condemned, decode_pack
 from mstore.errors import BadName, Corrupt, MstoreError
 from mstore.ids import PackId, PlanId, SnapshotId
-from mstore.store import leases, plan_rows, pruned_rows, refs
+from mstore.store import leases, pin_rows, plan_rows, pruned_rows, refs
 from mstore.store.layout import Layout
 from mstore.store.refs import LogRow, Move, Ref
 
@@ -40,6 +40,7 @@ class OldIndex:
     plans: dict[PlanId, bytes] = field(default_factory=dict)
     snapshots: set[SnapshotId] | None = None
     pruned: dict[SnapshotId, int] | None = None
+    pinned: dict[SnapshotId, int] = field(default_factory=dict)
     packs: set[PackId] = field(default_factory=set)
     condemned: set[PackId] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -117,6 +118,9 @@ class OldIndex:
         found = read_generation(key, value)
         if found is not None:
             self.generation = found
+        pin = pin_rows.parse(key, value)
+        if pin is not None:
+            self.pinned[pin[0]] = pin[1]
 
     def _take_ref(self, key: bytes, value: bytes) -> None:
         name, ref = refs.parse(key, value)

@@ -1,7 +1,8 @@
 """The rows of blocks and records, rebuilt from packs: the first half of a new index.
 
-Of several packs with the same payload, the first that reads correctly wins; one that needs no base
-goes before one that does. Deltas whose base is in no pack are left out.
+Of several packs with the same payload, the newest that reads correctly wins: there the payload was
+moved last, to lie raw for instance (`mstore.pins`). One that needs no base goes before one that
+does. Deltas whose base is in no pack are left out.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PackRows:
         return count
 
     def _packs(self) -> int:
-        paths = self._own_packs()
+        paths = sorted(self._own_packs(), key=_generation, reverse=True)
         sizes = [path.stat().st_size for path in paths]
         count = done = 0
         for path, size in zip(paths, sizes, strict=True):
@@ -138,7 +139,7 @@ class PackRows:
                 index.put_row(transaction, key, row)
 
     def _settle_doubles(self) -> None:
-        """Choose, for each payload that several packs have, the first that reads correctly."""
+        """Choose, for each payload that several packs have, the newest that reads correctly."""
         index = self._index
         # Deltas last: their bases must be settled first.
         for is_delta in (False, True):
@@ -245,3 +246,11 @@ class PackRows:
                 with self._index.env.read() as transaction:
                     self._whole[id] = all(self._index.has_blocks(transaction, blocks))
         return self._whole[id]
+
+
+def _generation(path: Path) -> int:
+    """Return a pack's generation; -1 if it cannot be read, which its turn will tell."""
+    try:
+        return generation_of(path)
+    except MstoreError:
+        return -1

@@ -2,10 +2,10 @@
 
 The new LMDB environment is built in tmp/ and exchanged with the old one in one step: a crash leaves
 the old index or the new one. A process that has the old one open can still read it, but can commit
-nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned) comes
-from the mirror and the old index (`mstore.check.names`). Where they differ, or something was
-unreadable, the notes say so, and the old index stays in lost+found/. Statistics and the memo table
-are functions of contents and stay; remembered requests are dropped.
+nothing. What packs do not contain (refs, reflogs, names of plans' inputs, what was pruned or
+pinned) comes from the mirror and the old index (`mstore.check.names`). Where they differ, or
+something was unreadable, the notes say so, and the old index stays in lost+found/. Statistics and
+the memo table are functions of contents and stay; remembered requests are dropped.
 
 A snapshot in the packs that no ref leads to is one of three cases. If the old index named its packs
 but not the snapshot, it was collected, and is left out. If it is complete, it is unknown whether a
@@ -47,6 +47,7 @@ from mstore.store import (
     lost_found,
     memo,
     mirror,
+    pin_rows,
     plan_rows,
     pruned_rows,
     refs,
@@ -495,7 +496,7 @@ class _Building:
     def _pruned(
         self, snapshots: dict[SnapshotId, SnapshotRecord], names: dict[str, refs.Ref]
     ) -> int:
-        """Mark pruned snapshots: those of the old index, and those whose contents are gone."""
+        """Mark pruned snapshots (of the old index, or without contents) and pinned ones."""
         named = {ref.snapshot_id() for ref in names.values()}
         now = now_ns()
         old = self._old.pruned or {}
@@ -510,4 +511,13 @@ class _Building:
         with self._index.env.write() as transaction:
             for id, time_ns in pruned.items():
                 pruned_rows.mark(self._index, transaction, [id], time_ns)
+            self._pins(transaction, snapshots)
         return len(pruned)
+
+    def _pins(
+        self, transaction: IndexTransaction, snapshots: dict[SnapshotId, SnapshotRecord]
+    ) -> None:
+        """Mark the snapshots that the old index says are pinned: their newest copies are raw."""
+        for id, time_ns in self._old.pinned.items():
+            if id in snapshots:
+                pin_rows.mark(self._index, transaction, id, time_ns)

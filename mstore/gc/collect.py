@@ -18,7 +18,6 @@ that published it first keeps it. Reasons: docs/design/008-garbage-collection.md
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -48,6 +47,7 @@ from mstore.store import (
     generation,
     leases,
     lost_found,
+    pin_rows,
     plan_rows,
     pruned_rows,
     signature_rows,
@@ -224,9 +224,7 @@ class Collector:
     def _room(self) -> int:
         if self._limits.room is not None:
             return self._limits.room
-        with fs.translated(self._catalog.layout.packs):
-            room = os.statvfs(self._catalog.layout.packs)
-        return max(0, room.f_bavail * room.f_frsize - RESERVE_BYTES)
+        return max(0, fs.free_bytes(self._catalog.layout.packs) - RESERVE_BYTES)
 
     def dry_run(self) -> GcReport:
         """Report what `run` would do now. Changes nothing."""
@@ -374,6 +372,7 @@ class Collector:
             gone.update(_drop_rows(catalog, transaction, reach.inventory, dead))
             _drop_snapshots(catalog, transaction, dead)
             _drop_sources(catalog, transaction, reach)
+            _drop_pins(catalog, transaction, reach)
             proof.require_rows(catalog, reach)
             empty = {}
             footers = proof.Footers(catalog, copies.packs.sealed)
@@ -514,6 +513,13 @@ def _drop_sources(catalog: Catalog, transaction: IndexTransaction, reach: Reach)
         kept = index.has_record(transaction, Kind.PLAN, id)
         if not kept or not all(snapshot_rows.is_listed(index, transaction, one) for one in named):
             plan_rows.remove(index, transaction, id)
+
+
+def _drop_pins(catalog: Catalog, transaction: IndexTransaction, reach: Reach) -> None:
+    """Delete the marks of pinned snapshots whose contents are gone."""
+    index = catalog.index
+    for id in pin_rows.ids(index, transaction) - reach.whole:
+        pin_rows.unmark(index, transaction, id)
 
 
 def _purposes(catalog: Catalog, names: set[str]) -> list[str]:

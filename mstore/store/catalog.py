@@ -25,7 +25,7 @@ from mstore.blocks.lmdb_types import IndexTransaction
 from mstore.blocks.location import Location
 from mstore.blocks.location_rows import Row
 from mstore.blocks.meter import Meter
-from mstore.blocks.packs import Kind, PackFiles, PackGone, PackWriter
+from mstore.blocks.packs import Kind, Outdated, PackFiles, PackGone, PackWriter
 from mstore.blocks.reader import FSCK, RECORD_LIMIT, BlockReader
 from mstore.errors import BadRequest, Corrupt, NotFound, StorageFailed
 from mstore.ids import (
@@ -263,7 +263,7 @@ class Catalog:
     def _relocating(self, block: BlockId, location: Location, read: Callable[[Location], T]) -> T:
         try:
             return read(location)
-        except PackGone as gone:
+        except Outdated as gone:
             fresh = self.locate([block])[0]
             if fresh == location:
                 # Or the index itself was replaced, and its packs have moved since.
@@ -286,11 +286,11 @@ class Catalog:
         with self.index.env.read() as transaction:
             place = self.index.block(transaction, base)
         if place is None:
-            raise Corrupt(
+            raise Outdated(
                 f"its base {base} is not stored", where=f"block {block}", hint=FSCK, block=block
             )
         if _is_delta(place) or place.raw_length != location.raw_length:
-            raise Corrupt(
+            raise Outdated(
                 f"block {base} cannot be its base", where=f"block {block}", hint=FSCK, block=block
             )
         return self._relocating(base, place, lambda fresh: self._stand_alone(base, fresh))
@@ -298,7 +298,7 @@ class Catalog:
     def _stand_alone(self, block: BlockId, location: Location) -> Buffer:
         # After a new lookup the location may be of any kind.
         if _is_delta(location):
-            raise Corrupt(
+            raise Outdated(
                 "a delta cannot be a base", where=f"block {block}", hint=FSCK, block=block
             )
         found = self._room(location.raw_length)

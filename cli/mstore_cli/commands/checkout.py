@@ -17,6 +17,7 @@ from mstore_cli.sizes import counted, format_seconds, format_size
 @command(
     example="mstore checkout llama/merged ./llama-merged",
     failure="an error; no directory was made",
+    bare={"--reflink": "always"},
 )
 def checkout(
     session: Session,
@@ -40,6 +41,15 @@ def checkout(
             help="Go on where others may rename and remove what is in the directory above DIR.",
         ),
     ] = False,
+    reflink: Annotated[
+        str,
+        typer.Option(
+            "--reflink",
+            metavar="WHEN",
+            help="Share space on the disk with the store, on XFS and btrfs, where blocks lie raw: "
+            "auto, always or never. Without =WHEN: always.",
+        ),
+    ] = "auto",
     threads: Threads = None,
 ) -> None:
     """Write the files of a snapshot into a directory, byte for byte.
@@ -53,6 +63,7 @@ def checkout(
             threads=threads,
             shared=shared,
             only=patterns or (),
+            reflink=reflink,
             progress=tick,
         )
         session.settled()
@@ -64,5 +75,9 @@ def checkout(
             f"{format_size(report.bytes_written)} in {format_seconds(report.seconds)}",
             style="green",
         )
+        if report.bytes_shared:
+            screen.line(
+                f"{format_size(report.bytes_shared)} of it share their space with the store"
+            )
 
     session.output.emit(report, ids=[report.snapshot], human=human)

@@ -51,4 +51,6 @@ def refs(
 
 
 def _snapshot(ref: RefReport) -> str:
-    return f"{short(ref.snapshot)} (missing)" if ref.missing else short(ref.snapshot)
+    if ref.missing:
+        return f"{short(ref.snapshot)} (missing)"
+    return f"{short(ref.snapshot)} (pinned)" if ref.pinned else short(ref.snapshot)

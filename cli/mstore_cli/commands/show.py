@@ -37,6 +37,7 @@ def show(session: Session, revision: Revision) -> None:
                     f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}",
                 ),
                 ("size", format_size(report.plain_bytes)),
+                ("pinned", "raw" if report.pinned else None),
                 *((parent.role, _named(parent)) for parent in report.parents),
                 ("overflow", _overflowed(report)),
                 ("signatures", states_of(report.signatures)),

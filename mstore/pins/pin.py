@@ -1,0 +1,234 @@
+"""Pin: rewrite the blocks of a snapshot raw and in file order.
+
+Threads read and check groups of neighbouring blocks; the calling thread writes the groups in file
+order.  Memory: a few groups per thread, and about 300 bytes for each block that is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mstore.ahead import in_order
+from mstore.blocks.codecs import Codec, Encoded
+from mstore.blocks.location import Location
+from mstore.blocks.location_rows import Row, width
+from mstore.errors import Corrupt
+from mstore.ids import BlockId, SnapshotId
+from mstore.objects.manifest import File
+from mstore.pins import spots as places_of
+from mstore.pins.rewriting import Rewriting
+from mstore.pins.runs import LONG_RUN, layout, to_copy
+from mstore.pins.spots import Spot
+from mstore.progress import Progress, ProgressCallback
+from mstore.store import contents, pin_rows
+from mstore.store.catalog import Catalog, now_ns
+from mstore.store.publishing import MAX_PACK_BYTES
+
+GROUP_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PinReport:
+    """What `pin` rewrote."""
+
+    snapshot: SnapshotId
+    """the snapshot's id"""
+    files: int
+    """number of files"""
+    plain_bytes: int
+    """size of the files as checked out"""
+    blocks: int
+    """different blocks in them"""
+    blocks_copied: int
+    """those that were rewritten; the others already lay raw and in file order"""
+    bytes_before: int
+    """size of all these blocks in packs before"""
+    bytes_after: int
+    """size of all these blocks in packs now"""
+    bytes_written: int
+    """bytes added to the store; garbage collection frees what they replace"""
+    runs: int
+    """pieces of files that lie in one piece in a pack"""
+    unmapped_bytes: int
+    """bytes of files at positions where their block cannot be mapped: it lies elsewhere too"""
+    seconds: float
+    """how long it took"""
+
+
+class _Group(NamedTuple):
+    """Neighbouring blocks of one file, to be read together."""
+
+    file: str
+    spots: list[Spot]
+
+
+class _Loaded(NamedTuple):
+    rows: list[Row]
+    buffer: bytearray
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What to copy, and sums over the snapshot's different blocks."""
+
+    groups: list[_Group]
+    blocks: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+
+
+def pin(
+    catalog: Catalog,
+    snapshot: SnapshotId,
+    *,
+    threads: int,
+    max_pack: int = MAX_PACK_BYTES,
+    long_run: int = LONG_RUN,
+    progress: ProgressCallback | None = None,
+) -> PinReport:
+    """Rewrite the blocks of a snapshot raw and in file order, and mark it as pinned.
+
+    Blocks that lie so already stay where they are, and raw blocks of other pinned snapshots too.
+    Publishes everything in one transaction.  Raises NotFound, Corrupt, StorageFailed; then nothing
+    is changed.
+    """
+    began = time.monotonic()
+    manifest = catalog.manifest(catalog.snapshot(snapshot).manifest_id())
+    with (
+        contents.held(catalog, [snapshot]),
+        Rewriting.begin(catalog, f"pin {snapshot.short}", max_pack=max_pack) as rewriting,
+    ):
+        plan = _plan(catalog, snapshot, manifest.files, long_run)
+        rewriting.require_room(plan.copied, plan.copied_bytes)
+        _copy(catalog, rewriting, plan, threads, progress)
+        rewriting.publish(
+            lambda transaction: pin_rows.mark(catalog.index, transaction, snapshot, now_ns())
+        )
+        runs = unmapped = 0
+        for file in manifest.files:
+            found = list(places_of.of_file(catalog, file))
+            lies = layout(found, catalog.locate([spot.block for spot in found]))
+            runs += lies.runs
+            unmapped += lies.unmapped_bytes
+    return PinReport(
+        snapshot=snapshot,
+        files=len(manifest.files),
+        plain_bytes=manifest.plain_bytes(),
+        blocks=plan.blocks,
+        blocks_copied=plan.copied,
+        bytes_before=plan.bytes_before,
+        bytes_after=plan.bytes_after,
+        bytes_written=rewriting.bytes_written,
+        runs=runs,
+        unmapped_bytes=unmapped,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_run: int) -> _Plan:
+    others = places_of.of_others(catalog, snapshot)
+    plan = _Plan([])
+    seen: set[BlockId] = set()
+    for file in files:
+        spots = list(places_of.of_file(catalog, file))
+        places = catalog.locate([spot.block for spot in spots])
+        taken = seen | {
+            spot.block
+            for spot, place in zip(spots, places, strict=True)
+            if spot.block in others and place.codec == Codec.RAW
+        }
+        chosen = to_copy(spots, places, taken, long_run=long_run)
+        plan.groups += _groups(file.path, chosen)
+        plan.copied += len(chosen)
+        plan.copied_bytes += sum(spot.length for spot in chosen)
+        copied = {spot.block for spot in chosen}
+        _count(plan, spots, places, seen, copied)
+    return plan
+
+
+def _count(
+    plan: _Plan,
+    spots: Sequence[Spot],
+    places: Sequence[Location],
+    seen: set[BlockId],
+    copied: set[BlockId],
+) -> None:
+    """Add the blocks of a file that are in no earlier one to the sums, and to `seen`."""
+    for spot, place in zip(spots, places, strict=True):
+        if spot.block not in seen:
+            seen.add(spot.block)
+            plan.blocks += 1
+            plan.bytes_before += place.stored_length
+            plan.bytes_after += spot.length if spot.block in copied else place.stored_length
+
+
+def _groups(file: str, spots: Sequence[Spot]) -> Iterator[_Group]:
+    group: list[Spot] = []
+    size = 0
+    for spot in spots:
+        if group and size + spot.length > GROUP_BYTES:
+            yield _Group(file, group)
+            group, size = [], 0
+        group.append(spot)
+        size += spot.length
+    if group:
+        yield _Group(file, group)
+
+
+def _copy(
+    catalog: Catalog,
+    rewriting: Rewriting,
+    plan: _Plan,
+    threads: int,
+    progress: ProgressCallback | None,
+) -> None:
+    # Buffers of earlier groups: reused, so that the kernel need not zero new pages.
+    spare: deque[bytearray] = deque()
+
+    def load(group: _Group) -> _Loaded:
+        try:
+            buffer = spare.pop()
+        except IndexError:
+            buffer = bytearray(max(GROUP_BYTES, catalog.block_size))
+        return _Loaded(_read(catalog, group.spots, memoryview(buffer)), buffer)
+
+    done = 0
+    with ThreadPoolExecutor(threads, "pin") as pool:
+        loading = in_order(lambda group: pool.submit(load, group), plan.groups, ahead=2 * threads)
+        with closing(loading):
+            for group, (rows, buffer) in loading:
+                at = 0
+                for spot, row in zip(group.spots, rows, strict=True):
+                    payload = memoryview(buffer)[at : at + spot.length]
+                    raw = Encoded(Codec.RAW, width(row), payload, spot.length, None)
+                    rewriting.put(spot, row, raw, group.file)
+                    at += spot.length
+                spare.append(buffer)
+                done += at
+                if progress is not None:
+                    progress(Progress("pin", done, plan.copied_bytes))
+
+
+def _read(catalog: Catalog, spots: Sequence[Spot], room: memoryview) -> list[Row]:
+    """Fill `room` with the checked bytes of these blocks; return the rows that they have."""
+    index = catalog.index
+    with index.env.read() as transaction:
+        rows = index.block_rows(transaction, [spot.block for spot in spots])
+        found = [row for row in rows if row is not None]
+        places = index.locations(transaction, found)
+    if len(found) < len(rows):
+        block = spots[rows.index(None)].block
+        raise Corrupt("the store does not have this block", where=f"block {block}", block=block)
+    at = 0
+    for spot, place in zip(spots, places, strict=True):
+        catalog.read_block_into(spot.block, place, room[at : at + spot.length])
+        at += spot.length
+    return found

@@ -1,0 +1,59 @@
+"""The blocks of a snapshot in file order, and where each lies in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from mstore.blocks.codecs import Elements, elements_of
+from mstore.errors import NotFound
+from mstore.ids import BlockId, SnapshotId
+from mstore.objects.manifest import File
+from mstore.objects.tensor import Tensor
+from mstore.store import pin_rows
+from mstore.store.catalog import Catalog
+
+
+class Spot(NamedTuple):
+    """A block at one position: block `number` of tensor `tensor`, at `offset` of a file."""
+
+    block: BlockId
+    offset: int
+    length: int
+    tensor: str | None
+    number: int
+    elements: Elements
+
+
+def of_file(catalog: Catalog, file: File) -> Iterator[Spot]:
+    """Yield the blocks of a file.  Raises BadRequest for a virtual tensor, NotFound, Corrupt."""
+    start = 0
+    records = catalog.tensors([part.tensor_id() for part in file.parts])
+    for part, record in zip(file.parts, records, strict=True):
+        yield from _of_tensor(catalog, part.name, record, start)
+        start += part.nbytes
+
+
+def _of_tensor(catalog: Catalog, name: str | None, record: Tensor, start: int) -> Iterator[Spot]:
+    elements = elements_of(record.dtype)
+    for number, block in enumerate(record.block_ids()):
+        length = record.block_length(number, catalog.block_size)
+        offset = start + number * catalog.block_size
+        yield Spot(block, offset, length, name, number, elements)
+
+
+def of_others(catalog: Catalog, id: SnapshotId) -> set[BlockId]:
+    """Return the blocks of all pinned snapshots but this one."""
+    with catalog.index.env.read() as transaction:
+        pinned = pin_rows.ids(catalog.index, transaction)
+    found: set[BlockId] = set()
+    for other in pinned - {id}:
+        record = catalog.snapshot_if_there(other)
+        manifest = None if record is None else catalog.manifest_if_there(record.manifest_id())
+        # A version that knows nothing of pins leaves their marks when it collects a snapshot.
+        # And the contents of a pruned one may be gone.
+        with suppress(NotFound):
+            for file in () if manifest is None else manifest.files:
+                found.update(spot.block for spot in of_file(catalog, file))
+    return found
