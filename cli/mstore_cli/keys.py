@@ -22,6 +22,7 @@ from pathlib import Path
 from mstore import ids, reports
 from mstore.phrases import Phrase
 from mstore_fuse.mounts import MountInfo
+from mstore_serve.serving import ServeInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         ),
     ),
     "unmount": (Key("unmounted", "text", "the directory"),),
+    "serve": keys_of(ServeInfo),
     "refs": (Key("refs", "list of ref", "branches and tags"),),
     "tag": keys_of(reports.RefReport),
     "tag [PATTERN]": (Key("refs", "list of ref", "tags"),),

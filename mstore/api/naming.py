@@ -62,6 +62,10 @@ class Naming(OpenStore):
                 raise refs.missing(name, by_name)
         return [by_name[name] for name in sorted(chosen)]
 
+    def ref(self, name: str) -> RefReport:
+        """Return one branch or tag, by its name in full.  Raises NotFound."""
+        return lineage.ref(self._catalog, name)
+
     def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Create a tag: a name for a snapshot that does not move.
 
