@@ -89,7 +89,7 @@ def parse(raw: bytes) -> Address | None:
     except UnicodeDecodeError:
         return None
     match segments:
-        case [] | [""]:
+        case [""]:
             return Root()
         case ["refs"] | ["refs", ""]:
             return Refs()
