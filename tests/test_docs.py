@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").glob("*.md")})
 GUIDES = [
     *sorted((DOCS / "howto").glob("*.md")),
-    *(DOCS / name for name in ("tutorial.md", "when-not.md", "troubleshooting.md")),
+    *(DOCS / name for name in ("tutorial.md", "when-not.md", "troubleshooting.md", "serving.md")),
     *(DOCS / name for name in ("sizing.md", "comparison.md", "releases.md")),
     ROOT / "SECURITY.md",
 ]

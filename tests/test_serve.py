@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import email.parser
 import email.policy
@@ -26,9 +27,13 @@ from small_models import files_of, small_model
 
 from mstore import MergeRequest, Store
 from mstore.errors import Corrupt
+from mstore.ids import SnapshotId
 from mstore.view import SnapshotView
 from mstore_serve import bodies, documents
-from mstore_serve.conditions import http_date
+from mstore_serve.bodies import Ahead, Body, Threads
+from mstore_serve.conditions import Validators, http_date
+from mstore_serve.ranges import Span
+from mstore_serve.shown import Shown, Source
 
 BLOCK = 1 << 16
 PIECE = 3 << 14
@@ -461,6 +466,52 @@ def test_nothing_is_read_for_a_client_without_room(
             client.recv(100)
 
 
+def test_one_piece_waits_and_one_is_sent() -> None:
+    """For a client that takes one piece and no more, two pieces are read, however long the file."""
+    read: list[int] = []
+    second = asyncio.Event()
+
+    def piece(offset: int, size: int) -> bytes:
+        read.append(offset)
+        if len(read) == 2:
+            loop.call_soon_threadsafe(second.set)
+        return bytes(size)
+
+    loop: asyncio.AbstractEventLoop
+    source = Source(SnapshotId(bytes(32)), piece, None, is_computed=False)
+    shown = Shown(20 * PIECE, "", Validators('"x"', None), "", source=source)
+
+    class Snapshots:
+        def hold(self, id: SnapshotId) -> Any:
+            return lambda: None
+
+    async def answered() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        room = asyncio.Event()
+        room.set()
+
+        async def send(message: Any) -> None:
+            await room.wait()
+            if message.get("body"):
+                room.clear()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        threads = Threads()
+        showing: Any = Snapshots()
+        body = Body(shown, [Span(0, shown.size)], showing, threads, Ahead())
+        sending = asyncio.ensure_future(body.send({"type": "http.response.start"}, receive, send))
+        await second.wait()
+        await asyncio.sleep(0.3)
+        assert read == [0, PIECE]
+        sending.cancel()
+        threads.close()
+
+    asyncio.run(answered())
+
+
 def held_by(server: Served) -> int:
     """The most bytes that one connection of the server has and cannot send."""
     every = server.server.server_state.connections
@@ -489,7 +540,9 @@ def test_a_client_that_takes_nothing_is_dropped(root: Path) -> None:
         silent = server.connect()
         half = server.connect()
         half.sendall(b"GET /refs HTTP/1.1\r\nHost: loc")
-        wait_until(lambda: not server.server.server_state.connections)
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(connections) == 3)
+        wait_until(lambda: not connections)
         assert taken(silent) == taken(half) == b""
         assert len(taken(stalled)) < BIG
         for client in (stalled, silent, half):

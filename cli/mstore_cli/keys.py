@@ -22,6 +22,7 @@ from pathlib import Path
 from mstore import ids, reports
 from mstore.phrases import Phrase
 from mstore_fuse.mounts import MountInfo
+from mstore_serve import documents
 from mstore_serve.serving import ServeInfo
 
 
@@ -71,7 +72,14 @@ OBJECTS: dict[str, type] = {
     "check": reports.CheckReport,
     "mount": MountInfo,
 }
-_WORDS = {kind: word for word, kind in OBJECTS.items()}
+# The same, of documents that `mstore serve` gives, by their name in docs/serving.md.
+SERVED: dict[str, type] = {
+    "served parent": documents.ServedParent,
+    "served file": documents.ServedFile,
+    "entry": documents.ServedEntry,
+    "error": documents.ErrorReport,
+}
+_WORDS = {kind: word for word, kind in (OBJECTS | SERVED).items()}
 _SIMPLE: dict[object, str] = {
     int: "integer",
     float: "number",
