@@ -707,6 +707,22 @@ def test_a_lost_pack(copy: Path, root: Path) -> None:
         assert server.ask("/refs").status == 200
 
 
+def test_a_short_read_is_never_sent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the library give fewer bytes than a piece has, the answer is an error, or ends."""
+    whole = SnapshotView.read
+
+    def short(self: SnapshotView, path: str, offset: int, size: int) -> bytes:
+        return whole(self, path, offset, size - (offset == 2 * PIECE))
+
+    with served(root / "store") as server:
+        monkeypatch.setattr(SnapshotView, "read", short)
+        path = f"{of(server)}/files/noise.dat"
+        assert server.ask(path, {"Range": f"bytes={2 * PIECE}-"}).status == 500
+        with server.begin(path, 1 << 20) as client:
+            body = taken(client).partition(b"\r\n\r\n")[2]
+        assert body == (root / "one" / "noise.dat").read_bytes()[: 2 * PIECE]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

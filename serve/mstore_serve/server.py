@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import ipaddress
-import os
 import signal
 import socket
 import threading
@@ -28,7 +26,7 @@ from mstore.phrases import Option, phrase
 from mstore_serve.app import OWN_NAMES, App
 from mstore_serve.bodies import Threads
 from mstore_serve.connections import Connection
-from mstore_serve.serving import PORT_TAKEN, ServeInfo
+from mstore_serve.serving import PORT_TAKEN, ServeInfo, described
 from mstore_serve.shown import Showing
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,7 +92,7 @@ class Server(uvicorn.Server):
         self._threads = Threads()
         self._seconds = timeout
         self._on_ready = on_ready
-        self._info = _info(store, listening)
+        self._info = described(store, *listening.getsockname()[:2])
         own = frozenset(name.lower() for name in names) | OWN_NAMES
         app = App(
             Showing(store), self._threads, most=most, names=own if self._info.loopback else None
@@ -160,20 +158,6 @@ class Server(uvicorn.Server):
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.stop()
-
-
-def _info(store: Store, listening: socket.socket) -> ServeInfo:
-    host, port = listening.getsockname()[:2]
-    address = ipaddress.ip_address(host.partition("%")[0])
-    name = f"[{host}]" if address.version == 6 else host
-    return ServeInfo(
-        url=f"http://{name}:{port}/",
-        host=host,
-        port=port,
-        loopback=address.is_loopback,
-        store=store.path,
-        pid=os.getpid(),
-    )
 
 
 def _tune_malloc() -> None:

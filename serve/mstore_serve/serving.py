@@ -6,6 +6,8 @@ Imports starlette and uvicorn only when it serves, so that it can say that they 
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,20 @@ def serve(
         Server(
             store, socket, names=names, most=connections, timeout=timeout, on_ready=on_ready
         ).run()
+
+
+def described(store: Store, host: str, port: int) -> ServeInfo:
+    """Return what a server of this process at an IP address says of itself."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    name = f"[{host}]" if address.version == 6 else host
+    return ServeInfo(
+        url=f"http://{name}:{port}/",
+        host=host,
+        port=port,
+        loopback=address.is_loopback,
+        store=store.path,
+        pid=os.getpid(),
+    )
 
 
 def require_packages() -> None:
