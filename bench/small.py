@@ -82,7 +82,7 @@ class Library(Store):
         object.__setattr__(self, "codec", codec)
 
     def mstore(self, *words: str) -> Run:
-        roots = (self.checkout, self.checkout / "fuse", self.checkout / "cli")
+        roots = (self.checkout, *(self.checkout / top for top in ("fuse", "serve", "cli")))
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         env["PYTHONPATH"] = ":".join(map(str, roots))
         # Nor what lies in the directory that this was started in.

@@ -20,6 +20,7 @@ from cli_runs import Program
 import mstore as mstore_package
 import mstore_cli
 import mstore_fuse
+import mstore_serve
 from mstore import fs
 from mstore.errors import StorageFailed
 from mstore.sharing import Sharing
@@ -141,7 +142,7 @@ def strings(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 SOURCES = sorted(
     source
-    for package in (mstore_package, mstore_cli, mstore_fuse)
+    for package in (mstore_package, mstore_cli, mstore_fuse, mstore_serve)
     for source in Path(package.__path__[0]).rglob("*.py")
 )
 COMMAND = re.compile(rf"\bmstore (?:{'|'.join(VERBS)})\b")

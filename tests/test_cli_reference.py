@@ -14,11 +14,12 @@ from mstore.merge.planning import warnings
 from mstore_cli import keys, page, reference
 from mstore_cli.verbs import VERBS
 from mstore_fuse.mounts import MountInfo
+from mstore_serve.serving import ServeInfo
 
 EXPORTED = [getattr(reports, name) for name in reports.__all__]
 # Progress is made by every long call.
 REPORTS = [one for one in EXPORTED if inspect.isclass(one) and one is not reports.Progress]
-REPORTS.append(MountInfo)
+REPORTS += [MountInfo, ServeInfo]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
 

@@ -103,7 +103,8 @@ def test_a_phrase_is_text() -> None:
 
 def _named() -> Iterator[tuple[str, Call | Option]]:
     """Yield what modules of the library build with literal names, and where."""
-    for path in (path for top in ("mstore", "fuse") for path in sorted((ROOT / top).rglob("*.py"))):
+    tops = ("mstore", "fuse", "serve")
+    for path in (path for top in tops for path in sorted((ROOT / top).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 not isinstance(node, ast.Call)

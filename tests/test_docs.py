@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").glob("*.md")})
 GUIDES = [
     *sorted((DOCS / "howto").glob("*.md")),
-    *(DOCS / name for name in ("tutorial.md", "when-not.md", "troubleshooting.md")),
+    *(DOCS / name for name in ("tutorial.md", "when-not.md", "troubleshooting.md", "serving.md")),
     *(DOCS / name for name in ("sizing.md", "comparison.md", "releases.md")),
     ROOT / "SECURITY.md",
 ]
@@ -94,7 +94,7 @@ def test_one_list_of_the_layers() -> None:
         # A contract that leaves modules out says how some belong together, and is no layer.
         if one["type"] == "layers" and (one.get("exhaustive") or "containers" not in one)
     }
-    # The library itself, below its two faces, is the list that follows.
+    # The library itself, below its three faces, is the list that follows.
     enforced[""].remove(["mstore"])
     listed = _listed_layers()
     assert [*listed] == [*enforced]
@@ -176,7 +176,7 @@ def test_commands_that_do_not_exist(words: str) -> None:
 def _strings() -> set[str]:
     """Every text in the program, `...` in the place of values."""
     found = set()
-    for root in ("mstore", "cli", "fuse"):
+    for root in ("mstore", "cli", "fuse", "serve"):
         for path in (ROOT / root).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

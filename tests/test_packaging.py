@@ -13,7 +13,7 @@ import pytest
 from mstore.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"mstore", "mstore_fuse", "mstore_cli"}
+PACKAGES = {"mstore", "mstore_fuse", "mstore_serve", "mstore_cli"}
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +28,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_top_level_is_the_three_packages(wheel: list[str]) -> None:
-    """The wheel's top level is exactly mstore, mstore_fuse and mstore_cli (and its metadata)."""
+def test_top_level_is_the_four_packages(wheel: list[str]) -> None:
+    """The wheel's top level is exactly mstore, its mount, its server and its command line."""
     top = {name.split("/")[0] for name in wheel}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
     assert len(top) == len(PACKAGES) + 1
 
 
 def test_every_source_file_is_in(wheel: list[str]) -> None:
-    """The wheel holds every Python file of the three packages, and no compiled one."""
-    roots = [ROOT / "mstore", ROOT / "fuse" / "mstore_fuse", ROOT / "cli" / "mstore_cli"]
+    """The wheel holds every Python file of the four packages, and no compiled one."""
+    below = ("fuse/mstore_fuse", "serve/mstore_serve", "cli/mstore_cli")
+    roots = [ROOT / "mstore", *(ROOT / path for path in below)]
     sources = {str(f.relative_to(root.parent)) for root in roots for f in root.rglob("*.py")}
     assert {name for name in wheel if name.endswith(".py")} == sources
     assert not [name for name in wheel if "__pycache__" in name or name.endswith((".pyc", ".nbi"))]

@@ -29,6 +29,7 @@ from mstore.safe_open import SafeOpen, TensorSlice
 from mstore.store.leases import Hold
 from mstore_cli import keys, page
 from mstore_fuse import mounts
+from mstore_serve import serving
 
 MARKER = page.marker("python -m mstore_cli.api_reference docs/api.md")
 WIDTH = 88
@@ -104,6 +105,9 @@ def _sections() -> Iterator[str]:
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(mounts.MountInfo)}\n{_fields(mounts.MountInfo)}"
     yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
+    yield "## mstore_serve.serving\n\nA store over HTTP: what the command line calls.\n"
+    yield _function("serving", serving.serve)
+    yield f"### ServeInfo\n\n{_text(serving.ServeInfo)}\n{_fields(serving.ServeInfo)}"
     yield "## What else calls take and give\n"
     for other, instance in OTHERS.items():
         fields = f"\n{_fields(other)}" if dataclasses.is_dataclass(other) else ""

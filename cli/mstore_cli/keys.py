@@ -22,6 +22,8 @@ from pathlib import Path
 from mstore import ids, reports
 from mstore.phrases import Phrase
 from mstore_fuse.mounts import MountInfo
+from mstore_serve import documents
+from mstore_serve.serving import ServeInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,14 @@ OBJECTS: dict[str, type] = {
     "check": reports.CheckReport,
     "mount": MountInfo,
 }
-_WORDS = {kind: word for word, kind in OBJECTS.items()}
+# The same, of documents that `mstore serve` gives, by their name in docs/serving.md.
+SERVED: dict[str, type] = {
+    "served parent": documents.ServedParent,
+    "served file": documents.ServedFile,
+    "entry": documents.ServedEntry,
+    "error": documents.ErrorReport,
+}
+_WORDS = {kind: word for word, kind in (OBJECTS | SERVED).items()}
 _SIMPLE: dict[object, str] = {
     int: "integer",
     float: "number",
@@ -200,6 +209,7 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         Key("unmounted", "list of text", "the directories that are mounts no more"),
         Key("failed", "list of text", "those that still are; standard error says why"),
     ),
+    "serve": keys_of(ServeInfo),
     "refs": (Key("refs", "list of ref", "branches and tags"),),
     "tag": keys_of(reports.RefReport),
     "tag [PATTERN]": (Key("refs", "list of ref", "tags"),),

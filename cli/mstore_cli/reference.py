@@ -30,12 +30,12 @@ def reference() -> str:
         if verb in DOCUMENTS:
             for line in (name for name in DOCUMENTS if name.split()[0] == verb):
                 options = " ".join((*line.split()[1:], "--json"))
-                parts.append(f"With `{options}`:\n\n{_table(DOCUMENTS[line])}")
+                parts.append(f"With `{options}`:\n\n{table(DOCUMENTS[line])}")
         else:
             parts.append("It has no JSON form.\n")
     parts.append("## Objects inside objects\n")
     for word, report in sorted(OBJECTS.items()):
-        parts.append(f"### {word}\n\n{_table(keys_of(report))}")
+        parts.append(f"### {word}\n\n{table(keys_of(report))}")
     return "\n".join(parts)
 
 
@@ -54,7 +54,8 @@ def _block(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
-def _table(keys: Sequence[Key]) -> str:
+def table(keys: Sequence[Key]) -> str:
+    """Return the table of some keys."""
     return "".join(_rows(keys))
 
 

@@ -8,7 +8,7 @@ VERBS = (
     *("check-merge", "align", "cast", "methods", "plan", "plans", "merge", "materialize"),
     *("extract-lora", "combine-adapters"),
     *("log", "show", "ls", "cat", "diff", "explain", "blame", "recipe", "replay"),
-    *("checkout", "mount", "mounts", "unmount"),
+    *("checkout", "mount", "mounts", "unmount", "serve"),
     *("refs", "tag", "reset", "rename", "reflog", "rm"),
     *("sign", "verify"),
     *("prune", "gc", "pin", "unpin", "backup", "clone"),

@@ -69,6 +69,10 @@ class Naming(OpenStore):
         """
         return {name: ref.snapshot_id() for name, ref in self._catalog.refs().items()}
 
+    def ref(self, name: str) -> RefReport:
+        """Return one branch or tag, by its name in full.  Raises NotFound."""
+        return lineage.ref(self._catalog, name)
+
     def tag(self, name: str, revision: str | SnapshotId) -> RefReport:
         """Create a tag: a name for a snapshot that does not move.
 

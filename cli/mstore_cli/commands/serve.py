@@ -1,0 +1,100 @@
+"""`mstore serve`: the files of a store over HTTP, read-only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mstore_cli.command import command
+from mstore_cli.errors import warn
+from mstore_cli.output import Mode, Screen
+from mstore_cli.session import Session
+
+if TYPE_CHECKING:
+    from mstore_serve.serving import ServeInfo
+
+# The defaults of mstore_serve.serving, which is imported when it serves.
+HOST = "127.0.0.1"
+PORT = 8420
+CONNECTIONS = 128
+TIMEOUT = 60.0
+
+
+@command(
+    example="mstore serve --port 8420",
+    failure="an error; nothing is served",
+)
+def serve(
+    session: Session,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen at.")
+    ] = HOST,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", help="The port; 0: any free one.")
+    ] = PORT,
+    allow_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-name",
+            metavar="NAME",
+            help="Another host name that requests at a loopback address may use (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    connections: Annotated[
+        int,
+        typer.Option("--connections", metavar="N", help="Requests at once; more get status 503."),
+    ] = CONNECTIONS,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            help="Drop a client that takes or sends nothing for so long; time to finish at the "
+            "end.",
+        ),
+    ] = TIMEOUT,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log",
+            metavar="FILE",
+            help="Append the log to a file, not to standard error.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve refs, snapshots and their files over HTTP, read-only, until Ctrl-C.
+
+    There is no authentication. Each request is logged; with --quiet only errors are, unless --log
+    names a file.
+    """
+    from mstore_serve.serving import serve as run_server
+
+    def ready(info: ServeInfo) -> None:
+        def human(screen: Screen) -> None:
+            screen.line(f"serving {info.store} at {info.url}", style="green")
+            screen.line("to end it: Ctrl-C")
+
+        session.output.emit(info, ids=[info.url], human=human)
+        if not info.loopback:
+            warn(
+                f"there is no authentication: whoever reaches {info.url} can read every model "
+                "in this store",
+                "let a proxy with passwords and TLS stand before it (docs/serving.md)",
+            )
+
+    with session.open() as store:
+        run_server(
+            store,
+            host=host,
+            port=port,
+            names=allow_name or (),
+            connections=connections,
+            timeout=timeout,
+            log=log,
+            access_log=log is not None or session.output.mode is not Mode.QUIET,
+            on_ready=ready,
+        )

@@ -1,0 +1,142 @@
+"""The grammar of addresses: what the path of a URL names.  Pure.
+
+    /                                     what this server is
+    /refs                                 branches and tags
+    /refs/NAME                            one of them
+    /refs/NAME/-                          the snapshot that it names now, as below
+    /refs/NAME/-/files/PATH
+    /refs/NAME/-/tensors/TENSOR
+    /snapshots                            the ids of all snapshots
+    /snapshots/ID                         one snapshot
+    /snapshots/ID/files/                  a directory of it: PATH is empty or ends in a slash
+    /snapshots/ID/files/PATH              a file
+    /snapshots/ID/tensors/                its tensors
+    /snapshots/ID/tensors/TENSOR          the bytes of one
+
+A NAME has slashes, and no part of a name begins with a dash: so the first segment `-` ends it.
+Segments are decoded first and joined with slashes after that, so that `%2F` is a slash of a name,
+a path or a tensor.  Clients shorten `..` and `//` themselves; a tensor that is called so needs
+`%2F`.  Nothing here or later looks at a disk: a path is a key of a manifest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote, unquote_to_bytes
+
+_END_OF_NAME: Final = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A snapshot: by a text that may be its id, or by a ref."""
+
+    name: str
+    is_ref: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What this server is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refs:
+    """All refs, or the one of a name."""
+
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """The ids of all snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one snapshot is."""
+
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A file; or a directory, if `path` is empty or ends in a slash.
+
+    `path` is None for `files` itself, without a slash.
+    """
+
+    place: Place
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A tensor, or all of them if `name` is empty."""
+
+    place: Place
+    name: str
+
+
+Address = Root | Refs | Snapshots | Snapshot | Files | Tensors
+
+
+def parse(raw: bytes) -> Address | None:
+    """Return what the path of a request names, None if nothing; `raw` is as it came, encoded."""
+    try:
+        segments = [unquote_to_bytes(one).decode() for one in _path(raw).split(b"/")[1:]]
+    except UnicodeDecodeError:
+        return None
+    match segments:
+        case [""]:
+            return Root()
+        case ["refs"] | ["refs", ""]:
+            return Refs()
+        case ["refs", *rest] if _END_OF_NAME in rest:
+            end = rest.index(_END_OF_NAME)
+            return _inside(Place("/".join(rest[:end]), is_ref=True), rest[end + 1 :])
+        case ["refs", *rest]:
+            return Refs("/".join(rest))
+        case ["snapshots"] | ["snapshots", ""]:
+            return Snapshots()
+        case ["snapshots", id, *rest]:
+            return _inside(Place(id, is_ref=False), rest)
+    return None
+
+
+def _path(raw: bytes) -> bytes:
+    """Return the path alone: a proxy may send the whole URL."""
+    if raw.startswith(b"/"):
+        return raw
+    _, found, rest = raw.partition(b"://")
+    return b"/" + rest.partition(b"/")[2] if found else raw
+
+
+def _inside(place: Place, segments: list[str]) -> Address | None:
+    match segments:
+        case [] | [""]:
+            return Snapshot(place)
+        case ["files"]:
+            return Files(place, None)
+        case ["files", *rest]:
+            return Files(place, "/".join(rest))
+        case ["tensors", *rest]:
+            return Tensors(place, "/".join(rest))
+    return None
+
+
+def segment(name: str) -> str:
+    """Return one name, encoded as a segment of an address."""
+    # A name with a colon would begin like a URL.
+    return quote(name, safe="")
+
+
+def elsewhere(raw: bytes, id: str) -> str:
+    """Return the relative address of the same thing in the snapshot of this id.
+
+    raw: an address below `/snapshots/`. Relative, because a proxy may show this server below a path
+    of its own.
+    """
+    _, slash, rest = _path(raw)[len(b"/snapshots/") :].decode("ascii").partition("/")
+    return "../" * (slash + rest).count("/") + id + slash + rest

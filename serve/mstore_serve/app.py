@@ -1,0 +1,294 @@
+"""One request: is it allowed, what does it name, has the client got it, which bytes, what failed.
+
+An ASGI application for HTTP.  Answers GET and HEAD, and reads no body of a request.
+
+    NotFound, BadName, Conflict -> 404      Unavailable -> 503      anything else -> 500
+
+A message of an error of 500 or more names nothing of this machine; the log has the whole.
+
+**Other people's pages.** A web page may make a browser call a server on the same machine, by a name
+that it has pointed there. A loopback server therefore answers only to names of its own machine, or
+to those that its user allowed (421 else).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from mstore.errors import BadName, Conflict, MstoreError, NotFound, Unavailable
+from mstore_serve import addresses, conditions, ranges
+from mstore_serve.bodies import Ahead, Body, Threads
+from mstore_serve.conditions import Verdict
+from mstore_serve.documents import ErrorDocument, ErrorReport, encoded
+from mstore_serve.ranges import Part, Span, Unsatisfiable
+from mstore_serve.shown import JSON, Elsewhere, Showing, Shown
+
+OWN_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_RETRY_AFTER: Final = "2"
+_METHODS: Final = ("GET", "HEAD")
+_BOUNDARY_BYTES: Final = 16
+_SAFE: Final = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Content-Security-Policy", "default-src 'none'"),
+)
+_UNTOLD: Final = "the server could not read this; its log says why"
+_STATUS: Final[Mapping[type[MstoreError], int]] = {
+    NotFound: 404,
+    BadName: 404,
+    Conflict: 404,
+    Unavailable: 503,
+}
+
+log = logging.getLogger("mstore_serve")
+access = logging.getLogger("mstore_serve.access")
+
+Pairs = Sequence[tuple[str, str]]
+
+
+class _Refusal(Exception):
+    """A request that gets no more than a status and a document."""
+
+    def __init__(self, status: int, report: ErrorReport, headers: Pairs = ()) -> None:
+        super().__init__(report.what)
+        self.status = status
+        self.report = report
+        self.headers = headers
+
+
+class _Answer:
+    """What was sent so far: remembers the status and counts the bytes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        self.sent = 0
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.sent += len(message["body"])
+
+
+class App:
+    """Answers requests for what `showing` shows.
+
+    most: requests at once; more are refused with 503. names: what a request may call this host;
+    None: anything.
+    """
+
+    def __init__(
+        self, showing: Showing, threads: Threads, *, most: int, names: Collection[str] | None
+    ) -> None:
+        self._showing = showing
+        self._threads = threads
+        self._most = most
+        self._names = names
+        self._running = 0
+        self._ahead = Ahead()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        began = time.perf_counter()
+        self._running += 1
+        try:
+            await self._handle(scope, receive, answer)
+        finally:
+            self._running -= 1
+            _note(scope, answer, time.perf_counter() - began)
+
+    async def _handle(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            await self._answer(scope, receive, answer)
+        except _Refusal as refusal:
+            await _refuse(scope, answer, refusal)
+        except Exception as error:  # noqa: BLE001 - this is the boundary of a request
+            _log_failure(scope, error)
+            # Else the answer ends here, before its length: the server then ends the connection.
+            if not answer.status:
+                await _refuse(scope, answer, _refusal_of(error))
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        headers = Headers(scope=scope)
+        self._admit(scope, headers)
+        address = addresses.parse(scope["raw_path"])
+        if address is None:
+            raise _refusal(404, "not-found", "no such address")
+        as_page = _accepts_page(headers.get("accept", ""))
+        find = partial(self._showing.find, address, scope["raw_path"], as_page=as_page)
+        shown = await self._threads.look_up(find)
+        if isinstance(shown, Elsewhere):
+            told = (("Location", shown.location), ("Cache-Control", "no-cache"))
+            await _send_bytes(scope, answer, 307, b"", told)
+            return
+        given = {name: ", ".join(headers.getlist(name)) for name in headers}
+        match conditions.evaluate(given, shown.validators):
+            case Verdict.NOT_MODIFIED:
+                await answer(_start(304, _about(shown)))
+                await answer({"type": "http.response.body", "body": b""})
+            case Verdict.FAILED:
+                raise _refusal(412, "precondition-failed", "it is another version")
+            case Verdict.SEND:
+                await self._send_shown(scope, given, shown, receive, answer)
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        """Raise _Refusal for a request that is refused, whatever it names."""
+        if self._running > self._most:
+            again = (("Retry-After", _RETRY_AFTER), ("Connection", "close"))
+            raise _refusal(503, "busy", "too many requests at once", again)
+        if self._names is not None:
+            name = re.sub(r":[0-9]*\Z", "", headers.get("host", "")).lower()
+            # Without one it is HTTP/1.0, which no browser speaks.
+            if name and name not in self._names:
+                raise _refusal(421, "misdirected", "this server does not answer to this name")
+        if scope["method"] not in _METHODS:
+            allowed = (("Allow", ", ".join(_METHODS)), ("Connection", "close"))
+            raise _refusal(405, "bad-request", "this server is read-only", allowed)
+
+    async def _send_shown(
+        self,
+        scope: Scope,
+        given: Mapping[str, str],
+        shown: Shown,
+        receive: Receive,
+        answer: _Answer,
+    ) -> None:
+        spans = _spans(scope, given, shown)
+        told = _about(shown)
+        parts: list[Part]
+        if spans is None:
+            status, parts = 200, [Span(0, shown.size)]
+            told.append(("Content-Type", shown.media_type))
+        elif len(spans) == 1:
+            status, parts = 206, [*spans]
+            told.append(("Content-Type", shown.media_type))
+            told.append(("Content-Range", ranges.content_range(spans[0], shown.size)))
+        else:
+            boundary = secrets.token_hex(_BOUNDARY_BYTES)
+            status, parts = 206, ranges.multipart(spans, shown.size, shown.media_type, boundary)
+            told.append(("Content-Type", f"multipart/byteranges; boundary={boundary}"))
+        body = Body(shown, parts, self._showing, self._threads, self._ahead)
+        start = _start(status, [*told, ("Content-Length", str(body.length))])
+        if scope["method"] == "HEAD":
+            await answer(start)
+            await answer({"type": "http.response.body", "body": b""})
+        else:
+            await body.send(start, receive, answer)
+
+
+def _spans(scope: Scope, given: Mapping[str, str], shown: Shown) -> list[Span] | None:
+    """Return the ranges to send; None for the whole.  Raises _Refusal (416)."""
+    asked = given.get("range")
+    # For HEAD, ranges mean nothing.
+    if asked is None or scope["method"] != "GET":
+        return None
+    if not conditions.range_applies(given, shown.validators):
+        return None
+    try:
+        return ranges.parse(asked, shown.size)
+    except Unsatisfiable:
+        whole = (("Content-Range", f"bytes */{shown.size}"),)
+        what = f"no byte of {shown.size} is in these ranges, or they are too many"
+        raise _refusal(416, "bad-range", what, whole) from None
+
+
+def _about(shown: Shown) -> list[tuple[str, str]]:
+    told = [
+        ("ETag", shown.validators.etag),
+        ("Cache-Control", shown.cache),
+        ("Accept-Ranges", "bytes"),
+        *_SAFE,
+        *shown.headers,
+    ]
+    if shown.validators.modified is not None:
+        told.append(("Last-Modified", conditions.http_date(shown.validators.modified)))
+    return told
+
+
+def _accepts_page(accept: str) -> bool:
+    """Return whether to show a directory as a page: unless JSON is asked for by name."""
+    kinds = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
+    return JSON not in kinds or "text/html" in kinds
+
+
+def _start(status: int, headers: Pairs) -> Message:
+    return {
+        "type": "http.response.start",
+        "status": status,
+        "headers": [
+            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers
+        ],
+    }
+
+
+async def _send_bytes(
+    scope: Scope, answer: _Answer, status: int, content: bytes, headers: Pairs
+) -> None:
+    told = [*headers, *_SAFE, ("Content-Length", str(len(content)))]
+    await answer(_start(status, told))
+    content = b"" if scope["method"] == "HEAD" else content
+    await answer({"type": "http.response.body", "body": content})
+
+
+def _refusal(status: int, code: str, what: str, headers: Pairs = ()) -> _Refusal:
+    return _Refusal(status, ErrorReport(code, what, None), headers)
+
+
+def _refusal_of(error: Exception) -> _Refusal:
+    status = next((of for kind, of in _STATUS.items() if isinstance(error, kind)), 500)
+    code = "bug"
+    if isinstance(error, MstoreError):
+        code = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", _public(type(error))).lower()
+    elif isinstance(error, OSError):
+        code = "storage-failed"
+    if isinstance(error, MstoreError) and status < 500:
+        return _Refusal(status, ErrorReport(code, error.what, error.where))
+    return _Refusal(status, ErrorReport(code, _UNTOLD, None))
+
+
+def _public(kind: type[BaseException]) -> str:
+    """Return the name of an error's class that the docs list: some modules have kinds of it."""
+    listed = (one for one in kind.__mro__ if one.__module__ == MstoreError.__module__)
+    return next(listed).__name__
+
+
+async def _refuse(scope: Scope, answer: _Answer, refusal: _Refusal) -> None:
+    content = encoded(ErrorDocument(refusal.report))
+    told = [("Content-Type", JSON), ("Cache-Control", "no-store"), *refusal.headers]
+    await _send_bytes(scope, answer, refusal.status, content, told)
+
+
+def _log_failure(scope: Scope, error: Exception) -> None:
+    where = scope["raw_path"].decode("latin-1")
+    if isinstance(error, MstoreError | OSError):
+        if _refusal_of(error).status >= 500 or not isinstance(error, MstoreError):
+            log.error("%s: %s", where, error)
+        elif isinstance(error, Conflict):
+            log.warning("%s: %s", where, error)
+    else:
+        log.error("%s: a bug in mstore", where, exc_info=error)
+
+
+def _note(scope: Scope, answer: _Answer, seconds: float) -> None:
+    client = scope.get("client")
+    query = scope["query_string"].decode("latin-1")
+    access.info(
+        '%s "%s %s%s" %s %d %.3f',
+        "-" if client is None else client[0],
+        scope["method"],
+        scope["raw_path"].decode("latin-1"),
+        f"?{query}" if query else "",
+        answer.status or "-",
+        answer.sent,
+        seconds,
+    )

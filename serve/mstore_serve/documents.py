@@ -1,0 +1,165 @@
+"""The JSON documents, as their readers see them.
+
+The text below a field is the meaning of its key: docs/serving.md has them as tables, and a test
+compares the two. As with the `--json` objects of the command line, keys are added and never
+changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from mstore.reports import RefReport, TensorReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RootDocument:
+    """What `/` shows."""
+
+    service: str
+    """mstore"""
+    version: str
+    """the version of mstore"""
+    store: str
+    """the store's UUID"""
+    links: dict[str, str]
+    """refs and snapshots, each with its address"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RefsDocument:
+    """What `/refs` shows."""
+
+    refs: tuple[RefReport, ...]
+    """branches and tags, by name"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SnapshotsDocument:
+    """What `/snapshots` shows."""
+
+    snapshots: tuple[str, ...]
+    """the ids of all snapshots"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedParent:
+    """An edge of the lineage."""
+
+    role: str
+    """previous, base or expert"""
+    snapshot: str
+    """the snapshot's id"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedFile:
+    """A file of a snapshot."""
+
+    path: str
+    """path inside the snapshot; its address is files/PATH, each segment percent-encoded"""
+    size: int
+    """bytes"""
+    tensors: int
+    """tensors in it; 0 if not safetensors"""
+    etag: str
+    """its ETag: equal ones mean equal bytes"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SnapshotDocument:
+    """What `/snapshots/ID` shows."""
+
+    snapshot: str
+    """the snapshot's id"""
+    manifest: str
+    """id of the content: same bytes, same id"""
+    parents: tuple[ServedParent, ...]
+    """what it was made from"""
+    origin: str
+    """add or merge"""
+    plan: str | None
+    """id of its merge plan; None if it was added"""
+    method: str | None
+    """the plan's method; None if it was added"""
+    virtual: bool
+    """whether its merged tensors are computed on read"""
+    message: str
+    """the message given with it"""
+    time_ns: int
+    """when, in nanoseconds since 1970 (UTC)"""
+    plain_bytes: int
+    """size of the files together"""
+    tensors: int
+    """number of tensors"""
+    files: tuple[ServedFile, ...]
+    """every file, by path"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedEntry:
+    """A file or directory in a directory."""
+
+    name: str
+    """its name; that of a directory ends in a slash"""
+    size: int | None
+    """bytes; None for a directory"""
+    etag: str | None
+    """its ETag; None for a directory"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DirectoryDocument:
+    """What a directory shows to who accepts application/json."""
+
+    path: str
+    """the directory's path inside the snapshot, with a slash at its end; empty for the top"""
+    entries: tuple[ServedEntry, ...]
+    """files and directories in it, by name"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorsDocument:
+    """What `/snapshots/ID/tensors/` shows."""
+
+    tensors: tuple[TensorReport, ...]
+    """every tensor, in file and data order; its address is tensors/NAME"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What went wrong."""
+
+    code: str
+    """the kind: bad-request, not-found, corrupt and so on"""
+    what: str
+    """what is wrong"""
+    where: str | None
+    """the ref, snapshot, path or tensor, if one is to name"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorDocument:
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorReport
+    """what went wrong"""
+
+
+def encoded(document: object) -> bytes:
+    """Return a document as JSON: ids in hex, tuples as lists."""
+    return json.dumps(_plain(document), indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value

@@ -1,0 +1,169 @@
+"""The process: a socket that listens, uvicorn that serves it, signals that end it.
+
+start    the socket is bound before anything else starts: a port that is taken is an error now
+ready    `on_ready`, once connections are accepted
+stop     no new connections; answers under way have `timeout` seconds to finish
+again    a second signal ends them at once
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from mstore import Store
+from mstore.errors import BadRequest, Conflict, MstoreError, StorageFailed, Unavailable
+from mstore.phrases import Option, phrase
+from mstore_serve.app import OWN_NAMES, App
+from mstore_serve.bodies import Threads
+from mstore_serve.connections import Connection
+from mstore_serve.serving import PORT_TAKEN, ServeInfo, described
+from mstore_serve.shown import Showing
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HEAD_BYTES: Final = 32 << 10
+_IDLE_SECONDS: Final = 30
+_CONNECTIONS_A_REQUEST: Final = 4
+_BACKLOG: Final = 256
+_TICKS: Final = 10
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+
+
+@contextmanager
+def listen(host: str, port: int) -> Iterator[socket.socket]:
+    """Open a socket at an address of this machine; port 0 is any free one.
+
+    Raises BadRequest, Conflict, Unavailable, StorageFailed.
+    """
+    where = f"{host}:{port}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise BadRequest("no such address", where=host) from error
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as opened:
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+        except OSError as error:
+            raise _unbound(error, where) from error
+        yield opened
+
+
+def _unbound(error: OSError, where: str) -> MstoreError:
+    if error.errno == errno.EADDRINUSE:
+        return Conflict("the port is in use", where=where, hint=PORT_TAKEN)
+    if error.errno == errno.EADDRNOTAVAIL:
+        hint = phrase("{host} listens at all of them", host=Option("host", "0.0.0.0"))  # noqa: S104
+        return BadRequest("not an address of this machine", where=where, hint=hint)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return Unavailable(
+            "this user may not listen at this port", where=where, hint=Option("port", 8080)
+        )
+    return StorageFailed(f"cannot listen: {error.strerror}", where=where, errno=error.errno)
+
+
+class Server(uvicorn.Server):
+    """Serves an open store at a bound socket until it is told to stop."""
+
+    def __init__(
+        self,
+        store: Store,
+        listening: socket.socket,
+        *,
+        names: Sequence[str],
+        most: int,
+        timeout: float,
+        on_ready: Callable[[ServeInfo], None] | None,
+    ) -> None:
+        self._listening = listening
+        self._threads = Threads()
+        self._seconds = timeout
+        self._on_ready = on_ready
+        self._info = described(store, *listening.getsockname()[:2])
+        own = frozenset(name.lower() for name in names) | OWN_NAMES
+        app = App(
+            Showing(store), self._threads, most=most, names=own if self._info.loopback else None
+        )
+        kind = type("Connection", (Connection,), {"most": _CONNECTIONS_A_REQUEST * most})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=kind,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                headers=[("Server", "mstore")],
+                backlog=_BACKLOG,
+                timeout_keep_alive=int(min(_IDLE_SECONDS, timeout)),
+                timeout_graceful_shutdown=max(1, int(timeout)),
+                h11_max_incomplete_event_size=_HEAD_BYTES,
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; return when the server has ended and its threads have."""
+        _tune_malloc()
+        try:
+            super().run(sockets=[self._listening])
+        finally:
+            self._threads.close()
+
+    def stop(self) -> None:
+        """Tell the server to end, from any thread; a second time, at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_ready is not None:
+            self._on_ready(self._info)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS == 0:
+            for one in list(self.server_state.connections):
+                if isinstance(one, Connection) and one.is_overdue(self._seconds):
+                    one.drop()
+        return await super().on_tick(counter)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signal again at the end: then no end would be a clean one.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._heard) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.stop()
+
+
+def _tune_malloc() -> None:
+    """Keep pieces in the heap, to avoid page faults, and give what is free back."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+        libc.mallopt(_M_ARENA_MAX, 1)

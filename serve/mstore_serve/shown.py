@@ -1,0 +1,333 @@
+"""What an address shows: the bytes of a file or tensor, a document, a page, or another address.
+
+Knows the store, not HTTP messages.  Every call may read the index or a disk, so none of them is
+made on the thread that serves connections.  Thread-safe.
+
+**Collected meanwhile.** A snapshot is looked up in the index at each request, so one that gc
+removed is gone here too. `hold` keeps one from gc while its bytes are sent. A pin that comes too
+late leads to an error of the read, never to other bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from blake3 import blake3
+
+from mstore import Store
+from mstore.errors import MstoreError, NotFound
+from mstore.ids import Buffer, SnapshotId
+from mstore.objects.manifest import File
+from mstore.store.leases import Pin
+from mstore.version import __version__
+from mstore.view import SnapshotView
+from mstore_serve import addresses, documents, pages
+from mstore_serve.addresses import Address, Place
+from mstore_serve.conditions import Validators
+
+JSON: Final = "application/json"
+HTML: Final = "text/html; charset=utf-8"
+_BYTES: Final = "application/octet-stream"
+_TEXT: Final = "text/plain; charset=utf-8"
+_TYPES: Final = {".json": JSON, ".md": _TEXT, ".txt": _TEXT, ".yml": _TEXT, ".yaml": _TEXT}
+_TEXT_NAMES: Final = frozenset({"LICENSE", "NOTICE", "README"})
+
+FOREVER: Final = "max-age=31536000, immutable"
+"""For bytes that never change: not `public`, because a proxy may ask for a password."""
+ASK_AGAIN: Final = "no-cache"
+
+_ID: Final = re.compile(r"[0-9a-f]{64}")
+_PREFIX: Final = re.compile(r"[0-9a-f]{4,63}")
+_CONTEXT: Final = "mstore 2026 ETag of a served file"
+_KEPT: Final = 8
+_NS: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where bytes come from that do not lie in memory.
+
+    read: returns exactly `size` bytes from `offset`, checked; raises as `SnapshotView.read`.
+    prefetch: has bytes read and decoded ahead; never raises. is_computed: whether a read may take
+    long, because a virtual merge computes it.
+    """
+
+    snapshot: SnapshotId
+    read: Callable[[int, int], Buffer]
+    prefetch: Callable[[int, int], None] | None
+    is_computed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One version of what an address shows: `size` bytes, of `source` or `content`."""
+
+    size: int
+    media_type: str
+    validators: Validators
+    cache: str
+    content: bytes = b""
+    source: Source | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another address shows it: a relative one."""
+
+    location: str
+
+
+class _Snapshot:
+    """One snapshot, and the ETags of its files that were asked for."""
+
+    def __init__(self, view: SnapshotView) -> None:
+        self.view = view
+        self.files = {file.path: file for file in view.manifest.files}
+        self._etags: dict[str, str] = {}
+
+    def etag(self, path: str) -> str:
+        found = self._etags.get(path)
+        if found is None:
+            found = self._etags[path] = etag_of_file(self.files[path])
+        return found
+
+    def entries(self, directory: str) -> list[documents.ServedEntry]:
+        """Return what is in a directory, whose path is empty or ends in a slash, by name."""
+        found: dict[str, documents.ServedEntry] = {}
+        for path, file in self.files.items():
+            if not path.startswith(directory):
+                continue
+            name, slash, _ = path[len(directory) :].partition("/")
+            if slash:
+                found.setdefault(name, documents.ServedEntry(f"{name}/", None, None))
+            else:
+                found[name] = documents.ServedEntry(name, file.size, self.etag(path))
+        return [found[name] for name in sorted(found)]
+
+
+class Showing:
+    """Everything that a store shows."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
+        self._pins: dict[SnapshotId, _Pinned] = {}
+
+    def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere:
+        """Return what an address shows.
+
+        raw: the address as it came. as_page: directories as HTML.
+
+        Raises NotFound, Corrupt, StorageFailed and others.
+        """
+        match address:
+            case addresses.Root():
+                links = {"refs": "refs", "snapshots": "snapshots"}
+                told = documents.RootDocument("mstore", __version__, self._store.uuid, links)
+                return _document(told)
+            case addresses.Refs(name):
+                if name is not None:
+                    return _document(self._store.ref(name))
+                return _document(documents.RefsDocument(tuple(self._store.refs())))
+            case addresses.Snapshots():
+                ids = tuple(id.hex() for id in self._store.snapshot_ids())
+                return _document(documents.SnapshotsDocument(ids))
+        found = self._snapshot(address.place)
+        id = found.view.id.hex()
+        if not address.place.is_ref and address.place.name != id:
+            return Elsewhere(addresses.elsewhere(raw, id))
+        match address:
+            case addresses.Files(_, path):
+                return self._file(found, address.place, path, as_page=as_page)
+            case addresses.Tensors(_, ""):
+                tensors = tuple(self._store.tensors(found.view.id))
+                return _document(documents.TensorsDocument(tensors))
+            case addresses.Tensors(_, name):
+                return _tensor(found.view, address.place, name)
+        return _document(self._summary(found))
+
+    # -- snapshots -----------------------------------------------------------------------------
+
+    def _snapshot(self, place: Place) -> _Snapshot:
+        if place.is_ref:
+            return self._of(self._store.ref(place.name).snapshot.hex())
+        if not _ID.fullmatch(place.name) and not _PREFIX.fullmatch(place.name):
+            raise _no_snapshot(place.name)
+        try:
+            return self._of(place.name)
+        except NotFound as error:
+            if _ID.fullmatch(place.name):
+                raise
+            raise _no_snapshot(place.name) from error
+
+    def _of(self, text: str) -> _Snapshot:
+        """Return the snapshot of this id or beginning of one, which the index must have."""
+        view = self._store.view(text)
+        # A text may also name a ref, or a content: not here.
+        if not view.id.hex().startswith(text):
+            raise _no_snapshot(text)
+        with self._lock:
+            found = self._known.pop(view.id, None) or _Snapshot(view)
+            self._known[view.id] = found
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return found
+
+    def hold(self, id: SnapshotId) -> Callable[[], None]:
+        """Keep a snapshot from gc until the returned function is called.
+
+        Answers share one pin of a snapshot.  Raises NotFound if it is gone already.
+        """
+        with self._lock:
+            pinned = self._pins.setdefault(id, _Pinned())
+            pinned.count += 1
+        try:
+            with pinned.lock:
+                if pinned.pin is None:
+                    pinned.pin = self._store.pin(id)
+            # From here on gc sees the pin; before, it may have collected the snapshot.
+            self._of(id.hex())
+        except BaseException:
+            self._let_go(id, pinned)
+            raise
+        return partial(self._let_go, id, pinned)
+
+    def _let_go(self, id: SnapshotId, pinned: _Pinned) -> None:
+        with self._lock:
+            pinned.count -= 1
+            is_last = pinned.count == 0
+            if is_last:
+                del self._pins[id]
+        if is_last and pinned.pin is not None:
+            pinned.pin.release()
+
+    # -- what they show ------------------------------------------------------------------------
+
+    def _file(
+        self, found: _Snapshot, place: Place, path: str | None, *, as_page: bool
+    ) -> Shown | Elsewhere:
+        if path is None:
+            return Elsewhere("files/")
+        file = found.files.get(path)
+        if file is not None:
+            view = found.view
+            read, prefetch = partial(view.read, path), partial(view.prefetch, path)
+            source = Source(view.id, read, prefetch, view.is_virtual)
+            return _bytes(view, place, file.size, _type_of(path), found.etag(path), source)
+        is_directory = not path or path.endswith("/")
+        entries = found.entries(path if is_directory else f"{path}/")
+        if not entries and path:
+            raise NotFound("no such file in the snapshot", where=path)
+        if not is_directory:
+            return Elsewhere(f"{addresses.segment(path.rpartition('/')[2])}/")
+        vary = (("Vary", "Accept"),)
+        if as_page:
+            title = f"{place.name if place.is_ref else found.view.id.short}: /{path}"
+            return _made(pages.page(title, entries, is_top=not path), HTML, vary)
+        return _made(
+            documents.encoded(documents.DirectoryDocument(path, tuple(entries))), JSON, vary
+        )
+
+    def _summary(self, found: _Snapshot) -> documents.SnapshotDocument:
+        report = self._store.show(found.view.id)
+        assert report.manifest is not None
+        return documents.SnapshotDocument(
+            snapshot=report.snapshot.hex(),
+            manifest=report.manifest.hex(),
+            parents=tuple(
+                documents.ServedParent(one.role, one.snapshot.hex()) for one in report.parents
+            ),
+            origin=report.origin,
+            plan=None if report.plan is None else report.plan.hex(),
+            method=report.method,
+            virtual=report.virtual,
+            message=report.message,
+            time_ns=report.time_ns,
+            plain_bytes=report.plain_bytes,
+            tensors=report.tensors,
+            files=tuple(
+                documents.ServedFile(
+                    path, file.size, sum(1 for _ in file.tensors()), found.etag(path)
+                )
+                for path, file in found.files.items()
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """A pin that several answers share."""
+
+    count: int = 0
+    pin: Pin | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def etag_of_file(file: File) -> str:
+    """Return the ETag of a file, with its quotes: a hash of the ids of its parts.
+
+    A part's id is that of its tensor record, so equal ETags mean equal bytes.
+    """
+    ids = b"".join(part.tensor for part in file.parts)
+    return f'"{blake3(ids, derive_key_context=_CONTEXT).hexdigest()}"'
+
+
+def _tensor(view: SnapshotView, place: Place, name: str) -> Shown:
+    record = view.record(name)
+
+    def read(offset: int, size: int) -> Buffer:
+        return view.tensor_bytes(name, offset, offset + size)
+
+    source = Source(view.id, read, None, view.is_virtual)
+    etag = f'"{view.tensors[name].hex()}"'
+    shape = ",".join(map(str, record.shape))
+    headers = (("X-Mstore-Dtype", record.dtype), ("X-Mstore-Shape", shape))
+    return _bytes(view, place, record.nbytes, _BYTES, etag, source, headers)
+
+
+def _bytes(
+    view: SnapshotView,
+    place: Place,
+    size: int,
+    media_type: str,
+    etag: str,
+    source: Source,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> Shown:
+    """Return bytes of a snapshot: at its own address they never change."""
+    return Shown(
+        size,
+        media_type,
+        Validators(etag, None if place.is_ref else view.time_ns // _NS),
+        ASK_AGAIN if place.is_ref else FOREVER,
+        source=source,
+        headers=(("X-Mstore-Snapshot", view.id.hex()), *headers),
+    )
+
+
+def _document(document: object) -> Shown:
+    return _made(documents.encoded(document), JSON)
+
+
+def _made(content: bytes, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Shown:
+    """Return what is made for one request: another version of mstore may make it otherwise."""
+    validators = Validators(f'"{blake3(content).hexdigest()}"', None)
+    return Shown(len(content), media_type, validators, ASK_AGAIN, content, headers=headers)
+
+
+def _type_of(path: str) -> str:
+    name = path.rpartition("/")[2]
+    suffix = name[name.rfind(".") :].lower() if "." in name else ""
+    return _TEXT if name in _TEXT_NAMES else _TYPES.get(suffix, _BYTES)
+
+
+def _no_snapshot(text: str) -> MstoreError:
+    return NotFound("no such snapshot", where=text)
