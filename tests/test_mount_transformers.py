@@ -69,7 +69,10 @@ def write(root: str) -> None:
 
     adapter = Path(root, "adapter")
     adapter.mkdir()
-    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "sharded"}
+    told = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "sharded",
+        "target_modules": ["up_proj"],
+    }  # fmt: skip
     (adapter / "adapter_config.json").write_text(json.dumps(told))
     weights = {
         f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_{side}.weight": torch.randn(shape)
