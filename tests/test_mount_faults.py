@@ -214,17 +214,16 @@ def test_a_snapshot_that_cannot_be_looked_up_delays_no_other(
     """While the disk does not answer for the record of one snapshot, the others of the store are
     listed, looked up and read."""
     refs = at(None).point / "refs"
-    disk.tell({pack_of(family.store, "base").name: "wait"})
-    try:
-        with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        disk.tell({pack_of(family.store, "base").name: "wait"})
+        try:
             asked = pool.submit(os.listdir, refs / "base")
             until(lambda: disk.waits() > 0)
             assert looked_at(family, refs / "other", "other") == {}
             assert not asked.done()
+        finally:
             disk.tell({})
-            assert SHARDS[0] in asked.result(PATIENCE)
-    finally:
-        disk.tell({})
+        assert SHARDS[0] in asked.result(PATIENCE)
 
 
 def until(true: Callable[[], bool]) -> None:
