@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from mount_drivers import (
-    ODD,
     SHARDS,
     Driver,
     Family,
@@ -67,43 +67,68 @@ def prune(store: Store, family: Family) -> None:
 
 
 @pytest.mark.parametrize("forget", [remove, move, prune])
-def test_what_is_shown_is_kept(
+def test_what_is_mounted_is_kept(
     driver: Driver,
     family: Family,
     stack: ExitStack,
     tmp_path: Path,
     forget: Callable[[Store, Family], None],
 ) -> None:
-    """Removed, moved away or pruned, then collected with all packs rewritten: a mount
-    of the snapshot shows all of it, cold, and so do files that are open in one of the whole store;
-    unmounted, it goes."""
+    """Removed, moved away or pruned, then collected with all packs rewritten: a mount of the
+    snapshot shows all of it, which nobody had read; unmounted, it goes."""
     tuned = stack.enter_context(served(driver, family.store, "tuned", tmp_path / "mnt"))
-    everything = stack.enter_context(served(driver, family.store, None, tmp_path / "all"))
-    below = everything.point / "refs" / "tuned"
-    with Store.open(family.store) as store:
-        snapshots = {store.view(name).id for name in ("tuned", "base")}
-        files = {
-            name: stack.enter_context((below / name).open("rb", buffering=0))
-            for name in (*SHARDS, ODD)
-        }
-        started = {name: file.read(70_001) for name, file in files.items()}
+    with Store.open(family.store) as store, going(store, forget is not prune):
         forget(store, family)
         collect(store)
-        for name in files:
-            drop_pages(below / name)
-            drop_pages(tuned.point / name)
         assert survey(tuned.point, family.sources["tuned"]) == {}
-        for name, file in files.items():
-            rest = b"".join(iter(lambda file=file: file.read(1 << 20), b""))
-            assert started[name] + rest == (family.sources["tuned"] / name).read_bytes(), name
-        assert survey(below, family.sources["tuned"]) == {}
         assert store.fsck(read_data=True).problems == ()
-        size = stored(store)
         stack.close()
-        collect(store)
-        assert stored(store) < size - 500_000
-        if forget is not prune:
-            assert not snapshots & set(store.snapshot_ids())
+
+
+@pytest.mark.parametrize("forget", [remove, move, prune])
+def test_what_is_open_is_kept(
+    driver: Driver,
+    family: Family,
+    stack: ExitStack,
+    tmp_path: Path,
+    forget: Callable[[Store, Family], None],
+) -> None:
+    """The same in a mount of the whole store, for a snapshot of which one file is open: that file
+    is read to its end, and the others as well; closed, it goes."""
+    everything = stack.enter_context(served(driver, family.store, None, tmp_path / "all"))
+    below = everything.point / "refs" / "tuned"
+    with Store.open(family.store) as store, going(store, forget is not prune):
+        with (below / SHARDS[0]).open("rb", buffering=0) as file:
+            start = file.read(70_001)
+            forget(store, family)
+            collect(store)
+            drop_pages(below / SHARDS[0])
+            rest = b"".join(iter(lambda: file.read(1 << 20), b""))
+            assert start + rest == (family.sources["tuned"] / SHARDS[0]).read_bytes()
+            assert survey(below, family.sources["tuned"]) == {}
+        # A close is told to the process when the closer has gone on.
+        until(lambda: not list((family.store / "tmp").iterdir()))
+
+
+@contextmanager
+def going(store: Store, as_a_whole: bool) -> Iterator[None]:
+    """What is shown in the block is there until its end, and goes with the next collection; its
+    records too, if `as_a_whole`."""
+    snapshots = {store.view(name).id for name in ("tuned", "base")}
+    yield
+    assert snapshots <= set(store.snapshot_ids())
+    size = stored(store)
+    collect(store)
+    assert stored(store) < size - 500_000
+    assert bool(snapshots & set(store.snapshot_ids())) != as_a_whole
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that will happen."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
 
 
 def collect(store: Store) -> None:
@@ -135,10 +160,11 @@ def test_a_hold_ends_with_its_process(
         assert list((family.store / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
 def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
-    driver: Driver, family: Family, stack: ExitStack, tmp_path: Path
+    driver: Driver, family: Family, stack: ExitStack, tmp_path: Path, *, is_alone: bool
 ) -> None:
-    """All refs of a virtual merge and of what it is computed from go: the mount of it, and a file
+    """All refs of a virtual merge and of what it is computed from go: a mount of it, and a file
     that is open in one of the whole store, are computed to the end."""
     with Store.open(family.store) as store:
         plan = store.plan(MergeRequest(base="base", experts=["tuned"], method="linear"))
@@ -147,17 +173,15 @@ def test_a_virtual_merge_that_is_shown_keeps_its_inputs(
         store.remove("real")
         store.merge(plan, name="later", virtual=True)
         store.gc()
-        alone = stack.enter_context(served(driver, family.store, "later", tmp_path / "mnt"))
-        everything = stack.enter_context(served(driver, family.store, None, tmp_path / "all"))
-        path = everything.point / "refs" / "later" / SHARDS[1]
-        with path.open("rb", buffering=0) as file:
-            start = file.read(70_001)
-            for name in ("later", "tuned", "base"):
-                store.remove(name)
-            collect(store)
-            rest = b"".join(iter(lambda: file.read(1 << 20), b""))
-            assert start + rest == (tmp_path / "real" / SHARDS[1]).read_bytes()
-        assert survey(alone.point, tmp_path / "real") == {}
+        ref = "later" if is_alone else None
+        shown = stack.enter_context(served(driver, family.store, ref, tmp_path / "mnt")).point
+        below = shown if is_alone else shown / "refs" / "later"
+        if not is_alone:
+            stack.enter_context((below / SHARDS[1]).open("rb"))
+        for name in ("later", "tuned", "base"):
+            store.remove(name)
+        collect(store)
+        assert survey(below, tmp_path / "real") == {}
         stack.close()
         collect(store)
         assert [ref.name for ref in store.refs()] == ["other"]
