@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from mstore import fs
+from mstore.block_cache import Extent
 from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.blocks.packs import PAGE, PackGone
@@ -25,7 +26,7 @@ from mstore.errors import BadRequest, Incompatible, StorageFailed
 from mstore.ids import BlockId
 from mstore.phrases import Option, Text, call, phrase
 from mstore.store.catalog import Catalog
-from mstore.view import Extent, SnapshotView
+from mstore.view import SnapshotView
 
 LEAST_BYTES: Final = 64 << 10
 """What is shared unless everything is to be: smaller pieces would make a file of many extents."""

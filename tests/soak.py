@@ -6,13 +6,18 @@ Each worker owns the refs below its own name and reads those of all.  What a sna
 be told from its message alone (`contents`), so any worker can check any snapshot.  A worker tells
 each call that returned in a log of its own; at the end the refs must be as the logs say.  On the
 way: each call has a deadline, memory and descriptors of a worker and the store's size are bounded.
+
+Readers look at all that through mounts, one of the whole store and some of single snapshots: what
+they see is right, and none of their reads takes longer than READ_WITHIN.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import json
+import mmap
 import os
 import random
 import resource
@@ -23,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +37,14 @@ from proof_models import BLOCK, Files, merged_files, model_files, write_files
 
 from mstore import MergeRequest
 from mstore.api import Store
-from mstore.errors import Conflict, MstoreError
+from mstore.errors import Conflict, MstoreError, NotFound, Unavailable
 from mstore.ids import SnapshotId
+from mstore_fuse import mounts
 
 WORKERS = 8
+READERS = 2
+READ_WITHIN = 10.0
+"""Seconds that one read through a mount may take."""
 DEADLINE = 120
 """Seconds that one call may take before it counts as stuck, on cores that are much too busy."""
 NAMES = ("one", "two", "three")
@@ -82,14 +92,18 @@ class Worker:
         self._spoken = (scratch / f"{name}.log").open("a", buffering=1)
         self._mine: dict[str, SnapshotId] = {}
 
+    def _calls(self) -> list[Callable[[Store], None]]:
+        """What there is to do, as often as it is to be drawn."""
+        return [
+            *[self.add] * 6, *[self.merge] * 3, *[self.read] * 6, self.remove, self.remove,
+            self.gc, self.prune, self.fsck, self.reset,
+        ]  # fmt: skip
+
     def run(self, seconds: float) -> None:
         """Work for so long, and for LEAST calls."""
         began = time.monotonic()
         size_then = done = 0
-        calls: list[Callable[[Store], None]] = [
-            *[self.add] * 6, *[self.merge] * 3, *[self.read] * 6, self.remove, self.remove,
-            self.gc, self.prune, self.fsck, self.reset,
-        ]  # fmt: skip
+        calls = self._calls()
         store = Store.open(self._root)
         while (passed := time.monotonic() - began) < seconds or done < LEAST:
             done += 1
@@ -218,16 +232,133 @@ class Worker:
         self._tell(ref=name, snapshot=None if snapshot is None else str(snapshot))
 
 
-def _memory() -> int:
-    """Bytes of anonymous memory of this process."""
-    status = Path("/proc/self/status").read_text()
+class Reader(Worker):
+    """A process that reads through mounts; `whole` is one of the store, which others read too."""
+
+    def __init__(self, root: Path, name: str, scratch: Path, seed: int) -> None:
+        super().__init__(root, name, scratch, seed)
+        self._whole = _whole(root)
+
+    def _calls(self) -> list[Callable[[Store], None]]:
+        return [*[self.look] * 8, *[self.follow] * 8, self.keep]
+
+    def look(self, store: Store) -> None:
+        """All of any snapshot, by its id."""
+        ref = self._draw.choice(store.refs())
+        self._check(store, ref.snapshot, self._whole / "snapshots" / str(ref.snapshot))
+
+    def follow(self, store: Store) -> None:
+        """All of any ref while one of its files is open: it is one snapshot, whatever it is."""
+        ref = self._draw.choice(store.refs())
+        folder = self._whole / "refs" / ref.name
+        try:
+            with (folder / "config.json").open("rb"):
+                found = self._files(folder)
+        except OSError as error:
+            # It may have gone, and what it was been collected, before it was opened.
+            if store.refs() and any(now == ref for now in store.refs()):
+                raise
+            self._tell(gone=ref.name, error=errno.errorcode[error.errno or 0])
+            return
+        config = json.loads(found["config.json"])
+        added = [config["seed"], config["tuned"]]
+        if "README.md" not in found and not is_told(found, json.dumps(added)):
+            raise AssertionError(f"{ref.name} is a mixture, or wrong")
+
+    def keep(self, store: Store) -> None:
+        """A mount of a snapshot for some seconds, in which others remove and collect it."""
+        ref = self._draw.choice(store.refs())
+        point = self._scratch.with_suffix(".mount")
+        point.mkdir(exist_ok=True)
+        try:
+            message = store.show(str(ref.snapshot)).message
+            mounts.mount(self._root, str(ref.snapshot), point, timeout=DEADLINE)
+        except NotFound:
+            self._tell(gone=ref.name)
+            return
+        try:
+            for _ in range(10):
+                if not is_told(self._files(point), message):
+                    raise AssertionError(f"the mount of {ref.snapshot} shows other contents")
+                time.sleep(self._draw.random() / 4)
+        finally:
+            mounts.unmount(point)
+
+    def _check(self, store: Store, snapshot: SnapshotId, folder: Path) -> None:
+        try:
+            message = store.show(str(snapshot)).message
+            found = self._files(folder)
+        except (OSError, MstoreError) as error:
+            if any(now.snapshot == snapshot for now in store.refs()):
+                raise
+            self._tell(gone=str(snapshot), error=str(error))
+            return
+        if not is_told(found, message):
+            raise AssertionError(f"{folder} has other contents than {snapshot}")
+
+    def _files(self, folder: Path) -> Files:
+        return {name: self._contents(folder / name) for name in sorted(os.listdir(folder))}
+
+    def _contents(self, path: Path) -> bytes:
+        """A file in one of the ways that there are, half of the time cold."""
+        with path.open("rb", buffering=0) as file:
+            number, size = file.fileno(), os.fstat(file.fileno()).st_size
+            if self._draw.random() < 0.5:
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            way = self._draw.random()
+            if way < 0.3 and size:
+                with mmap.mmap(number, 0, prot=mmap.PROT_READ) as mapped:
+                    return self._timed(lambda: mapped[:])
+            step = size + 1 if way < 0.6 else self._draw.randrange(5_000, 100_000)
+            places = range(0, size, step)
+            order = self._draw.sample(places, len(places))
+            pieces = {at: self._timed(lambda at=at: os.pread(number, step, at)) for at in order}
+            return b"".join(pieces[at] for at in places)
+
+    def _timed(self, read: Callable[[], bytes]) -> bytes:
+        began = time.monotonic()
+        data = read()
+        seconds = time.monotonic() - began
+        self._tell(read=len(data), seconds=seconds)
+        return data
+
+
+def _whole(root: Path) -> Path:
+    """Where the whole store is mounted."""
+    return root.with_name("whole")
+
+
+@contextmanager
+def _shown(root: Path) -> Iterator[int | None]:
+    """The process that serves a mount of the whole store; None where nothing can be mounted."""
+    try:
+        mounts.require_fuse()
+    except Unavailable as missing:
+        print(f"no readers of mounts: {missing}", flush=True)
+        yield None
+        return
+    _whole(root).mkdir()
+    info = mounts.mount(root, None, _whole(root), timeout=DEADLINE)
+    try:
+        yield info.pid
+    finally:
+        for each in mounts.mounts():
+            # Those of readers that were killed too.
+            if each.mountpoint.is_relative_to(root.parent.resolve()):
+                mounts.unmount(each.mountpoint, lazy=True)
+
+
+def _memory(process: int | str = "self") -> int:
+    """Bytes of anonymous memory of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def work(root: str, name: str, scratch: str, seed: str, seconds: str) -> None:
-    """A worker process's main."""
+    """A worker process's main: a reader, if it is called so."""
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
-    Worker(Path(root), name, Path(scratch), int(seed)).run(float(seconds))
+    kind = Reader if name.startswith("r") else Worker
+    kind(Path(root), name, Path(scratch), int(seed)).run(float(seconds))
 
 
 def warm(directory: str, seed: str) -> None:
@@ -259,33 +390,55 @@ def _begin(root: Path) -> int:
     return live
 
 
-def soak(scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS) -> dict[str, object]:
-    """Run the workers; raises AssertionError about the first thing that does not hold."""
+def soak(
+    scratch: Path, seconds: float, *, seed: int, workers: int = WORKERS, readers: int = READERS
+) -> dict[str, object]:
+    """Run them all; raises AssertionError about the first thing that does not hold."""
     (scratch / "warm").mkdir()
     subprocess.run(**_process("warm", scratch / "warm", seed), check=True)
     root = scratch / "store"
     live = _begin(root)
     # What all refs hold at most, and as much again that waits for its collection.
     live += workers * (len(NAMES) + 1) * (live // SEEDS)
-    processes = []
-    for number in range(workers):
-        errors = (scratch / f"w{number}.errors").open("w")
-        start = _process("work", root, f"w{number}", scratch, seed + number, seconds)
-        processes.append(subprocess.Popen(**start, stderr=errors))
+    with _shown(root) as server:
+        names = [f"w{number}" for number in range(workers)]
+        if server is not None:
+            names += [f"r{number}" for number in range(readers)]
+        largest = _run(root, scratch, names, seed, seconds)
+        told: dict[str, object] = {"largest": largest, "live at most": live}
+        if server is not None:
+            told |= {"server": _memory(server), "files of it": _descriptors(server)}
+    return _verdict(root, scratch, names) | told
+
+
+def _run(root: Path, scratch: Path, names: list[str], seed: int, seconds: float) -> int:
+    """Start the processes of these names and wait; the largest size of the store meanwhile."""
+    processes = {}
+    for number, name in enumerate(names):
+        errors = (scratch / f"{name}.errors").open("w")
+        start = _process("work", root, name, scratch, seed + number, seconds)
+        processes[name] = subprocess.Popen(**start, stderr=errors)
     largest = 0
     try:
-        while any(process.poll() is None for process in processes):
+        while any(process.poll() is None for process in processes.values()):
             time.sleep(0.5)
             largest = max(largest, _size(root))
-            for number, process in enumerate(processes):
+            for name, process in processes.items():
                 if process.poll():
-                    told = (scratch / f"w{number}.errors").read_text()
-                    raise AssertionError(f"worker {number} ended with {process.returncode}: {told}")
+                    told = (scratch / f"{name}.errors").read_text()
+                    raise AssertionError(f"{name} ended with {process.returncode}: {told}")
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.wait()
-    return _verdict(root, scratch, workers) | {"largest": largest, "live at most": live}
+    return largest
+
+
+def _descriptors(server: int) -> int:
+    """The open files of the mount's process, which end with those of its readers."""
+    count = len(os.listdir(f"/proc/{server}/fd"))
+    assert count < 200, f"the mount has {count} files open"
+    return count
 
 
 def _process(call: str, *words: object) -> dict[str, Any]:
@@ -297,19 +450,22 @@ def _process(call: str, *words: object) -> dict[str, Any]:
     }
 
 
-def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
+def _verdict(root: Path, scratch: Path, names: list[str]) -> dict[str, object]:
     refs: dict[str, str | None] = {}
     calls: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     memory = []
-    for number in range(workers):
-        lines = (scratch / f"w{number}.log").read_text().splitlines()
+    reads, longest = 0, 0.0
+    for name in names:
+        lines = (scratch / f"{name}.log").read_text().splitlines()
         for told in map(json.loads, lines):
             if "ref" in told:
                 refs[told["ref"]] = told["snapshot"]
             if "call" in told:
                 calls[told["call"]] += 1
                 slowest[told["call"]] = max(slowest.get(told["call"], 0), told["seconds"])
+            if "read" in told:
+                reads, longest = reads + 1, max(longest, told["seconds"])
             if "conflict" in told:
                 calls["conflicts"] += 1
             if "gone" in told:
@@ -317,6 +473,7 @@ def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
             if "end" in told:
                 memory.append(told["memory"])
                 assert told["descriptors"] < 100, told
+    assert longest < READ_WITHIN, f"a read through a mount took {longest:.1f} s"
     for then, now in memory:
         assert now < then * 1.5 + (64 << 20), f"memory grew from {then} to {now}"
     wanted = {name: snapshot for name, snapshot in refs.items() if snapshot is not None}
@@ -331,7 +488,14 @@ def _verdict(root: Path, scratch: Path, workers: int) -> dict[str, object]:
             view = store.view(ref.snapshot)
             told = {path: b"".join(view.stream(path)) for path in view.files}
             assert is_told(told, store.show(ref.name).message), ref.name
-    return {"calls": dict(calls), "slowest": slowest, "memory": memory, "end": _size(root)}
+    return {
+        "calls": dict(calls),
+        "slowest": slowest,
+        "memory": memory,
+        "end": _size(root),
+        "reads": reads,
+        "longest read": longest,
+    }
 
 
 def _size(root: Path) -> int:

@@ -21,15 +21,21 @@ LONG = 120.0
 
 
 def test_many_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Four processes for some seconds: refs are as acknowledged, contents right, fsck clean."""
-    told = soak.soak(tmp_path, 4, seed=1, workers=4)
-    assert {"add", "merge", "gc", "prune", "fsck", "read"} <= set(told["calls"])  # type: ignore[call-overload]
+    """Four processes for some seconds, and one that reads through mounts: refs are as acknowledged,
+    contents right wherever they are read, fsck clean."""
+    told = soak.soak(tmp_path, 4, seed=1, workers=4, readers=1)
+    calls = set(told["calls"])  # type: ignore[call-overload]
+    assert {"add", "merge", "gc", "prune", "fsck", "read"} <= calls
+    if "server" in told:
+        assert {"look", "follow", "keep"} <= calls
 
 
 @pytest.mark.slow
 def test_many_at_work_for_a_minute_lose_nothing(tmp_path: Path) -> None:
-    """Eight processes for a minute; the store stays small, and so does each process."""
+    """Eight processes for a minute, and two that read through mounts; the store stays small, and
+    so does each process, that of a mount too."""
     told = soak.soak(tmp_path, 60, seed=2)
+    assert told.get("server", 0) < 200 << 20  # type: ignore[operator]
     assert told["largest"] < 12 * told["live at most"]  # type: ignore[operator]
 
 

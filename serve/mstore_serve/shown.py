@@ -4,7 +4,7 @@ Knows the store, not HTTP messages.  Every call may read the index or a disk, so
 made on the thread that serves connections.  Thread-safe.
 
 **Collected meanwhile.** A snapshot is looked up in the index at each request, so one that gc
-removed is gone here too. `hold` keeps one from gc while its bytes are sent. A pin that comes too
+removed is gone here too. `hold` keeps one from gc while its bytes are sent. A hold that comes too
 late leads to an error of the read, never to other bytes.
 """
 
@@ -24,7 +24,7 @@ from mstore import Store
 from mstore.errors import MstoreError, NotFound
 from mstore.ids import Buffer, SnapshotId
 from mstore.objects.manifest import File
-from mstore.store.leases import Pin
+from mstore.store.leases import Hold
 from mstore.version import __version__
 from mstore.view import SnapshotView
 from mstore_serve import addresses, documents, pages
@@ -119,7 +119,7 @@ class Showing:
         self._store = store
         self._lock = threading.Lock()
         self._known: OrderedDict[SnapshotId, _Snapshot] = OrderedDict()
-        self._pins: dict[SnapshotId, _Pinned] = {}
+        self._holds: dict[SnapshotId, _Shared] = {}
 
     def find(self, address: Address, raw: bytes, *, as_page: bool) -> Shown | Elsewhere:
         """Return what an address shows.
@@ -184,30 +184,30 @@ class Showing:
     def hold(self, id: SnapshotId) -> Callable[[], None]:
         """Keep a snapshot from gc until the returned function is called.
 
-        Answers share one pin of a snapshot.  Raises NotFound if it is gone already.
+        Answers share one hold of a snapshot.  Raises NotFound if it is gone already.
         """
         with self._lock:
-            pinned = self._pins.setdefault(id, _Pinned())
-            pinned.count += 1
+            shared = self._holds.setdefault(id, _Shared())
+            shared.count += 1
         try:
-            with pinned.lock:
-                if pinned.pin is None:
-                    pinned.pin = self._store.pin(id)
-            # From here on gc sees the pin; before, it may have collected the snapshot.
+            with shared.lock:
+                if shared.hold is None:
+                    shared.hold = self._store.hold(id)
+            # From here on gc sees the hold; before, it may have collected the snapshot.
             self._of(id.hex())
         except BaseException:
-            self._let_go(id, pinned)
+            self._let_go(id, shared)
             raise
-        return partial(self._let_go, id, pinned)
+        return partial(self._let_go, id, shared)
 
-    def _let_go(self, id: SnapshotId, pinned: _Pinned) -> None:
+    def _let_go(self, id: SnapshotId, shared: _Shared) -> None:
         with self._lock:
-            pinned.count -= 1
-            is_last = pinned.count == 0
+            shared.count -= 1
+            is_last = shared.count == 0
             if is_last:
-                del self._pins[id]
-        if is_last and pinned.pin is not None:
-            pinned.pin.release()
+                del self._holds[id]
+        if is_last and shared.hold is not None:
+            shared.hold.release()
 
     # -- what they show ------------------------------------------------------------------------
 
@@ -263,11 +263,11 @@ class Showing:
 
 
 @dataclass(slots=True)
-class _Pinned:
-    """A pin that several answers share."""
+class _Shared:
+    """A hold that several answers share."""
 
     count: int = 0
-    pin: Pin | None = None
+    hold: Hold | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
