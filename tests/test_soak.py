@@ -23,7 +23,7 @@ LONG = 120.0
 def test_many_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
     """Four processes for some seconds: refs are as acknowledged, contents right, fsck clean."""
     told = soak.soak(tmp_path, 4, seed=1, workers=4)
-    assert {"add", "merge", "gc", "prune", "fsck", "read"} <= set(told["calls"])  # type: ignore[call-overload]
+    assert {"add", "merge", "gc", "pin", "prune", "fsck", "read"} <= set(told["calls"])  # type: ignore[call-overload]
 
 
 @pytest.mark.slow
