@@ -34,9 +34,9 @@ LEAST_BYTES: Final = 64 << 10
 _BATCH: Final = 1024
 _NEVER_HERE: Final = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EACCES}
+    | {errno.EINVAL}
 )
-"""Refusals that a second attempt in the same tree gets, too; so does EINVAL, where blocks of the
-filesystem are larger than its statistics say."""
+"""Refusals that a second attempt in the same tree gets, too."""
 
 
 class Reflink(StrEnum):
@@ -175,9 +175,10 @@ class Reflinks:
         except StorageFailed as error:
             if self._is_always:
                 raise self._refused(error) from error
-            if error.errno not in _NEVER_HERE | {errno.EINVAL}:
+            if error.errno == errno.EIO:
                 raise
-            self.goes_on = False
+            # XFS may lack room for the records of a share where it has room for a copy.
+            self.goes_on = error.errno not in _NEVER_HERE
             return False
         self.shared_bytes += len(shared)
         return True

@@ -96,7 +96,7 @@ class Worker:
         """What there is to do, as often as it is to be drawn."""
         return [
             *[self.add] * 6, *[self.merge] * 3, *[self.read] * 6, self.remove, self.remove,
-            self.gc, self.prune, self.fsck, self.reset,
+            self.gc, self.prune, self.fsck, self.reset, self.pin, self.pin,
         ]  # fmt: skip
 
     def run(self, seconds: float) -> None:
@@ -215,6 +215,16 @@ class Worker:
 
     def gc(self, store: Store) -> None:
         store.gc()
+
+    def pin(self, store: Store) -> None:
+        """An own snapshot is pinned, or unpinned if it was: nobody else does that to it."""
+        real = [name for name in sorted(self._mine) if not store.show(name).virtual]
+        if real:
+            name = self._draw.choice(real)
+            if store.show(name).pinned:
+                store.unpin(name, threads=1)
+            else:
+                store.pin(name, raw=True, threads=1)
 
     def prune(self, store: Store) -> None:
         store.prune(keep_last=1, unnamed_inputs=True)

@@ -139,6 +139,17 @@ def test_a_second_pin_copies_nothing(store: Store) -> None:
     assert (again.blocks_copied, again.bytes_written) == (0, 0)
 
 
+def test_what_was_added_raw_lies_so_already(tmp_path: Path) -> None:
+    """In a store whose setting is raw, pin copies nothing of a file without constants."""
+    data = np.random.default_rng(1).bytes(5 * BLOCK + 77)
+    tensors = [("a", "U8", (len(data),), data), ("b", "U8", (9,), bytes(range(9)))]
+    write_safetensors(tmp_path / "raw" / "model.safetensors", tensors)
+    with Store.init(tmp_path / "other", block_size=BLOCK, codec="raw") as store:
+        store.add(tmp_path / "raw", name="raw")
+        report = store.pin("raw", raw=True)
+        assert (report.blocks_copied, report.runs, report.bytes_written) == (0, 1, 0)
+
+
 def test_full_packs_break_runs_and_need_no_second_pin(store: Store) -> None:
     """A run goes on in the next pack where one is full; pinning again has nothing to lengthen."""
     id = store["t1"].id

@@ -206,6 +206,25 @@ def test_a_failure_leaves_nothing(store: Store, disk: Path) -> None:
     assert [one.name for one in disk.iterdir() if "out" in one.name] == []
 
 
+def test_no_room_to_share_is_room_to_copy(store: Store, disk: Path, tmp_path: Path) -> None:
+    """Where a filesystem refuses one share for its records, that piece is copied, and only that."""
+    store.pin("tuned", raw=True)
+    asked: list[str] = []
+
+    def fail(operation: fs.Operation) -> None:
+        if operation.kind == "clone":
+            asked.append(operation.path)
+            if len(asked) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    with fs.observed(fail):
+        report = store.checkout("tuned", disk / "out")
+    assert files_of(disk / "out") == files_of(tmp_path / "tuned")
+    assert len(asked) == 2
+    if can_share(disk):
+        assert 0 < report.bytes_shared < report.bytes_written // 3 * 2
+
+
 # -- anywhere ----------------------------------------------------------------------------------
 
 

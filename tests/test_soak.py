@@ -25,7 +25,7 @@ def test_many_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
     contents right wherever they are read, fsck clean."""
     told = soak.soak(tmp_path, 4, seed=1, workers=4, readers=1)
     calls = set(told["calls"])  # type: ignore[call-overload]
-    assert {"add", "merge", "gc", "prune", "fsck", "read"} <= calls
+    assert {"add", "merge", "gc", "pin", "prune", "fsck", "read"} <= calls
     if "server" in told:
         assert {"look", "follow", "keep"} <= calls
 

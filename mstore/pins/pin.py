@@ -140,10 +140,10 @@ def _plan(catalog: Catalog, snapshot: SnapshotId, files: Sequence[File], long_ru
     for file in files:
         spots = list(places_of.of_file(catalog, file))
         places = catalog.locate([spot.block for spot in spots])
-        taken = seen | {
+        taken = {
             spot.block
             for spot, place in zip(spots, places, strict=True)
-            if spot.block in others and place.codec == Codec.RAW
+            if spot.block in seen or (spot.block in others and place.codec == Codec.RAW)
         }
         chosen = to_copy(spots, places, taken, long_run=long_run)
         plan.groups += _groups(file.path, chosen)
