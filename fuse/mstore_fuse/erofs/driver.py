@@ -40,7 +40,7 @@ READ_AHEAD = 4 << 20
 
 _ATTEMPTS = 3
 _SPARE_FILES = 200
-"""What the catalog may open besides, to read what is copied."""
+"""What the catalog may open besides, to read records and what is copied."""
 _REASONS = {
     errno.ENODEV: "this kernel has no EROFS (modprobe erofs)",
     errno.ENOSYS: "this kernel is too old: kernel mounts need Linux 6.12",
@@ -70,6 +70,7 @@ def show(
     revision raise.
     """
     require_root()
+    _allow_files(0)
     catalog = Catalog.open(store)
     try:
         snapshot = catalog.resolve(revision)
@@ -131,7 +132,7 @@ def _allow_files(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and need > hard:
         raise Unavailable(
-            f"the snapshot lies in {count} packs, and this process may open {hard} files",
+            f"mounting needs {need} open files, and this process may open {hard} files",
             hint=f"ulimit -n {need}, or use driver fuse",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
