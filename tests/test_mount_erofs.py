@@ -522,6 +522,16 @@ def test_a_kernel_that_refuses(
     assert leftovers(store) == before
 
 
+def test_options_that_the_kernel_does_not_know(
+    store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older kernel, which lacks an option, mounts without it; this one reads packs directly."""
+    monkeypatch.setattr(erofs_driver, "OPTIONS", (*erofs_driver.OPTIONS, "later"))
+    assert_same(shown(store, "team/m"), root / "model")
+    options = Path("/proc/self/mountinfo").read_text().splitlines()[-1].split(" - ")[1]
+    assert "directio" in options
+
+
 def test_a_store_on_a_filesystem_that_cannot_back_mounts(root: Path) -> None:
     """A store in memory (tmpfs) cannot be mounted from; `auto` shows it by FUSE."""
     require_or_skip_fuse()

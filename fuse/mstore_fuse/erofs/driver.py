@@ -33,8 +33,9 @@ from mstore_fuse.erofs import checking, kernel
 from mstore_fuse.erofs.image import CopiedPages, Image
 from mstore_fuse.erofs.mapping import Survey, page_map
 
-OPTIONS = ("ro", "directio")
-"""directio: the kernel reads packs straight into the pages of a mount's files, and caches once."""
+OPTIONS = ("directio",)
+"""The kernel reads packs straight into the pages of a mount's files, and caches once. The first
+kernels that mount from files do so always, and know no such option."""
 READ_AHEAD = 4 << 20
 """Bytes that the kernel reads ahead of a sequential reader."""
 
