@@ -1,7 +1,7 @@
 """A reader of EROFS images, written from the format's description, not from mstore's writer.
 
-Reads what mstore writes: extended inodes, plain directories, chunk maps with devices. Looks names
-up as the kernel does, by binary search over the entries of a directory.
+Reads what mstore writes: extended inodes with labels, plain directories, chunk maps with devices.
+Looks names up as the kernel does, by binary search over the entries of a directory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Inode:
     mtime: tuple[int, int]
     links: int
     index_at: int
+    labels: dict[str, str]
 
 
 class Reader:
@@ -50,8 +51,21 @@ class Reader:
         form, xattrs, mode, _, size, where = struct.unpack_from("<HHHHQI", image, at)
         seconds, nanoseconds, links = struct.unpack_from("<QII", image, at + 32)
         assert form & 1
-        assert xattrs == 0
-        return Inode(nid, form >> 1, mode, size, where, (seconds, nanoseconds), links, at + 64)
+        labels = {}
+        end = at + 64
+        if xattrs:
+            end += 12 + 4 * (xattrs - 1)
+            here = at + 64 + 12
+            while here < end:
+                name, kind, value = struct.unpack_from("<BBH", image, here)
+                assert kind == 1
+                key, data = image[here + 4 :][:name], image[here + 4 + name :][:value]
+                labels[key.decode()] = data.decode()
+                here += (4 + name + value + 3) // 4 * 4
+            assert here == end
+        end = (end + 7) // 8 * 8
+        time = (seconds, nanoseconds)
+        return Inode(nid, form >> 1, mode, size, where, time, links, end, labels)
 
     def names(self, nid: int) -> list[tuple[bytes, int, int]]:
         """Return (name, nid, type) of all entries, in their order."""

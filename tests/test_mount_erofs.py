@@ -136,7 +136,7 @@ def flip(store: Path, original: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "auto"])
 def test_the_same_as_fuse_shows(root: Path, codec: str) -> None:
-    """On the checkpoint of every dtype, both drivers show the same bytes and attributes."""
+    """On the checkpoint of every dtype, both drivers show the same bytes, attributes and labels."""
     require_or_skip_fuse()
     original = every_dtype_checkpoint(root / "odd")
     with Store.init(root / "store", block_size=BLOCK_SIZE, codec=codec) as made:
@@ -152,6 +152,11 @@ def test_the_same_as_fuse_shows(root: Path, codec: str) -> None:
             assert getattr(one, key) == getattr(other, key), (path, key)
         if stat.S_ISREG(one.st_mode):
             assert one.st_size == other.st_size
+        labels = os.listxattr(by_fuse / path)
+        assert labels
+        assert sorted(os.listxattr(by_kernel / path)) == sorted(labels)
+        for name in labels:
+            assert os.getxattr(by_kernel / path, name) == os.getxattr(by_fuse / path, name)
 
 
 def require_or_skip_fuse() -> None:
@@ -228,7 +233,7 @@ def test_nothing_can_be_changed(store: Path) -> None:
 
 
 def test_more_packs_than_mount_options_hold(root: Path) -> None:
-    """A snapshot in 100 packs is one mount."""
+    """A snapshot in 100 packs is one mount; a process that may open few files may open more."""
     original = root / "model"
     original.mkdir()
     with Store.init(root / "store", block_size=BLOCK_SIZE, codec="raw") as made:
@@ -238,6 +243,20 @@ def test_more_packs_than_mount_options_hold(root: Path) -> None:
             made.add(original, name="m")
     assert len(list((root / "store").glob("packs/*/*.pack"))) >= 100
     assert_same(shown(root / "store", "m"), original)
+    (root / "at").mkdir()
+
+    def mount_with(limit: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mstore_cli", "--store", str(root / "store"), "mount"]
+        command += ["m", str(root / "at"), "--driver", "erofs"]
+        script = f'ulimit {limit} 90 && exec "$@"'
+        return subprocess.run(
+            ["bash", "-c", script, "-", *command], check=False, capture_output=True, text=True
+        )
+
+    refused = mount_with("-n")
+    assert "this process may open 90 files" in refused.stderr
+    assert mount_with("-Sn").returncode == 0
+    assert_same(root / "at", original)
 
 
 def test_a_model_of_transformers(root: Path) -> None:
@@ -501,6 +520,16 @@ def test_a_kernel_that_refuses(
         mount(store, "team/m", root / "at", driver="erofs")
     assert os.strerror(code) in caught.value.what
     assert leftovers(store) == before
+
+
+def test_options_that_the_kernel_does_not_know(
+    store: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older kernel, which lacks an option, mounts without it; this one reads packs directly."""
+    monkeypatch.setattr(erofs_driver, "OPTIONS", (*erofs_driver.OPTIONS, "later"))
+    assert_same(shown(store, "team/m"), root / "model")
+    options = Path("/proc/self/mountinfo").read_text().splitlines()[-1].split(" - ")[1]
+    assert "directio" in options
 
 
 def test_a_store_on_a_filesystem_that_cannot_back_mounts(root: Path) -> None:

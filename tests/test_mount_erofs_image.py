@@ -86,6 +86,12 @@ def laid_out(
     )
 
 
+def labels_of(contents: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+    """Give every second file labels of different lengths, and the directories one."""
+    some = {path: {"name": path, "size": str(len(contents[path]))} for path in [*contents][::2]}
+    return {"": {"mstore.snapshot": "abc"}} | some
+
+
 def pack_id(number: int) -> PackId:
     return PackId(bytes([number]) * 32)
 
@@ -94,7 +100,8 @@ def written(
     pieces: Mapping[str, list[Piece]], contents: Mapping[str, bytes], packs: list[bytes]
 ) -> tuple[bytes, int]:
     """Write an image as the driver does; return it, and how many pages were copied."""
-    image = Image({p: len(c) for p, c in contents.items()}, [len(p) for p in packs], TIME)
+    sizes = {path: len(content) for path, content in contents.items()}
+    image = Image(sizes, [len(pack) for pack in packs], TIME, labels=labels_of(contents))
     made = bytearray()
 
     def write(offset: int, data: bytes) -> None:
@@ -130,6 +137,7 @@ def test_an_image_shows_every_file(tree: dict[str, list[Part]]) -> None:
         assert not shown[inode.size :].strip(b"\0"), "what follows the end of a file shows in maps"
         assert (inode.mode, inode.links) == (0o100444, 1)
         assert inode.mtime == divmod(TIME, 1_000_000_000)
+        assert inode.labels == labels_of(contents).get(path, {})
 
 
 @given(TREE)
@@ -147,6 +155,7 @@ def test_directories_hold_exactly_their_names(tree: dict[str, list[Part]]) -> No
         assert by_name.pop(b".") == (nid, 2)
         assert by_name.pop(b"..") == (parent, 2)
         assert reader.inode(nid).mode == 0o040555
+        assert reader.inode(nid).labels == {"mstore.snapshot": "abc"}
         for name, (child, kind) in by_name.items():
             path = f"{folder}/{name.decode()}".lstrip("/")
             if kind == 2:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mstore import fs
+from mstore import Store, fs
 from mstore.blocks.packs import open_pack
 from mstore.errors import Corrupt, StorageFailed, Unavailable
 from mstore.ids import PackId
@@ -28,17 +28,20 @@ from mstore.store.catalog import Catalog
 from mstore.store.leases import Lease
 from mstore.view import SnapshotView
 from mstore_fuse import mount_table, readahead
+from mstore_fuse.about import AboutStore
 from mstore_fuse.erofs import checking, kernel
 from mstore_fuse.erofs.image import CopiedPages, Image
 from mstore_fuse.erofs.mapping import Survey, page_map
 
-OPTIONS = ("ro", "directio")
-"""directio: the kernel reads packs straight into the pages of a mount's files, and caches once."""
+OPTIONS = ("directio",)
+"""The kernel reads packs straight into the pages of a mount's files, and caches once. The first
+kernels that mount from files do so always, and know no such option."""
 READ_AHEAD = 4 << 20
 """Bytes that the kernel reads ahead of a sequential reader."""
 
 _ATTEMPTS = 3
-_SPARE_FILES = 64
+_SPARE_FILES = 200
+"""What the catalog may open besides, to read records and what is copied."""
 _REASONS = {
     errno.ENODEV: "this kernel has no EROFS (modprobe erofs)",
     errno.ENOSYS: "this kernel is too old: kernel mounts need Linux 6.12",
@@ -68,6 +71,7 @@ def show(
     revision raise.
     """
     require_root()
+    _allow_files(0)
     catalog = Catalog.open(store)
     try:
         snapshot = catalog.resolve(revision)
@@ -79,7 +83,7 @@ def show(
                 checking.check(survey.raw_blocks(), packs, catalog.block_size)
             with _image_file(catalog, revision) as path:
                 sizes = {pack: os.fstat(fd).st_size for pack, fd in packs.items()}
-                _write(path, view, survey, sizes, everyone=everyone)
+                _write(path, view, survey, sizes, _labels(catalog, view), everyone=everyone)
                 _mount(path, list(packs.values()), mountpoint)
     finally:
         catalog.close()
@@ -122,15 +126,15 @@ def _open(catalog: Catalog, pack: PackId, opened: ExitStack) -> int:
 
 
 def _allow_files(count: int) -> None:
-    """Raise this process's limit of open files, if it has to open so many."""
+    """Raise this process's limit of open files, if it has to open so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = count + _SPARE_FILES
+    need = len(os.listdir("/proc/self/fd")) + count + _SPARE_FILES
     if soft == resource.RLIM_INFINITY or need <= soft:
         return
     if hard != resource.RLIM_INFINITY and need > hard:
         raise Unavailable(
-            f"the snapshot lies in {count} packs, and this process may open {hard} files",
-            hint="ulimit -Hn, or pin the snapshot raw",
+            f"mounting needs {need} open files, and this process may open {hard} files",
+            hint=f"ulimit -n {need}, or use driver fuse",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
@@ -158,10 +162,11 @@ def _write(
     view: SnapshotView,
     survey: Survey,
     packs: Mapping[PackId, int],
+    labels: Mapping[str, Mapping[str, str]],
     *,
     everyone: bool,
 ) -> None:
-    image = Image(view.files, list(packs.values()), view.time_ns, everyone=everyone)
+    image = Image(view.files, list(packs.values()), view.time_ns, everyone=everyone, labels=labels)
     devices = {pack: number for number, pack in enumerate(packs, 1)}
     file = fs.NewFile(path)
     try:
@@ -174,6 +179,17 @@ def _write(
             file.write_at(offset, data)
     finally:
         file.close()
+
+
+def _labels(catalog: Catalog, view: SnapshotView) -> dict[str, dict[str, str]]:
+    """Return the labels that a FUSE mount has: by path of a file, '' for directories."""
+    about = AboutStore(Store(catalog))
+    of_all = {"snapshot": str(view.id)}
+    found = {path: {**of_all, **about.labels(view, path)} for path in view.files} | {"": of_all}
+    return {
+        path: {f"mstore.{name}": value for name, value in each.items()}
+        for path, each in found.items()
+    }
 
 
 def _mount(image: Path, packs: list[int], mountpoint: Path) -> None:

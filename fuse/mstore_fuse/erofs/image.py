@@ -2,16 +2,19 @@
 
     block 0        superblock at 1024
     blocks         device table: one slot of 128 bytes a pack
-    meta_blkaddr   inodes (64 bytes) at nid * 32, a file's index behind its inode
+    meta_blkaddr   inodes (64 bytes) at nid * 32, behind each its labels, then a file's index
     ...            directories, a multiple of 4096 each
     data_block     copied pages, 4096 each
 
     index of a file, one entry of 8 bytes a page: 2 zero bytes, u16 device, u32 page number there.
     Device 0 is the image, device k the k-th pack; page number 2^32 - 1 is a page of zeros.
 
+    labels (extended attributes `user.NAME`): 12 zero bytes, then one entry each, a multiple of 4:
+    u8 length of the name, u8 1, u16 length of the value, name, value
+
 All integers are little-endian. The room of an index follows from the file's size alone, and nothing
-before it depends on packs: so inode numbers are a function of names and sizes, the same in every
-mount of a snapshot. The format: the kernel's fs/erofs/erofs_fs.h, Linux 6.12 and later.
+before it depends on packs: so inode numbers are a function of names, sizes and labels, the same in
+every mount of a snapshot. The format: the kernel's fs/erofs/erofs_fs.h, Linux 6.12 and later.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ _FLAT_PLAIN = 0 << 1
 _CHUNK_BASED = 4 << 1
 _WITH_DEVICES = 0x20
 _NAME_MAX = 255
+_LABELS_HEAD = bytes(12)
+_USER = 1
 _ZEROS = bytes(PAGE)
 _GATHERED = 1 << 20
 _DIRECTORY_TYPE = 2
@@ -88,6 +93,7 @@ class _Node:
     block: int = 0
     """of a directory: where its names begin"""
     names: bytes = b""
+    labels: bytes = b""
     inode_at: int = 0
 
 
@@ -95,7 +101,8 @@ class Image:
     """The image of one tree of files. The layout is fixed when it is made; maps come later.
 
     `files` maps relative POSIX paths to sizes, and `packs` are the sizes of the devices. everyone:
-    all users may read them, and not only their owner, root. Raises Corrupt if the paths form no
+    all users may read them, and not only their owner, root. labels: by path of a file, and '' for
+    directories, what else to say: `user.NAME`. Raises Corrupt if the paths form no
     tree, Unavailable if there are more packs or pages than the format has numbers for.
     """
 
@@ -106,6 +113,7 @@ class Image:
         time_ns: int,
         *,
         everyone: bool = True,
+        labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         if len(packs) > MAX_DEVICES or any(size // PAGE >= HOLE for size in packs):
             raise Unavailable(f"{len(packs)} packs are more than a kernel mount can have")
@@ -116,6 +124,12 @@ class Image:
         self._files: dict[str, _Node] = {}
         for path, size in files.items():
             self._files[path] = _insert(self._root, path, size)
+        for node in _walk(self._root):
+            if node.children is not None:
+                node.labels = _encoded((labels or {}).get("", {}))
+        for path, given in (labels or {}).items():
+            if path:
+                self._files[path].labels = _encoded(given)
         self._meta_block = 1 + -(-len(packs) * _SLOT_BYTES // PAGE)
         self._nodes = list(_walk(self._root))
         end = self._meta_block * PAGE
@@ -124,9 +138,9 @@ class Image:
             end += -end % _INODE_BYTES
             node.inode_at = end
             node.nid = (end - self._meta_block * PAGE) // _NID_BYTES
-            end += _INODE_BYTES
+            end += _INODE_BYTES + len(node.labels)
             if node.children is None:
-                end += -(-node.size // PAGE) * _INDEX.itemsize
+                end += -end % _INDEX.itemsize + -(-node.size // PAGE) * _INDEX.itemsize
         block = -(-end // PAGE)
         for node, parent in _with_parents(self._root, self._root):
             node.names = _directory(node, parent)
@@ -157,7 +171,7 @@ class Image:
         if not node.size:
             return node.inode_at, self._inode(node, _FLAT_PLAIN, 0)
         inode = self._inode(node, _CHUNK_BASED, _WITH_DEVICES)
-        return node.inode_at, inode + map.index()
+        return node.inode_at, inode + bytes(-len(inode) % _INDEX.itemsize) + map.index()
 
     def _superblock(self, blocks: int) -> bytes:
         return _SUPERBLOCK.pack(
@@ -191,9 +205,12 @@ class Image:
         if node.children is not None:
             # Whoever may read a directory may enter it.
             mode = stat.S_IFDIR | self._who | self._who >> 2
-        return _INODE.pack(
+        labels = 0
+        if node.labels:
+            labels = 1 + (len(node.labels) - len(_LABELS_HEAD)) // 4
+        fields = _INODE.pack(
             _EXTENDED | layout,
-            0,
+            labels,
             mode,
             0,
             node.size,
@@ -205,6 +222,17 @@ class Image:
             self._nanoseconds,
             1,  # also for directories, as in the FUSE mount
         )
+        return fields + node.labels
+
+
+def _encoded(labels: Mapping[str, str]) -> bytes:
+    """Return labels as they stand behind an inode; nothing for none."""
+    entries = []
+    for name, value in labels.items():
+        key, data = name.encode(), value.encode()
+        entry = struct.pack("<BBH", len(key), _USER, len(data)) + key + data
+        entries.append(entry + bytes(-len(entry) % 4))
+    return _LABELS_HEAD + b"".join(entries) if entries else b""
 
 
 def _insert(root: _Node, path: str, size: int) -> _Node:

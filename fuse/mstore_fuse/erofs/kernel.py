@@ -6,6 +6,7 @@ Not mount(2): its options end after a page, which is about sixty packs.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +35,8 @@ LONGEST_VALUE: Final = 255
 def mount(image: Path, packs: Sequence[int], mountpoint: Path, options: Sequence[str] = ()) -> None:
     """Mount the image, whose devices are these open files, at a directory.
 
-    The mount's source is the image's path, which must lead to it. Raises OSError with the kernel's
+    The mount's source is the image's path, which must lead to it. Options that the kernel does not
+    know are left out. Raises OSError with the kernel's
     own words, where it gives any.
     """
     with _opened(b"erofs") as context:
@@ -43,7 +45,11 @@ def mount(image: Path, packs: Sequence[int], mountpoint: Path, options: Sequence
             # By descriptor: it is the file that was checked, whatever has its name by now.
             _configure(context, _SET_STRING, "device", b"/proc/self/fd/%d" % descriptor)
         for option in options:
-            _configure(context, _SET_FLAG, option)
+            try:
+                _configure(context, _SET_FLAG, option)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
         _configure(context, _CREATE)
         made = _call(_FSMOUNT, context, _CLOEXEC, _ATTRIBUTES, context=context)
         try:
