@@ -11,12 +11,11 @@ import pytest
 from cli_runs import Program
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli_commands import lines_for, write_models
+from test_cli_commands import WITH_LINES, lines_for, write_models
 
 from mstore_cli.groups import Group, draw_groups
 from mstore_cli.output import Screen
 from mstore_cli.tables import lay_out, wrapped
-from mstore_cli.verbs import VERBS
 
 WIDTHS = (40, 60)
 RUN = "llama-3.1-8b-instruct/tuned-on-{}-2026-11/run-1"
@@ -34,7 +33,7 @@ MORE = {
     "shares": ["du", MATH, CODE],
     "files": ["diff", "tiny/base", "tiny/merged"],
 }
-VERBS_WITH_OUTPUT = [verb for verb in VERBS if verb not in {"cat", "mount", "unmount", "mounts"}]
+VERBS_WITH_OUTPUT = [verb for verb in WITH_LINES if verb != "mounts"]
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,27 @@ def test_a_second_signal_ends_it_at_once(store: Program) -> None:
         assert "Traceback" not in err
 
 
+def test_a_signal_that_is_ignored(store: Program) -> None:
+    """A server that was started with SIGHUP ignored, as by nohup, goes on after it."""
+    line = f"trap '' HUP; exec '{sys.executable}' -m mstore_cli --store '{store.store}'"
+    process = subprocess.Popen(
+        ["sh", "-c", f"{line} serve --port 0 -q"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    process.send_signal(signal.SIGHUP)
+    with urlopen(f"{url}refs", timeout=120) as answer:
+        assert answer.status == 200
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+
+
 def test_a_quiet_server(store: Program) -> None:
     """With -q only the address is printed, and no request."""
     line = ["--store", str(store.store), "serve", "--port", "0", "-q"]

@@ -755,6 +755,24 @@ def test_failures_tell_nothing_of_the_machine(
 # -- programs ----------------------------------------------------------------------------------
 
 
+def test_long_documents_delay_no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While many clients wait for long documents, files are found and sent."""
+    with served(root / "store") as server:
+        go_on = threading.Event()
+        whole = Store.tensors
+
+        def waits(self: Store, revision: Any) -> Any:
+            assert go_on.wait(120)
+            return whole(self, revision)
+
+        monkeypatch.setattr(Store, "tensors", waits)
+        with ThreadPoolExecutor(16) as pool:
+            slow = [pool.submit(server.ask, f"{of(server)}/tensors/") for _ in range(16)]
+            assert server.ask(f"{of(server)}/files/noise.dat").status == 200
+            go_on.set()
+            assert all(one.result().status == 200 for one in slow)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl_resumes(server: Served, root: Path, tmp_path: Path) -> None:
     """Four curls at once, each stopped and resumed, end with the whole file."""

@@ -70,6 +70,11 @@ class Files:
     place: Place
     path: str | None
 
+    @property
+    def is_all(self) -> bool:
+        """Whether it is no single file."""
+        return self.path is None or not self.path or self.path.endswith("/")
+
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
@@ -77,6 +82,11 @@ class Tensors:
 
     place: Place
     name: str
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is no single tensor."""
+        return not self.name
 
 
 Address = Root | Refs | Snapshots | Snapshot | Files | Tensors

@@ -126,7 +126,8 @@ class App:
             raise _refusal(404, "not-found", "no such address")
         as_page = _accepts_page(headers.get("accept", ""))
         find = partial(self._showing.find, address, scope["raw_path"], as_page=as_page)
-        shown = await self._threads.look_up(find)
+        is_file = isinstance(address, addresses.Files | addresses.Tensors) and not address.is_all
+        shown = await (self._threads.look_up if is_file else self._threads.tell)(find)
         if isinstance(shown, Elsewhere):
             told = (("Location", shown.location), ("Cache-Control", "no-cache"))
             await _send_bytes(scope, answer, 307, b"", told)

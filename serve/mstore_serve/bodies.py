@@ -5,9 +5,9 @@ was read meanwhile. Nothing is read for a client that has no room. What is decod
 lies in the store's cache of blocks, which has a limit of its own and which all answers share; the
 more of them, the less far ahead each is read.
 
-**Threads.** Looking up, reading and computing have threads of their own, so that a merge that is
-computed on read delays no plain file, and no read delays the answer that something is not there. A
-thread serves a piece, never a client.
+**Threads.** Looking up, making documents, reading and computing have threads of their own. So a
+merge that is computed on read delays no plain file, and neither reads nor long documents delay the
+answer that something is not there. A thread serves a piece, never a client.
 
 **Errors.** The first piece is read before the status is sent, so what fails there is an error of
 the request. What fails later ends the answer before its announced length, with the connection: no
@@ -41,23 +41,29 @@ _AHEAD_OF_ALL: Final = 32 << 20
 """Half of the store's cache of blocks: what is decoded ahead must not displace itself."""
 
 _LOOKING: Final = 4
+_TELLING: Final = 2
 _COMPUTING: Final = 4
 
 T = TypeVar("T")
 
 
 class Threads:
-    """The threads of a server: those that look up, those that read, and those that compute."""
+    """The threads of a server: those that look up, make documents, read, and compute."""
 
     def __init__(self) -> None:
         readers = max(4, 2 * len(os.sched_getaffinity(0)))
         self._looking = ThreadPoolExecutor(_LOOKING, "look-up")
+        self._telling = ThreadPoolExecutor(_TELLING, "tell")
         self._reading = ThreadPoolExecutor(readers, "read")
         self._computing = ThreadPoolExecutor(_COMPUTING, "compute")
 
     def look_up(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call that reads the index."""
         return asyncio.get_running_loop().run_in_executor(self._looking, call)
+
+    def tell(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Start a call that makes a document, which may have to read thousands of records."""
+        return asyncio.get_running_loop().run_in_executor(self._telling, call)
 
     def read(self, source: Source, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call that reads or computes blocks."""
@@ -70,7 +76,7 @@ class Threads:
 
     def close(self) -> None:
         """Wait for the calls that have begun; drop those of reads that have not."""
-        for pool in (self._reading, self._computing):
+        for pool in (self._telling, self._reading, self._computing):
             pool.shutdown(cancel_futures=True)
         self._looking.shutdown()
 

@@ -55,6 +55,7 @@ def written(path: Path | None, *, requests: bool) -> Iterator[None]:
     sender = _Sender(lines)
     sender.addFilter(_is_told)
     loggers = [logging.getLogger(name) for name in ("mstore_serve", "uvicorn.error")]
+    before = [(one.propagate, one.level) for one in loggers]
     for one in loggers:
         one.addHandler(sender)
         one.propagate = False
@@ -63,8 +64,10 @@ def written(path: Path | None, *, requests: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in loggers:
+        for one, (propagate, level) in zip(loggers, before, strict=True):
             one.removeHandler(sender)
+            one.propagate = propagate
+            one.setLevel(level)
         with suppress(queue.Full):
             lines.put_nowait(None)
         writer.join(_ENDS_WITHIN)

@@ -149,7 +149,9 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._heard) for number in _SIGNALS}
+        # What started this may have it ignore a signal, as nohup does.
+        heeded = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._heard) for number in heeded}
         try:
             yield
         finally:
