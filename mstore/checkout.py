@@ -24,6 +24,7 @@ from threading import Lock, local
 
 from mstore import fs
 from mstore.ahead import in_order
+from mstore.block_cache import BlockCache, Computing, Extent
 from mstore.checkpoint.paths import check_case_twins, check_relative
 from mstore.errors import BadRequest, NotFound
 from mstore.ids import BlockId, SnapshotId
@@ -31,7 +32,7 @@ from mstore.phrases import call
 from mstore.progress import Progress, ProgressCallback
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-from mstore.view import BlockCache, Computing, Extent, SnapshotView
+from mstore.view import SnapshotView
 
 PIECE_BYTES = 2 << 20
 """Large enough to be worth handing to a thread, small enough to give every thread one."""
@@ -66,7 +67,7 @@ def checkout(
 ) -> CheckoutReport:
     """Write every file of a snapshot below `directory`, which must be missing or empty.
 
-    Pins the snapshot meanwhile. `computing` returns what computes the blocks of a virtual snapshot.
+    Holds the snapshot meanwhile. `computing` returns what computes blocks of a virtual snapshot.
     shared: allow a parent directory in which others can rename. only: write the files whose paths
     match one of these patterns (`*` also matches `/`); empty means all files. Raises NotFound for a
     pattern that matches no file, BadRequest, BadCheckpoint, Conflict, Corrupt, StorageFailed; an

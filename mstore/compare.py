@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from mstore import fs
+from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.directory import DEFAULT_LIMITS, SAFETENSORS_SUFFIX, CheckpointLimits
 from mstore.checkpoint.exclusion import Exclusion
 from mstore.checkpoint.header import Header, TensorSlot, read_header
@@ -32,7 +33,7 @@ from mstore.objects.tensor import BYTES, Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.progress import Progress, ProgressCallback
 from mstore.store.catalog import Catalog
-from mstore.view import BlockCache, Computing, tensor_blocks
+from mstore.view import tensor_blocks
 
 _Place = tuple[str, int, int]
 """File, first byte, number of bytes."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mstore.block_cache import BlockCache, Computing
 from mstore.checkpoint.dtypes import DTYPES
 from mstore.errors import Incompatible
 from mstore.ids import BlockId, Buffer, SnapshotId, TensorId
@@ -25,7 +26,7 @@ from mstore.objects.manifest import File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.store.catalog import Catalog
-from mstore.view import BlockCache, Computing, array_dtype, tensor_blocks
+from mstore.view import array_dtype, tensor_blocks
 
 _AHEAD = 4
 _TOGETHER = 256

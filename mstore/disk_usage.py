@@ -167,7 +167,7 @@ class History:
     """Snapshots, their parents, and the refs that name them: all that decides what is kept.
 
     names: refs in order. tips: the snapshot of each. starts: for each ref, what it and its reflog
-    name. held: what only reflogs of removed refs, or pins, name. logged: what any reflog names.
+    name. held: what only reflogs of removed refs, or holds, name. logged: what any reflog names.
     pruned: snapshots whose contents are kept only if they are named directly.
     """
 
@@ -205,7 +205,7 @@ class History:
         """Return which refs keep each snapshot's contents; the bit after the last ref is `held`."""
         direct: dict[SnapshotId, Owners] = defaultdict(int)
         for number, starts in enumerate((*self.starts, self.held)):
-            # A reflog or a pin may name a snapshot that is gone already.
+            # A reflog or a hold may name a snapshot that is gone already.
             for id in starts & self.records.keys():
                 direct[id] |= 1 << number
         reached: dict[SnapshotId, Owners] = defaultdict(int, direct)
@@ -278,7 +278,7 @@ def needed(
             contents = catalog.manifest_if_there(own)
             plain[id] = 0 if contents is None else contents.plain_bytes()
         elif id in history.pruned:
-            # The contents of a snapshot that only a reflog or a pin names may have been collected.
+            # The contents of a snapshot that only a reflog or a hold names may have been collected.
             parts = _parts(catalog, own)
             if not all(_is_stored(inventory, tensor) for tensor in parts):
                 continue

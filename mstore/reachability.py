@@ -1,6 +1,6 @@
 """Reachability: from names to snapshots, records and blocks.
 
-    roots      refs, reflog moves of the last days, pins of live processes
+    roots      refs, reflog moves of the last days, holds of live processes
     snapshot   keeps its contents, and all its ancestors over every parent role (as in git)
     missing    a parent that is not stored any more ends the history there; a ref's must be stored
     pruned     keeps its record, manifest, plan and coverage; its contents only if a root names it
@@ -60,7 +60,7 @@ def is_recent(time_ns: int, since_ns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, pins) may be gone."""
+    """What keeps snapshots: `refs` must be stored, `loose` ones (reflog, holds) may be gone."""
 
     refs: frozenset[SnapshotId]
     loose: frozenset[SnapshotId]
@@ -75,7 +75,7 @@ class Roots:
         """
         index = catalog.index
         named = {ref.snapshot_id() for _, ref in refs.walk(index, transaction)}
-        loose = leases.pins(catalog.layout)
+        loose = leases.holds(catalog.layout)
         for _, move in refs.walk_reflogs(index, transaction):
             if is_recent(move.time_ns, since_ns):
                 loose.update(SnapshotId(id) for id in (move.old, move.new) if id is not None)

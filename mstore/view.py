@@ -1,57 +1,39 @@
 """The snapshot view: one snapshot as read-only files and as tensors.
 
-A read is arithmetic over the manifest: offset -> part -> block. Blocks are checked against their
-ids when first read and kept decoded in a bounded cache, so neighbouring small reads cost one block
-read. Nothing is ever written. Safe for any number of threads.
-
-A block of a virtual tensor lies in no pack: the cache has it computed on first access by the
-`Computing` that it was given, and keeps it like any other. This module does not own how blocks are
-computed.
+A read is arithmetic over the manifest: offset -> part -> block. The bytes of blocks come from
+`block_cache`, which checks them. Nothing is ever written. Safe for any number of threads.
 """
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
-from mstore.blocks.codecs import Codec
+from mstore.block_cache import (
+    BlockCache,
+    Extent,
+    Group,
+    VirtualBlock,
+    begin_group,
+    misplaced,
+)
 from mstore.blocks.location import Location
-from mstore.blocks.packs import NO_BASE, PackGone
+from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
-from mstore.errors import BadRequest, Corrupt, Incompatible, NotFound
-from mstore.ids import BlockId, Buffer, ManifestId, SnapshotId, TensorId, VirtualId
+from mstore.errors import Incompatible, NotFound
+from mstore.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
 from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call, phrase
 from mstore.store import contents
 from mstore.store.catalog import Catalog
-
-CACHE_BYTES = 64 << 20
-
-
-class VirtualBlock(NamedTuple):
-    """Block `number` of a virtual tensor; it has no BlockId until it is computed."""
-
-    tensor: VirtualId
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A piece of a file within one block: `length` bytes from `start` of the block."""
-
-    block: BlockId | VirtualBlock
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,201 +49,6 @@ class PhysicalExtent:
     length: int
     start: int
     location: Location | None
-
-
-class Computing(Protocol):
-    """Computes blocks of virtual tensors. Thread-safe.
-
-    Blocks come in groups: a whole group costs as much as one of its blocks.
-    """
-
-    @property
-    def ahead(self) -> int:
-        """How many groups a sequential reader should request ahead."""
-        ...
-
-    def place(self, block: VirtualBlock) -> BlockId | None:
-        """Return the stored block that this one is known to equal, if any, without computing."""
-        ...
-
-    def group(self, block: VirtualBlock) -> range:
-        """Return the numbers of the blocks that are computed together with this one."""
-        ...
-
-    def submit(self, tensor: VirtualId, group: range) -> Future[list[Buffer]]:
-        """Start computing a group.
-
-        The future gives its blocks in order, or raises Corrupt, BudgetExceeded, StorageFailed.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Blocks of a virtual tensor that are being computed."""
-
-    tensor: VirtualId
-    numbers: range
-    blocks: Future[list[Buffer]]
-
-    def holds(self, block: VirtualBlock) -> bool:
-        return block.tensor == self.tensor and block.number in self.numbers
-
-    def block(self, block: VirtualBlock) -> Buffer:
-        """Wait for a block and return it."""
-        return self.blocks.result()[block.number - self.numbers.start]
-
-
-class BlockCache:
-    """A cache of decoded blocks with LRU eviction, bounded in bytes.
-
-    A block that several threads ask for at once is read and decoded by the first of them.
-    `prepare` has blocks read and decoded by other threads, before they are asked for.
-    Remembers which raw blocks were checked. After such a block is evicted, a part of it can be read
-    from its pack without reading and hashing the whole block again (once a session). `computing`
-    returns what computes virtual blocks; it is called when the first one is requested.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        limit: int = CACHE_BYTES,
-        computing: Callable[[], Computing] | None = None,
-    ) -> None:
-        self._catalog = catalog
-        self._limit = limit
-        self._computing = computing
-        self._lock = Lock()
-        self._blocks: OrderedDict[BlockId | VirtualBlock, Buffer] = OrderedDict()
-        self._bytes = 0
-        self._checked: dict[BlockId, Location] = {}
-        self._under_way: dict[VirtualBlock, _Group] = {}
-        self._filling: dict[BlockId, Future[Buffer]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-
-    @property
-    def computing(self) -> Computing:
-        """What computes virtual blocks. Raises BadRequest if there is nothing that does."""
-        if self._computing is None:
-            raise BadRequest("a virtual tensor has no bytes here", hint=call("materialize", "REF"))
-        return self._computing()
-
-    def read(self, extent: Extent) -> Buffer:
-        """Return the bytes of an extent. Raises Corrupt naming the block."""
-        block = extent.block
-        with self._lock:
-            data = self._blocks.get(block)
-            if data is not None:
-                self._blocks.move_to_end(block)
-            checked = None if isinstance(block, VirtualBlock) else self._checked.get(block)
-        if data is None and checked is not None and not isinstance(block, VirtualBlock):
-            offset = checked.offset + extent.start
-            try:
-                return self._catalog.packs.read(checked.pack, offset, extent.length)
-            except PackGone:
-                with self._lock:
-                    self._checked.pop(block, None)
-        if data is None and isinstance(block, VirtualBlock):
-            begun = self.begin(block)
-            data = begun.block(block) if isinstance(begun, _Group) else begun
-        elif data is None:
-            assert not isinstance(block, VirtualBlock)
-            data = self._fill(block)
-        return piece_of(data, extent)
-
-    def _fill(self, block: BlockId) -> Buffer:
-        with self._lock:
-            # Look again under the lock: it may have arrived since the reader missed it.
-            data = self._blocks.get(block)
-            if data is not None:
-                return data
-            filling = self._filling.get(block)
-            if filling is None:
-                own = self._filling[block] = Future()
-        if filling is not None:
-            return filling.result()
-        try:
-            location = self._catalog.locate([block])[0]
-            data = self._catalog.read_block(block, location)
-        except BaseException as error:
-            with self._lock:
-                del self._filling[block]
-            # Only current waiters see a failure; later readers retry.
-            own.set_exception(error)
-            raise
-        with self._lock:
-            self._keep(block, data)
-            if location.codec == Codec.RAW:
-                self._checked[block] = location
-            del self._filling[block]
-        own.set_result(data)
-        return data
-
-    def prepare(self, blocks: Iterable[BlockId]) -> None:
-        """Have blocks read, decoded and checked by other threads; a hint that never raises.
-
-        A block that none of them has begun is read by whoever needs it first.
-        """
-        with self._lock:
-            # Those that were checked and evicted are read in parts, which is cheap.
-            known = (self._blocks, self._filling, self._checked)
-            missing = [one for one in blocks if not any(one in each for each in known)]
-            if missing and self._pool is None:
-                self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode")
-            pool = self._pool
-        if pool is not None:
-            for block in missing:
-                pool.submit(self._fill, block)
-
-    def _keep(self, block: BlockId | VirtualBlock, data: Buffer) -> None:
-        if block not in self._blocks:
-            self._blocks[block] = data
-            self._bytes += len(data)
-        while self._bytes > self._limit and len(self._blocks) > 1:
-            _, old = self._blocks.popitem(last=False)
-            self._bytes -= len(old)
-
-    def begin(self, block: VirtualBlock) -> _Group | Buffer:
-        """Return a virtual block if it is cached; else the group that computes it.
-
-        Starts computing the group unless that has begun.
-        """
-        computing = self.computing
-        numbers = computing.group(block)
-        key = VirtualBlock(block.tensor, numbers.start)
-        with self._lock:
-            # Look again under the lock: it may have arrived since the reader missed it.
-            known = self._blocks.get(block) or self._under_way.get(key)
-            if known is not None:
-                return known
-            group = self._under_way[key] = _begin(computing, block)
-        group.blocks.add_done_callback(lambda done: self._computed(key, numbers, done))
-        return group
-
-    def _computed(self, key: VirtualBlock, numbers: range, done: Future[list[Buffer]]) -> None:
-        with self._lock:
-            self._under_way.pop(key, None)
-            # Only current waiters see a failure; later readers retry.
-            if not done.cancelled() and done.exception() is None:
-                for number, data in zip(numbers, done.result(), strict=True):
-                    self._keep(VirtualBlock(key.tensor, number), data)
-
-
-def piece_of(data: Buffer, extent: Extent) -> Buffer:
-    """Return the part of a block that an extent names. Raises Corrupt if the block is too short."""
-    if extent.start == 0 and extent.length == len(data):
-        return data
-    if extent.start + extent.length > len(data):
-        raise _misplaced(extent.block)
-    return memoryview(data)[extent.start : extent.start + extent.length]
-
-
-def _misplaced(block: BlockId | VirtualBlock) -> Corrupt:
-    what = "the block is not as long as its place in the file"
-    if isinstance(block, VirtualBlock):
-        where = f"virtual tensor {block.tensor}, block {block.number}"
-        return Corrupt(what, where=where)
-    return Corrupt(what, where=f"block {block}", block=block)
 
 
 def tensor_blocks(catalog: Catalog, cache: BlockCache, id: TensorId) -> Iterator[Buffer]:
@@ -293,14 +80,14 @@ def _whole_blocks(
 ) -> Iterator[Buffer]:
     """Yield the bytes of whole-block extents; starts virtual blocks a few ahead."""
     ahead = 0
-    waiting: deque[tuple[Extent, _Group | None]] = deque()
-    last: _Group | None = None
+    waiting: deque[tuple[Extent, Group | None]] = deque()
+    last: Group | None = None
     try:
         for extent in extents:
             group = None
             if isinstance(extent.block, VirtualBlock):
                 if last is None or not last.holds(extent.block):
-                    last = _begin(cache.computing, extent.block)
+                    last = begin_group(cache.computing, extent.block)
                     ahead = cache.computing.ahead
                 group = last
             waiting.append((extent, group))
@@ -314,19 +101,14 @@ def _whole_blocks(
                 group.blocks.cancel()
 
 
-def _begin(computing: Computing, block: VirtualBlock) -> _Group:
-    numbers = computing.group(block)
-    return _Group(block.tensor, numbers, computing.submit(block.tensor, numbers))
-
-
-def _whole(catalog: Catalog, extent: Extent, group: _Group | None) -> Buffer:
+def _whole(catalog: Catalog, extent: Extent, group: Group | None) -> Buffer:
     if isinstance(extent.block, VirtualBlock):
         assert group is not None
         data = group.block(extent.block)
     else:
         data = catalog.read_block(extent.block)
     if len(data) != extent.length:
-        raise _misplaced(extent.block)
+        raise misplaced(extent.block)
     return data
 
 
@@ -385,6 +167,29 @@ class SnapshotView:
         """Raise NotFound unless the snapshot has this file."""
         self._opened(path)
 
+    def stored_bytes(self, path: str) -> int:
+        """Return the bytes at rest of the file's blocks, each counted once.
+
+        A block that other files share counts in full, and a base of differences does not; blocks
+        of virtual tensors take none. Raises NotFound and Corrupt.
+        """
+        blocks: set[bytes] = set()
+        for part in self._opened(path).file.parts:
+            if not part.nbytes:
+                continue
+            content = self._catalog.content(part.tensor_id())
+            if isinstance(content, Tensor):
+                blocks.update(content.block_ids())
+        return int(self._catalog.stored_lengths(list(blocks)).sum()) if blocks else 0
+
+    def content_id(self, path: str) -> bytes:
+        """Return 32 bytes that name the file's content: files with equal ids are equal.
+
+        It is the BLAKE3 of the ids of the file's parts, in order. Raises NotFound.
+        """
+        parts = self._opened(path).file.parts
+        return blake3(b"".join(bytes(part.tensor_id()) for part in parts)).digest()
+
     def extents(self, path: str, offset: int, size: int) -> Iterator[Extent]:
         """Yield the pieces of `size` bytes of a file from `offset`, clipped at the file's end."""
         opened = self._opened(path)
@@ -404,8 +209,8 @@ class SnapshotView:
     ) -> list[PhysicalExtent]:
         """Return where the pieces of `extents` lie; without `size`, up to the end of the file.
 
-        Valid until the packs are collected: hold a lease or a pin while you read there. Raises
-        NotFound, and Corrupt for a block that is not stored.
+        Valid until the packs are collected: take a lease, or hold the snapshot, while you read
+        there. Raises NotFound, and Corrupt for a block that is not stored.
         """
         length = self._opened(path).file.size if size is None else size
         return self._located(list(self.extents(path, offset, length)), offset)
@@ -432,6 +237,16 @@ class SnapshotView:
             return bytes(pieces[0])
         return b"".join(pieces)
 
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        """Fill `target` from `offset` of a file, and return how many bytes were filled.
+
+        Fewer than `target` has only at the end of the file. Raises as `read`.
+        """
+        size = max(0, min(len(target), self._opened(path).file.size - offset))
+        with contents.or_collected(self._catalog, [self.id]):
+            self._cache.read_into(self.extents(path, offset, size), target)
+        return size
+
     def stream(self, path: str) -> Iterator[Buffer]:
         """Yield the whole file block by block, bypassing the cache.
 
@@ -444,6 +259,18 @@ class SnapshotView:
         with contents.or_collected(self._catalog, [self.id]):
             yield from blocks
 
+    def continues_to(self, path: str, offset: int, size: int) -> int:
+        """Return where the tensor ends that begins in these bytes and goes on after them.
+
+        The end of these bytes if there is none. A tensor is mostly read from its begin to its end.
+        """
+        starts = self._opened(path).starts
+        end = offset + size
+        number = bisect_right(starts, end - 1) - 1
+        if starts[number] < offset or number + 1 == len(starts):
+            return end
+        return max(end, starts[number + 1])
+
     def prefetch(self, path: str, offset: int, size: int) -> None:
         """Read ahead of the reader; a hint that never raises.
 
@@ -452,30 +279,16 @@ class SnapshotView:
         """
         if path not in self._files:
             return
-        found = list(self.extents(path, offset, size))
-        stored = [one.block for one in found if isinstance(one.block, BlockId)]
-        for logical in found:
-            if isinstance(logical.block, VirtualBlock):
-                self._cache.begin(logical.block)
-        bases = []
-        for extent in self._located(found, offset):
-            location = extent.location
-            if location is None:
-                continue
-            if location.codec == Codec.RAW:
-                start = location.offset + extent.start
-                self._catalog.packs.will_need(location.pack, start, extent.length)
-            else:
-                self._will_need(location)
-            if location.base != NO_BASE:
-                bases.append(BlockId(location.base))
-        for location in self._catalog.locate(bases):
-            self._will_need(location)
-        self._cache.prepare(stored)
-
-    def _will_need(self, location: Location) -> None:
-        packs = self._catalog.packs
-        packs.will_need(location.pack, location.offset, location.stored_length)
+        extents = list(self.extents(path, offset, size))
+        stored = {one.block: None for one in extents if not isinstance(one.block, VirtualBlock)}
+        for one in extents:
+            if isinstance(one.block, VirtualBlock):
+                self._cache.begin(one.block)
+        places = self._catalog.locate(stored)
+        bases = [BlockId(one.base) for one in places if one.base != NO_BASE]
+        for pack, start, length in _runs([*places, *self._catalog.locate(bases)]):
+            self._catalog.packs.will_need(pack, start, length)
+        self._cache.prepare(zip(stored, places, strict=True))
 
     def tensor_files(self) -> list[str]:
         """Return the paths of the safetensors files."""
@@ -549,6 +362,20 @@ class SnapshotView:
                     blocks[number], location, target[done : done + length]
                 )
                 done += length
+
+
+def _runs(places: Iterable[Location]) -> Iterator[tuple[PackId, int, int]]:
+    """Yield pack, offset and length of payloads, those that follow each other as one."""
+    run: tuple[PackId, int, int] | None = None
+    for place in places:
+        if run is not None and (place.pack, place.offset) == (run[0], run[1] + run[2]):
+            run = (run[0], run[1], run[2] + place.stored_length)
+            continue
+        if run is not None:
+            yield run
+        run = (place.pack, place.offset, place.stored_length)
+    if run is not None:
+        yield run
 
 
 _NUMPY = {

@@ -423,11 +423,11 @@ def test_the_snapshot_is_pinned_while_it_is_copied(store: Store, tmp_path: Path)
     held: list[set[SnapshotId]] = []
 
     def look(tick: Progress) -> None:
-        held.append(leases.pins(store._catalog.layout))
+        held.append(leases.holds(store._catalog.layout))
 
     store.checkout("odd", tmp_path / "out", progress=look)
     assert {frozenset(one) for one in held} == {frozenset([store["odd"].id])}
-    assert leases.pins(store._catalog.layout) == set()
+    assert leases.holds(store._catalog.layout) == set()
 
 
 def test_only_what_matches(store: Store, odd: Path, tmp_path: Path) -> None:

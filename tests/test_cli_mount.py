@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from checkpoints import write_safetensors
 from cli_runs import Program
 
 from mstore.errors import Unavailable
+from mstore_cli import systemd
 from mstore_cli.keys import DOCUMENTS, keys_of
 from mstore_fuse.mounts import MountInfo, require_fuse
 
@@ -90,7 +92,7 @@ def test_a_dead_mount_is_told_with_its_remedy(store: Program, directory: Path) -
         time.sleep(0.1)
     assert (told["alive"], told["pid"], told["user"]) == (False, None, os.geteuid())
     shown = store.succeed("mounts").lines
-    assert any(line.startswith(str(directory)) and line.endswith("dead") for line in shown)
+    assert any(line.startswith(str(directory)) and line.endswith("stale") for line in shown)
     assert f"  {remedy}" in shown
     store.succeed(*remedy.split()[1:])
     assert not os.path.ismount(directory)
@@ -177,3 +179,101 @@ def test_without_fuse(store: Program, tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.status == 1
     assert done.out == ""
     assert " checkout REF DIR" in done.err
+
+
+@needs_fuse
+def test_options_of_mount(store: Program, directory: Path, tmp_path: Path) -> None:
+    """The options reach the mount, and mistakes in them are told in the words of the command."""
+    log = tmp_path / "log"
+    line = ("mount", "tiny", directory, "--log", log, "--cache", "8MiB", "--verify", "always")
+    said = store.succeed(*line, "--follow", "--show-meta").lines
+    assert any("--safetensors-load-strategy=prefetch" in text for text in said)
+    assert ".mstore" in os.listdir(directory)
+    assert os.getxattr(directory, "user.mstore.ref") == b"tiny"
+    assert "serving tiny" in log.read_text()
+    store.succeed("unmount", directory)
+    for given, told in [
+        (["--cache", "much"], "--cache"),
+        (["--verify", "never"], "--verify"),
+        (["--log", tmp_path / "no" / "log"], "cannot be written"),
+    ]:
+        done = store("mount", "tiny", directory, *given)
+        assert (done.status, done.out) == (1, "")
+        assert told in done.err
+    snapshot = store.succeed("show", "tiny", "-q").lines[0]
+    done = store("mount", snapshot, directory, "--follow")
+    assert done.status == 1
+    assert "--follow" in done.err
+    assert "mstore" in done.err
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
+def test_a_stale_mount_is_cleared_by_the_next(store: Program, directory: Path) -> None:
+    """`mount` where a mount crashed clears it and says so."""
+    serving = store.succeed("mount", "tiny", directory, "--json").document
+    os.kill(serving["pid"], signal.SIGKILL)
+    for _ in range(600):
+        if not Path(f"/proc/{serving['pid']}/cmdline").exists():
+            break
+        time.sleep(0.1)
+    assert store.succeed("mount", "tiny", directory).lines[0].startswith("cleared a stale mount")
+    assert (directory / "model.safetensors").stat().st_size > 300_000
+    store.succeed("unmount", directory)
+    assert not os.path.ismount(directory)
+
+
+@needs_fuse
+def test_unmount_all(store: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--all ends every mount and tells each; one in use is told with what to type, exit 1."""
+    module = import_module("mstore_fuse.mounts")
+    listed = module.mounts
+
+    def ours(user: int | None = None) -> list[MountInfo]:
+        # Other tests have mounts, too.
+        return [one for one in listed(user) if one.mountpoint.is_relative_to(tmp_path)]
+
+    monkeypatch.setattr(module, "mounts", ours)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for place in (one, two):
+        place.mkdir()
+        store.succeed("mount", "tiny", place)
+    with (one / "model.safetensors").open("rb"):
+        done = store("unmount", "--all", "--json")
+        assert done.status == 1
+        assert done.document == {"unmounted": [str(two)], "failed": [str(one)]}
+        assert list(done.document) == [key.name for key in DOCUMENTS["unmount --all"]]
+        assert f"mstore unmount {one} --lazy" in done.err
+        assert store.succeed("unmount", "--all", "--lazy").lines == [f"unmounted {one}"]
+    assert store.succeed("unmount", "--all").lines == ["nothing is mounted"]
+
+
+@pytest.mark.parametrize("given", [[], ["--all", "DIR"]])
+def test_unmount_needs_one_of_both(store: Program, given: list[str]) -> None:
+    """A directory, or --all: neither and both are wrong usage."""
+    assert store("unmount", *given).status == 2
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told(abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """READY=1 goes to the socket that systemd names, and a socket that is gone is no error."""
+    name = f"\0mstore-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(name)
+        monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
+        systemd.notify_ready()
+        assert heard.recv(100) == b"READY=1\n"
+    systemd.notify_ready()
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    systemd.notify_ready()
+
+
+@needs_fuse
+def test_systemd_is_told_when_the_mount_answers(
+    store: Program, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message comes when the mount answers, not before."""
+    told: list[bool] = []
+    monkeypatch.setattr(systemd, "notify_ready", lambda: told.append(os.path.ismount(directory)))
+    store.succeed("mount", "tiny", directory)
+    assert told == [True]

@@ -22,7 +22,7 @@ from mstore.checkout import checkout
 from mstore.errors import Conflict, Corrupt, MstoreError, NotFound, StorageFailed
 from mstore.gc.collect import Collector, Limits
 from mstore.gc.survey import DEAD_SHARE, uses
-from mstore.ids import SnapshotId
+from mstore.ids import PackId, SnapshotId
 from mstore.objects.snapshot import PREVIOUS, Parent, SnapshotRecord
 from mstore.reachability import Inventory, Reach, Roots
 from mstore.reports import GcReport
@@ -178,19 +178,19 @@ def test_pack_numbers_are_never_used_twice(store: Store, tmp_path: Path) -> None
 
 
 def test_a_pin_keeps_a_snapshot(store: Store, tmp_path: Path) -> None:
-    """What a live process has pinned stays; released, it goes."""
+    """What a live process holds stays; released, it goes."""
     snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
     before = files(tmp_path / "in")
     store.remove("a")
-    pin = store.pin(snapshot)
+    held = store.hold(snapshot)
     assert changes(store.gc()) == NOTHING
     assert contents(store, snapshot) == before
-    pin.release()
+    held.release()
     assert store.gc().snapshots_dropped == (snapshot,)
 
 
 def test_a_pin_of_a_dead_process_keeps_nothing(store: Store, tmp_path: Path) -> None:
-    """The file of a pin that nobody holds is garbage."""
+    """The file of a hold whose process is gone is garbage."""
     snapshot = store.add(write(tmp_path / "in", 1), name="a").snapshot
     store.remove("a")
     (store.path / "tmp" / f"{'0' * 16}.{snapshot}.pin").touch()
@@ -434,6 +434,32 @@ def test_a_reader_of_what_went_is_told_so(store: Store, tmp_path: Path) -> None:
             checkout(store._catalog, view.id, tmp_path / "out", threads=1)
     with pytest.raises(Corrupt, match="does not have this block"):
         views[2].read("model.safetensors", 0, WIDTH)
+
+
+def test_a_reader_follows_blocks_that_moved(store: Store, tmp_path: Path) -> None:
+    """A view that has checked raw blocks reads them where gc has moved them to."""
+    store.configure("codec", "raw")
+    store.add(write(tmp_path / "in", 1), name="a")
+    store.add(write(tmp_path / "in", 1, 2), name="b")
+    view = store.view("b")
+
+    def packs() -> set[PackId]:
+        found = view.physical_extents("model.safetensors")
+        return {one.location.pack for one in found if one.location is not None}
+
+    before = packs()
+    wanted = view.read("model.safetensors", 0, 5 * WIDTH)
+    store.remove("a")
+    with Store.open(store.path) as other:
+        other.gc(dead_share=0, reflog_days=0)
+    assert before - packs()
+    for pack in before - packs():
+        # gc itself waits for this store, which may be reading there.
+        store._catalog.packs.path(pack).unlink(missing_ok=True)
+    found = bytearray(len(wanted))
+    assert view.read_into("model.safetensors", 0, memoryview(found)) == len(wanted)
+    assert found == wanted
+    assert view.read("model.safetensors", 0, 5 * WIDTH) == wanted
 
 
 def test_a_child_of_a_collected_parent_is_refused(store: Store, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_a_pin_lives_as_long_as_its_owner(catalog: Catalog) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
         "from mstore.store import layout, leases; from mstore.ids import SnapshotId\n"
-        "pin = leases.Pin(layout.locate(Path(sys.argv[1])), SnapshotId(bytes(range(32))))\n"
+        "pin = leases.Hold(layout.locate(Path(sys.argv[1])), SnapshotId(bytes(range(32))))\n"
         "print('pinned', flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
@@ -245,11 +245,11 @@ def test_a_pin_lives_as_long_as_its_owner(catalog: Catalog) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "pinned\n"
-        assert leases.pins(catalog.layout) == {snapshot}
+        assert leases.holds(catalog.layout) == {snapshot}
         sweep(catalog)
-        assert leases.pins(catalog.layout) == {snapshot}
+        assert leases.holds(catalog.layout) == {snapshot}
         holder.kill()
-    assert leases.pins(catalog.layout) == set()
+    assert leases.holds(catalog.layout) == set()
     assert len(leases.garbage(catalog.layout)) == 1
     sweep(catalog)
     assert in_tmp(catalog) == []
@@ -259,14 +259,14 @@ def test_pins_are_for_each_of_several(catalog: Catalog) -> None:
     """Pins of one snapshot do not end each other; leases are not pins, and pins no leases."""
     one, other = SnapshotId(bytes(32)), SnapshotId(bytes(range(32)))
     lease = Lease(catalog.layout, catalog.index, "test")
-    with leases.pinned(catalog.layout, [one, other, one]):
-        again = leases.Pin(catalog.layout, one)
+    with leases.holding(catalog.layout, [one, other, one]):
+        again = leases.Hold(catalog.layout, one)
         assert leases.live(catalog.layout) == {lease.name}
-        assert leases.pins(catalog.layout) == {one, other}
-    assert leases.pins(catalog.layout) == {one}
+        assert leases.holds(catalog.layout) == {one, other}
+    assert leases.holds(catalog.layout) == {one}
     again.release()
     again.release()
-    assert leases.pins(catalog.layout) == set()
+    assert leases.holds(catalog.layout) == set()
     lease.release()
     assert leases.live(catalog.layout) == set()
     assert not leases.is_live(catalog.layout, lease.name)
@@ -278,8 +278,8 @@ def test_where_nothing_can_be_written_a_pin_is_none(catalog: Catalog) -> None:
     def refuse(operation: fs.Operation) -> None:
         raise OSError(errno.EROFS, "read-only")
 
-    with fs.observed(refuse), leases.pinned(catalog.layout, [SnapshotId(bytes(32))]):
-        assert leases.pins(catalog.layout) == set()
+    with fs.observed(refuse), leases.holding(catalog.layout, [SnapshotId(bytes(32))]):
+        assert leases.holds(catalog.layout) == set()
 
 
 def test_one_collects_at_a_time(catalog: Catalog) -> None:

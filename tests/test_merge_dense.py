@@ -647,7 +647,7 @@ def test_inputs_are_pinned_while_they_are_read(
     honest = Tasks.chunks_of
 
     def spy(self: Tasks, *given: Any) -> Any:
-        seen.append(leases.pins(layout))
+        seen.append(leases.holds(layout))
         return honest(self, *given)
 
     monkeypatch.setattr(Tasks, "chunks_of", spy)
@@ -661,7 +661,7 @@ def test_inputs_are_pinned_while_they_are_read(
         run()
         assert seen
         assert all(inputs <= pinned for pinned in seen)
-        assert leases.pins(layout) == set()
+        assert leases.holds(layout) == set()
 
 
 def test_what_does_not_decode_names_its_block(places: Callable[[str], Place]) -> None:

@@ -33,7 +33,15 @@ from mstore.phrases import Option, call, phrase
 from mstore_cli.spelling import Typed
 from mstore_fuse import daemon, mount_table
 from mstore_fuse import mounts as mounts_module
-from mstore_fuse.mounts import MountInfo, mount, mounts, require_fuse, unmount
+from mstore_fuse.mounts import (
+    MountInfo,
+    Unmounted,
+    mount,
+    mounts,
+    require_fuse,
+    unmount,
+    unmount_all,
+)
 
 try:
     require_fuse()
@@ -138,7 +146,7 @@ def test_every_file_is_what_was_added(mounted: tuple[Path, Path, MountInfo]) -> 
         assert filecmp.cmp(point / path, original / path, shallow=False), path
         shown = os.lstat(point / path)
         assert shown.st_size == os.path.getsize(original / path)
-        assert shown.st_blocks == -(-shown.st_size // 512)
+        assert (shown.st_blocks > 0) == (shown.st_size > 0)
         assert stat.S_IMODE(shown.st_mode) == 0o444
     space = os.statvfs(point)
     total = sum(os.path.getsize(original / path) for path in files_below(original))
@@ -467,7 +475,7 @@ def test_signals_end_an_idle_mount(
 def test_a_crashed_mount_is_recognised_and_cleared(
     family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
 ) -> None:
-    """kill -9: readers get an error, `mounts` shows it dead, `mount` names `unmount`."""
+    """kill -9: readers get an error, `mounts` shows it dead, `unmount` clears it."""
     store, _ = family
     point, _, info = mounted
     held = os.open(point / BIG, os.O_RDONLY)
@@ -479,14 +487,81 @@ def test_a_crashed_mount_is_recognised_and_cleared(
     assert code_of(lambda: os.pread(held, 100, 0)) == "ENOTCONN"
     (listed,) = [entry for entry in mounts() if entry.mountpoint == point]
     assert (listed.alive, listed.pid, listed.revision) == (False, None, "team/a")
-    with pytest.raises(Conflict) as caught:
-        mount(store, "team/a", point)
-    assert caught.value.texts[2] == call("unmount", str(point))
     unmount(point)  # although a file is open
     assert code_of(lambda: os.close(held)) == "ENOTCONN"
     assert os.listdir(point) == []
     mount(store, "team/a", point)
     assert (point / "config.json").exists()
+
+
+def test_a_new_mount_clears_a_crashed_one(
+    family: tuple[Path, dict[str, Path]], mounted: tuple[Path, Path, MountInfo]
+) -> None:
+    """After kill -9, `mount` at the same place removes what is left, says so, and mounts."""
+    store, refs = family
+    point, _, info = mounted
+    held = os.open(point / BIG, os.O_RDONLY)
+    assert info.pid is not None
+    os.kill(info.pid, signal.SIGKILL)
+    wait_until(lambda: not runs(info.pid or 0))
+    cleared: list[MountInfo] = []
+    mount(store, "b", point, on_cleared=cleared.append)
+    assert [(one.mountpoint, one.revision, one.alive) for one in cleared] == [
+        (point, "team/a", False)
+    ]
+    assert filecmp.cmp(point / BIG, refs["b"] / BIG, shallow=False)
+    assert code_of(lambda: os.close(held)) == "ENOTCONN"
+    unmount(point)
+    assert not is_mounted(point)
+
+
+def test_a_crashed_mount_of_somebody_else_is_left(
+    family: tuple[Path, dict[str, Path]],
+    mounted: tuple[Path, Path, MountInfo],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stale mount of another user is not removed by the way: the error names `unmount`."""
+    point, _, info = mounted
+    assert info.pid is not None
+    os.kill(info.pid, signal.SIGKILL)
+    wait_until(lambda: not runs(info.pid or 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(mounts_module.os, "geteuid", lambda: info.user + 1)
+        with pytest.raises(Conflict, match="stale") as caught:
+            mounts_module._free_mountpoint(point)
+    assert caught.value.texts[2] == call("unmount", str(point))
+    assert is_mounted(point)
+
+
+def test_all_mounts_are_ended_at_once(
+    family: tuple[Path, dict[str, Path]], point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unmount_all` ends every mount of this user, also a stale one, and tells which is in use."""
+    one, two, three = (point / name for name in ("one", "two", "three"))
+    for place in (one, two, three):
+        place.mkdir()
+        made = mount(family[0], "b", place)
+    assert made.pid is not None
+    os.kill(made.pid, signal.SIGKILL)
+    wait_until(lambda: not runs(made.pid or 0))
+    asked: list[int | None] = []
+
+    def ours(user: int | None = None) -> list[MountInfo]:
+        # Other tests have mounts, too.
+        asked.append(user)
+        return [info for info in mounts(user) if info.mountpoint.is_relative_to(point)]
+
+    monkeypatch.setattr(mounts_module, "mounts", ours)
+    with (one / BIG).open("rb") as file:
+        ended = unmount_all()
+        assert ended.unmounted == (three, two)
+        (error,) = ended.failed
+        assert isinstance(error, Conflict)
+        assert error.where == str(one)
+        assert unmount_all(lazy=True).unmounted == (one,)
+        assert len(file.read()) > BLOCK_SIZE
+    assert unmount_all() == Unmounted((), ())
+    assert set(asked) == {os.geteuid()}
 
 
 def test_a_mount_in_use_is_not_taken_away(mounted: tuple[Path, Path, MountInfo]) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore.errors import Corrupt, NotFound
-from mstore_fuse.tree import SnapshotTree, StoreTree, Tree, inode_of
+from mstore_fuse.store_tree import StoreTree
+from mstore_fuse.tree import OpenFile, SnapshotTree, Tree, inode_of
 
 A, B = "a" * 64, "b" * 64
 NAMES = st.sampled_from(["a", "b", "config.json", "ü", "x y", "..x"])
@@ -29,22 +30,33 @@ class View:
     def files(self) -> Mapping[str, int]:
         return {path: len(data) for path, data in self.contents.items()}
 
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        return self.contents[path][offset : offset + size]
+    def read_into(self, path: str, offset: int, target: memoryview) -> int:
+        data = self.contents[path][offset : offset + len(target)]
+        target[: len(data)] = data
+        return len(data)
+
+    def continues_to(self, path: str, offset: int, size: int) -> int:
+        raise AssertionError("a tree reads nothing")
 
     def prefetch(self, path: str, offset: int, size: int) -> None:
         raise AssertionError("a tree reads nothing")
 
 
-@dataclass
-class Pin:
-    """A pin of a store in memory."""
+def first_bytes(file: OpenFile) -> bytes:
+    """Up to nine bytes of an open file."""
+    data = bytearray(9)
+    return bytes(data[: file.view.read_into(file.path, 0, memoryview(data))])
 
-    pinned: list[str]
+
+@dataclass
+class Hold:
+    """A hold of a store in memory."""
+
+    held: list[str]
     snapshot: str
 
     def release(self) -> None:
-        self.pinned.remove(self.snapshot)
+        self.held.remove(self.snapshot)
 
 
 @dataclass
@@ -54,21 +66,24 @@ class Store:
     views: dict[str, View]
     pointers: dict[str, str]
     viewed: list[str] = field(default_factory=list)
-    pinned: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
     def view(self, revision: str) -> View:
         self.viewed.append(revision)
         return self.views[revision]
 
-    def pin(self, snapshot: str) -> Pin:
-        self.pinned.append(snapshot)
-        return Pin(self.pinned, snapshot)
+    def hold(self, snapshot: str) -> Hold:
+        self.held.append(snapshot)
+        return Hold(self.held, snapshot)
 
     def ref_ids(self) -> Mapping[str, str]:
         return self.pointers
 
     def snapshot_ids(self) -> Iterable[str]:
         return list(self.views)
+
+    def generation(self) -> int:
+        return hash((*self.views, *self.pointers.items()))
 
     def close(self) -> None:
         raise AssertionError("a tree does not own its store")
@@ -222,7 +237,7 @@ def test_pages_of_another_snapshot_are_dropped(store: Store) -> None:
     store.pointers["main"] = B
     moved = tree.open(path)
     assert not moved.keep_cache
-    assert moved.view.read(moved.path, 0, 9) == b"newer"
+    assert first_bytes(moved) == b"newer"
     tree.release(moved)
     store.pointers["main"] = A
     assert not tree.open(path).keep_cache
@@ -257,17 +272,17 @@ def test_depth_costs_no_stack() -> None:
     assert names(tree, path[: -len("/d")]) == ["d"]
 
 
-def test_what_is_open_is_pinned(store: Store) -> None:
-    """A snapshot is pinned once, from the first open of any of its files to the last release."""
+def test_what_is_open_is_held(store: Store) -> None:
+    """A snapshot is held once, from the first open of any of its files to the last release."""
     tree = StoreTree(store)
     walk(tree)
-    assert store.pinned == []
+    assert store.held == []
     first = tree.open("refs/main/config.json")
     second = tree.open(f"snapshots/{A}/sub/x.bin")
     other = tree.open(f"snapshots/{B}/config.json")
-    assert sorted(store.pinned) == [A, B]
+    assert sorted(store.held) == [A, B]
     tree.release(first)
     tree.release(other)
-    assert store.pinned == [A]
+    assert store.held == [A]
     tree.release(second)
-    assert store.pinned == []
+    assert store.held == []

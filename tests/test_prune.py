@@ -168,10 +168,10 @@ def test_the_reflog_holds_what_was_pruned(tmp_path: Path) -> None:
         assert contents(store, old)
         assert store.gc(reflog_days=0).blocks_dropped > 0
         sound(store)
-        # The reflog names it still, and a reader may pin it: neither can have it back.
-        pin = store.pin(old)
+        # The reflog names it still, and a reader may hold it: neither can have it back.
+        held = store.hold(old)
         assert store.gc().blocks_dropped == 0
-        pin.release()
+        held.release()
         assert store.usage().refs
         sound(store)
 

@@ -265,7 +265,7 @@ def test_pins_and_virtual_merges_hold_what_no_ref_names(store: Store, tmp_path: 
     store.remove("other")
     other = store.reflog("other")[0].old
     assert other is not None
-    with leases.pinned(store._catalog.layout, [other]):
+    with leases.holding(store._catalog.layout, [other]):
         held = usage(store._catalog, (), reflog_days=0).held
     assert held.refs == store.usage(["base"]).stored_bytes
     assert held == HeldBytes(held.refs, 0, 0, 0, sum(LENGTHS))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import families
 import ml_dtypes
@@ -19,16 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstore import BlockId, MergeRequest, SnapshotId, Store
+from mstore.block_cache import BlockCache, Extent, VirtualBlock
 from mstore.blocks.codecs import PLAIN_BYTES, Codec, Policy, encode
 from mstore.blocks.location import Location
+from mstore.blocks.packs import PackFiles
 from mstore.errors import Corrupt, Incompatible, NotFound
-from mstore.ids import Buffer, VirtualId
+from mstore.ids import Buffer, PackId, VirtualId
 from mstore.objects.manifest import File, Manifest, Part
 from mstore.objects.snapshot import SnapshotRecord
 from mstore.objects.tensor import BYTES, Tensor
 from mstore.store.catalog import Catalog
 from mstore.store.transaction import Transaction
-from mstore.view import BlockCache, Extent, SnapshotView, VirtualBlock
+from mstore.view import SnapshotView
 
 FAMILY = families.layered(rows=60)
 
@@ -110,20 +114,28 @@ class Slow:
     fails: bool = False
     began: Event = field(default_factory=Event)
 
-    def __call__(self, block: BlockId, *more: Location) -> Buffer:
+    def whole(self, block: BlockId, place: Location) -> Buffer:
+        self._wait(block)
+        return Catalog.read_block(self.catalog, block, place)
+
+    def into(self, block: BlockId, place: Location, target: memoryview) -> None:
+        self._wait(block)
+        Catalog.read_block_into(self.catalog, block, place, target)
+
+    def _wait(self, block: BlockId) -> None:
         self.read.append(block)
         self.began.set()
         assert self.go.wait(60)
         if self.fails:
             raise Corrupt("no such luck", where=str(block))
-        return Catalog.read_block(self.catalog, block, *more)
 
 
 @pytest.fixture
 def slow(place: Place, monkeypatch: pytest.MonkeyPatch) -> Slow:
     catalog = place.store._catalog
     found = Slow(catalog, Event(), [])
-    monkeypatch.setattr(catalog, "read_block", found)
+    monkeypatch.setattr(catalog, "read_block", found.whole)
+    monkeypatch.setattr(catalog, "read_block_into", found.into)
     return found
 
 
@@ -150,7 +162,7 @@ def test_a_failure_is_of_those_who_wait(place: Place, slow: Slow) -> None:
     (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
     slow.fails = True
     slow.go.set()
-    cache.prepare([BlockId(extent.block)])
+    cache.prepare([(BlockId(extent.block), *place.store._catalog.locate([extent.block]))])
     for _ in range(2):
         with pytest.raises(Corrupt, match="no such luck"):
             cache.read(extent)
@@ -164,16 +176,84 @@ def test_blocks_are_prepared(place: Place, slow: Slow) -> None:
     path = "model-00002-of-00002.safetensors"
     extents = _blocks(place.small, path)
     wanted = list(dict.fromkeys(BlockId(one.block) for one in extents))
+    places = list(zip(wanted, place.store._catalog.locate(wanted), strict=True))
     for _ in range(2):
-        cache.prepare(wanted)
+        cache.prepare(places)
     # Nobody has asked for a block yet.
     assert slow.began.wait(60)
     slow.go.set()
     found = b"".join(bytes(cache.read(one)) for one in extents)
     assert found == place.files[path]
     assert sorted(slow.read) == sorted(wanted)
-    cache.prepare(wanted)
+    cache.prepare(places)
     assert len(slow.read) == len(wanted)
+
+
+@given(st.integers(0, 1_200_000), st.integers(1, 300_000))
+def test_where_a_tensor_ends(place: Place, offset: int, size: int) -> None:
+    """Bytes in which a tensor begins that goes on after them continue to its end; others do not."""
+    view = place.small
+    (file,) = (one for one in view.manifest.files if one.path == view.tensor_files()[-1])
+    end = min(offset + size, file.size)
+    if offset >= end:
+        return
+    bounds = list(
+        itertools.pairwise(itertools.accumulate((p.nbytes for p in file.parts), initial=0))
+    )
+    reaching = [stop for start, stop in bounds if offset <= start < end < stop]
+    found = view.continues_to(file.path, offset, end - offset)
+    assert found == (reaching[0] if reaching else end)
+
+
+def test_neighbours_are_read_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw blocks that follow each other in a pack, once checked, are one read of the pack."""
+    catalog = place.store._catalog
+    view = SnapshotView(catalog, place.small.id, BlockCache(catalog))
+    path = "model-00002-of-00002.safetensors"
+    content = bytearray(place.files[path])
+    assert view.read_into(path, 0, memoryview(content)) == len(content)
+    runs, end = 0, (PackId(bytes(32)), 0)
+    for extent in view.physical_extents(path):
+        at = extent.location
+        assert at is not None
+        if at.codec == Codec.RAW:
+            runs += (at.pack, at.offset) != end
+            end = (at.pack, at.offset + extent.length)
+    reads = []
+    read = PackFiles.read_scattered
+
+    def counted(self: PackFiles, *arguments: Any) -> None:
+        reads.append(arguments)
+        read(self, *arguments)
+
+    monkeypatch.setattr(PackFiles, "read_scattered", counted)
+    again = bytearray(len(content))
+    assert view.read_into(path, 0, memoryview(again)) == len(content)
+    assert bytes(again) == place.files[path]
+    assert len(reads) == runs < len(list(view.extents(path, 0, len(content))))
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_block_is_checked_once_or_always(place: Place, slow: Slow, always: bool) -> None:
+    """A raw block is checked once, and each time that it is not in memory where that is wanted."""
+    cache = BlockCache(place.store._catalog, limit=1, check_always=always)
+    slow.go.set()
+    extents = _blocks(place.small, "nested/deeper/blob.bin")[:2]
+    for _ in range(3):
+        for extent in extents:
+            cache.read(extent)
+    assert len(slow.read) == (6 if always else 2)
+
+
+def test_a_block_that_is_too_short_is_corrupt(place: Place) -> None:
+    """A piece past the end of a raw block is never what follows it in the pack."""
+    cache = BlockCache(place.store._catalog)
+    (extent, *_) = _blocks(place.small, "nested/deeper/blob.bin")
+    beyond = Extent(extent.block, extent.length - 1, 2)
+    with pytest.raises(Corrupt, match="not as long as its place"):
+        cache.read(beyond)
+    with pytest.raises(Corrupt, match="not as long as its place"):
+        cache.read_into([extent, beyond], memoryview(bytearray(extent.length + 2)))
 
 
 def test_what_is_not_there(place: Place) -> None:

@@ -16,6 +16,7 @@ from families import BLOCK
 from small_models import small_model
 
 from mstore import MergeRequest, Store
+from mstore.block_cache import BlockCache, VirtualBlock
 from mstore.errors import BadRequest, BudgetExceeded, Corrupt
 from mstore.merge.planning.costs import Costs
 from mstore.merge.running.memo_keys import MemoKeys, Remembered
@@ -23,7 +24,7 @@ from mstore.merge.running.task import Tasks
 from mstore.merge.virtual import blocks
 from mstore.objects.plan import Plan
 from mstore.objects.virtual import VirtualTensor
-from mstore.view import BlockCache, SnapshotView, VirtualBlock
+from mstore.view import SnapshotView
 
 FAMILY = families.layered(rows=160).informed(dtypes=("BF16",))
 METHODS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from mstore.checkpoint.directory import CheckpointLimits
 from mstore.convert.conversion import ConversionLimits
 from mstore.integrations.transformers import from_pretrained
 from mstore.safe_open import SafeOpen, TensorSlice
-from mstore.store.leases import Pin
+from mstore.store.leases import Hold
 from mstore_cli import keys, page
 from mstore_fuse import mounts
 
@@ -42,7 +42,7 @@ OTHERS: dict[type, str] = {
     view.SnapshotView: "view",
     SafeOpen: "file",
     TensorSlice: "part",
-    Pin: "pin",
+    Hold: "hold",
     CheckpointLimits: "limits",
     ConversionLimits: "limits",
 }
@@ -100,9 +100,10 @@ def _sections() -> Iterator[str]:
     yield "## mstore.integrations\n\nOther libraries on top of mstore.\n"
     yield _function("integrations.transformers", from_pretrained)
     yield "## mstore_fuse.mounts\n\nMounts, for programs: what the command line calls.\n"
-    for call in (mounts.mount, mounts.mounts, mounts.unmount):
+    for call in (mounts.mount, mounts.mounts, mounts.unmount, mounts.unmount_all):
         yield _function("mounts", call)
     yield f"### MountInfo\n\n{_text(mounts.MountInfo)}\n{_fields(mounts.MountInfo)}"
+    yield f"### Unmounted\n\n{_text(mounts.Unmounted)}\n{_fields(mounts.Unmounted)}"
     yield "## What else calls take and give\n"
     for other, instance in OTHERS.items():
         fields = f"\n{_fields(other)}" if dataclasses.is_dataclass(other) else ""

@@ -196,6 +196,10 @@ DOCUMENTS: dict[str, tuple[Key, ...]] = {
         ),
     ),
     "unmount": (Key("unmounted", "text", "the directory"),),
+    "unmount --all": (
+        Key("unmounted", "list of text", "the directories that are mounts no more"),
+        Key("failed", "list of text", "those that still are; standard error says why"),
+    ),
     "refs": (Key("refs", "list of ref", "branches and tags"),),
     "tag": keys_of(reports.RefReport),
     "tag [PATTERN]": (Key("refs", "list of ref", "tags"),),

@@ -23,6 +23,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Operations that are a form of another command."""
 _FLAGS: Final[Mapping[str, str]] = {
+    "cache_bytes": "--cache",
     "expert_budget": "--per-expert-budget",
     "experts": "--expert",
     "fishers": "--fisher",

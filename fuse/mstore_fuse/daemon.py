@@ -9,7 +9,8 @@ Owns the life of that process, not the mount's contents.
               last close
     killed    readers get ENOTCONN until `mstore unmount` clears the mount
 
-It never accesses a path below its own mount point: it would wait for itself.
+It never accesses a path below its own mount point: it would wait for itself. So its log must lie
+elsewhere (`options`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mstore.errors import MstoreError, Unavailable
-from mstore.phrases import to_json
+from mstore.errors import BadRequest, MstoreError, StorageFailed, Unavailable
+from mstore.phrases import Option, call, to_json
 from mstore_fuse import libfuse, mount_table
+from mstore_fuse.about import AboutStore
 from mstore_fuse.mount_table import Source
 from mstore_fuse.operations import Operations
-from mstore_fuse.tree import MountSource, Pin, SnapshotTree, StoreTree, Tree
+from mstore_fuse.options import MountOptions
+from mstore_fuse.store_tree import RefTree, StoreTree
+from mstore_fuse.tree import NOTHING, About, Hold, MountSource, SnapshotTree, Tree
 
 _STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SYSLOG = Path("/dev/log")
@@ -60,8 +64,10 @@ class Daemon:
     revision: str | None
     mountpoint: Path
     ready: Callable[[BaseException | None], None]
+    options: MountOptions = field(default_factory=MountOptions)
+    about: Callable[[Any], About] = field(default=lambda source: NOTHING)
     _source: MountSource | None = field(default=None, init=False)
-    _pin: Pin | None = field(default=None, init=False)
+    _hold: Hold | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _stop: bool = field(default=False, init=False)
 
@@ -92,12 +98,18 @@ class Daemon:
         operations = Operations(self._start, module.fuse_exit)
         source = Source(self.store, self.revision, os.getpid())
         try:
-            libfuse.serve(module, operations, str(self.mountpoint), source=str(source))
+            libfuse.serve(
+                module,
+                operations,
+                str(self.mountpoint),
+                source=str(source),
+                allow_other=self.options.allow_other,
+            )
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             self._failure = self._failure or error
         finally:
-            if self._pin is not None:
-                self._pin.release()
+            if self._hold is not None:
+                self._hold.release()
             if self._source is not None:
                 self._source.close()
             os.write(wake, _ENDED)
@@ -105,20 +117,34 @@ class Daemon:
     def _start(self) -> Tree:
         try:
             self._source = self.open_source()
-            tree: Tree
-            if self.revision is None:
-                tree = StoreTree(self._source)
-            else:
-                view = self._source.view(self.revision)
-                self._pin = self._source.pin(view.id)
-                tree = SnapshotTree(view)
+            tree = self._tree(self._source, self.about(self._source))
             if self._stop:
                 raise Unavailable("stopped before it was mounted", where=str(self.mountpoint))
         except BaseException as error:
             self._failure = error
             raise
         self.ready(None)
+        log.info("serving %s of %s at %s", self.revision or "all", self.store, self.mountpoint)
         return tree
+
+    def _tree(self, source: MountSource, about: About) -> Tree:
+        shown = self.options.show_meta
+        if self.revision is None:
+            return StoreTree(source, about, show_about=shown)
+        if self.options.follow:
+            ref = self.revision
+            if ref not in source.ref_ids():
+                # An unknown revision is the more useful error.
+                source.view(ref)
+                raise BadRequest(
+                    f"{ref} is not a branch or tag, and only these can be followed",
+                    where=Option("follow"),
+                    hint=call("refs"),
+                )
+            return RefTree(StoreTree(source, about, show_about=shown), ref)
+        view = source.view(self.revision)
+        self._hold = source.hold(view.id)
+        return SnapshotTree(view, about, show_about=shown)
 
     def _detach(self) -> None:
         """Unmount lazily: open files stay readable, and libfuse returns after the last close."""
@@ -140,11 +166,11 @@ def _heard(number: int, frame: FrameType | None) -> None:
     """Do nothing: Python writes a signal to the pipe only if it has a Python handler."""
 
 
-def open_store(path: Path) -> MountSource:
+def open_store(path: Path, options: MountOptions) -> MountSource:
     """Open the store at this path for reading."""
     from mstore import Store
 
-    return Store.open(path)
+    return Store.open(path, cache_bytes=options.cache_bytes, verify=options.verify)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,10 +182,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.foreground:
         _end_with_parent()
     _tune_malloc()
-    _set_up_log(options.foreground)
-    daemon = Daemon(lambda: open_store(store), store, options.revision, mountpoint, report)
+    chosen = MountOptions.of(options)
+    daemon = Daemon(
+        lambda: open_store(store, chosen),
+        store,
+        options.revision,
+        mountpoint,
+        report,
+        chosen,
+        AboutStore,
+    )
     try:
+        _set_up_log(options.foreground, chosen.log)
         daemon.run()
+        log.info("the mount at %s has ended", mountpoint)
     except MstoreError as error:
         report(error)
         return 1
@@ -176,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--all", action="store_true")
     parser.add_argument("--ready-fd", type=int, metavar="N")
     parser.add_argument("--foreground", action="store_true")
+    MountOptions.declare(parser)
     parser.add_argument("mountpoint", metavar="MOUNTPOINT")
     return parser
 
@@ -230,12 +267,29 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
-def _set_up_log(foreground: bool) -> None:
+def _set_up_log(foreground: bool, file: Path | None) -> None:
+    """Log to a file if one is given; else to the terminal, or in the background to syslog.
+
+    Raises StorageFailed if the file cannot be opened.
+    """
+    said = "mstore_fuse[%(process)d]: %(message)s"
     handler: logging.Handler = logging.StreamHandler()
-    if not foreground:
+    if file is not None:
+        try:
+            # It opens the file again once that was renamed, so the log can be rotated.
+            handler = logging.handlers.WatchedFileHandler(file)
+        except OSError as error:
+            what = f"the log cannot be written: {error.strerror}"
+            raise StorageFailed(what, where=str(file), errno=error.errno) from error
+        log.setLevel(logging.INFO)
+        said = f"%(asctime)s {said}"
+    elif not foreground:
         handler = logging.NullHandler()
         if _SYSLOG.exists():
             handler = logging.handlers.SysLogHandler(str(_SYSLOG))
-    handler.setFormatter(logging.Formatter("mstore_fuse[%(process)d]: %(message)s"))
-    log.addHandler(handler)
-    log.propagate = False
+    handler.setFormatter(logging.Formatter(said))
+    # mfusepy's own lines (a failure inside of it) belong there too.
+    for logger in (log, logging.getLogger("fuse")):
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.raiseExceptions = False

@@ -31,6 +31,7 @@ from mstore.phrases import Phrase, call, from_json, joined
 from mstore_fuse import mount_table, readahead
 from mstore_fuse.libfuse import WITHOUT_FUSE
 from mstore_fuse.mount_table import Source
+from mstore_fuse.options import MountOptions
 
 DEVICE = Path("/dev/fuse")
 
@@ -68,23 +69,39 @@ def mount(
     foreground: bool = False,
     timeout: float = 30.0,
     on_ready: Callable[[MountInfo], None] | None = None,
+    on_cleared: Callable[[MountInfo], None] | None = None,
+    allow_other: bool = False,
+    log: Path | None = None,
+    cache_bytes: int | None = None,
+    verify: str = "once",
+    follow: bool = False,
+    show_meta: bool = False,
 ) -> MountInfo:
     """Show a snapshot (or, with `revision` None, the whole store) as files at `mountpoint`.
 
     Returns when the mount answers; in the foreground, when it has ended. Calls `on_ready` once the
     mount answers; if that raises, the mount is removed again. In the foreground, KeyboardInterrupt
-    unmounts, waits for open files, and returns; a second one stops waiting.
+    unmounts, waits for open files, and returns; a second one stops waiting. A mount of this user at
+    the same place whose process has ended is removed first, and `on_cleared` told.
+
+    allow_other: let other users read, too. Not root: needs user_allow_other in /etc/fuse.conf.
+    log: append what goes wrong to this file; in the background it goes to syslog otherwise.
+    cache_bytes, verify: as for `Store.open`.
+    follow: the revision is a ref, and files opened after it moves show its new snapshot.
+    show_meta: list the directory `.mstore` of a snapshot, which is found by name in any case.
 
     Raises NotFound, Conflict (mount point missing, not an empty directory, a mount already),
-    Unavailable (no FUSE, refused, no answer within `timeout` seconds), and what opening the store
-    and finding the revision raise.
+    BadRequest, StorageFailed (the log), Unavailable (no FUSE, refused, no answer within `timeout`
+    seconds), and what opening the store and finding the revision raise.
     """
     require_fuse()
-    target = _free_mountpoint(mountpoint)
+    target = _free_mountpoint(mountpoint, on_cleared)
     store = Path(os.path.realpath(store_path))
     if target.is_relative_to(store):
         raise Conflict("the mount point lies in the store itself", where=str(target))
-    daemon = _Starting.start(store, revision, target, foreground)
+    options = MountOptions(allow_other, log, cache_bytes, verify, follow, show_meta)
+    options = options.checked(revision, target)
+    daemon = _Starting.start(store, revision, target, foreground, options)
     answered = False
     try:
         daemon.wait(time.monotonic() + timeout)
@@ -136,6 +153,28 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
         _await_end(info.pid)
 
 
+@dataclass(frozen=True, slots=True)
+class Unmounted:
+    """What became of several mounts."""
+
+    unmounted: tuple[Path, ...]
+    """the directories that are mounts no more"""
+    failed: tuple[MstoreError, ...]
+    """why others still are, each with its directory"""
+
+
+def unmount_all(*, lazy: bool = False) -> Unmounted:
+    """End every mount of this user, of all stores, the latest first; go on where one fails."""
+    ended, failed = [], []
+    for info in reversed(mounts(os.geteuid())):
+        try:
+            unmount(info.mountpoint, lazy=lazy)
+            ended.append(info.mountpoint)
+        except MstoreError as error:
+            failed.append(error)
+    return Unmounted(tuple(ended), tuple(failed))
+
+
 def require_fuse() -> None:
     """Raise Unavailable, naming what to install, if this machine cannot mount."""
     if not DEVICE.exists():
@@ -168,16 +207,24 @@ def _or_without(fix: str, between: str = "; ") -> Phrase | None:
     return joined(fix, WITHOUT_FUSE, between=between)
 
 
-def _free_mountpoint(mountpoint: Path) -> Path:
-    """Return the real path of an empty directory on which nothing is mounted."""
+def _free_mountpoint(
+    mountpoint: Path, on_cleared: Callable[[MountInfo], None] | None = None
+) -> Path:
+    """Return the real path of an empty directory on which nothing is mounted.
+
+    Removes a mount of this user whose process has ended.
+    """
     target = Path(os.path.realpath(mountpoint))
-    entry = mount_table.at(target)
-    if entry is not None:
+    while (entry := mount_table.at(target)) is not None:
         info = _info(entry)
         if info is None:
             raise Conflict("another file system is mounted here", where=str(target))
-        what = "a snapshot is mounted here already" if info.alive else "a crashed mount is here"
-        raise Conflict(what, where=str(target), hint=call("unmount", str(target)))
+        if info.alive or info.user != os.geteuid():
+            what = "a snapshot is mounted here already" if info.alive else "a stale mount is here"
+            raise Conflict(what, where=str(target), hint=call("unmount", str(target)))
+        unmount(target)
+        if on_cleared is not None:
+            on_cleared(info)
     try:
         with os.scandir(target) as found:
             occupied = next(found, None)
@@ -212,7 +259,12 @@ class _Starting:
 
     @classmethod
     def start(
-        cls, store: Path, revision: str | None, mountpoint: Path, foreground: bool
+        cls,
+        store: Path,
+        revision: str | None,
+        mountpoint: Path,
+        foreground: bool,
+        options: MountOptions,
     ) -> _Starting:
         """Start the daemon in a session of its own, without the caller's terminal."""
         receive, send = os.pipe()
@@ -220,6 +272,7 @@ class _Starting:
         # -P: do not import a file called mstore_fuse.py from the current directory.
         command = [sys.executable, "-P", "-m", "mstore_fuse", f"--store={store}", *shown]
         command += [f"--ready-fd={send}", *(["--foreground"] if foreground else [])]
+        command += options.arguments()
         try:
             process = subprocess.Popen(
                 [*command, "--", str(mountpoint)],

@@ -2,11 +2,14 @@
 
 Only translates, and owns only the table of open files. The mount is read-only: the kernel itself
 answers writes with EROFS (`ro`) and checks permissions (`default_permissions`), so there is neither
-`access` nor any writing operation here. Extended attributes are not implemented on purpose: after
-one ENOSYS the kernel stops asking.
+`access` nor any writing operation here.
 
     NotFound -> ENOENT, ENAMETOOLONG where no filesystem here could have the name
     Corrupt, StorageFailed, anything else -> EIO, with a line in the log
+
+Extended attributes are `user.mstore.*`. Of the others, those of users are absent (ENODATA), and
+those of the system are not supported (EOPNOTSUPP): `ls -l` asks for access lists once, and not
+again for each file. Reading and stat(2) ask for none.
 
 Threads: libfuse calls from several at once.
 """
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mstore.errors import MstoreError, NotFound
-from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo
+from mstore_fuse.libfuse import REQUESTS_AT_ONCE, Config, Connection, FileInfo, answer
 from mstore_fuse.readahead import Sequence
 from mstore_fuse.tree import BLOCK, Entry, OpenFile, Tree
 
@@ -32,6 +35,7 @@ _PREFERRED_READ = 1 << 20
 _STATFS_UNIT = 4096
 _NAME_MAX = 255
 _SAID_AT_MOST = 1000
+_LABEL = "user.mstore."
 
 log = logging.getLogger("mstore_fuse")
 
@@ -52,6 +56,8 @@ def _answers_errno(
             is_long = any(len(os.fsencode(name)) > _NAME_MAX for name in path.split("/"))
             code = errno.ENAMETOOLONG if is_long else errno.ENOENT
             raise OSError(code, str(error)) from error
+        except _NoSuchLabel:
+            raise
         except MstoreError as error:
             self.say_once(f"{path}: {error}")
             raise OSError(errno.EIO, str(error)) from error
@@ -65,6 +71,10 @@ def _answers_errno(
     return wrapped
 
 
+class _NoSuchLabel(OSError):
+    """An extended attribute that is not there: an answer, not a failure."""
+
+
 class _Handle:
     """An open file and what is known about how it is read."""
 
@@ -72,7 +82,7 @@ class _Handle:
 
     def __init__(self, file: OpenFile) -> None:
         self.file = file
-        self.sequence = Sequence(file.size)
+        self.sequence = Sequence(file.size, functools.partial(file.view.continues_to, file.path))
         self.settled = file.keep_cache
 
 
@@ -109,6 +119,7 @@ class Operations:
         connection.want &= ~_AUTO_INVAL_DATA
         # The kernel's 12 would be used up by one file on a disk that does not answer.
         connection.max_background = REQUESTS_AT_ONCE
+        connection.congestion_threshold = REQUESTS_AT_ONCE * 3 // 4
 
     @property
     def tree(self) -> Tree:
@@ -126,20 +137,19 @@ class Operations:
     @_answers_errno
     def getattr(self, path: str, info: FileInfo | None = None) -> dict[str, int]:
         """stat(2)."""
-        return self._attributes(self.tree.entry(path))
-
-    def _attributes(self, entry: Entry) -> dict[str, int]:
-        kind = stat.S_IFDIR | 0o555 if entry.is_directory else stat.S_IFREG | 0o444
+        entry = self.tree.entry(path)
+        stored = 0 if entry.is_directory else self.tree.stored(path)
         uid, gid = self._owner
         return {
             "st_ino": entry.inode,
-            "st_mode": kind,
+            "st_mode": _mode(entry),
             # 1 for directories too: programs that infer subdirectories from it then do not.
             "st_nlink": 1,
             "st_uid": uid,
             "st_gid": gid,
             "st_size": entry.size,
-            "st_blocks": -(-entry.size // BLOCK),
+            # What the file takes at rest, as on any file system that compresses.
+            "st_blocks": -(-stored // BLOCK),
             "st_blksize": _PREFERRED_READ,
             "st_atime": entry.time_ns,
             "st_mtime": entry.time_ns,
@@ -148,11 +158,30 @@ class Operations:
 
     @_answers_errno
     def readdir(self, path: str, handle: int) -> list[tuple[str, dict[str, int], int]]:
-        """Return all names with type and inode number."""
+        """Return all names with type and inode number; the kernel uses nothing else."""
         tree = self.tree
         listed = [(".", tree.entry(path)), ("..", tree.entry(path.rpartition("/")[0]))]
         listed += tree.children(path)
-        return [(name, self._attributes(entry), 0) for name, entry in listed]
+        return [
+            (name, {"st_ino": entry.inode, "st_mode": _mode(entry)}, 0) for name, entry in listed
+        ]
+
+    @_answers_errno
+    def listxattr(self, path: str) -> list[str]:
+        """Return the names of the extended attributes."""
+        return [_LABEL + name for name in self.tree.labels(path)]
+
+    @_answers_errno
+    def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
+        """Return the value of an extended attribute: text, without a newline."""
+        if not name.startswith("user."):
+            raise _NoSuchLabel(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        value = None
+        if name.startswith(_LABEL):
+            value = self.tree.labels(path).get(name.removeprefix(_LABEL))
+        if value is None:
+            raise _NoSuchLabel(errno.ENODATA, os.strerror(errno.ENODATA))
+        return value.encode()
 
     @_answers_errno
     def open(self, path: str, info: FileInfo) -> int:
@@ -164,27 +193,35 @@ class Operations:
         self._handles[number] = _Handle(file)
         info.fh = number
         info.keep_cache = int(file.keep_cache)
+        # Another look may find another text and another size: nothing of it is kept.
+        info.direct_io = int(file.content is not None)
         return 0
 
     @_answers_errno
-    def read(self, path: str, size: int, offset: int, info: FileInfo) -> bytes:
-        """Return verified bytes; fewer than requested only at the end of the file."""
+    def read_buf(self, path: str, out: object, size: int, offset: int, info: FileInfo) -> int:
+        """Answer with verified bytes; fewer than requested only at the end of the file."""
         handle = self._handles[info.fh]
         file = handle.file
         if not handle.settled:
             handle.settled = True
             self.tree.settled(file)
-        size = min(size, file.size - offset)
-        if size <= 0:
-            return b""
-        ahead = handle.sequence.next_after(offset, size)
+        size = max(0, min(size, file.size - offset))
+        content = file.content
+        ahead = None if content is not None else handle.sequence.next_after(offset, size)
         if ahead is not None:
             file.view.prefetch(file.path, *ahead)
-        data = file.view.read(file.path, offset, size)
-        if len(data) != size:
-            # The kernel would fill the gap with zeros, and they would be read as weights.
-            raise OSError(errno.EIO, f"{len(data)} bytes at {offset} instead of {size}")
-        return data
+
+        def fill(target: memoryview) -> None:
+            if content is not None:
+                target[:] = content[offset : offset + size]
+                return
+            found = file.view.read_into(file.path, offset, target)
+            if found != size:
+                # The kernel would fill the gap with zeros, and they would be read as weights.
+                raise OSError(errno.EIO, f"{found} bytes at {offset} instead of {size}")
+
+        answer(out, size, fill)
+        return 0
 
     @_answers_errno
     def release(self, path: str, info: FileInfo) -> int:
@@ -204,3 +241,7 @@ class Operations:
             "f_files": totals.files,
             "f_namemax": _NAME_MAX,
         }
+
+
+def _mode(entry: Entry) -> int:
+    return stat.S_IFDIR | 0o555 if entry.is_directory else stat.S_IFREG | 0o444

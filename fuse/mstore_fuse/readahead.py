@@ -2,14 +2,16 @@
 
 FUSE starts with a read-ahead of 128 KiB and can only lower it; the setting that raises it is in
 sysfs and needs root. In addition to the kernel's read-ahead, `Sequence` detects that an open file
-is read from front to back, and says which bytes to prefetch. Random readers get neither: they would
-wait for every byte read ahead.
+is read from front to back, or tensor by tensor in any order, and says which bytes to prefetch.
+Random readers get neither: they would wait for every byte read ahead.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 KERNEL_READ_AHEAD = 1 << 20
 """Bytes; the largest request that FUSE sends."""
@@ -17,6 +19,7 @@ KERNEL_READ_AHEAD = 1 << 20
 PREFETCH = 8 << 20
 """How many bytes to prefetch ahead of a sequential reader."""
 
+_READERS = 8
 _NEAR = 4 << 20
 _SEQUENTIAL_AFTER = 3
 
@@ -35,38 +38,66 @@ def widen(device: int, size: int = KERNEL_READ_AHEAD) -> bool:
     return True
 
 
-class Sequence:
-    """Detects sequential reads of one open file. Thread-safe.
+@dataclass(slots=True)
+class _Stream:
+    """One reader: how far it has read, what was prefetched, how many reads followed another.
 
-    The kernel sends the parts of one read-ahead to several threads at once, so a read counts as the
-    next one if it starts near the furthest byte seen, before or after it.
+    limit: where prefetching stops, until the reader itself goes on.
     """
 
-    __slots__ = ("_ahead", "_end", "_lock", "_size", "_streak")
+    end: int
+    ahead: int
+    streak: int
+    limit: int
 
-    def __init__(self, size: int) -> None:
-        """`size` is the file's, in bytes."""
+
+class Sequence:
+    """Detects sequential reads of one open file, of several readers at once. Thread-safe.
+
+    The kernel sends the parts of one read-ahead to several threads at once, so a read counts as the
+    next one of a reader if it starts near the furthest byte that it has read, before or after it. A
+    read elsewhere is that of another reader; if a tensor begins in it, it will read that tensor.
+    """
+
+    __slots__ = ("_continues_to", "_lock", "_size", "_streams")
+
+    def __init__(self, size: int, continues_to: Callable[[int, int], int]) -> None:
+        """`size` is the file's, in bytes; `continues_to` as that of `tree.SnapshotView`."""
         self._size = size
-        self._end = 0
-        self._ahead = 0
-        self._streak = 0
+        self._continues_to = continues_to
+        self._streams = [_Stream(0, 0, 0, size)]
         self._lock = threading.Lock()
 
     def next_after(self, offset: int, size: int) -> tuple[int, int] | None:
         """Note a read; return (offset, size) of what to prefetch now, or None."""
         with self._lock:
-            if abs(offset - self._end) <= _NEAR:
-                self._streak += 1
-                self._end = max(self._end, offset + size)
-            else:
-                self._streak = 0
-                self._end = self._ahead = offset + size
-            if self._streak < _SEQUENTIAL_AFTER:
+            stream = self._stream(offset, size)
+            if stream.streak < _SEQUENTIAL_AFTER:
                 return None
-            start = max(self._ahead, self._end)
-            stop = min(self._end + PREFETCH, self._size)
+            start = max(stream.ahead, stream.end)
+            stop = min(stream.end + PREFETCH, stream.limit)
             # Prefetch in halves: a call for each read would cost more than it saves.
-            if start - self._end > PREFETCH // 2 or start >= stop:
+            if start - stream.end > PREFETCH // 2 or start >= stop:
                 return None
-            self._ahead = stop
+            stream.ahead = stop
             return start, stop - start
+
+    def _stream(self, offset: int, size: int) -> _Stream:
+        end = offset + size
+        for stream in self._streams:
+            if abs(offset - stream.end) <= _NEAR:
+                self._streams.remove(stream)
+                stream.streak += 1
+                stream.end = max(stream.end, end)
+                if stream.end > stream.limit:
+                    stream.limit = self._size
+                break
+        else:
+            limit = self._continues_to(offset, size)
+            is_tensor = limit > end
+            stream = _Stream(end, end, 0, limit if is_tensor else self._size)
+            stream.streak = _SEQUENTIAL_AFTER if is_tensor else 0
+            del self._streams[_READERS - 1 :]
+        # The reader that read last comes first, and the last of them goes.
+        self._streams.insert(0, stream)
+        return stream

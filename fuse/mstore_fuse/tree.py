@@ -4,9 +4,16 @@
     /config.json            /refs/<name>/config.json        a ref, slashes as directories
     /...                    /snapshots/<64 hex>/...         every snapshot, read when first entered
 
+    a ref that is followed: the files of /refs/<name> at the top (`RefTree`)
+
 Owns names, attributes and inode numbers. Does not know FUSE, and reads no bytes of files. There are
 no links of any kind. An inode number is a hash of (snapshot id, path), so it is the same in every
 mount, on every machine and through every name of a snapshot.
+
+**Files about a snapshot.** The directory `.mstore` of each snapshot has files that the mount makes
+(`about`): they are found by name, and listed only if the mount was asked for that. They are made
+when first looked at, and then stay. A snapshot that has something called `.mstore` itself shows
+that and nothing else: what was added comes first.
 
 **Refs move while they are read.** libfuse names a node by its path, and the kernel keeps one size
 and one page cache for it. So the two snapshots that `refs/main` means before and after a move share
@@ -15,21 +22,19 @@ that snapshot (nothing open ever changes). The first open after a move gets `kee
 which drops the pages of the other snapshot, and so does every open until one of those has answered
 (`settled`). The mount itself must not cache names and attributes here (`attributes_last_for`).
 
-Threads: every method may be called from any thread.
+Threads: every method may be called from any thread. No lock is held while the store is read: a
+snapshot that cannot be read, or takes long, delays nobody who asks for another one.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from blake3 import blake3
 
-from mstore.errors import Corrupt, NotFound
+from mstore.errors import Corrupt, MstoreError, NotFound
 
 BLOCK = 512
 """Unit of st_blocks, whatever the file system."""
@@ -37,7 +42,8 @@ BLOCK = 512
 IMMUTABLE_FOR = 3600.0
 """Seconds for which the kernel may cache names and attributes that never change."""
 
-_TREES_KEPT = 32
+ABOUT = ".mstore"
+"""The directory of the files about a snapshot."""
 
 
 class SnapshotView(Protocol):
@@ -58,8 +64,15 @@ class SnapshotView(Protocol):
         """When the snapshot was made, nanoseconds since the epoch."""
         ...
 
-    def read(self, path: str, offset: int, size: int, /) -> bytes:
-        """Return exactly these bytes, verified. Raises Corrupt or StorageFailed."""
+    def read_into(self, path: str, offset: int, target: memoryview, /) -> int:
+        """Fill `target` with verified bytes and return how many, fewer only at the file's end.
+
+        Raises Corrupt or StorageFailed.
+        """
+        ...
+
+    def continues_to(self, path: str, offset: int, size: int, /) -> int:
+        """Return the end of the tensor that begins in these bytes, or the end of the bytes."""
         ...
 
     def prefetch(self, path: str, offset: int, size: int, /) -> None:
@@ -67,7 +80,7 @@ class SnapshotView(Protocol):
         ...
 
 
-class Pin(Protocol):
+class Hold(Protocol):
     """Protects a snapshot's contents from garbage collection."""
 
     def release(self) -> None: ...
@@ -80,8 +93,8 @@ class MountSource(Protocol):
         """Return the snapshot that this revision names. Raises NotFound or BadName."""
         ...
 
-    def pin(self, snapshot: Any, /) -> Pin:
-        """Protect this snapshot's contents until the pin is released, or the process ends."""
+    def hold(self, snapshot: Any, /) -> Hold:
+        """Protect this snapshot's contents until the hold is released, or the process ends."""
         ...
 
     def ref_ids(self) -> Mapping[str, object]:
@@ -90,7 +103,43 @@ class MountSource(Protocol):
 
     def snapshot_ids(self) -> Iterable[object]: ...
 
+    def generation(self) -> int:
+        """Return a number that changes whenever refs or snapshots do."""
+        ...
+
     def close(self) -> None: ...
+
+
+class About(Protocol):
+    """What a mount tells about a snapshot and its files, beside their bytes."""
+
+    def files(self, view: Any, /) -> Mapping[str, Callable[[], bytes]]:
+        """Return the files about a snapshot: by name, what makes the content of each."""
+        ...
+
+    def labels(self, view: Any, path: str, /) -> Mapping[str, str]:
+        """Return what there is to say of a file in a few words, by name."""
+        ...
+
+    def stored(self, view: Any, path: str, /) -> int | None:
+        """Return the bytes at rest of a file; None if they are unknown, perhaps for now."""
+        ...
+
+
+class Nothing:
+    """An `About` that tells nothing."""
+
+    def files(self, view: Any) -> Mapping[str, Callable[[], bytes]]:
+        return {}
+
+    def labels(self, view: Any, path: str) -> Mapping[str, str]:
+        return {}
+
+    def stored(self, view: Any, path: str) -> int | None:
+        return None
+
+
+NOTHING = Nothing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +165,8 @@ class OpenFile:
     """One open of one file: whose bytes, and whether the kernel's cached pages are of these.
 
     `mounted` is the path in the mount, `path` the one in the snapshot, `ref` the ref that stays at
-    this snapshot until `release`.
+    this snapshot until `release`. `content` holds the bytes of a file that is not in the snapshot,
+    but about it.
     """
 
     view: SnapshotView
@@ -126,6 +176,7 @@ class OpenFile:
     mounted: str
     snapshot: str
     ref: str | None
+    content: bytes | None = None
 
 
 class Tree(Protocol):
@@ -150,6 +201,14 @@ class Tree(Protocol):
 
     def release(self, file: OpenFile) -> None: ...
 
+    def stored(self, path: str) -> int:
+        """Return the bytes that a file takes at rest; its size if they are unknown."""
+        ...
+
+    def labels(self, path: str) -> Mapping[str, str]:
+        """Return what there is to say of a file or directory, by name: snapshot, ref, ..."""
+        ...
+
     def totals(self) -> Totals: ...
 
 
@@ -162,24 +221,41 @@ def inode_of(snapshot: str, path: str) -> int:
 class SnapshotTree:
     """The tree of one snapshot, complete in memory; nothing in it ever changes.
 
+    about: makes the files about the snapshot. show_about: whether its directory is listed.
+
     Raises Corrupt if the snapshot's paths do not form a tree of plain names.
     """
 
     attributes_last_for = IMMUTABLE_FOR
 
-    def __init__(self, view: SnapshotView) -> None:
+    def __init__(
+        self, view: SnapshotView, about: About = NOTHING, *, show_about: bool = False
+    ) -> None:
         self._view = view
         self._snapshot = str(view.id)
         self._entries: dict[str, Entry] = {"": self._directory("")}
         self._children: dict[str, list[str]] = {"": []}
         files = view.files
         for path, size in sorted(files.items()):
-            inode = inode_of(self._snapshot, path)
-            self._insert(path, Entry(inode, False, size, view.time_ns))
+            self._insert(path, self._file(path, size))
         self._totals = Totals(len(files), sum(files.values()))
+        self._about = about
+        self._stored: dict[str, int] = {}
+        self._made: Mapping[str, Callable[[], bytes]] = {}
+        self._contents: dict[str, bytes] = {}
+        if ABOUT not in self._entries:
+            self._made = {f"{ABOUT}/{name}": make for name, make in about.files(view).items()}
+        if self._made:
+            self._entries[ABOUT] = self._directory(ABOUT)
+            self._children[ABOUT] = [path.rpartition("/")[2] for path in self._made]
+            if show_about:
+                self._children[""].append(ABOUT)
 
     def _directory(self, path: str) -> Entry:
         return Entry(inode_of(self._snapshot, path), True, 0, self._view.time_ns)
+
+    def _file(self, path: str, size: int) -> Entry:
+        return Entry(inode_of(self._snapshot, path), False, size, self._view.time_ns)
 
     def _insert(self, path: str, entry: Entry) -> None:
         """Add a file, and its missing parent directories."""
@@ -200,15 +276,24 @@ class SnapshotTree:
     def entry(self, path: str) -> Entry:
         entry = self._entries.get(path)
         if entry is None:
-            raise NotFound("no such file", where=path)
+            if path not in self._made:
+                raise NotFound("no such file", where=path)
+            entry = self._file(path, len(self._content(path)))
         return entry
+
+    def _content(self, path: str) -> bytes:
+        """Return the bytes of a file about the snapshot; the first that were made stay."""
+        content = self._contents.get(path)
+        if content is None:
+            content = self._contents.setdefault(path, self._made[path]())
+        return content
 
     def children(self, path: str) -> list[tuple[str, Entry]]:
         names = self._children.get(path)
         if names is None:
             raise NotFound("no such directory", where=path)
         prefix = f"{path}/" if path else ""
-        return [(name, self._entries[prefix + name]) for name in names]
+        return [(name, self.entry(prefix + name)) for name in names]
 
     def open(self, path: str) -> OpenFile:
         return self.open_as(path, mounted=path, keep_cache=True, ref=None)
@@ -218,13 +303,41 @@ class SnapshotTree:
         entry = self.entry(path)
         if entry.is_directory:
             raise NotFound("not a file", where=path)
-        return OpenFile(self._view, path, entry.size, keep_cache, mounted, self._snapshot, ref)
+        content = self._content(path) if path in self._made else None
+        return OpenFile(
+            self._view, path, entry.size, keep_cache, mounted, self._snapshot, ref, content
+        )
 
     def settled(self, file: OpenFile) -> None:
         """Do nothing: one path, one snapshot."""
 
     def release(self, file: OpenFile) -> None:
-        """Do nothing: no ref and no pin is held."""
+        """Do nothing: nothing is held."""
+
+    def stored(self, path: str) -> int:
+        known = self._stored.get(path)
+        if known is not None:
+            return known
+        size = self.entry(path).size
+        if path in self._made or size == 0:
+            return size
+        try:
+            told = self._about.stored(self._view, path)
+        except MstoreError:
+            # Whoever reads the file is told what is wrong; `ls` need not fail.
+            return size
+        if told is None:
+            return size
+        # Zero would tell programs that the file is one hole, and they would not read it.
+        known = self._stored[path] = max(1, told)
+        return known
+
+    def labels(self, path: str) -> Mapping[str, str]:
+        self.entry(path)
+        labels = {"snapshot": self._snapshot}
+        if path not in self._children and path not in self._made:
+            labels |= self._about.labels(self._view, path)
+        return labels
 
     def totals(self) -> Totals:
         return self._totals
@@ -232,193 +345,3 @@ class SnapshotTree:
 
 def _no_directory_holds(path: str) -> Corrupt:
     return Corrupt("the snapshot has a file that no directory can hold", where=repr(path))
-
-
-@dataclass(slots=True)
-class _RefPin:
-    """A ref that `count` open files keep at a snapshot."""
-
-    snapshot: str
-    count: int
-
-
-@dataclass(slots=True)
-class _Held:
-    """A snapshot with `count` open files."""
-
-    pin: Pin
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Below:
-    """A path inside a snapshot: the snapshot, the ref that led there, the rest of the path."""
-
-    snapshot: str
-    ref: str | None
-    tail: str
-
-
-class StoreTree:
-    """The tree of a whole store. New refs and snapshots appear in it at once.
-
-    Pins only snapshots with open files: an unused mount keeps no garbage. A lookup that misses
-    reads the store again; one that hits may use a list of refs up to `max_age` seconds old.
-    """
-
-    attributes_last_for = 0.0
-
-    def __init__(self, source: MountSource, *, max_age: float = 0.1) -> None:
-        self._source = source
-        self._max_age = max_age
-        # FUSE has no times before 1970.
-        self._time_ns = max(0, time.time_ns())
-        self._lock = threading.RLock()
-        self._trees: OrderedDict[str, SnapshotTree] = OrderedDict()
-        self._refs: dict[str, str] = {}
-        self._snapshots: set[str] = set()
-        self._fresh_until = float("-inf")
-        self._ref_pins: dict[str, _RefPin] = {}
-        self._held: dict[str, _Held] = {}
-        self._page_owner: dict[str, str] = {}
-
-    def entry(self, path: str) -> Entry:
-        with self._lock:
-            place = self._find(path)
-        if place is None:
-            return self._directory(path)
-        if not place.tail:
-            # Not the snapshot's own time: `ls -l snapshots` must not read every manifest.
-            return Entry(inode_of(place.snapshot, ""), True, 0, self._time_ns)
-        return self._tree(place.snapshot).entry(place.tail)
-
-    def children(self, path: str) -> list[tuple[str, Entry]]:
-        with self._lock:
-            self._reload()
-            place = self._find(path)
-            if place is None:
-                prefix = f"{path}/" if path else ""
-                return [(name, self.entry(prefix + name)) for name in self._names(path)]
-        return self._tree(place.snapshot).children(place.tail)
-
-    def open(self, path: str) -> OpenFile:
-        with self._lock:
-            place = self._find(path)
-            if place is None:
-                raise NotFound("not a file", where=path)
-            # From here on the ref stays.
-            self._pin_ref(place)
-            keep_cache = place.ref is None or self._page_owner.get(path) == place.snapshot
-        try:
-            file = self._tree(place.snapshot).open_as(
-                place.tail, mounted=path, keep_cache=keep_cache, ref=place.ref
-            )
-            with self._lock:
-                self._hold(file)
-        except BaseException:
-            with self._lock:
-                self._unpin_ref(place.ref)
-            raise
-        return file
-
-    def _pin_ref(self, place: _Below) -> None:
-        if place.ref is not None:
-            self._ref_pins.setdefault(place.ref, _RefPin(place.snapshot, 0)).count += 1
-
-    def _unpin_ref(self, ref: str | None) -> None:
-        if ref is not None:
-            pin = self._ref_pins[ref]
-            pin.count -= 1
-            if not pin.count:
-                del self._ref_pins[ref]
-
-    def _hold(self, file: OpenFile) -> None:
-        held = self._held.get(file.snapshot)
-        if held is None:
-            held = self._held[file.snapshot] = _Held(self._source.pin(file.view.id), 0)
-        held.count += 1
-
-    def _let_go(self, file: OpenFile) -> None:
-        held = self._held[file.snapshot]
-        held.count -= 1
-        if not held.count:
-            held.pin.release()
-            del self._held[file.snapshot]
-
-    def settled(self, file: OpenFile) -> None:
-        if file.ref is not None:
-            with self._lock:
-                self._page_owner[file.mounted] = file.snapshot
-
-    def release(self, file: OpenFile) -> None:
-        with self._lock:
-            self._let_go(file)
-            if file.ref is not None:
-                self._page_owner[file.mounted] = file.snapshot
-            self._unpin_ref(file.ref)
-
-    def totals(self) -> Totals:
-        with self._lock:
-            each = [tree.totals() for tree in self._trees.values()]
-        return Totals(sum(one.files for one in each), sum(one.size for one in each))
-
-    def _find(self, path: str) -> _Below | None:
-        """Find where a path lies; None for a directory outside of all snapshots."""
-        if time.monotonic() >= self._fresh_until:
-            self._reload()
-        try:
-            return self._look(path)
-        except NotFound:
-            self._reload()
-            return self._look(path)
-
-    def _look(self, path: str) -> _Below | None:
-        top, _, rest = path.partition("/")
-        if not rest:
-            if top in ("", "refs", "snapshots"):
-                return None
-            raise NotFound("no such directory", where=path)
-        if top == "snapshots":
-            snapshot, _, tail = rest.partition("/")
-            if snapshot in self._snapshots:
-                return _Below(snapshot, None, tail)
-        elif top == "refs":
-            parts = rest.split("/")
-            for length in range(1, len(parts) + 1):
-                ref = "/".join(parts[:length])
-                if ref in self._ref_pins or ref in self._refs:
-                    pin = self._ref_pins.get(ref)
-                    snapshot = pin.snapshot if pin is not None else self._refs[ref]
-                    return _Below(snapshot, ref, "/".join(parts[length:]))
-            if any(ref.startswith(f"{rest}/") for ref in self._refs):
-                return None
-        raise NotFound("no such ref or snapshot", where=path)
-
-    def _names(self, path: str) -> list[str]:
-        if path == "":
-            return ["refs", "snapshots"]
-        if path == "snapshots":
-            return sorted(self._snapshots)
-        prefix = "" if path == "refs" else path.removeprefix("refs/") + "/"
-        below = (ref for ref in self._refs if ref.startswith(prefix))
-        return sorted({ref[len(prefix) :].partition("/")[0] for ref in below})
-
-    def _directory(self, path: str) -> Entry:
-        return Entry(inode_of("", path), True, 0, self._time_ns)
-
-    def _reload(self) -> None:
-        self._refs = {name: str(id) for name, id in self._source.ref_ids().items()}
-        self._snapshots = {str(snapshot) for snapshot in self._source.snapshot_ids()}
-        self._fresh_until = time.monotonic() + self._max_age
-
-    def _tree(self, snapshot: str) -> SnapshotTree:
-        """Return a snapshot's tree, which is read without the lock: others need not wait."""
-        with self._lock:
-            tree = self._trees.get(snapshot)
-        made = tree or SnapshotTree(self._source.view(snapshot))
-        with self._lock:
-            tree = self._trees.setdefault(snapshot, made)
-            self._trees.move_to_end(snapshot)
-            if len(self._trees) > _TREES_KEPT:
-                self._trees.popitem(last=False)
-        return tree

@@ -41,7 +41,7 @@ class Keeping(OpenStore):
         empty_lost_found: bool = False,
         progress: ProgressCallback | None = None,
     ) -> GcReport:
-        """Drop everything that no ref, reflog or pin reaches, and free its space.
+        """Drop everything that no ref, reflog or hold reaches, and free its space.
 
         Safe while other operations run; a second gc waits for the first.  Packs that the index does
         not know move to lost+found/.

@@ -13,22 +13,27 @@ from mstore.api.arguments import checked
 from mstore.blocks.lmdb_env import closed
 from mstore.errors import BadRequest
 from mstore.ids import SnapshotId
+from mstore.phrases import Option
 from mstore.store import contents
 from mstore.store.catalog import Catalog
 from mstore.store.config import Config
 from mstore.store.layout import DEFAULT_BLOCK_SIZE, locate
 from mstore.store.memo import Memo
 
+ONCE = "once"
+ALWAYS = "always"
+
 # The calls that need numpy, numba and the merge engine import them: `log` must not wait for a
 # compiler.
 if TYPE_CHECKING:
+    from mstore.block_cache import BlockCache
     from mstore.ids import PlanId
     from mstore.merge.planning.warnings import MergeWarning
     from mstore.merge.virtual.blocks import VirtualBlocks
     from mstore.objects.plan import Plan
     from mstore.stats.store import StatsStore
     from mstore.store.plan_rows import Sources
-    from mstore.view import BlockCache, SnapshotView
+    from mstore.view import SnapshotView
 
 
 @checked("Store")
@@ -57,6 +62,8 @@ class OpenStore:
         # Model cards never change: a merge need not read again what its plan has read.
         self._about_parents: dict[tuple[object, ...], tuple[MergeWarning, ...]] = {}
         self._cache: BlockCache | None = None
+        self._cache_bytes: int | None = None
+        self._verify = ONCE
         self._views: dict[SnapshotId, SnapshotView] = {}
         self._views_lock = Lock()
         self._virtual: VirtualBlocks | None = None
@@ -87,13 +94,27 @@ class OpenStore:
         return cls(Catalog.create(Path(path), block_size, Config().changed(given)))
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(
+        cls, path: str | Path, *, cache_bytes: int | None = None, verify: str = "once"
+    ) -> Self:
         """Open the store in a directory.
 
+        cache_bytes: the most decoded blocks that its views keep in memory, in bytes; 64 MiB unless
+        given.  (One block is always kept.)
+        verify: "once" checks each block when it is first read, and reads parts of a block that lies
+        raw without checking it again; "always" checks a block every time that it is read from its
+        pack.
+
         Raises NotFound (no store there), Incompatible (another format, a network filesystem),
-        Corrupt (the index cannot be opened), Unavailable, StorageFailed.
+        Corrupt (the index cannot be opened), BadRequest, Unavailable, StorageFailed.
         """
-        return cls(Catalog.open(Path(path)))
+        if verify not in (ONCE, ALWAYS):
+            raise BadRequest(f"verify is once or always, not {verify!r}", where=Option("verify"))
+        if cache_bytes is not None and cache_bytes < 0:
+            raise BadRequest("a cache has at least 0 bytes", where=Option("cache_bytes"))
+        store = cls(Catalog.open(Path(path)))
+        store._cache_bytes, store._verify = cache_bytes, verify
+        return store
 
     @classmethod
     def open_checked(cls, path: str | Path) -> Self:
@@ -176,6 +197,15 @@ class OpenStore:
     def uuid(self) -> str:
         """The store's UUID as text."""
         return str(self._opened.layout.uuid)
+
+    def generation(self) -> int:
+        """Return a number that grows with every change of the store: each publishes one more.
+
+        As long as it stays, so do all refs and the set of snapshots.  Cheap, for programs that
+        follow a store.
+        """
+        with self._catalog.index.env.read() as transaction:
+            return self._catalog.index.generation(transaction)
 
     @property
     def _statistics(self) -> StatsStore:

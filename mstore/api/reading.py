@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mstore import lineage
 from mstore.api.arguments import checked
-from mstore.api.open_store import OpenStore, thread_count
+from mstore.api.open_store import ALWAYS, OpenStore, thread_count
 from mstore.ids import Buffer, SnapshotId
 from mstore.store import contents, leases
 
@@ -37,14 +37,18 @@ class Reading(OpenStore):
 
         Raises NotFound (also if its contents were pruned), BadName.
         """
-        from mstore.view import BlockCache, SnapshotView
+        from mstore.block_cache import CACHE_BYTES, BlockCache
+        from mstore.view import SnapshotView
 
         id = revision if isinstance(revision, SnapshotId) else self._catalog.resolve(revision)
         contents.require(self._catalog, id, str(revision))
         with self._views_lock:
             view = self._views.pop(id, None)
             if self._cache is None:
-                self._cache = BlockCache(self._catalog, computing=self._computing)
+                limit = CACHE_BYTES if self._cache_bytes is None else self._cache_bytes
+                self._cache = BlockCache(
+                    self._catalog, limit, self._computing, check_always=self._verify == ALWAYS
+                )
         # Outside of the lock: whoever asks for another snapshot need not wait for this one.
         made = view or SnapshotView(self._catalog, id, self._cache)
         with self._views_lock:
@@ -222,10 +226,10 @@ class Reading(OpenStore):
             computing=self._computing,
         )
 
-    def pin(self, snapshot: SnapshotId) -> leases.Pin:
-        """Protect a snapshot's contents from garbage collection until the pin is released.
+    def hold(self, snapshot: SnapshotId) -> leases.Hold:
+        """Protect a snapshot's contents from garbage collection until the hold is released.
 
-        The pin ends with the process.  If it cannot be made (in a store that is read-only for this
-        user), it protects nothing; that is not an error.
+        The hold ends with the process.  If it cannot be taken (in a store that is read-only for
+        this user), it protects nothing; that is not an error.
         """
-        return leases.Pin(self._catalog.layout, snapshot)
+        return leases.Hold(self._catalog.layout, snapshot)

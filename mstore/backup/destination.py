@@ -202,7 +202,7 @@ class Destination:
 
     def is_read(self) -> bool:
         """Whether somebody reads a snapshot of it just now."""
-        return bool(leases.pins(self.layout))
+        return bool(leases.holds(self.layout))
 
 
 def _locked(layout: Layout) -> fs.LockFile:

@@ -177,7 +177,7 @@ def _alone(layout: Layout) -> Iterator[None]:
 
 def _require_idle(layout: Layout) -> None:
     live = sorted(leases.live(layout))
-    pins = sorted(leases.pins(layout))
+    held = sorted(leases.holds(layout))
     names: dict[str, str] = {}
     if live:
         with suppress(MstoreError):
@@ -186,9 +186,9 @@ def _require_idle(layout: Layout) -> None:
                 for lease, pid, purpose in old_index.at_work(layout)
             }
     holder = _holder(layout.index / "lock.mdb")
-    if live or pins or holder is not None:
+    if live or held or holder is not None:
         who = [names.get(lease, f"lease {lease}") for lease in live]
-        who += [f"a reader of snapshot {snapshot.short}" for snapshot in pins]
+        who += [f"a reader of snapshot {snapshot.short}" for snapshot in held]
         who = who or [f"process {holder} has the store open"]
         raise Conflict(
             f"the store is in use: {', '.join(who)}",

@@ -55,13 +55,13 @@ def keep(catalog: Catalog, transaction: IndexTransaction, id: SnapshotId, name: 
 
 @contextmanager
 def held(catalog: Catalog, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
-    """Pin these snapshots while the block runs.
+    """Hold these snapshots while the block runs.
 
-    A pin that is created while gc publishes may be too late; missing data is then reported as by
+    A hold that is taken while gc publishes may be too late; missing data is then reported as by
     `or_collected`.
     """
     wanted = list(snapshots)
-    with leases.pinned(catalog.layout, wanted), or_collected(catalog, wanted):
+    with leases.holding(catalog.layout, wanted), or_collected(catalog, wanted):
         yield
 
 

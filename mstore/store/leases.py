@@ -7,11 +7,11 @@ process holds, and a row in the index. The kernel drops the lock however the pro
 lease is live exactly as long as its owner; no clock is involved. The directory of a dead lease is
 garbage that anyone may remove.
 
-An operation that reads a snapshot *pins* it: tmp/<random>.<SnapshotId>.pin, locked in the same way.
-A pin protects the snapshot's contents from garbage collection and needs no row and no transaction.
-Where no pin can be created (a read-only store), reading continues without one. A pin that is
-created while gc publishes may be too late: its reader then finds blocks missing, and gets the error
-that the snapshot was collected (`mstore.store.contents.held`).
+An operation that reads a snapshot *holds* it: tmp/<random>.<SnapshotId>.pin, locked in the same
+way. A hold protects the snapshot's contents from garbage collection and needs neither a row nor a
+transaction. Where no hold can be taken (a read-only store), reading continues without one. A hold
+that is taken while gc publishes may be too late: its reader then finds blocks missing, and gets the
+error that the snapshot was collected (`mstore.store.contents.held`).
 
 `collecting` is the lock of garbage collection: flock(2) on the directory of packs. Repair and
 reindex hold it as well.
@@ -39,7 +39,8 @@ from mstore.store import layout as layouts
 from mstore.store.layout import Layout
 
 LOCK = ".lock"
-PIN = ".pin"
+HOLD = ".pin"
+"""The end of a hold's name, from when holds were called pins: other versions look for it."""
 PACK = ".pack"
 RECEIPT = ".receipt"
 _LEASES = "leases"
@@ -115,14 +116,14 @@ def collecting(layout: Layout) -> Iterator[None]:
         lock.release()
 
 
-class Pin:
+class Hold:
     """Protects the contents of a snapshot from garbage collection until `release`."""
 
     def __init__(self, layout: Layout, snapshot: SnapshotId) -> None:
         self._lock: fs.LockFile | None = None
         with suppress(StorageFailed):
             while True:
-                path = layout.tmp / f"{secrets.token_hex(8)}.{snapshot}{PIN}"
+                path = layout.tmp / f"{secrets.token_hex(8)}.{snapshot}{HOLD}"
                 lock = fs.LockFile(path)
                 lock.acquire()
                 if lock.is_current():
@@ -132,7 +133,7 @@ class Pin:
             self._lock = lock
 
     def release(self) -> None:
-        """Remove the pin; idempotent."""
+        """Let go; idempotent."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             with suppress(StorageFailed):
@@ -140,26 +141,26 @@ class Pin:
 
 
 @contextmanager
-def pinned(layout: Layout, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
-    """Pin these snapshots while the block runs."""
-    with ExitStack() as pins:
+def holding(layout: Layout, snapshots: Iterable[SnapshotId]) -> Iterator[None]:
+    """Hold these snapshots while the block runs."""
+    with ExitStack() as held:
         for snapshot in sorted(set(snapshots)):
-            pins.callback(Pin(layout, snapshot).release)
+            held.callback(Hold(layout, snapshot).release)
         yield
 
 
-def pins(layout: Layout) -> set[SnapshotId]:
-    """Return the snapshots that live processes have pinned."""
+def holds(layout: Layout) -> set[SnapshotId]:
+    """Return the snapshots that live processes hold."""
     found = set()
     for path in _listed(layout):
-        if path.name.endswith(PIN) and _is_live(layout, path):
+        if path.name.endswith(HOLD) and _is_live(layout, path):
             with suppress(BadName):
-                found.add(SnapshotId.parse(path.name.removesuffix(PIN).rpartition(".")[2]))
+                found.add(SnapshotId.parse(path.name.removesuffix(HOLD).rpartition(".")[2]))
     return found
 
 
 def live(layout: Layout) -> set[str]:
-    """Return the names of live leases, without pins."""
+    """Return the names of live leases, without holds."""
     return {
         path.name.removesuffix(LOCK)
         for path in _listed(layout)
@@ -245,8 +246,8 @@ def _may_look(layout: Layout) -> bool:
 
 
 def _owner_lock(layout: Layout, path: Path) -> Path:
-    # A pin is its own lock.
-    return path if path.name.endswith(PIN) else _lock_path(layout, path.name.removesuffix(LOCK))
+    # A hold is its own lock.
+    return path if path.name.endswith(HOLD) else _lock_path(layout, path.name.removesuffix(LOCK))
 
 
 def _is_live(layout: Layout, path: Path) -> bool:

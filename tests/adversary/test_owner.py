@@ -169,7 +169,7 @@ def test_what_root_makes_anew_is_the_owners(home: Path, root: Path) -> None:
 def test_a_pin_and_a_kill_leave_nothing_of_roots(home: Path, root: Path) -> None:
     """What root's killed command leaves in tmp/, the owner's next one removes."""
     program = (
-        "import os, sys; from mstore import Store; from mstore.store.leases import Pin;"
+        "import os, sys; from mstore import Store; from mstore.store.leases import Hold;"
         "store = Store.open(sys.argv[1]);"
         "store.add(sys.argv[2], name='a', progress=lambda tick: os._exit(9))"
     )

@@ -7,10 +7,17 @@ from typing import Annotated
 
 import typer
 
+from mstore_cli import systemd
 from mstore_cli.command import command
 from mstore_cli.errors import UsageError
 from mstore_cli.output import Screen
 from mstore_cli.session import Session
+
+# By default both prefetch from network file systems only (docs.vllm.ai/en/latest/api/vllm/config,
+# docs.sglang.io/docs/advanced_features/model_loading).
+SERVING = (
+    "--safetensors-load-strategy=prefetch (vLLM), --weight-loader-prefetch-checkpoints (SGLang)"
+)
 
 
 @command(
@@ -33,6 +40,43 @@ def mount(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, until unmounted or interrupted.")
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="REF is a name: files opened after it moves are its new ones."
+        ),
+    ] = False,
+    allow_other: Annotated[
+        bool, typer.Option("--allow-other", help="Let other users read, too.")
+    ] = False,
+    show_meta: Annotated[
+        bool,
+        typer.Option("--show-meta", help="List .mstore, with manifest.json and lineage.json."),
+    ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log",
+            metavar="FILE",
+            help="Append to FILE what goes wrong [default: syslog].",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        str,
+        typer.Option(
+            "--cache", metavar="SIZE", help="Decoded blocks kept in memory.", show_default=True
+        ),
+    ] = "64MiB",
+    verify: Annotated[
+        str,
+        typer.Option(
+            "--verify",
+            metavar="WHEN",
+            help="once: check each block when it is first read; always: whenever it is read.",
+            show_default=True,
+        ),
+    ] = "once",
 ) -> None:
     """Show a snapshot as a read-only directory, or the whole store with --all.
 
@@ -43,22 +87,44 @@ def mount(
         raise UsageError(wanted, hint="mstore mount --help")
     revision = None if everything else target[0]
     directory = Path(target[-1])
+    from mstore.phrases import Option
+    from mstore.sizes import parse_size
     from mstore_fuse.mounts import MountInfo
     from mstore_fuse.mounts import mount as start_mount
     from mstore_fuse.mounts import unmount as end_mount
+
+    cleared: list[MountInfo] = []
 
     def ready(info: MountInfo) -> None:
         def human(screen: Screen) -> None:
             shown = revision or "the whole store"
             end = "Ctrl-C" if foreground else f"mstore unmount {info.mountpoint}"
+            for stale in cleared:
+                was = stale.revision or "the whole store"
+                screen.line(f"cleared a stale mount of {was}: its process had ended")
             screen.line(f"mounted {shown} at {info.mountpoint}", style="green")
             screen.line(f"to end it: {end}")
+            screen.line(f"to load fast: {SERVING}")
 
         try:
             session.output.emit(info, ids=[info.mountpoint], human=human)
+            systemd.notify_ready()
         except BaseException:
             # End a mount that could not be reported: the user would not know to unmount it.
             end_mount(info.mountpoint)
             raise
 
-    start_mount(session.store_path(), revision, directory, foreground=foreground, on_ready=ready)
+    start_mount(
+        session.store_path(),
+        revision,
+        directory,
+        foreground=foreground,
+        on_ready=ready,
+        on_cleared=cleared.append,
+        allow_other=allow_other,
+        log=log,
+        cache_bytes=parse_size(cache, option=Option("cache_bytes")),
+        verify=verify,
+        follow=follow,
+        show_meta=show_meta,
+    )

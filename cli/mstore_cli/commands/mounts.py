@@ -61,16 +61,16 @@ def _row(one: MountInfo) -> tuple[str, ...]:
         one.revision or "(all)",
         str(one.store),
         "-" if one.pid is None else str(one.pid),
-        "serving" if one.alive else "dead",
+        "serving" if one.alive else "stale",
         _name_of(one.user),
     )
 
 
 def _how_to_clear(found: Sequence[MountInfo], me: int) -> Iterator[str]:
-    dead = [one for one in found if not one.alive]
-    if dead:
-        yield "the process behind a dead mount has ended, and reading there fails; to clear it:"
-    for one in dead:
+    stale = [one for one in found if not one.alive]
+    if stale:
+        yield "the process behind a stale mount has ended, and reading there fails; to clear it:"
+    for one in stale:
         whose = "" if me in {0, one.user} else f"   (as {_name_of(one.user)} or root)"
         yield f"  mstore unmount {shlex.quote(str(one.mountpoint))}{whose}"
 

@@ -1,8 +1,8 @@
 """Virtual blocks: blocks of merges that were committed as plans, computed when they are read.
 
 Owns the way from a virtual tensor and a block number to verified bytes: task, inputs, kernel, id.
-Keeps no blocks: that is the reader's cache (`mstore.view`). The memo table keeps the id of every
-block that was computed, even while the block itself is stored nowhere; a block that comes out
+Keeps no blocks: that is the reader's cache (`mstore.block_cache`). The memo table keeps the id of
+every block that was computed, even while the block itself is stored nowhere; a block that comes out
 differently than before is Corrupt, and never returned.
 
 The bytes are those of the real merge of the same plan. Reads of experts are charged as in that
@@ -23,6 +23,7 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import numpy.typing as npt
 
+from mstore.block_cache import VirtualBlock
 from mstore.blocks.meter import Meter
 from mstore.checkpoint.partition import partition
 from mstore.errors import Corrupt, MstoreError
@@ -41,7 +42,6 @@ from mstore.objects.virtual import VirtualTensor
 from mstore.phrases import call
 from mstore.store.catalog import Catalog
 from mstore.store.memo import Memo
-from mstore.view import VirtualBlock
 
 _BATCH = 32
 _BATCHES_KEPT = 16
@@ -117,7 +117,7 @@ class _Tensor:
 
 
 class VirtualBlocks:
-    """Computes virtual blocks for the views of one store (`mstore.view.Computing`)."""
+    """Computes virtual blocks for the views of one store (`mstore.block_cache.Computing`)."""
 
     def __init__(self, catalog: Catalog, memo: Memo, *, threads: int) -> None:
         self._catalog = catalog
