@@ -205,7 +205,9 @@ class Served:
 
 
 @contextmanager
-def served(driver: Driver, store: Path, ref: str | None, point: Path) -> Iterator[Served]:
+def served(
+    driver: Driver, store: Path, ref: str | None, point: Path, *words: str
+) -> Iterator[Served]:
     """A mount whose process is killed in the end, however it is by then, and whoever waits."""
     point.mkdir(parents=True)
     said = point.with_suffix(".log")
@@ -216,6 +218,7 @@ def served(driver: Driver, store: Path, ref: str | None, point: Path) -> Iterato
             [
                 *(sys.executable, "-P", "-m", "mstore_fuse", f"--store={store}", shown),
                 *driver.served_with,
+                *words,
                 *(f"--ready-fd={send}", "--foreground", "--", str(point)),
             ],
             stderr=stderr,
