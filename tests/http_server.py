@@ -74,6 +74,8 @@ def served(path: Path, **options: Any) -> Iterator[Served]:
         ready.set()
 
     with Store.open(path) as store, listen("127.0.0.1", 0) as listening:
+        # Connections inherit it: so what a socket holds does not depend on the machine.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         server = Server(store, listening, on_ready=on_ready, **given)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
