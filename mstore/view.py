@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from mstore.block_cache import (
 from mstore.blocks.location import Location
 from mstore.blocks.packs import NO_BASE
 from mstore.checkpoint.header import parse_header
-from mstore.errors import Incompatible, NotFound
+from mstore.errors import Incompatible, MstoreError, NotFound
 from mstore.ids import BlockId, Buffer, ManifestId, PackId, SnapshotId, TensorId, VirtualId
 from mstore.objects.manifest import SAFETENSORS, File, Manifest
 from mstore.objects.tensor import Tensor
@@ -279,7 +280,11 @@ class SnapshotView:
         """
         if path not in self._files:
             return
-        extents = list(self.extents(path, offset, size))
+        # What is missing is an error for whoever reads it, not for who reads what comes before.
+        with suppress(MstoreError):
+            self._prefetch(list(self.extents(path, offset, size)))
+
+    def _prefetch(self, extents: Sequence[Extent]) -> None:
         stored = {one.block: None for one in extents if not isinstance(one.block, VirtualBlock)}
         for one in extents:
             if isinstance(one.block, VirtualBlock):

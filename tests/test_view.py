@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,6 +270,17 @@ def test_what_is_not_there(place: Place) -> None:
             ask()
         assert refused.value.where == "nothing.txt"
     view.prefetch("nothing.txt", 0, 100)
+
+
+def test_what_is_read_ahead_may_be_missing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block ahead that is not stored is an error for its reader, and not before."""
+
+    def missing(blocks: Iterable[BlockId]) -> list[Location]:
+        raise Corrupt("the index does not have this block")
+
+    view = place.store.view("odd")
+    monkeypatch.setattr(place.store._catalog, "locate", missing)
+    view.prefetch("model-00002-of-00002.safetensors", 0, 1_000_000)
 
 
 # -- tensors -------------------------------------------------------------------------------------
