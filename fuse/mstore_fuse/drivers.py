@@ -93,7 +93,8 @@ def _one_of(kind: type[Choice], name: str, value: str) -> Choice:
         return kind(value)
     except ValueError as error:
         names = ", ".join(kind)
-        raise BadRequest(f"{name} is one of {names}, not {value!r}") from error
+        what = f"{name} is one of {names}, not {value!r}"
+        raise BadRequest(what, where=Option(name)) from error
 
 
 def neither(erofs: MstoreError, fuse: MstoreError) -> Unavailable:
