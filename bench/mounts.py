@@ -14,7 +14,7 @@ through FUSE and, where the kernel can, EROFS; and from restic and borg, where t
 
 Ways of reading: bench/reading.py.  For each mount also the seconds until it is ready, until the
 first byte of a new one, and what its process takes: seconds of a processor a GiB that was read in
-front of a cold pack, and its anonymous memory then.
+front of a cold pack, and its anonymous memory then.  And `ls -l` of a mount of a whole store.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generate import BASE, dense, write_family
+from growth import simulate
 from measure import drop_cache, keep, machine, options, ready, spread
 from store import Store
 
@@ -42,6 +43,7 @@ READING = Path(__file__).parent / "reading.py"
 WAYS = ("read", "mmap", "random", "load", "safe_open", "from_pretrained")
 IN_PYTHON = ("load", "safe_open", "from_pretrained")
 SLOW = ("restic", "borg")
+BLOCKS, SNAPSHOTS = 100_000, 10_000
 WARM_GIGABYTES = 3
 TICKS = os.sysconf("SC_CLK_TCK")
 REPOSITORY = {
@@ -220,6 +222,23 @@ class Bench:
         mount = ["borg", "mount", "-f", f"{path}::one", str(self.point)]
         return self.repository("borg", make, mount, "")
 
+    def listings(self, rounds: int) -> dict[str, dict[str, float]]:
+        """Seconds of `ls -l` in a new mount of a whole store of many snapshots, simulated."""
+        path = self.work / "mounts-many"
+        simulate(path, BLOCKS, SNAPSHOTS)
+        store = Store(path)
+        found: dict[str, list[float]] = {"root": [], "snapshots": []}
+        for _ in range(rounds):
+            store.mstore("mount", "--all", str(self.point))
+            try:
+                for name, folder in (("root", self.point), ("snapshots", self.point / "snapshots")):
+                    began = time.perf_counter()
+                    subprocess.run(["ls", "-l", str(folder)], check=True, stdout=subprocess.DEVNULL)
+                    found[name].append(time.perf_counter() - began)
+            finally:
+                store.mstore("unmount", str(self.point))
+        return {name: spread(values) for name, values in found.items()}
+
     def state(self, state: str, files: list[Path]) -> None:
         """Bring files at rest into a state."""
         ready(WARM_GIGABYTES, *files)
@@ -285,6 +304,8 @@ def main() -> None:
         "versions": {name: version(name) for name in SLOW if shutil.which(name)},
         "figures": {name: spread([one[name] for one in rounds]) for name in rounds[0]},
         "of_plain": shares(rounds),
+        "snapshots": SNAPSHOTS,
+        "listings": bench.listings(arguments.rounds),
     }
     for path in arguments.work.glob("mounts-*"):
         shutil.rmtree(path)
