@@ -232,6 +232,13 @@ def test_nothing_can_be_changed(store: Path) -> None:
     assert set(options.split(",")) >= {"ro", "nosuid", "nodev"}
 
 
+def test_reading_past_the_page_cache_is_refused(store: Path) -> None:
+    """A program that asks for O_DIRECT gets EINVAL, as on other filesystems that lack it."""
+    point = shown(store, "team/m")
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.open(point / MODEL, os.O_RDONLY | os.O_DIRECT)
+
+
 def test_more_packs_than_mount_options_hold(root: Path) -> None:
     """A snapshot in 100 packs is one mount; a process that may open few files may open more."""
     original = root / "model"
