@@ -55,6 +55,8 @@ class Driver:
     """arguments of `mount`"""
     served_with: tuple[str, ...] = ()
     """arguments of the process that serves"""
+    has_process: bool = True
+    """whether one serves; `served` skips tests for those without"""
 
     def __str__(self) -> str:
         return self.name
@@ -209,6 +211,8 @@ def served(
     driver: Driver, store: Path, ref: str | None, point: Path, *words: str
 ) -> Iterator[Served]:
     """A mount whose process is killed in the end, however it is by then, and whoever waits."""
+    if not driver.has_process:
+        pytest.skip(f"no process serves {driver}")
     point.mkdir(parents=True)
     said = point.with_suffix(".log")
     receive, send = os.pipe()

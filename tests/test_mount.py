@@ -1,5 +1,8 @@
 """mstore_fuse end to end: real stores behind real mounts.
 
+Programs, ways to read, system calls, faults and holds have suites of their own, for every way to
+mount (`mount_drivers`).
+
 Skipped where this machine cannot mount (no /dev/fuse, no libfuse 3): `require_fuse` says so.
 """
 
@@ -154,22 +157,6 @@ def test_every_file_is_what_was_added(mounted: tuple[Path, Path, MountInfo]) -> 
     assert space.f_bfree == 0
 
 
-def test_ordinary_programs(mounted: tuple[Path, Path, MountInfo], tmp_path: Path) -> None:
-    """find, cp -r and diff -r see an ordinary directory."""
-    point, original, _ = mounted
-    listed = subprocess.run(
-        ["find", ".", "-type", "f", "-size", "+100k"],
-        check=True,
-        cwd=point,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
-    big = [path for path in files_below(original) if os.path.getsize(original / path) > 100 << 10]
-    assert sorted(listed) == sorted(f"./{path}" for path in big)
-    subprocess.run(["cp", "-r", point, tmp_path / "copy"], check=True)
-    subprocess.run(["diff", "-r", tmp_path / "copy", original], check=True)
-
-
 def test_mapped_reading(mounted: tuple[Path, Path, MountInfo]) -> None:
     """mmap works, by hand and through safetensors, cold and warm."""
     point, original, _ = mounted
@@ -182,18 +169,6 @@ def test_mapped_reading(mounted: tuple[Path, Path, MountInfo]) -> None:
         assert shown.keys() == kept.keys()
         for name in kept.keys():  # noqa: SIM118 - safe_open is no mapping
             assert np.array_equal(shown.get_tensor(name), kept.get_tensor(name))
-
-
-def test_reading_at_and_beyond_the_end(mounted: tuple[Path, Path, MountInfo]) -> None:
-    """The last bytes come short, past the end comes nothing, an empty file is empty."""
-    point, original, _ = mounted
-    expected = (original / BIG).read_bytes()
-    with (point / BIG).open("rb", buffering=0) as file:
-        number = file.fileno()
-        assert os.pread(number, 1000, len(expected) - 10) == expected[-10:]
-        assert os.pread(number, 1000, len(expected)) == b""
-        assert os.pread(number, 1000, len(expected) + (1 << 40)) == b""
-    assert (point / "empty").read_bytes() == b""
 
 
 def test_concurrent_readers(mounted: tuple[Path, Path, MountInfo]) -> None:
@@ -222,23 +197,6 @@ def test_concurrent_readers(mounted: tuple[Path, Path, MountInfo]) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_nothing_can_be_written(mounted: tuple[Path, Path, MountInfo]) -> None:
-    """Every change is refused as on any read-only file system."""
-    point, _, _ = mounted
-    config = point / "config.json"
-    changes: list[Callable[[], object]] = [
-        lambda: config.open("r+b"),
-        (point / "new").touch,
-        (point / "folder").mkdir,
-        config.unlink,
-        lambda: config.rename(point / "other"),
-        lambda: config.chmod(0o644),
-        lambda: os.truncate(config, 0),
-        lambda: (point / "link").symlink_to(config),
-    ]
-    assert [code_of(change) for change in changes] == ["EROFS"] * len(changes)
 
 
 def test_a_flipped_bit_is_an_error(family: tuple[Path, dict[str, Path]], point: Path) -> None:
@@ -825,30 +783,6 @@ def test_a_machine_without_fuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for text in said:
         assert "checkout(REF, DIR)" in text
         assert "store[REF].tensor(NAME)" in text
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_gc_takes_nothing_from_under_a_mount(tmp_path: Path, point: Path, whole: bool) -> None:
-    """What is mounted, or open in a mount of the whole store, can be read to the end though its ref
-    is gone; unmounted, it goes."""
-    with Store.init(tmp_path / "store", block_size=BLOCK_SIZE) as store:
-        store.configure("reflog_days", 0)
-        original = write_checkpoint(tmp_path / "a", 1)
-        snapshot = store.add(original, name="a").snapshot
-        shutil.copytree(original, tmp_path / "b")
-        (tmp_path / "b" / BIG).unlink()
-        mount(store.path, None if whole else "a", point)
-        inside = point / "refs" / "a" if whole else point
-        with (inside / BIG).open("rb") as file:
-            start = file.read(70_000)
-            store.add(tmp_path / "b", name="b")
-            store.remove("a")
-            assert store.gc().snapshots_dropped == ()
-            assert start + file.read() == (original / BIG).read_bytes()
-        if not whole:
-            assert (inside / "config.json").read_bytes() == (original / "config.json").read_bytes()
-        unmount(point)
-        assert store.gc().snapshots_dropped == (snapshot,)
 
 
 def test_a_mount_goes_on_after_its_packs_were_rewritten(tmp_path: Path, point: Path) -> None:

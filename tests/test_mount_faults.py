@@ -287,6 +287,16 @@ def stopped(code: str, *arguments: Path) -> Iterator[None]:
         process.wait()
 
 
+def stop(process: int) -> None:
+    """Stop a process; returns when all its threads stand still.
+
+    One that was just taking a request would have it for good: its reader cannot be killed.
+    """
+    os.kill(process, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{process}/task").iterdir())
+    until(lambda: all("State:\tT" in (each / "status").read_text() for each in threads))
+
+
 @pytest.mark.parametrize("what", HOLDING)
 def test_a_sibling_that_was_stopped_is_not_waited_for(
     family: Family, at: Callable[[str | None], Served], what: str
@@ -313,7 +323,7 @@ def test_a_mount_whose_process_was_stopped_delays_no_other(
     base = at("base")
     path = base.point / SHARDS[0]
     drop_pages(path)
-    base.process.send_signal(signal.SIGSTOP)
+    stop(base.process.pid)
     waiting = [subprocess.Popen(["md5sum", path], stdout=subprocess.PIPE) for _ in range(2)]
     try:
         assert looked_at(family, at("other").point, "other") == {}
