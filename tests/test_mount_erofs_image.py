@@ -216,10 +216,10 @@ def test_much_that_is_coded_is_refused_with_its_size() -> None:
     few = COPIED_BYTES // mib
     raw = [piece(n * mib, Codec.RAW, n * mib) for n in range(few)]
     coded = [piece((few + n) * mib, Codec.PLANES, 0) for n in range(few)]
-    Survey({"a": raw + coded}, []).require_few_copies()
+    Survey({"a": raw + coded}, []).require_few_copies("main")
     odd = [piece((2 * few + n) * mib, Codec.RAW, 3 + n * mib) for n in range(2)]
     with pytest.raises(Incompatible) as caught:
-        Survey({"a": raw + coded + odd}, []).require_few_copies()
+        Survey({"a": raw + coded + odd}, []).require_few_copies("main")
     assert "64.0 MiB of 130.0 MiB are stored compressed" in caught.value.what
     assert "2.0 MiB of 130.0 MiB lie where" in caught.value.what
 

@@ -78,7 +78,7 @@ def show(
         contents.require(catalog, snapshot, revision)
         with contents.held(catalog, [snapshot]), ExitStack() as files:
             view = SnapshotView(catalog, snapshot)
-            survey, packs = _opened(catalog, view, files)
+            survey, packs = _opened(catalog, view, revision, files)
             if checked:
                 checking.check(survey.raw_blocks(), packs, catalog.block_size)
             with _image_file(catalog, revision) as path:
@@ -90,12 +90,12 @@ def show(
 
 
 def _opened(
-    catalog: Catalog, view: SnapshotView, files: ExitStack
+    catalog: Catalog, view: SnapshotView, called: str, files: ExitStack
 ) -> tuple[Survey, dict[PackId, int]]:
     """Return where the snapshot lies, and its packs, open until the stack is closed."""
     for attempt in range(_ATTEMPTS):
-        survey = Survey.of(view)
-        survey.require_few_copies()
+        survey = Survey.of(view, called)
+        survey.require_few_copies(called)
         _allow_files(len(survey.packs))
         with ExitStack() as opened:
             try:

@@ -20,7 +20,7 @@ from mstore.blocks.codecs import Codec
 from mstore.blocks.location import Location
 from mstore.errors import Incompatible
 from mstore.ids import BlockId, PackId
-from mstore.phrases import call, phrase
+from mstore.phrases import Option, call, phrase
 from mstore.sizes import format_size
 from mstore.view import SnapshotView
 from mstore_fuse.erofs.image import PAGE, CopiedPages, PageMap
@@ -29,7 +29,6 @@ COPIED_BYTES = 64 << 20
 COPIED_SHARE = 32
 """At most 64 MiB, or a 32nd of the snapshot if that is more, is copied into an image."""
 
-PIN_RAW = "store its blocks raw and in file order: pin it raw"
 _READ_BYTES = 1 << 20
 
 ReadFile = Callable[[str, int, int], bytes]
@@ -71,15 +70,16 @@ class Survey:
     packs: list[PackId]
 
     @classmethod
-    def of(cls, view: SnapshotView) -> Survey:
-        """Look up every block of a snapshot. Raises Incompatible if it is virtual; Corrupt."""
+    def of(cls, view: SnapshotView, called: str) -> Survey:
+        """Look up every block of a snapshot, called so. Raises Incompatible (virtual), Corrupt."""
         if view.is_virtual:
             raise Incompatible(
                 "a virtual merge has no blocks that the kernel could read",
                 where=view.id.short,
                 hint=phrase(
-                    "store it first: {materialize}; or mount it with driver fuse",
-                    materialize=call("materialize", view.id.short),
+                    "{materialize} stores it; {driver} shows it as it is",
+                    materialize=call("materialize", called),
+                    driver=Option("driver", "fuse"),
                 ),
             )
         files = {path: list(_pieces(view, path)) for path in view.files}
@@ -97,8 +97,11 @@ class Survey:
             if one.at.codec == Codec.RAW
         }
 
-    def require_few_copies(self) -> None:
-        """Raise Incompatible, saying how much it is, if much would have to be copied."""
+    def require_few_copies(self, called: str) -> None:
+        """Raise Incompatible, saying how much it is, if much would have to be copied.
+
+        called: the revision, for the hint.
+        """
         total = coded = shifted = 0
         for pieces in self.files.values():
             total += sum(one.length for one in pieces)
@@ -116,7 +119,11 @@ class Survey:
             what.append(f"{format_size(shifted)} {of} lie where no page of their file could")
         raise Incompatible(
             f"the kernel cannot read this snapshot: {', and '.join(what)}",
-            hint=f"{PIN_RAW}; or mount it with driver fuse",
+            hint=phrase(
+                "{pin} stores its blocks raw and in file order; {driver} shows it as it is",
+                pin=call("pin", called, raw=True),
+                driver=Option("driver", "fuse"),
+            ),
         )
 
 
